@@ -5,6 +5,7 @@ the whole call, which sends the same words once more.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton, which is installed with the 
 
 import torch
 from tests.ops.kernels_support import Inputs
-from tests.ops.test_triton_mhc import PARAMS, state, weight
+from tests.ops.test_triton_mhc import PARAMS, state, terms, weight
 from torch import Tensor
 
 from finwhale.distributed import ref
@@ -23,7 +24,9 @@ from finwhale.distributed.collectives import Alone
 from finwhale.distributed.push import Push
 from finwhale.errors import EngineDeadError
 from finwhale.models.deepseek_v4.rank_links import RankLinks
-from finwhale.ops.mhc import MhcOfRanks, mhc_triton
+from finwhale.ops.mhc import MhcOfTerms, mhc_triton
+from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.ranks import PartialSum
 
 from .test_push import SIZES, ranks
@@ -41,14 +44,15 @@ def given(inputs: Inputs, size: int, N: int, D: int, partial: torch.dtype, own: 
 
 def run(
     push: Push,
-    x: Tensor,
+    x: Tensor | ExpertTerms,
     mixes: tuple[Tensor, ...],
     fn: Tensor | None,
     phases: tuple[int, int] = (0, 1),
 ) -> tuple[Tensor, Tensor]:
     """mHC's first pass on one rank: the new residual streams and, with fn, parts of its GEMM."""
     post, res, residual = mixes
-    channel = push.channel(len(x), mhc_triton.num_programs(*x.shape))
+    num_tokens, width = x.shape
+    channel = push.channel(num_tokens, mhc_triton.num_programs(num_tokens, width))
     assert channel is not None
     partial_sum = PartialSum(x, channel)
     return mhc_triton._run_streams(residual, (partial_sum, post, res), fn, HOW, phases)
@@ -56,7 +60,7 @@ def run(
 
 def send(
     pushes: list[Push],
-    parts: list[Tensor],
+    parts: Sequence[Tensor | ExpertTerms],
     mixes: tuple[Tensor, ...],
     fn: Tensor | None,
     lost: int | None = None,
@@ -97,6 +101,26 @@ def test_bits_are_those_of_the_sum(size: int) -> None:
         assert push._fused is not None
         # Only the largest launches have the last programs.
         assert push._fused.epochs[0] == exchanges > push._fused.epochs[-1]
+
+
+@pytest.mark.parametrize("partial", (BFLOAT16, FLOAT32))
+def test_each_rank_adds_its_experts_outputs_first(partial: torch.dtype) -> None:
+    """The exchanged words are those of the rank's own sum."""
+    inputs = Inputs()
+    for N, D in ((1, 64), (17, 40)):
+        parts = [terms(inputs, N, D, partial) for _ in range(2)]
+        totals = [combine(x.each, x.ids, x.shared, partial) for x in parts]
+        _, mixes = given(inputs, 2, N, D, partial, BFLOAT16)
+        for fn in (weight(inputs, D).fn, None):
+            pushes = ranks(2, FUSED)
+            send(pushes, totals, mixes, fn)
+            wanted = [run(push, x, mixes, fn) for push, x in zip(pushes, totals, strict=True)]
+            pushes = ranks(2, FUSED)
+            send(pushes, parts, mixes, fn)
+            found = [run(push, x, mixes, fn) for push, x in zip(pushes, parts, strict=True)]
+            for one, other in zip(found, wanted, strict=True):
+                for a, b in zip(one, other, strict=True):
+                    assert torch.equal(a[..., :25], b[..., :25])
 
 
 def test_flags_wrap_around() -> None:
@@ -145,7 +169,7 @@ def test_the_shape_decides_which_kernel_adds() -> None:
         sizes = replace(SIZES, nccl=0, fused_tokens=fused_tokens, fused_programs=fused_programs)
         (push, _) = ranks(2, sizes)
         push._nccl = Alone()
-        mhc = MhcOfRanks(num_programs, mhc_triton.mhc_post, mhc_triton.mhc_post_pre)
+        mhc = MhcOfTerms(18, num_programs, mhc_triton.mhc_post, mhc_triton.mhc_post_pre)
         return RankLinks(push, None, mhc)
 
     def fused(links: RankLinks, num_tokens: int, width: int = 64) -> bool:
@@ -158,6 +182,9 @@ def test_the_shape_decides_which_kernel_adds() -> None:
     assert [fused(some, 16, width) for width in (768, 769)] == [False, False]
     assert [fused(some, 1, width) for width in (768, 769)] == [True, False]
     assert not fused(links(0, 24), 1)
+    assert [some.takes_expert_terms(n, 64) for n in (0, 1, 18, 19)] == [False, True, True, False]
+    assert not links(0, 24).takes_expert_terms(1, 64)
+    assert isinstance(some.sum(terms(Inputs(), 1, 64, BFLOAT16), BFLOAT16), PartialSum)
     assert [fused(links(20, 24, few_tokens=4), n) for n in (4, 5)] == [True, False]
     with some.without_collectives():
         assert not fused(some, 1)

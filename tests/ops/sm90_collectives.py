@@ -10,6 +10,7 @@ from finwhale.distributed import push_triton
 from finwhale.distributed.push import WORD_BYTES
 from finwhale.distributed.push_sizes import SIZES
 from finwhale.ops.mhc import MhcParams, MhcWeight, mhc_triton
+from finwhale.ops.moe import ExpertTerms
 from finwhale.ops.ranks import Channel, PartialSum
 
 FAULTS = 2**40  # the address that a launch passes
@@ -69,8 +70,14 @@ def call_partial_sums(size: int) -> None:
     w = MhcWeight(*(meta(*shape, dtype=torch.float32) for shape in sizes))
     params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
     how = mhc_triton.Options(inline_asm=True, early_launch=True)
+    each = meta(rows, 6, width, dtype=torch.bfloat16)
+    shared = meta(rows, width, dtype=torch.bfloat16)
+    ids = meta(rows, 6, dtype=torch.int32)
     for dtype in (torch.float32, torch.bfloat16):
         x = PartialSum(meta(rows, width, dtype=dtype), of_ranks)
+        mhc_triton.mhc_post(x, post, res, streams, options=how)
+        mhc_triton.mhc_post_pre(x, post, res, streams, w, params, options=how)
+        x = PartialSum(ExpertTerms(each, ids, shared, dtype), of_ranks)
         mhc_triton.mhc_post(x, post, res, streams, options=how)
         mhc_triton.mhc_post_pre(x, post, res, streams, w, params, options=how)
 

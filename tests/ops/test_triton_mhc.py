@@ -5,10 +5,13 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
+from finwhale.distributed.collectives import Alone
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.rank_links import SHARED_TOKENS
-from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight, ref
+from finwhale.models.deepseek_v4.rank_links import SHARED_TOKENS, RankLinks
+from finwhale.ops.mhc import HcHeadWeight, MhcOfTerms, MhcParams, MhcWeight, ref
 from finwhale.ops.mhc import mhc_triton as kernels
+from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe.combine_triton import combine
 
 from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
 
@@ -55,6 +58,50 @@ def test_against_the_reference(size: tuple[int, int], dtype: torch.dtype) -> Non
     assert_close(kernels.mhc_post(*args), ref.mhc_post(*args))
     assert_all_close(kernels.mhc_pre(args[3], w, PARAMS), ref.mhc_pre(args[3], w, PARAMS))
     assert_close(kernels.hc_head(args[3], head, PARAMS), ref.hc_head(args[3], head, PARAMS))
+
+
+def terms(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> ExpertTerms:
+    """The outputs of 3 experts of each token, some unused (NaN), and of the shared expert."""
+    ids = torch.arange(num_tokens * 3, dtype=torch.int32).view(num_tokens, 3) % 5 - 1
+    each = inputs.normal(num_tokens, 3, width, dtype=torch.bfloat16)
+    each[ids < 0] = torch.nan
+    shared = inputs.normal(num_tokens, width + 8, dtype=torch.bfloat16)[:, :width]
+    return ExpertTerms(each, ids, shared, dtype)
+
+
+@pytest.mark.parametrize("size", ((1, 32), (17, 40), (2, 610)))
+def test_experts_outputs_have_the_bits_of_their_sum(size: tuple[int, int]) -> None:
+    inputs = Inputs()
+    w = weight(inputs, size[1])
+    _, post, res, residual = state(inputs, *size, torch.bfloat16)
+    x = terms(inputs, *size, torch.bfloat16)
+    total = combine(x.each, x.ids, x.shared)
+    assert not total.isnan().any()
+    wanted = kernels.mhc_post_pre(total, post, res, residual, w, PARAMS)
+    found = kernels.mhc_post_pre(x, post, res, residual, w, PARAMS)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    streams = kernels.mhc_post(x, post, res, residual)
+    assert torch.equal(streams, kernels.mhc_post(total, post, res, residual))
+
+
+def test_experts_outputs_of_many_tokens_are_refused() -> None:
+    inputs = Inputs()
+    most = kernels.EXPERT_TOKENS
+    x = terms(inputs, most + 1, 32, torch.bfloat16)
+    _, post, res, residual = state(inputs, most + 1, 32, torch.bfloat16)
+    any_number = kernels.Options(few_tokens=kernels.ANY_NUMBER)
+    with pytest.raises(ValueError, match=f"at most {most} tokens, got {most + 1}"):
+        kernels.mhc_post(x, post, res, residual, options=any_number)
+
+
+def test_one_rank_passes_on_the_experts_outputs() -> None:
+    """The next mHC operator adds them, up to a number of tokens."""
+    mhc = MhcOfTerms(2, kernels.num_programs, kernels.mhc_post, kernels.mhc_post_pre)
+    links = RankLinks(Alone(), None, mhc)
+    assert [links.takes_expert_terms(n, 32) for n in (0, 1, 2, 3)] == [False, True, True, False]
+    assert not RankLinks(Alone()).takes_expert_terms(1, 32)
+    x = terms(Inputs(), 1, 32, torch.bfloat16)
+    assert links.sum(x, torch.bfloat16) is x
 
 
 def test_residual_streams_that_are_one_expanded_row() -> None:

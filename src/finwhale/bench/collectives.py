@@ -332,7 +332,7 @@ class Mhc:
         return (self._operators(x).mhc_post(x, *self.mixes, self.residual),)
 
     def _operators(self, x: Tensor | PartialSum) -> Any:
-        return self.ops if isinstance(x, Tensor) else self.ops.mhc_of_ranks
+        return self.ops if isinstance(x, Tensor) else self.ops.mhc_of_terms
 
 
 def fused_sizes(ranks: Ranks) -> PushSizes:
@@ -341,13 +341,13 @@ def fused_sizes(ranks: Ranks) -> PushSizes:
 
 def measure_mhc(ranks: Ranks, ops: Ops, args: argparse.Namespace, send: Send) -> None:
     """mHC at decode sizes: alone, after a sum, and with the sum in its first kernel."""
-    assert ops.mhc_of_ranks is not None
+    assert ops.mhc_of_terms is not None
     made = make_push(ranks, fused_sizes(ranks))
     for dtype, width, rows in itertools.product(args.dtypes, args.widths, MHC_ROWS):
         mhc = Mhc(ranks, ops, rows, width)
         x = random_rows(ranks, rows, width, DTYPES[dtype])
         total = ref.all_reduce(ranks.gathered(x)).bfloat16()
-        channel = made.channel(rows, ops.mhc_of_ranks.num_programs(rows, width))
+        channel = made.channel(rows, ops.mhc_of_terms.num_programs(rows, width))
         if channel is None:
             continue
         operators: dict[str, MhcCall] = {"mhc_post_pre": mhc.post_pre, "mhc_post": mhc.post}
@@ -401,7 +401,7 @@ def waits(ranks: Ranks, ops: Ops) -> dict[str, tuple[PushSizes, Callable[[Any], 
         "small all_reduce": (sizes, lambda made: made.all_reduce(small)),
         "large all_reduce": (sizes, lambda made: made.all_reduce(large)),
     }
-    if ops.mhc_of_ranks is not None:
+    if ops.mhc_of_terms is not None:
         mhc, x = Mhc(ranks, ops, 1, 4096), torch.ones((1, 4096), device=device)
 
         def fused(made: Any) -> Tensor:
@@ -470,7 +470,7 @@ def work(index: int, size: int, port: int, args: argparse.Namespace, results: An
                 measure_gathers(ranks, send)
             if not cpu and not isinstance(ranks.collectives, Nccl):
                 ops = load_ops(Platform.detect())
-                if ops.mhc_of_ranks is not None:
+                if ops.mhc_of_terms is not None:
                     measure_mhc(ranks, ops, args, send)
                 lose_a_rank(ranks, ops, send)
         ranks.barrier()

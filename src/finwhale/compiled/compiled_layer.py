@@ -8,12 +8,11 @@ from torch import Tensor
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.models.deepseek_v4.compressor import C4Entries
-from finwhale.models.deepseek_v4.layer import LayerState
+from finwhale.models.deepseek_v4.layer import BlockOutput, LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.protocol import PagedCache, Segments, StepInputs, tensors_of
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.paging import contiguous_rows
-from finwhale.ops.ranks import PartialSum
 
 # Largest number of tokens in a step that runs compiled. In larger steps GEMMs take nearly all the
 # time, so the graphs, which are compiled for few rows, save nothing.
@@ -40,7 +39,7 @@ class CompiledLayer:
 
     def __call__(
         self,
-        x: Tensor | PartialSum,
+        x: BlockOutput,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,

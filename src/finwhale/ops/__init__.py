@@ -17,7 +17,7 @@ from finwhale.ops.attention import PrepareQkv, SparseAttention
 from finwhale.ops.compressor import Compress
 from finwhale.ops.indexer import SelectEntries
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
-from finwhale.ops.mhc import HcHead, MhcOfRanks, MhcPost, MhcPostPre, MhcPre
+from finwhale.ops.mhc import HcHead, MhcOfTerms, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import (
     ExpertsCombine,
     ExpertsCompute,
@@ -90,11 +90,11 @@ class Capabilities:
 class Ops:
     """The operators of a table, one typed field each. The contracts' docstrings define them.
 
-    mhc_of_ranks: None if the table's mHC operators cannot read a `PartialSum`.
+    mhc_of_terms: None if the table's mHC operators cannot read a `PartialSum`.
     """
 
     capabilities: Capabilities
-    mhc_of_ranks: MhcOfRanks | None
+    mhc_of_terms: MhcOfTerms | None
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
     finish_experts: FinishExperts
@@ -138,7 +138,7 @@ class Ops:
         """(operator, "module.function(options)") for each field in order; `module` is below ops."""
         rows = []
         for field in fields(self):
-            if field.name in ("capabilities", "mhc_of_ranks"):
+            if field.name in ("capabilities", "mhc_of_terms"):
                 continue
             fn = getattr(self, field.name)
             module = fn.__module__.removeprefix(f"{__name__}.")

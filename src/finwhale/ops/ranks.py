@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from finwhale.ops.moe import ExpertTerms
+
 # First and last phase of an exchange that a launch runs: all, except in tests on one GPU.
 Phases = tuple[int, int]
 
@@ -54,9 +56,9 @@ class PartialSum:
     same calls in the same order.
 
     Attributes:
-        x: this rank's term [N,D], float32 or bfloat16.
+        x: this rank's term [N,D], float32 or bfloat16; the operator adds `ExpertTerms` first.
         channel: the channel for the exchange.
     """
 
-    x: Tensor
+    x: Tensor | ExpertTerms
     channel: Channel

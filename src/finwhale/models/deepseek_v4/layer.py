@@ -16,11 +16,13 @@ from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.moe import ExpertTerms
 from finwhale.ops.ranks import PartialSum
 
 ALONE = RankLinks(Alone())
 BlockInput = tuple[Tensor, Tensor, Tensor, Tensor]
-LayerState = tuple[Tensor | PartialSum, Tensor, Tensor, Tensor]
+BlockOutput = Tensor | PartialSum | ExpertTerms
+LayerState = tuple[BlockOutput, Tensor, Tensor, Tensor]
 
 
 class Layer(Protocol):
@@ -28,7 +30,7 @@ class Layer(Protocol):
 
     def __call__(
         self,
-        x: Tensor | PartialSum,
+        x: BlockOutput,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
@@ -58,9 +60,10 @@ class DecoderLayer:
     layer returned; x is then the output [N,D] of that layer's last block. The layer calls `entered`
     with the residual streams at its start. The layers of a draft head are decoder layers too.
 
-    A block's output is a partial sum. The layer sums it over all ranks, or passes it as a
-    `PartialSum` to the next mHC operator. In steps of many tokens, arguments and results have only
-    this rank's rows, and the ranks gather the blocks' inputs (`RankLinks`).
+    A block's output is a partial sum. The layer sums it over all ranks, or passes its terms to the
+    next mHC operator: a `PartialSum`, or the experts' outputs (`RankLinks`). In steps of many
+    tokens, arguments and results have only this rank's rows, and the ranks gather the blocks'
+    inputs (`RankLinks`).
 
     Args:
         config: the sizes of this rank's part.
@@ -78,7 +81,7 @@ class DecoderLayer:
     ) -> None:
         self.mhc_pre = ops.mhc_pre
         self.mhc_post_pre = ops.mhc_post_pre
-        self.mhc_of_ranks = ops.mhc_of_ranks
+        self.mhc_of_terms = ops.mhc_of_terms
         self.params = mhc_params(config)
         self.weights = weights
         self.links = links
@@ -90,7 +93,7 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: Tensor | PartialSum,
+        x: BlockOutput,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
@@ -108,11 +111,13 @@ class DecoderLayer:
         total = links.sum(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.cross(total, post_mix, res_mix, residual)
         y = links.whole(y, num_tokens)
-        return links.sum(self.ffn(y, inputs), y.dtype), post_mix, res_mix, residual
+        combined = not links.takes_expert_terms(*y.shape)
+        x = links.sum(self.ffn(y, inputs, combined=combined), y.dtype)
+        return x, post_mix, res_mix, residual
 
     def enter(
         self,
-        x: Tensor | PartialSum,
+        x: BlockOutput,
         post_mix: Tensor | None = None,
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
@@ -125,14 +130,14 @@ class DecoderLayer:
         return self._post_pre(x, post_mix, res_mix, residual, w)
 
     def cross(
-        self, x: Tensor | PartialSum, post_mix: Tensor, res_mix: Tensor, residual: Tensor
+        self, x: BlockOutput, post_mix: Tensor, res_mix: Tensor, residual: Tensor
     ) -> BlockInput:
         """Compute the experts' input and mixes from attention's output."""
         return self._post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn)
 
     def _post_pre(
         self,
-        x: Tensor | PartialSum,
+        x: BlockOutput,
         post_mix: Tensor,
         res_mix: Tensor,
         residual: Tensor,
@@ -140,8 +145,8 @@ class DecoderLayer:
     ) -> BlockInput:
         if isinstance(x, Tensor):
             return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
-        assert self.mhc_of_ranks is not None
-        return self.mhc_of_ranks.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
+        assert self.mhc_of_terms is not None
+        return self.mhc_of_terms.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
 
 
 def mhc_params(config: ModelConfig) -> MhcParams:

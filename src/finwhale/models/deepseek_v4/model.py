@@ -100,7 +100,7 @@ class DeepseekV4:
     ) -> None:
         self.config = config
         self.part = rank_config(config, collectives.rank.size, round_activations=round_activations)
-        self.links = RankLinks(collectives, partial_dtype, ops.mhc_of_ranks)
+        self.links = RankLinks(collectives, partial_dtype, ops.mhc_of_terms)
         rank, width = collectives.rank, config.vocab_size // collectives.rank.size
         self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
         self.sample: Sample = ops.sample
@@ -109,7 +109,7 @@ class DeepseekV4:
         self.weights = weights
         self.linear = ops.linear
         self.mhc_post = ops.mhc_post
-        self.mhc_of_ranks = ops.mhc_of_ranks
+        self.mhc_of_terms = ops.mhc_of_terms
         self.hc_head = ops.hc_head
         self.params = mhc_params(config)
         self.tables = RotaryTables(config, max_positions, weights.embed.device)
@@ -286,8 +286,8 @@ class DeepseekV4:
         if isinstance(x, Tensor):
             streams = self.mhc_post(x, post_mix, res_mix, residual)
         else:
-            assert self.mhc_of_ranks is not None
-            streams = self.mhc_of_ranks.mhc_post(x, post_mix, res_mix, residual)
+            assert self.mhc_of_terms is not None
+            streams = self.mhc_of_terms.mhc_post(x, post_mix, res_mix, residual)
         if features is not None and features.wants(len(others)):
             features.add(len(others), streams)
         return self.links.whole(streams, len(inputs.token_ids))

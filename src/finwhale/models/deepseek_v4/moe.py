@@ -9,7 +9,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe import ExpertTerms, ExpertWeight
 
 SHARED_STREAM = 1
 
@@ -62,13 +62,18 @@ class Moe:
         self.limit = config.swiglu_limit
         self.partial_dtype = partial_dtype
 
-    def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
+    def __call__(
+        self, x_ND: Tensor, inputs: StepInputs, *, combined: bool = True
+    ) -> Tensor | ExpertTerms:
+        """combined: return the sum of the experts' outputs; otherwise its terms."""
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
         ids, weights = self.route(x_ND, inputs)
         if self.routed is not None:
             self.routed[: len(ids)].copy_(ids)
         each = self.run_experts(x_ND, ids, weights)
         self.side_streams.join(SHARED_STREAM)
+        if not combined:
+            return ExpertTerms(each, ids, shared, self.partial_dtype or each.dtype)
         return self.combine(each, ids, shared, self.partial_dtype)
 
     def share(self, x_ND: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.ops import Ops
-from finwhale.ops.mhc import MhcOfRanks
+from finwhale.ops.mhc import MhcOfTerms
+from finwhale.ops.moe import ExpertTerms
 from finwhale.ops.ranks import Channel, PartialSum
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
@@ -39,7 +40,7 @@ class RankLinks:
 
     Args:
         partial_dtype: dtype of the blocks' partial sums; None: the activations' dtype.
-        mhc: the mHC operators that add partial sums themselves; None: there are none.
+        mhc: the mHC operators that add the terms of x themselves; None: there are none.
 
     Attributes:
         shared_tokens: see SHARED_TOKENS.
@@ -49,7 +50,7 @@ class RankLinks:
         self,
         collectives: Collectives,
         partial_dtype: torch.dtype | None = None,
-        mhc: MhcOfRanks | None = None,
+        mhc: MhcOfTerms | None = None,
     ) -> None:
         self.rank = collectives.rank
         self.partial_dtype = partial_dtype
@@ -66,20 +67,39 @@ class RankLinks:
         num_tokens = len(x_NX)
         return x_NX[self.rank.rows(num_tokens)] if self.shares(num_tokens) else x_NX
 
-    def sum(self, partial_ND: Tensor, dtype: torch.dtype) -> Tensor | PartialSum:
+    def takes_expert_terms(self, num_tokens: int, width: int) -> bool:
+        """Whether `sum` takes the terms of partial sums [N,D], because the next operator adds them.
+
+        The choice depends only on the shape, so all ranks make the same one.
+        """
+        if self._mhc is None or not 0 < num_tokens <= self._mhc.expert_tokens:
+            return False
+        return self.rank.size == 1 or self._channel(num_tokens, width) is not None
+
+    def sum(
+        self, partial_ND: Tensor | ExpertTerms, dtype: torch.dtype
+    ) -> Tensor | PartialSum | ExpertTerms:
         """This rank's rows of the sum of the partial sums, rounded to `dtype`: [N,D] -> [R,D].
 
-        A `PartialSum` leaves the sum to the operators of `MhcOfRanks`. The choice depends only on
-        the shape, so all ranks make the same one. The call may overwrite the partial sums.
+        A `PartialSum`, or on one rank `ExpertTerms`, leaves the sum to the operators of
+        `MhcOfTerms`. The choice depends only on the shape, so all ranks make the same one. The call
+        may overwrite the partial sums.
         """
-        if self.shares(len(partial_ND)):
+        num_tokens, width = partial_ND.shape
+        channel = None if self.shares(num_tokens) else self._channel(num_tokens, width)
+        if channel is not None:
+            return PartialSum(partial_ND, channel)
+        if isinstance(partial_ND, ExpertTerms):
+            assert self.rank.size == 1, "only the operators of MhcOfTerms add terms"
+            return partial_ND
+        if self.shares(num_tokens):
             return self._collectives.reduce_scatter_rows(partial_ND).to(dtype)
-        if self._mhc is not None:
-            programs = self._mhc.num_programs(*partial_ND.shape)
-            channel = self._collectives.channel(len(partial_ND), programs) if programs else None
-            if channel is not None:
-                return PartialSum(partial_ND, channel)
         return self._collectives.all_reduce(partial_ND, overwrite=True).to(dtype)
+
+    def _channel(self, num_tokens: int, width: int) -> Channel | None:
+        """The channel through which the next operator adds the partial sums [N,D], if it can."""
+        programs = 0 if self._mhc is None else self._mhc.num_programs(num_tokens, width)
+        return self._collectives.channel(num_tokens, programs) if programs else None
 
     def whole(self, x_RX: Tensor, num_tokens: int) -> Tensor:
         """The rows of all ranks: [R, ...] -> [N, ...]."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from finwhale.ops.moe import ExpertTerms
 from finwhale.ops.ranks import PartialSum
 
 
@@ -110,19 +111,19 @@ class HcHead(Protocol):
 
 
 class SumPost(Protocol):
-    """MhcPost with the sum of x over ranks."""
+    """MhcPost that adds the terms of x."""
 
     def __call__(
-        self, x_ND: PartialSum, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
+        self, x_ND: PartialSum | ExpertTerms, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
     ) -> Tensor: ...
 
 
 class SumPostPre(Protocol):
-    """MhcPostPre with the sum of x over ranks."""
+    """MhcPostPre that adds the terms of x."""
 
     def __call__(
         self,
-        x_ND: PartialSum,
+        x_ND: PartialSum | ExpertTerms,
         post_NH: Tensor,
         res_NHH: Tensor,
         residual_NHD: Tensor,
@@ -132,22 +133,26 @@ class SumPostPre(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MhcOfRanks:
-    """mHC operators that add the ranks' partial sums in the kernel that reads them.
+class MhcOfTerms:
+    """mHC operators that add the terms of x in the kernel that reads them.
 
-    The results have the bits of MhcPost and MhcPostPre with the whole sum. The sum is a tree of
-    pairs in float32, rounded to the dtype of the partial sums and then to that of the residual
-    streams. If a rank is missing, the results contain NaN.
+    The terms are the outputs of a token's experts, the partial sums of the ranks, or both. The
+    results have the bits of MhcPost and MhcPostPre with the whole sum. The sum over experts is that
+    of `ExpertsCombine`. The sum over ranks is a tree of pairs in float32, rounded to the dtype of
+    the partial sums and then to that of the residual streams. If a rank is missing, the results
+    contain NaN.
 
-    All ranks must make the same calls in the same order. The kernels are not built at start,
-    because the ranks build one after the other; the first call compiles one kernel for all numbers
-    of tokens.
+    With a PartialSum, all ranks must make the same calls in the same order. Its kernels are not
+    built at start, because the ranks build one after the other; the first call compiles one kernel
+    for all numbers of tokens.
 
     Attributes:
+        expert_tokens: the most tokens for which the operators take `ExpertTerms`.
         num_programs: (N, D) -> the most programs of a launch that exchange words; 0: the operators
-            do not support N tokens.
+            do not take the partial sums of N tokens.
     """
 
+    expert_tokens: int
     num_programs: Callable[[int, int], int]
     mhc_post: SumPost
     mhc_post_pre: SumPostPre

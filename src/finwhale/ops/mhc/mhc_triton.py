@@ -8,9 +8,10 @@ normalised input.
 - Up to FEW_TOKENS, `_streams_few_kernel` and `_block_input_kernel` run. A program of the former has
   32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
   runs the Sinkhorn iterations in parallel with the block's input. With `early_launch`, both kernels
-  start before the previous kernel ends, and read only weights until it has ended. If x is a
-  `PartialSum`, `_sum_streams_few_kernel` replaces `_streams_few_kernel`: each program exchanges its
-  tile of x with the same program on the other ranks.
+  start before the previous kernel ends, and read only weights until it has ended. If x is
+  `ExpertTerms`, each program adds its tile of the experts' outputs. If x is a `PartialSum`,
+  `_sum_streams_few_kernel` replaces `_streams_few_kernel`: each program exchanges its tile of x
+  with the same program on the other ranks.
 - With more tokens, `_planes_kernel` rearranges fn, `_streams_many_kernel` divides D into slots,
   `_gates_kernel` computes the gates with a thread for each token, and `_block_input_kernel` reads
   the residual streams a second time.
@@ -44,12 +45,14 @@ from finwhale.ops.mhc.residual_streams_triton import (
     _streams_many_kernel,
     _sum_streams_few_kernel,
 )
+from finwhale.ops.moe import ExpertTerms
 from finwhale.ops.ranks import Channel, PartialSum, Phases
 
 NUM_STREAMS = 4
 MAX_WIDTH = 16384
 MAX_GRID_Y = 65_535  # of a launch
 FEW_TOKENS = 128
+EXPERT_TOKENS = 128  # the most tokens whose experts' outputs these kernels add
 ANY_NUMBER = 2**31  # for Options.few_tokens
 
 
@@ -110,11 +113,22 @@ def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -
     num_tokens, _, width = streams_NHD.shape
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"a partial sum is float32 or bfloat16, got {x.dtype}")
-    if width * x.element_size() % 4:
+    if width * x.dtype.itemsize % 4:
         raise ValueError(f"a partial sum has whole words of 4 bytes, got {width} {x.dtype}")
     programs = num_programs(num_tokens, width, options=options)
     if not 0 < programs <= len(channel.epochs) or channel.block < TILE_VALUES:
         raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
+
+
+def _check_terms(terms: ExpertTerms, num_tokens: int) -> None:
+    if num_tokens > EXPERT_TOKENS:
+        raise ValueError(
+            f"these mHC kernels add experts' outputs of at most {EXPERT_TOKENS} tokens, got "
+            f"{num_tokens}"
+        )
+    if terms.shared.stride(1) != 1:
+        raise ValueError(f"a row's values must be contiguous, got {terms.shared.stride()}")
+    _check_contiguous(each=terms.each, ids=terms.ids)
 
 
 # Plans of the first pass, then the plan of `mhc_post`, which has no GEMM.
@@ -135,7 +149,7 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 
 
 def num_programs(num_tokens: int, width: int, *, options: Options = DEFAULT) -> int:
-    """See `MhcOfRanks`."""
+    """See `MhcOfTerms`."""
     if not 0 < num_tokens <= options.few_tokens:
         return 0
     return max(math.prod(_few_grid(plan, num_tokens, width)) for plan in (FEW, POST_FEW))
@@ -169,7 +183,7 @@ def _planes(fn: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _run_streams(
     streams_NHD: Tensor,
-    post: tuple[Tensor | PartialSum, Tensor, Tensor] | None,
+    post: tuple[Tensor | PartialSum | ExpertTerms, Tensor, Tensor] | None,
     fn: Tensor | None,
     options: Options,
     phases: Phases = (0, 1),
@@ -188,14 +202,21 @@ def _run_streams(
     _check_streams(streams_NHD)
     num_tokens, _, width = streams_NHD.shape
     out_NHD, x, post_mix, res_mix = streams_NHD, streams_NHD, streams_NHD, streams_NHD
+    ids, shared, topk = streams_NHD, streams_NHD, 0
     channel: Channel | None = None
+    x_dtype = streams_NHD.dtype
     if post is not None:
-        given, post_mix, res_mix = post
-        if isinstance(given, PartialSum):
-            _check_partial(given, streams_NHD, options)
-            x, channel = given.x, given.channel
+        whole, post_mix, res_mix = post
+        own = whole.x if isinstance(whole, PartialSum) else whole
+        if isinstance(whole, PartialSum):
+            _check_partial(whole, streams_NHD, options)
+            channel = whole.channel
+        x_dtype = own.dtype
+        if isinstance(own, ExpertTerms):
+            _check_terms(own, num_tokens)
+            x, ids, shared, topk = own.each, own.ids, own.shared, own.ids.shape[1]
         else:
-            x = given
+            x = own
         _check_contiguous(x=x, post=post_mix, res=res_mix)
         out_NHD = torch.empty(streams_NHD.shape, dtype=streams_NHD.dtype, device=streams_NHD.device)
     few = num_tokens <= options.few_tokens
@@ -212,22 +233,26 @@ def _run_streams(
     sizes = (num_tokens, width, streams_NHD.stride(0), streams_NHD.stride(1))
     constants = {"M": num_rows, "ROWS": rows, "POST": post is not None}
     constants["COMPILED"] = options.inline_asm
+    # The arguments for the sum over experts; without it, the kernels do not read them.
+    experts = (ids, shared, shared.stride(0) if topk else 0)
     if few:
         launch = {"launch_pdl": True} if options.early_launch else {}
         plan = POST_FEW if fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
         constants |= {"BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "DEPENDENT": bool(launch)}
+        constants["K"] = topk
         grid = _few_grid(plan, num_tokens, width)
         if channel is not None:
             del constants["POST"]
             _sum_streams_few_kernel[grid](
-                x.view(-1).view(torch.int32),
+                x if topk else x.view(-1).view(torch.int32),
+                *experts,
                 *channel.arguments(),
                 channel.index,
                 channel.capacity,
                 *tensors[1:],
                 *sizes,
                 **constants,
-                BFLOAT16=x.dtype == torch.bfloat16,
+                BFLOAT16=x_dtype == torch.bfloat16,
                 W=channel.size,
                 REGION=channel.block,
                 FIRST=phases[0],
@@ -236,7 +261,9 @@ def _run_streams(
                 **launch,
             )
             return out_NHD, parts
-        _streams_few_kernel[grid](*tensors, *sizes, **constants, num_warps=plan.num_warps, **launch)
+        _streams_few_kernel[grid](
+            x, *experts, *tensors[1:], *sizes, **constants, num_warps=plan.num_warps, **launch
+        )
         return out_NHD, parts
     if fn is not None:
         tensors = (*tensors[:5], _planes(fn, streams_NHD.dtype), parts)
@@ -344,7 +371,7 @@ def mhc_pre(
 
 
 def mhc_post(
-    x_ND: Tensor | PartialSum,
+    x_ND: Tensor | PartialSum | ExpertTerms,
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,
@@ -355,7 +382,7 @@ def mhc_post(
 
 
 def mhc_post_pre(
-    x_ND: Tensor | PartialSum,
+    x_ND: Tensor | PartialSum | ExpertTerms,
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,

@@ -51,20 +51,10 @@ def _split(fn):
 
 @triton.jit
 def _times_split(x, high, middle, low):
-    """x (high + middle + low)^T; adds the small terms first."""
+    """x (high + middle + low)^T, exact products in bfloat16; adds the small terms first."""
     total = tl.dot(x, tl.trans(low))
     total = tl.dot(x, tl.trans(middle), total)
     return tl.dot(x, tl.trans(high), total)
-
-
-@triton.jit
-def _times_fn(x, fn):
-    """x fn^T; with a bfloat16 x, each product of two values is exact."""
-    if x.dtype == tl.bfloat16:
-        high, middle, low = _split(fn)
-        return _times_split(x, high, middle, low)
-    else:
-        return tl.dot(x, tl.trans(fn), input_precision="ieee")
 
 
 @triton.jit
@@ -105,15 +95,29 @@ def _squares(a, b, c, d):
 
 
 @triton.jit
-def _fn_tile(fn_ptr, row, d, D, M: tl.constexpr):
-    """Load the columns d of fn, once for each residual stream."""
+def _fn_tile(
+    fn_ptr,
+    row,
+    d,
+    D,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COMPILED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Load the columns d of fn for all residual streams, and prepare them for the GEMM.
+
+    SPLIT: return three bfloat16 tiles (`_split`); otherwise one in float32.
+    """
     mask = (row < M)[:, None] & (d < D)[None, :]
     source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
     f0 = tl.load(source, mask=mask, other=0.0)
     f1 = tl.load(source + D, mask=mask, other=0.0)
     f2 = tl.load(source + 2 * D, mask=mask, other=0.0)
     f3 = tl.load(source + 3 * D, mask=mask, other=0.0)
-    return f0, f1, f2, f3
+    fn = _settle(_take_turns(f0, f1, f2, f3, ROWS, BLOCK_D), COMPILED)
+    return _split(fn) if SPLIT else (fn,)
 
 
 @triton.jit
@@ -172,8 +176,10 @@ def _parts_tile(
     squares = _squares(streams[0], streams[1], streams[2], streams[3])
     turns = _take_turns(streams[0], streams[1], streams[2], streams[3], BLOCK_N, BLOCK_D)
     streams = _settle(turns, COMPILED)
-    fn = _settle(_take_turns(fn[0], fn[1], fn[2], fn[3], ROWS, BLOCK_D), COMPILED)
-    total = _times_fn(streams, fn)
+    if streams.dtype == tl.bfloat16:
+        total = _times_split(streams, fn[0], fn[1], fn[2])
+    else:
+        total = tl.dot(streams, tl.trans(fn[0]), input_precision="ieee")
     total = tl.where(row[None, :] == M, squares[:, None], total)
     slot = token * tl.num_programs(0) + tl.program_id(0)
     target = parts_ptr + slot[:, None] * ROWS + row[None, :]
@@ -181,8 +187,29 @@ def _parts_tile(
 
 
 @triton.jit
+def _experts_tile(
+    each_ptr, ids_ptr, shared_ptr, stride_shared, token, d, D, is_token, mask, K: tl.constexpr
+):
+    """Add the outputs of the tokens' K experts and of the shared expert, as combine_triton.py does.
+
+    No kernel writes the rows of unused experts.
+    """
+    total = tl.zeros(mask.shape, tl.float32)
+    for k in tl.static_range(K):
+        pair = token * K + k
+        is_used = tl.load(ids_ptr + pair, mask=is_token, other=-1) >= 0
+        row = tl.load(each_ptr + (pair * D)[:, None] + d[None, :], mask=mask, other=0.0)
+        total += tl.where(is_used[:, None], row, 0.0).to(tl.float32)
+    shared = shared_ptr + (token * stride_shared)[:, None] + d[None, :]
+    return total + tl.load(shared, mask=mask, other=0.0)
+
+
+@triton.jit
 def _streams_few_kernel(
     x_ptr,
+    ids_ptr,
+    shared_ptr,
+    stride_shared,
     post_ptr,
     res_ptr,
     streams_ptr,
@@ -193,6 +220,7 @@ def _streams_few_kernel(
     D,
     stride_n,
     stride_h,
+    K: tl.constexpr,
     M: tl.constexpr,
     ROWS: tl.constexpr,
     POST: tl.constexpr,
@@ -201,20 +229,31 @@ def _streams_few_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute BLOCK_D columns of BLOCK_N tokens' residual streams, and their part of the GEMM."""
+    """Compute BLOCK_D columns of BLOCK_N tokens' residual streams, and their part of the GEMM.
+
+    With K > 0, x_ptr points to the outputs of each token's K experts, which the kernel adds.
+    """
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.arange(0, ROWS)
     is_token = token < N
-    if M > 0:
-        fn = _fn_tile(fn_ptr, row, d, D, M)
+    SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+    if M > 0:
+        fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
+    if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     mask = is_token[:, None] & (d < D)[None, :]
     streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
     if POST:
-        x = tl.load(x_ptr + token[:, None] * D + d[None, :], mask=mask, other=0.0)
+        if K > 0:
+            x = _experts_tile(
+                x_ptr, ids_ptr, shared_ptr, stride_shared, token, d, D, is_token, mask, K
+            )
+            x = x.to(out_ptr.dtype.element_ty)
+        else:
+            x = tl.load(x_ptr + token[:, None] * D + d[None, :], mask=mask, other=0.0)
         columns = _columns(post_ptr, res_ptr, token, is_token)
         streams = _post_tile(out_ptr, columns, streams, x, token, d, D, mask)
     if M > 0:
@@ -223,10 +262,24 @@ def _streams_few_kernel(
         )
 
 
-# Do not specialise on N: this kernel is not built at start (`MhcOfRanks`), so compile it only once.
+@triton.jit
+def _words(x, BFLOAT16: tl.constexpr, WORDS: tl.constexpr):
+    """Round a float32 tile, and return it as words in order of token and column."""
+    if BFLOAT16:
+        even, odd = tl.split(tl.reshape(x.to(tl.bfloat16), [WORDS, 2]))
+        low = even.to(tl.uint16, bitcast=True).to(tl.int32)
+        return low | (odd.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return tl.reshape(x, [WORDS]).to(tl.int32, bitcast=True)
+
+
+# Do not specialise on N: this kernel is not built at start (`MhcOfTerms`), so compile it only once.
 @triton.jit(do_not_specialize=["N", "rank"])
 def _sum_streams_few_kernel(
     x_ptr,
+    ids_ptr,
+    shared_ptr,
+    stride_shared,
     buffer_ptr,
     pointers_ptr,
     epochs_ptr,
@@ -244,6 +297,7 @@ def _sum_streams_few_kernel(
     D,
     stride_n,
     stride_h,
+    K: tl.constexpr,
     M: tl.constexpr,
     ROWS: tl.constexpr,
     COMPILED: tl.constexpr,
@@ -256,7 +310,7 @@ def _sum_streams_few_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Like `_streams_few_kernel`, with the sum of all ranks' x. x_ptr points to words of x.
+    """Like `_streams_few_kernel`, with the sum of all ranks' x. With K = 0, x_ptr points to words.
 
     The program sends its tile of x to every rank before it loads anything else. It exchanges only
     the words of existing tokens and columns, through its own region of the channel.
@@ -274,18 +328,24 @@ def _sum_streams_few_kernel(
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + i // WIDE
     column = tl.program_id(0) * WIDE + i % WIDE
     is_word = (n < N) & (column < width)
-    if (M > 0) & (LAST == 1):
-        fn = _fn_tile(fn_ptr, row, d, D, M)
+    SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+    if (M > 0) & (LAST == 1):
+        fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
+    if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     epoch = tl.load(epochs_ptr + program) + 1
-    own = tl.load(x_ptr + n * width + column, mask=is_word, other=0)
+    mask = is_token[:, None] & (d < D)[None, :]
+    if K > 0:
+        x = _experts_tile(x_ptr, ids_ptr, shared_ptr, stride_shared, token, d, D, is_token, mask, K)
+        own = _words(x, BFLOAT16, WORDS)
+    else:
+        own = tl.load(x_ptr + n * width + column, mask=is_word, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
             send(pointers_ptr, own, is_word, epoch, place, rank, rank ^ j, W, capacity)
     if LAST == 1:
-        mask = is_token[:, None] & (d < D)[None, :]
         streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
         columns = _columns(post_ptr, res_ptr, token, is_token)
         words = receive(
@@ -406,7 +466,7 @@ def _streams_many_kernel(
             if planes_ptr.dtype.element_ty == tl.bfloat16:
                 total += _times_split(streams, high, middle, low)
             else:
-                total += _times_fn(streams, high)
+                total += tl.dot(streams, tl.trans(high), input_precision="ieee")
     if M > 0:
         total = tl.where(row[None, :] == M, squares[:, None], total)
         target = parts_ptr + first + n[:, None] + ((slot * ROWS + row) * N)[None, :]

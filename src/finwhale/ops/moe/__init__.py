@@ -146,6 +146,26 @@ class ExpertsCombine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertTerms:
+    """Represents the result of `ExpertsCombine`, for an operator that adds the terms itself.
+
+    Attributes:
+        each, ids, shared: the arguments of `ExpertsCombine`; no operator may overwrite them.
+        dtype: dtype of the sum.
+    """
+
+    each: Tensor
+    ids: Tensor
+    shared: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the sum: (N, D)."""
+        return self.each.shape[0], self.each.shape[2]
+
+
 class SwigluMlp(Protocol):
     """The shared expert, which has no routing weight:
     w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)).

@@ -34,7 +34,7 @@ def table(platform: Platform) -> Ops:
         linear=bind(linear, options=options),
         grouped_form=grouped_form,
         grouped_linear=bind(grouped_linear, options=options),
-        mhc_of_ranks=None,
+        mhc_of_terms=None,
         mhc_pre=mhc_pre,
         mhc_post_pre=mhc_post_pre,
         mhc_post=mhc_post,

@@ -14,7 +14,7 @@ from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear import linear_triton
 from finwhale.ops.linear import ref as linear_ref
-from finwhale.ops.mhc import MhcOfRanks
+from finwhale.ops.mhc import MhcOfTerms
 from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_hopper import compute, dispatch
@@ -57,15 +57,18 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         linear=bind(linears.linear, options=linear_options),
         grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
-        mhc_of_ranks=MhcOfRanks(
-            bind(mhc.num_programs, options=mhc_options), mhc_post, mhc_post_pre
+        mhc_of_terms=MhcOfTerms(
+            mhc.EXPERT_TOKENS,
+            bind(mhc.num_programs, options=mhc_options),
+            mhc_post,
+            mhc_post_pre,
         ),
         mhc_pre=bind(mhc.mhc_pre, options=mhc_options),
         mhc_post_pre=mhc_post_pre,
         mhc_post=mhc_post,
         hc_head=bind(mhc.hc_head, options=mhc_options),
         prepare_qkv=bind(prepare_qkv, early_launch=True),
-        compress=compress,
+        compress=bind(compress, early_launch=True),
         select_entries=bind(
             select_entries,
             **invariant,
