@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from finwhale.ops import load_ops
-from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.moe import ExpertTerms, ExpertWeight
 from finwhale.ops.moe import experts_hopper as kernels
 from finwhale.ops.moe import experts_hopper_one_token as one_token
 from finwhale.ops.moe.experts_hopper import HopperPlan
@@ -158,6 +159,36 @@ def test_a_token_has_the_same_bits_by_every_plan(
                     wrong.append((pairs, plan, run, tokens))
         assert wanted is not None and wanted.isfinite().all()
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("num_tokens", (1, 3, 8, 40, 128))
+def test_mhc_adds_the_outputs_as_combine_does(num_tokens: int) -> None:
+    D, K = 4096, 6  # noqa: N806
+    generator = torch.Generator("cuda").manual_seed(num_tokens)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    each, shared = draw(num_tokens, K, D).bfloat16(), draw(num_tokens, D).bfloat16()
+    ids = torch.randint(-1, 8, (num_tokens, K), device="cuda", generator=generator).int()
+    each[ids < 0] = torch.nan
+    residual, post = draw(num_tokens, 4, D).bfloat16(), draw(num_tokens, 4).abs()
+    res = draw(num_tokens, 4, 4).softmax(-1)
+    w = MhcWeight(draw(24, 4 * D) * D**-0.5, draw(24).abs(), draw(24), draw(D))
+    params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
+    assert HOPPER.mhc_of_terms is not None
+    assert num_tokens <= HOPPER.mhc_of_terms.expert_tokens
+    terms = ExpertTerms(each, ids, shared, torch.bfloat16)
+    total = HOPPER.experts_combine(each, ids, shared)
+    streams = HOPPER.mhc_of_terms.mhc_post(terms, post, res, residual)
+    assert torch.equal(streams, HOPPER.mhc_post(total, post, res, residual))
+    found = HOPPER.mhc_of_terms.mhc_post_pre(terms, post, res, residual, w, params)
+    wanted = HOPPER.mhc_post_pre(total, post, res, residual, w, params)
+    assert torch.equal(found[3], wanted[3])
+    for one, other in zip(found[:3], wanted[:3], strict=True):
+        # One place of bfloat16, or a few of float32.
+        tolerance = 2**-7 if one.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=1e-6)
 
 
 def test_products_that_four_groups_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,8 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
         mhc_of_terms=MhcOfTerms(
-            mhc.EXPERT_TOKENS,
+            # Another number of tokens would take another kernel, perhaps with other last bits.
+            0 if batch_invariant else mhc.EXPERT_TOKENS,
             bind(mhc.num_programs, options=mhc_options),
             mhc_post,
             mhc_post_pre,
