@@ -163,7 +163,7 @@ def test_a_token_has_the_same_bits_by_every_plan(
 
 @pytest.mark.parametrize("num_tokens", (1, 3, 8, 40, 128))
 def test_mhc_adds_the_outputs_as_combine_does(num_tokens: int) -> None:
-    D, K = 4096, 6  # noqa: N806
+    D, K = 4096, 6
     generator = torch.Generator("cuda").manual_seed(num_tokens)
 
     def draw(*shape: int) -> torch.Tensor:

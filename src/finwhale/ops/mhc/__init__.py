@@ -136,12 +136,13 @@ class SumPostPre(Protocol):
 class MhcOfTerms:
     """mHC operators that add the terms of x in the kernel that reads them.
 
-    The terms are the outputs of a token's experts, the partial sums of the ranks, or both. The
-    results are those of MhcPost and MhcPostPre with the whole sum, of MhcPost with the same bits;
-    a compiler may fuse other operations of MhcPostPre, which changes its last bits. The sum over experts is that
-    of `ExpertsCombine`. The sum over ranks is a tree of pairs in float32, rounded to the dtype of
-    the partial sums and then to that of the residual streams. If a rank is missing, the results
-    contain NaN.
+    The terms are the outputs of a token's experts, the partial sums of the ranks, or both. The sum
+    over experts is that of `ExpertsCombine`. The sum over ranks is a tree of pairs in float32,
+    rounded to the dtype of the partial sums and then to that of the residual streams. If a rank is
+    missing, the results contain NaN.
+
+    MhcPost of the whole sum gives the same bits. MhcPostPre may differ in the last bits, because
+    the compiler may fuse other operations.
 
     With a PartialSum, all ranks must make the same calls in the same order. Its kernels are not
     built at start, because the ranks build one after the other; the first call compiles one kernel
