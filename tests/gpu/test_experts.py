@@ -181,14 +181,15 @@ def test_mhc_adds_the_outputs_as_combine_does(num_tokens: int) -> None:
     terms = ExpertTerms(each, ids, shared, torch.bfloat16)
     total = HOPPER.experts_combine(each, ids, shared)
     streams = HOPPER.mhc_of_terms.mhc_post(terms, post, res, residual)
-    assert torch.equal(streams, HOPPER.mhc_post(total, post, res, residual))
     found = HOPPER.mhc_of_terms.mhc_post_pre(terms, post, res, residual, w, params)
     wanted = HOPPER.mhc_post_pre(total, post, res, residual, w, params)
-    assert torch.equal(found[3], wanted[3])
-    for one, other in zip(found[:3], wanted[:3], strict=True):
-        # One place of bfloat16, or a few of float32.
+    pairs = zip((streams, *found), (wanted[3], *wanted), strict=True)
+    for one, other in pairs:
+        # The compiler may fuse other multiplications with additions: at most one place of bfloat16,
+        # in few values, or a few places of float32.
         tolerance = 2**-7 if one.dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(one, other, rtol=tolerance, atol=1e-6)
+        assert (one != other).float().mean() < (0.01 if one.dtype == torch.bfloat16 else 1)
 
 
 def test_products_that_four_groups_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:

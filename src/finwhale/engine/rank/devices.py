@@ -109,14 +109,15 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
         raise FinwhaleError(f"device {name!r} names {len(indices)} GPUs instead of one")
     if kind is None:
         platform = Platform.detect()
-        return platform, torch.device(platform.device_type)
+        gpu = platform.device_type == "cuda"
+        return platform, torch.device("cuda", 0) if gpu else torch.device("cpu")
     if kind == "cpu":
         return Platform.cpu(), torch.device(kind)
     index = indices[0] if indices else 0
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         raise ResourceError(f"device {name!r} is not available: torch sees {count} GPUs")
-    return Platform.detect(index), torch.device(name or kind)
+    return Platform.detect(index), torch.device(kind, index)
 
 
 def check_host_memory(

@@ -111,9 +111,8 @@ class DecoderLayer:
         total = links.sum(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.cross(total, post_mix, res_mix, residual)
         y = links.whole(y, num_tokens)
-        combined = not links.takes_expert_terms(*y.shape)
-        x = links.sum(self.ffn(y, inputs, combined=combined), y.dtype)
-        return x, post_mix, res_mix, residual
+        ffn = self.ffn.terms if links.takes_expert_terms(*y.shape) else self.ffn
+        return links.sum(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 
     def enter(
         self,

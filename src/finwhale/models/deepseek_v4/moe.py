@@ -62,19 +62,19 @@ class Moe:
         self.limit = config.swiglu_limit
         self.partial_dtype = partial_dtype
 
-    def __call__(
-        self, x_ND: Tensor, inputs: StepInputs, *, combined: bool = True
-    ) -> Tensor | ExpertTerms:
-        """combined: return the sum of the experts' outputs; otherwise its terms."""
+    def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
+        terms = self.terms(x_ND, inputs)
+        return self.combine(terms.each, terms.ids, terms.shared, self.partial_dtype)
+
+    def terms(self, x_ND: Tensor, inputs: StepInputs) -> ExpertTerms:
+        """The outputs of the experts, which `__call__` adds."""
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
         ids, weights = self.route(x_ND, inputs)
         if self.routed is not None:
             self.routed[: len(ids)].copy_(ids)
         each = self.run_experts(x_ND, ids, weights)
         self.side_streams.join(SHARED_STREAM)
-        if not combined:
-            return ExpertTerms(each, ids, shared, self.partial_dtype or each.dtype)
-        return self.combine(each, ids, shared, self.partial_dtype)
+        return ExpertTerms(each, ids, shared, self.partial_dtype or each.dtype)
 
     def share(self, x_ND: Tensor) -> Tensor:
         """The output of the shared expert: [N,D]."""

@@ -141,8 +141,8 @@ class MhcOfTerms:
     rounded to the dtype of the partial sums and then to that of the residual streams. If a rank is
     missing, the results contain NaN.
 
-    MhcPost of the whole sum gives the same bits. MhcPostPre may differ in the last bits, because
-    the compiler may fuse other operations.
+    MhcPost and MhcPostPre of the whole sum may differ in the last bits, because the compiler may
+    fuse other multiplications with additions.
 
     With a PartialSum, all ranks must make the same calls in the same order. Its kernels are not
     built at start, because the ranks build one after the other; the first call compiles one kernel
