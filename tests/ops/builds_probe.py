@@ -151,6 +151,16 @@ def empty_gemm(a_GNK: Tensor, b_GKM: Tensor, *, out_dtype: torch.dtype | None = 
     return a_GNK.new_empty(*a_GNK.shape[:2], b_GKM.shape[2], dtype=out_dtype)
 
 
+def empty_float(x: Tensor) -> Tensor:
+    """In place of Tensor.float."""
+    return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+
+
+def empty_index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """In place of Tensor.index_select."""
+    return x.new_empty(*x.shape[:dim], len(index), *x.shape[dim + 1 :])
+
+
 def names(variants: list[Variant]) -> set[tuple[str, str]]:
     return {(v.name, v.specialization) for v in variants}
 
@@ -383,6 +393,8 @@ def compare_launches(round_wo_a: bool) -> tuple[list[Variant], dict[str, Any]]:
 def main() -> None:
     driver.set_active(NoDriver(GPUTarget("cuda", 90, 32)))
     torch.bmm = empty_gemm  # type: ignore[assignment]
+    Tensor.float = empty_float  # type: ignore[assignment, method-assign]
+    Tensor.index_select = empty_index_select  # type: ignore[assignment, method-assign]
     if "walk" in sys.argv[1:]:
         print(json.dumps([compare_launches(round_wo_a)[1] for round_wo_a in (True, False)]))
         return
