@@ -184,9 +184,14 @@ def shared_report(key: str, ast: ASTSource, options: dict[str, Any]) -> Report:
 
 
 def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
-    compiled = triton.compile(ast, target=TARGET, options=options)
+    """Run every stage of the compiler. triton.compile would also write each stage's result to a
+    cache that nothing reads.
+    """
+    compiled, stages, metadata = first_ir(ast, options)
+    for stage in stages.values():
+        compiled = stage(compiled, metadata)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(compiled)
         file.flush()
         command = [CUOBJDUMP, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -195,8 +200,26 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
         "signature": str(ast.signature),
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
-        "shared": compiled.metadata.shared,
+        "shared": metadata["shared"],
     }
+
+
+def first_ir(
+    ast: ASTSource, options: dict[str, Any]
+) -> tuple[Any, dict[str, Callable[..., Any]], dict[str, Any]]:
+    """The kernel before the compiler's first stage, all stages, and the metadata that they add to.
+
+    The last stage returns the cubin.
+    """
+    backend, context = make_backend(TARGET), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parsed = backend.parse_options(ast.parse_options() | options)
+    functions = backend.get_codegen_implementation(parsed)
+    module = ast.make_ir(TARGET, parsed, functions, backend.get_module_map(), context)
+    stages: dict[str, Callable[..., Any]] = {}
+    backend.add_stages(stages, parsed, ast.language)
+    return module, stages, {"target": TARGET, **parsed.__dict__}
 
 
 @dataclass
@@ -220,16 +243,8 @@ class Launch:
         return IR[self.key]
 
     def make_ir(self) -> str:
-        backend, context = make_backend(TARGET), ir.context()
-        ir.load_dialects(context)
-        backend.load_dialects(context)
-        options = backend.parse_options(self.source.parse_options() | self.options)
-        functions = backend.get_codegen_implementation(options)
-        modules = backend.get_module_map()
-        module = self.source.make_ir(TARGET, options, functions, modules, context)
-        stages: dict[str, Any] = {}
-        backend.add_stages(stages, options, self.source.language)
-        return str(stages[self.source.ext](module, {}).str_nodebug())
+        module, stages, metadata = first_ir(self.source, self.options)
+        return str(stages[self.source.ext](module, metadata).str_nodebug())
 
     def wraps(self) -> list[str]:
         given = []
