@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny checkpoint with a tokenizer, an engine on it, and the GPU skip."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none"))
     for item in here:
         item.add_marker(pytest.mark.gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what imports and collection made out of garbage collections.
+
+    A full collection of these 800,000 objects takes 0.4 s.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
