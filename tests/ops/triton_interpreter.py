@@ -5,7 +5,7 @@ loses carries into E4M3, leaves the order of a product's sums to BLAS and refuse
 configurations. Here storage stays as it is (the interpreter's load and store need it); arithmetic
 goes through float32, products through float64, and casts down round to nearest even, as a GPU does.
 What takes it most of its time is made faster or left out: calls of functions, reductions, checks of
-integers for overflow.
+integers for overflow, descriptions of types and shapes.
 To be imported before a kernel runs.
 """
 
@@ -160,6 +160,50 @@ def reduce_by_pairs(self: Any, inputs: Any) -> Any:
     ]
 
 
+def numpy_type(as_it_comes: Any) -> Any:
+    """As it comes, every call makes a table of all types."""
+    known: dict[str, Any] = {}
+
+    def run(kind: Any) -> Any:
+        scalar = kind.scalar
+        found = known.get(scalar.name)
+        if found is None:
+            found = known[scalar.name] = as_it_comes(scalar)
+        return found
+
+    return run
+
+
+def make_block_type(as_it_comes: Any) -> Any:
+    """Take what a type has from the first one of its shape: nothing changes it."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def run(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [s.value if isinstance(s, tl.constexpr) else s for s in shape]
+        key = element_ty.name, *sizes
+        if key in known:
+            self.__dict__.update(known[key], element_ty=element_ty)
+            return
+        as_it_comes(self, element_ty, shape)
+        known[key] = self.__dict__.copy()
+
+    return run
+
+
+def make_tensor(as_it_comes: Any) -> Any:
+    """Take a tensor's shape from the first tensor of its type."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def run(self: Any, handle: Any, type: Any) -> None:
+        if type.name in known:
+            self.__dict__.update(known[type.name], handle=handle, type=type, dtype=type.scalar)
+            return
+        as_it_comes(self, handle, type)
+        known[type.name] = self.__dict__ | {"handle": None}
+
+    return run
+
+
 def first_config(run_tuned: Any) -> Any:
     """There is nothing to time: the first configuration that is not pruned."""
 
@@ -198,6 +242,9 @@ def repair() -> None:
     interpreter._patch_lang = patch_whole_language(interpreter._patch_lang)
     interpreter.InterpretedFunction.__call__ = call_device_function
     interpreter._convert_float = convert_float
+    interpreter._get_np_dtype = numpy_type(interpreter._get_np_dtype)
+    tl.block_type.__init__ = make_block_type(tl.block_type.__init__)
+    tl.tensor.__init__ = make_tensor(tl.tensor.__init__)
     for name in ("binary_op", "ternary_op", "unary_op"):
         setattr(builder, name, through_float32(getattr(builder, name)))
     builder.cast_impl = cast(builder.cast_impl)
