@@ -37,7 +37,7 @@ BOUNDED = {
 
 # Its epochs wrap by design, and addresses of peers' memory are numbers to the analysis. A call has
 # at most some hundred tokens (tests/distributed/test_partial_sums.py).
-READS_PEERS = {"mhc.residual_streams_triton._sum_streams_few_kernel"}
+READS_PEERS = {"mhc.residual_streams_triton.sum_streams_few_kernel"}
 
 
 @pytest.mark.parametrize("module, call", CALLS, ids=lambda value: value)

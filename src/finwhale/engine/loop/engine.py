@@ -5,6 +5,7 @@ launches the next step, which reads the first step's tokens on the device. Only 
 wait for these tokens, append them and detokenise them.
 """
 
+import ctypes
 import logging
 import os
 import threading
@@ -72,9 +73,6 @@ MemoryTag = Literal["weights", "cache"]
 
 # How long `step` waits on a paused engine, so that callers in a loop do not spin.
 PAUSED_WAIT_S = 0.05
-
-# Steps that were in flight when an engine died. Freeing them would end the process.
-_ABANDONED: list[InFlightStep] = []
 
 
 class Engine:
@@ -492,8 +490,8 @@ class Engine:
             request.output.finished = True
         self._text_streams.clear()
         self._requests.clear()
-        # Freeing the in-flight steps of a device that failed would end the process.
-        _ABANDONED.extend(self._in_flight)
+        for step in self._in_flight:
+            _never_free(step)
         self._in_flight.clear()
         return EngineDeadError(self._dead)
 
@@ -681,3 +679,8 @@ def _new_stop_checker(params: SamplingParams) -> StopChecker | None:
     if not params.stop:
         return None
     return StopChecker(tuple(params.stop), keep=params.include_stop_str_in_output)
+
+
+def _never_free(step: InFlightStep) -> None:
+    """Keep a step as long as the process lives: freeing one of a failed device would end it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(step))

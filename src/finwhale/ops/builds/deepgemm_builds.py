@@ -174,12 +174,13 @@ def _row_counts(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
     return [rows for rows in sorted({*few, *many}) if needed(kind, shape, rows)]
 
 
-_OF_PROCESS: list[DeepGemmKernels] = []
-
-
 def of_process(folder: Path) -> DeepGemmKernels:
-    """The instance of this process. The first call creates it with `folder` as its cache."""
-    if not _OF_PROCESS:
-        _OF_PROCESS.append(DeepGemmKernels(folder))
-        _OF_PROCESS[0].install()
-    return _OF_PROCESS[0]
+    """The instance of this process. The first call creates it with `folder` as its cache.
+
+    The module deep_gemm keeps it, beside the functions that it replaces there.
+    """
+    if not hasattr(deep_gemm, "finwhale_kernels"):
+        deep_gemm.finwhale_kernels = DeepGemmKernels(folder)
+        deep_gemm.finwhale_kernels.install()
+    kernels: DeepGemmKernels = deep_gemm.finwhale_kernels
+    return kernels

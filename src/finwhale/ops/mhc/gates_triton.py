@@ -125,9 +125,9 @@ def _mix_row(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, eps, SLOTS: tl.co
     return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
 
 
-# Do not specialise on N, for the same reason as in _streams_many_kernel.
+# Do not specialise on N, for the same reason as in streams_many_kernel.
 @triton.jit(do_not_specialize=["N"])
-def _gates_kernel(
+def gates_kernel(
     parts_ptr,
     scale_ptr,
     base_ptr,
@@ -262,7 +262,7 @@ def _one_token_gates(
 
 
 @triton.jit
-def _block_input_kernel(
+def block_input_kernel(
     streams_ptr,
     parts_ptr,
     pre_ptr,

@@ -5,15 +5,15 @@ writes new residual streams. From the written values it computes the GEMM with f
 squares, in parts over D. The second pass adds the parts, and computes the gates and the block's
 normalised input.
 
-- Up to FEW_TOKENS, `_streams_few_kernel` and `_block_input_kernel` run. A program of the former has
+- Up to FEW_TOKENS, `streams_few_kernel` and `block_input_kernel` run. A program of the former has
   32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
   runs the Sinkhorn iterations in parallel with the block's input. With `early_launch`, both kernels
   start before the previous kernel ends, and read only weights until it has ended. If x is
   `ExpertTerms`, each program adds its tile of the experts' outputs. If x is a `PartialSum`,
-  `_sum_streams_few_kernel` replaces `_streams_few_kernel`: each program exchanges its tile of x
+  `sum_streams_few_kernel` replaces `streams_few_kernel`: each program exchanges its tile of x
   with the same program on the other ranks.
-- With more tokens, `_planes_kernel` rearranges fn, `_streams_many_kernel` divides D into slots,
-  `_gates_kernel` computes the gates with a thread for each token, and `_block_input_kernel` reads
+- With more tokens, `planes_kernel` rearranges fn, `streams_many_kernel` divides D into slots,
+  `gates_kernel` computes the gates with a thread for each token, and `block_input_kernel` reads
   the residual streams a second time.
 
 The GEMM has float32 precision: fn is exactly the sum of three bfloat16 matrices. Each matrix is
@@ -38,12 +38,12 @@ from torch import Tensor
 
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
-from finwhale.ops.mhc.gates_triton import _block_input_kernel, _gates_kernel
+from finwhale.ops.mhc.gates_triton import block_input_kernel, gates_kernel
 from finwhale.ops.mhc.residual_streams_triton import (
-    _planes_kernel,
-    _streams_few_kernel,
-    _streams_many_kernel,
-    _sum_streams_few_kernel,
+    planes_kernel,
+    streams_few_kernel,
+    streams_many_kernel,
+    sum_streams_few_kernel,
 )
 from finwhale.ops.moe import ExpertTerms
 from finwhale.ops.ranks import Channel, PartialSum, Phases
@@ -171,11 +171,11 @@ def _empty_parts(
 
 
 def _planes(fn: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rearrange fn [M,4D] for `_streams_many_kernel`."""
+    """Rearrange fn [M,4D] for `streams_many_kernel`."""
     num_rows, width = fn.shape[0], fn.shape[1] // NUM_STREAMS
     count = 3 if dtype == torch.bfloat16 else 1
     planes = torch.empty((count, num_rows, width, NUM_STREAMS), dtype=dtype, device=fn.device)
-    _planes_kernel[(triton.cdiv(width, 512), num_rows)](
+    planes_kernel[(triton.cdiv(width, 512), num_rows)](
         fn, planes, width, M=num_rows, BLOCK_D=512, num_warps=4
     )
     return planes
@@ -243,7 +243,7 @@ def _run_streams(
         grid = _few_grid(plan, num_tokens, width)
         if channel is not None:
             del constants["POST"]
-            _sum_streams_few_kernel[grid](
+            sum_streams_few_kernel[grid](
                 x if topk else x.view(-1).view(torch.int32),
                 *experts,
                 *channel.arguments(),
@@ -261,7 +261,7 @@ def _run_streams(
                 **launch,
             )
             return out_NHD, parts
-        _streams_few_kernel[grid](
+        streams_few_kernel[grid](
             x, *experts, *tensors[1:], *sizes, **constants, num_warps=plan.num_warps, **launch
         )
         return out_NHD, parts
@@ -272,7 +272,7 @@ def _run_streams(
     if plan is MANY and num_tokens >= MOST_TOKENS:
         plan = MOST
     steps = triton.cdiv(triton.cdiv(width, plan.block_d), plan.slots)
-    _streams_many_kernel[(plan.slots, triton.cdiv(num_tokens, plan.block_n))](
+    streams_many_kernel[(plan.slots, triton.cdiv(num_tokens, plan.block_n))](
         *tensors,
         *sizes,
         steps,
@@ -314,7 +314,7 @@ def _run_block_input(
     if not few and not is_head:
         kind = "given"
         pre = torch.empty((num_tokens, streams), dtype=torch.float32, device=device)
-        _gates_kernel[(triton.cdiv(num_tokens, 32),)](
+        gates_kernel[(triton.cdiv(num_tokens, 32),)](
             parts,
             w.scale,
             w.base,
@@ -332,7 +332,7 @@ def _run_block_input(
             BLOCK_N=32,
             num_warps=1,
         )
-    _block_input_kernel[(num_tokens, 2 if kind == "block" else 1)](
+    block_input_kernel[(num_tokens, 2 if kind == "block" else 1)](
         streams_NHD,
         parts,
         pre,

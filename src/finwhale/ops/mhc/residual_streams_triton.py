@@ -205,7 +205,7 @@ def _experts_tile(
 
 
 @triton.jit
-def _streams_few_kernel(
+def streams_few_kernel(
     x_ptr,
     ids_ptr,
     shared_ptr,
@@ -275,7 +275,7 @@ def _words(x, BFLOAT16: tl.constexpr, WORDS: tl.constexpr):
 
 # Do not specialise on N: this kernel is not built at start (`MhcOfTerms`), so compile it only once.
 @triton.jit(do_not_specialize=["N", "rank"])
-def _sum_streams_few_kernel(
+def sum_streams_few_kernel(
     x_ptr,
     ids_ptr,
     shared_ptr,
@@ -310,7 +310,7 @@ def _sum_streams_few_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Like `_streams_few_kernel`, with the sum of all ranks' x. With K = 0, x_ptr points to words.
+    """Like `streams_few_kernel`, with the sum of all ranks' x. With K = 0, x_ptr points to words.
 
     The program sends its tile of x to every rank before it loads anything else. It exchanges only
     the words of existing tokens and columns, through its own region of the channel.
@@ -362,7 +362,7 @@ def _sum_streams_few_kernel(
 
 
 @triton.jit
-def _planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
+def planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rearrange fn [M,4,D] to [P,M,D,4]: P = 3 bfloat16 values with fn as sum, or 1 float32."""
     row = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -387,7 +387,7 @@ def _planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr
 # Do not specialise on N (divisible by 16 or not): another compilation may fuse other
 # multiplications with additions, and then give other bits.
 @triton.jit(do_not_specialize=["N"])
-def _streams_many_kernel(
+def streams_many_kernel(
     x_ptr,
     post_ptr,
     res_ptr,
@@ -409,7 +409,7 @@ def _streams_many_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Like `_streams_few_kernel`, in a loop over every num_slots-th block of BLOCK_D columns."""
+    """Like `streams_few_kernel`, in a loop over every num_slots-th block of BLOCK_D columns."""
     slot = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * BLOCK_N
     n = tl.arange(0, BLOCK_N)
