@@ -31,6 +31,7 @@ second pass), are: Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 26
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -120,11 +121,11 @@ def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -
         raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
 
 
-def _check_terms(terms: ExpertTerms, num_tokens: int) -> None:
-    if num_tokens > EXPERT_TOKENS:
+def _check_terms(terms: ExpertTerms, num_tokens: int, options: Options) -> None:
+    most = min(EXPERT_TOKENS, options.few_tokens)
+    if num_tokens > most:
         raise ValueError(
-            f"these mHC kernels add experts' outputs of at most {EXPERT_TOKENS} tokens, got "
-            f"{num_tokens}"
+            f"these mHC kernels add experts' outputs of at most {most} tokens, got {num_tokens}"
         )
     if terms.shared.stride(1) != 1:
         raise ValueError(f"a row's values must be contiguous, got {terms.shared.stride()}")
@@ -181,6 +182,77 @@ def _planes(fn: Tensor, dtype: torch.dtype) -> Tensor:
     return planes
 
 
+@dataclass(frozen=True, slots=True)
+class Post:
+    """The pending post step, as the first pass reads it.
+
+    Attributes:
+        x: [N,D], or with topk > 0 the outputs [N,K,D] of each token's experts.
+        mix, res: the mixes.
+        ids, shared, topk: see ExpertTerms. With topk = 0, the kernels read neither tensor.
+        dtype: dtype of the sum that the ranks exchange.
+        channel: the channel of a PartialSum; None: there is nothing to exchange.
+    """
+
+    x: Tensor
+    mix: Tensor
+    res: Tensor
+    ids: Tensor
+    shared: Tensor
+    topk: int
+    dtype: torch.dtype
+    channel: Channel | None
+
+    @staticmethod
+    def of(
+        x_ND: Tensor | PartialSum | ExpertTerms,
+        mix: Tensor,
+        res: Tensor,
+        streams_NHD: Tensor,
+        options: Options,
+    ) -> "Post":
+        own, channel = x_ND, None
+        if isinstance(x_ND, PartialSum):
+            _check_partial(x_ND, streams_NHD, options)
+            own, channel = x_ND.x, x_ND.channel
+        assert not isinstance(own, PartialSum)
+        x, ids, shared, topk = own, mix, mix, 0
+        if isinstance(own, ExpertTerms):
+            _check_terms(own, streams_NHD.shape[0], options)
+            x, ids, shared, topk = own.each, own.ids, own.shared, own.ids.shape[1]
+        assert isinstance(x, Tensor)
+        _check_contiguous(x=x, post=mix, res=res)
+        return Post(x, mix, res, ids, shared, topk, own.dtype, channel)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """The tensors of the first pass; without a post step, `out` is `streams`. fn: None: no GEMM."""
+
+    streams: Tensor
+    post: Post | None
+    fn: Tensor | None
+    out: Tensor
+    parts: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The kernels' arguments from the mixes on. They do not read those that do not exist."""
+        post, out = self.post, self.out
+        mixes = (out, out) if post is None else (post.mix, post.res)
+        return *mixes, self.streams, out, out if self.fn is None else self.fn, self.parts
+
+    def sizes(self) -> tuple[int, ...]:
+        num_tokens, _, width = self.streams.shape
+        return num_tokens, width, self.streams.stride(0), self.streams.stride(1)
+
+    def constants(self, options: Options) -> dict[str, Any]:
+        return {
+            "M": 0 if self.fn is None else self.fn.shape[0],
+            "ROWS": 16 if self.fn is None else self.parts.shape[2],
+            "COMPILED": options.inline_asm,
+        }
+
+
 def _run_streams(
     streams_NHD: Tensor,
     post: tuple[Tensor | PartialSum | ExpertTerms, Tensor, Tensor] | None,
@@ -201,89 +273,89 @@ def _run_streams(
     """
     _check_streams(streams_NHD)
     num_tokens, _, width = streams_NHD.shape
-    out_NHD, x, post_mix, res_mix = streams_NHD, streams_NHD, streams_NHD, streams_NHD
-    ids, shared, topk = streams_NHD, streams_NHD, 0
-    channel: Channel | None = None
-    x_dtype = streams_NHD.dtype
-    if post is not None:
-        whole, post_mix, res_mix = post
-        own = whole.x if isinstance(whole, PartialSum) else whole
-        if isinstance(whole, PartialSum):
-            _check_partial(whole, streams_NHD, options)
-            channel = whole.channel
-        x_dtype = own.dtype
-        if isinstance(own, ExpertTerms):
-            _check_terms(own, num_tokens)
-            x, ids, shared, topk = own.each, own.ids, own.shared, own.ids.shape[1]
-        else:
-            x = own
-        _check_contiguous(x=x, post=post_mix, res=res_mix)
+    step = None if post is None else Post.of(*post, streams_NHD, options)
+    out_NHD = streams_NHD
+    if step is not None:
         out_NHD = torch.empty(streams_NHD.shape, dtype=streams_NHD.dtype, device=streams_NHD.device)
     few = num_tokens <= options.few_tokens
-    slots = triton.cdiv(width, FEW.block_d) if few else MANY.slots
-    parts, num_rows, rows = out_NHD, 0, 16
+    parts = out_NHD
     if fn is not None:
         _check_contiguous(fn=fn)
-        num_rows = fn.shape[0]
-        rows = triton.next_power_of_2(max(16, num_rows + 1))
+        slots = triton.cdiv(width, FEW.block_d) if few else MANY.slots
+        rows = triton.next_power_of_2(max(16, fn.shape[0] + 1))
         parts = _empty_parts(num_tokens, slots, rows, out_NHD.device, few=few)
-    if num_tokens == 0:
-        return out_NHD, parts
-    tensors = (x, post_mix, res_mix, streams_NHD, out_NHD, out_NHD if fn is None else fn, parts)
-    sizes = (num_tokens, width, streams_NHD.stride(0), streams_NHD.stride(1))
-    constants = {"M": num_rows, "ROWS": rows, "POST": post is not None}
-    constants["COMPILED"] = options.inline_asm
-    # The arguments for the sum over experts; without it, the kernels do not read them.
-    experts = (ids, shared, shared.stride(0) if topk else 0)
-    if few:
-        launch = {"launch_pdl": True} if options.early_launch else {}
-        plan = POST_FEW if fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
-        constants |= {"BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "DEPENDENT": bool(launch)}
-        constants["K"] = topk
-        grid = _few_grid(plan, num_tokens, width)
-        if channel is not None:
-            del constants["POST"]
-            sum_streams_few_kernel[grid](
-                x if topk else x.view(-1).view(torch.int32),
-                *experts,
-                *channel.arguments(),
-                channel.index,
-                channel.capacity,
-                *tensors[1:],
-                *sizes,
-                **constants,
-                BFLOAT16=x_dtype == torch.bfloat16,
-                W=channel.size,
-                REGION=channel.block,
-                FIRST=phases[0],
-                LAST=phases[1],
-                num_warps=plan.num_warps,
-                **launch,
-            )
-            return out_NHD, parts
+    if num_tokens:
+        p = FirstPass(streams_NHD, step, fn, out_NHD, parts)
+        if few:
+            _launch_few(p, options, phases)
+        else:
+            _launch_many(p, options)
+    return out_NHD, parts
+
+
+def _launch_few(p: FirstPass, options: Options, phases: Phases) -> None:
+    num_tokens, _, width = p.streams.shape
+    launch = {"launch_pdl": True} if options.early_launch else {}
+    plan = POST_FEW if p.fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
+    grid = _few_grid(plan, num_tokens, width)
+    x, experts, topk = p.streams, (p.streams, p.streams, 0), 0
+    if p.post is not None:
+        x, topk = p.post.x, p.post.topk
+        experts = (p.post.ids, p.post.shared, p.post.shared.stride(0) if topk else 0)
+    constants = p.constants(options) | {
+        "K": topk,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_D": plan.block_d,
+        "DEPENDENT": bool(launch),
+        "num_warps": plan.num_warps,
+        **launch,
+    }
+    if p.post is None or p.post.channel is None:
         streams_few_kernel[grid](
-            x, *experts, *tensors[1:], *sizes, **constants, num_warps=plan.num_warps, **launch
+            x, *experts, *p.tensors(), *p.sizes(), POST=p.post is not None, **constants
         )
-        return out_NHD, parts
-    if fn is not None:
-        tensors = (*tensors[:5], _planes(fn, streams_NHD.dtype), parts)
-    is_narrow = streams_NHD.dtype == torch.bfloat16
-    plan = POST_MANY if fn is None else MANY if is_narrow else MANY_FLOAT32
+        return
+    channel = p.post.channel
+    sum_streams_few_kernel[grid](
+        x if topk else x.view(-1).view(torch.int32),
+        *experts,
+        *channel.arguments(),
+        channel.index,
+        channel.capacity,
+        *p.tensors(),
+        *p.sizes(),
+        BFLOAT16=p.post.dtype == torch.bfloat16,
+        W=channel.size,
+        REGION=channel.block,
+        FIRST=phases[0],
+        LAST=phases[1],
+        **constants,
+    )
+
+
+def _launch_many(p: FirstPass, options: Options) -> None:
+    num_tokens, _, width = p.streams.shape
+    tensors = p.tensors()
+    if p.fn is not None:
+        tensors = (*tensors[:4], _planes(p.fn, p.streams.dtype), p.parts)
+    is_narrow = p.streams.dtype == torch.bfloat16
+    plan = POST_MANY if p.fn is None else MANY if is_narrow else MANY_FLOAT32
     if plan is MANY and num_tokens >= MOST_TOKENS:
         plan = MOST
     steps = triton.cdiv(triton.cdiv(width, plan.block_d), plan.slots)
     streams_many_kernel[(plan.slots, triton.cdiv(num_tokens, plan.block_n))](
+        p.streams if p.post is None else p.post.x,
         *tensors,
-        *sizes,
+        *p.sizes(),
         steps,
-        **constants,
+        **p.constants(options),
+        POST=p.post is not None,
         EVEN=steps * plan.slots * plan.block_d == width,
         BLOCK_N=plan.block_n,
         BLOCK_D=plan.block_d,
         STAGES=plan.stages,
         num_warps=plan.num_warps,
     )
-    return out_NHD, parts
 
 
 def _run_block_input(
