@@ -23,8 +23,13 @@ def run_ranks(size: int, work: Callable[[Collectives], T]) -> list[T]:
     """
     store = HashStore()
 
+    # A rank without work would otherwise disconnect while another one still connects.
+    connected: list[Gloo] = []
+
     def run(index: int) -> T:
-        return work(Gloo(Rank(index, size), store, TIMEOUT))
+        gloo = Gloo(Rank(index, size), store, TIMEOUT)
+        connected.append(gloo)
+        return work(gloo)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
