@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what imports and collection made out of garbage collections.
+    """Exclude the objects that imports and collection made from further garbage collections.
 
-    A full collection of these 800,000 objects takes 0.4 s.
+    There are 800,000 of them, and each full collection would spend 0.4 s on them.
     """
     gc.collect()
     gc.freeze()

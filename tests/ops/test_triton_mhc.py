@@ -61,7 +61,7 @@ def test_against_the_reference(size: tuple[int, int], dtype: torch.dtype) -> Non
 
 
 def terms(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> ExpertTerms:
-    """The outputs of 3 experts of each token, some unused (NaN), and of the shared expert."""
+    """Random outputs of each token's 3 experts and of the shared expert; NaN for unused experts."""
     ids = torch.arange(num_tokens * 3, dtype=torch.int32).view(num_tokens, 3) % 5 - 1
     each = inputs.normal(num_tokens, 3, width, dtype=torch.bfloat16)
     each[ids < 0] = torch.nan

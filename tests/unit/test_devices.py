@@ -56,6 +56,15 @@ def test_devices_of_four_gpus(
     assert choose_devices(config, never) == wanted
 
 
+def test_a_gpu_always_has_its_index(gpus: Callable[[int], None]) -> None:
+    """A thread of its own has another current device, so "the current one" would be wrong there."""
+    gpus(2)
+    names = (None, "cuda", "cuda:0", "cuda:1")
+    assert [choose_device(name)[1].index for name in names] == [0, 0, 0, 1]
+    gpus(0)
+    assert choose_device(None) == (Platform.cpu(), torch.device("cpu"))
+
+
 def test_the_model_decides_where_the_options_do_not(gpus: Callable[[int], None]) -> None:
     gpus(4)
     assert choose_devices(EngineConfig(), lambda count: 2) == ("cuda:0", "cuda:1")

@@ -90,7 +90,7 @@ class Capabilities:
 class Ops:
     """The operators of a table, one typed field each. The contracts' docstrings define them.
 
-    mhc_of_terms: None if the table's mHC operators cannot read a `PartialSum`.
+    mhc_of_terms: None if the table's mHC operators read neither a `PartialSum` nor `ExpertTerms`.
     """
 
     capabilities: Capabilities

@@ -107,10 +107,7 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
     kind, indices = parse_device(name)
     if len(indices) > 1:
         raise FinwhaleError(f"device {name!r} names {len(indices)} GPUs instead of one")
-    if kind is None:
-        platform = Platform.detect()
-        gpu = platform.device_type == "cuda"
-        return platform, torch.device("cuda", 0) if gpu else torch.device("cpu")
+    kind = kind or Platform.detect().device_type
     if kind == "cpu":
         return Platform.cpu(), torch.device(kind)
     index = indices[0] if indices else 0

@@ -6,13 +6,6 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def start_early(PDL: gl.constexpr):
-    """Let the next kernel start, then wait for the previous kernel."""
-    start_next(PDL)
-    wait_for_last(PDL)
-
-
-@gluon.jit
 def start_next(PDL: gl.constexpr):
     """Let the next kernel start."""
     _control(PDL, "griddepcontrol.launch_dependents; mov.u32 $0, 0;")

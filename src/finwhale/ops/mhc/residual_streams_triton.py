@@ -231,7 +231,7 @@ def streams_few_kernel(
 ):
     """Compute BLOCK_D columns of BLOCK_N tokens' residual streams, and their part of the GEMM.
 
-    With K > 0, x_ptr points to the outputs of each token's K experts, which the kernel adds.
+    If K > 0, x_ptr points to the outputs of each token's K experts, and the kernel adds them.
     """
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -310,7 +310,7 @@ def sum_streams_few_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Like `streams_few_kernel`, with the sum of all ranks' x. With K = 0, x_ptr points to words.
+    """Like `streams_few_kernel`, with the sum of all ranks' x. If K is 0, x_ptr points to words.
 
     The program sends its tile of x to every rank before it loads anything else. It exchanges only
     the words of existing tokens and columns, through its own region of the channel.
