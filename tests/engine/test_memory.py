@@ -86,6 +86,28 @@ def test_what_counts_as_workspace(
     assert steps.workspace_bytes(drafts) == 800 + 60 + 5 * 2 * row + 4 * GRAPH_BYTES
 
 
+@pytest.mark.parametrize(("reserved", "allocated"), [(900, 700), (300, 700)])
+def test_gaps_between_the_weights_do_not_count_as_free(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reserved: int, allocated: int
+) -> None:
+    """A run that fits gaps takes little from the driver. In a graph's pool it would take more."""
+    runner = local_executor(new_llm(max_model_len=300).engine.executor).runner
+    steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
+    held = {"reserved": 5000, "allocated": 4200}
+
+    def run() -> None:
+        held["reserved"] += reserved
+        held["allocated"] += allocated
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for kind in held:
+        for name in (f"memory_{kind}", f"max_memory_{kind}"):
+            monkeypatch.setattr(torch.cuda, name, lambda device, kind=kind: held[kind])
+    assert steps._peak(run) == max(reserved, allocated)
+
+
 def test_the_cache_gets_the_rest_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What others hold counts."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

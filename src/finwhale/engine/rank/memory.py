@@ -140,14 +140,24 @@ class LargestSteps:
         return workspace
 
     def _peak(self, run: Callable[[], None]) -> int:
-        """Bytes that torch's allocator reserves for `run`, fragmentation included."""
+        """Bytes that torch's allocator needs for `run`, fragmentation included.
+
+        The allocator keeps gaps between the weights: several hundred MB that temporaries of loading
+        left. `run` may lie there, but captured graphs have a pool of their own, and the cache may
+        take the gaps first. So the peak of what is allocated counts, if it is more than what the
+        allocator takes from the driver.
+        """
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         run()
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_reserved(self.device) - before
+        return max(
+            torch.cuda.max_memory_reserved(self.device) - reserved,
+            torch.cuda.max_memory_allocated(self.device) - allocated,
+        )
 
     @torch.inference_mode()
     def run(self, largest: StepLimits) -> None:

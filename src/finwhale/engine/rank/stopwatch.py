@@ -6,6 +6,8 @@ plans, so they measure the same spans, and their times can be compared.
 On several GPUs, ranks wait for each other inside a step, so a slow GPU makes the steps of all ranks
 long. The LM head runs after the last collective of the forward and waits for no rank: its time
 shows which GPU is slow. It is measured in steps with prefill, because captured decodes contain it.
+If the GPU is faster than the host launches kernels, as with a small model, the time contains the
+GPU's waits for the host.
 """
 
 import time
