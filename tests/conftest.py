@@ -44,8 +44,11 @@ CORPUS = [
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes of a plain `pytest`: one where a GPU is, of which every engine takes most."""
-    return 1 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
+    """Processes of a plain `pytest`: one where a GPU is, of which every engine takes most.
+
+    Otherwise one more than cores, because some tests wait for other processes; at most five.
+    """
+    return 1 if torch.cuda.is_available() else min(5, 1 + (os.cpu_count() or 1))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -130,7 +130,14 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["", MODULES], ids=["libraries", "modules"])
+# Each form compiles for 15 s. tests/ops/test_triton_amd.py compiles layers as modules, too.
+LONG = pytest.mark.skipif(
+    not os.environ.get("FINWHALE_LONG"), reason="takes long: set FINWHALE_LONG, or `just long`"
+)
+FORMS = [pytest.param("", id="libraries"), pytest.param(MODULES, id="modules", marks=LONG)]
+
+
+@pytest.fixture(scope="module", params=FORMS)
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,8 +1,8 @@
 """Finwhale, transformers and the transcription of the formulas give the same numbers.
 
 Thirteen random configurations, prompts shorter and longer than every window, in float32 with exact
-activations. The seeds are those of 0..19 in which no expert, no entry and no next token is decided
-by less than what float32 resolves; test_transcription checks that.
+activations. In none of the seeds is an expert, an entry or a next token decided by less than what
+float32 resolves; test_transcription checks that.
 
 A greedy continuation is checked with one forward of the oracle over the whole text: it is the
 oracle's own, token for token, if each is the most likely after those before it.
@@ -25,7 +25,7 @@ from finwhale.testing.tiny import random_weights, tiny_config, write_plain_check
 from . import transcription
 from .oracle import Oracle, relative_error, single_threaded
 
-SEEDS = (0, 1, 2, 3, 7, 8, 9, 13, 14, 15, 16, 17, 19)
+SEEDS = (0, 1, 2, 3, 7, 8, 9, 13, 14, 15, 16, 17, 18)
 # One token; less than a window of 4; more; more than the smallest sliding windows; more than one
 # and two windows of 128, and a length that is no multiple of anything.
 LENGTHS = (1, 3, 5, 17, 130, 261, 300)

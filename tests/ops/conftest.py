@@ -37,7 +37,14 @@ def one_thread_in_the_interpreter(request: pytest.FixtureRequest) -> Iterator[No
 
 
 @pytest.fixture(scope="session")
-def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pytest's workers share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def sm90(of_all_workers: Path) -> Iterator[Compile]:
     """Run one of a module's CALLS in a process that compiles each launch for SM90, or for `arch`.
 
     Other modes name each launch's kernel ("names") or look at its indices ("indices").
@@ -46,11 +53,8 @@ def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """
     if not TRITON:
         pytest.skip("needs triton, which is installed with the GPU packages")
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    compiled = shared / "sm90"
+    compiled = of_all_workers / "sm90"
     compiled.mkdir(exist_ok=True)
     env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(compiled)}
     env["TRITON_DISABLE_LINE_INFO"] = "1"  # line numbers are not needed

@@ -5,8 +5,6 @@ bfloat16; other modules named sm90_* have CALLS of their own. In sm90_worker.py,
 stands in for a launch.
 """
 
-import fcntl
-import json
 import os
 import re
 import subprocess
@@ -49,6 +47,7 @@ from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import sample_triton as sampling
 
 from .index_ranges import Range, Ranges
+from .made_once import made_once
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -172,14 +171,8 @@ def add_report(ast: ASTSource, options: dict[str, Any], constants: dict[str, Any
 def shared_report(key: str, ast: ASTSource, options: dict[str, Any]) -> Report:
     """What a source compiles to. Of all workers of a session, the first one compiles it."""
     name = sha256(key.encode()).hexdigest()
-    with (Path(os.environ["TRITON_CACHE_DIR"]) / f"{name}.report").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        if stored := file.read():
-            found: Report = json.loads(stored)
-        else:
-            found = compiled_report(ast, options)
-            file.write(json.dumps(found))
+    path = Path(os.environ["TRITON_CACHE_DIR"]) / f"{name}.report"
+    found: Report = made_once(path, partial(compiled_report, ast, options))
     return found
 
 

@@ -4,31 +4,32 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+from .made_once import made_once
 from .test_optional_packages import install
 
 PROBE = Path(__file__).parent / "builds_probe.py"
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    found: dict[str, Any] = probe()
+def report(of_all_workers: Path) -> dict[str, Any]:
+    found: dict[str, Any] = made_once(of_all_workers / "builds", probe)
     return found
 
 
 @pytest.fixture(scope="module")
-def with_deepgemm(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def with_deepgemm(of_all_workers: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Reports where DeepGEMM is installed: with wo_a inputs in FP8, and in bfloat16."""
     path = tmp_path_factory.mktemp("deepgemm")
     nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
     install(path, nothing)
-    found: list[dict[str, Any]] = probe(path, only=("walk",))
-    return found
+    return made_once(of_all_workers / "deepgemm", partial(probe, path, only=("walk",)))
 
 
 def probe(*paths: Path, only: tuple[str, ...] = ()) -> Any:

@@ -14,6 +14,7 @@ from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.models.deepseek_v4.config import ARCHITECTURE, MODEL_TYPE, ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 
+MOST_LAYERS = 4  # of a tiny model; two of a kind are as good as three
 QUANTISATION = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -36,6 +37,8 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
     layers = draw.randint(3, 6)
     ratios = [4, 128, *draw.choices((0, 4, 4, 128), k=layers - 2)]
     draw.shuffle(ratios)
+    while len(ratios) > MOST_LAYERS:
+        ratios.pop(max(i for i, ratio in enumerate(ratios) if ratios.count(ratio) > 1))
     groups, experts = draw.randint(1, 4), draw.randint(4, 16)
     rope_dim = draw.choice((16, 32))
     factor, context = draw.choice((4, 8, 16)), draw.choice((128, 192, 256))
@@ -44,7 +47,7 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
         "model_type": MODEL_TYPE,
         "vocab_size": draw.randint(300, 500),
         "hidden_size": draw.choice((64, 96, 160) if quantised else (60, 72, 96, 160, 200)),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": len(ratios),
         "num_attention_heads": groups * draw.randint(1, 3),
         "num_key_value_heads": 1,
         "head_dim": draw.choice((48, 56, 64, 72, 80, 96)),
@@ -61,7 +64,7 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
         "n_shared_experts": 1,
         "num_experts_per_tok": draw.randint(2, min(6, experts)),
         "moe_intermediate_size": draw.choice((32, 64, 96) if quantised else (24, 32, 56, 96)),
-        "num_hash_layers": draw.randint(1, min(4, layers - 1)),
+        "num_hash_layers": min(draw.randint(1, min(4, layers - 1)), len(ratios) - 1),
         "routed_scaling_factor": draw.choice((1.0, 1.5, 2.5)),
         "scoring_func": "sqrtsoftplus",
         "topk_method": "noaux_tc",
