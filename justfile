@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about 90 minutes in all.
-long: long-schedules long-fuzz long-compiled long-page long-soak long-hostile long-hosts long-replicas long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour
+long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long-hosts long-replicas long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -36,9 +36,9 @@ long-schedules:
 long-fuzz examples="200":
     FINWHALE_FUZZ_EXAMPLES={{ examples }} pytest -n0 tests/server/test_fuzz.py tests/server/test_hostile_grammars.py
 
-# The compiled mode in both of its forms.
-long-compiled:
-    FINWHALE_LONG=1 pytest -n0 tests/engine/test_compiled.py
+# Tests that take seconds and are mostly covered by others, such as the compiled mode's second form.
+long-marked:
+    FINWHALE_LONG=1 pytest -m long --ignore tests/long
 
 # The server's page in a browser; installs Chromium where it is missing. Needs npm.
 long-page:

@@ -52,7 +52,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in tests/gpu are skipped where there is no GPU, and say so."""
+    """Skip tests in tests/gpu where there is no GPU, and tests marked long if nobody asked for
+    them.
+    """
+    if not os.environ.get("FINWHALE_LONG"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes long: `just long-marked` runs it"))
     here = [item for item in items if GPU_TESTS in item.path.parents]
     if here and not torch.cuda.is_available():
         for item in here:

@@ -131,10 +131,10 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Each form compiles for 15 s. tests/ops/test_triton_amd.py compiles layers as modules, too.
-LONG = pytest.mark.skipif(
-    not os.environ.get("FINWHALE_LONG"), reason="takes long: set FINWHALE_LONG, or `just long`"
-)
-FORMS = [pytest.param("", id="libraries"), pytest.param(MODULES, id="modules", marks=LONG)]
+FORMS = [
+    pytest.param("", id="libraries"),
+    pytest.param(MODULES, id="modules", marks=pytest.mark.long),
+]
 
 
 @pytest.fixture(scope="module", params=FORMS)

@@ -98,7 +98,7 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 def test_peak_memory_while_loading(large: Path, dtype: DtypeName) -> None:
     """Model bytes, a file's mapped pages, and one dequantised tensor: not a second model."""
     checkpoint = Checkpoint.open(large)

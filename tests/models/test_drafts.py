@@ -33,8 +33,10 @@ def known() -> Known:
 @pytest.mark.parametrize(
     "draft_tokens, ahead",
     [
-        *[pytest.param(count, False, id=f"{count}-over-the-host") for count in (1, 2, 3)],
-        *[pytest.param(count, True, id=f"{count}-on-the-device") for count in (1, 2, 3, "auto")],
+        *[pytest.param(count, False, id=f"{count}-over-the-host") for count in (1, 3)],
+        *[pytest.param(count, True, id=f"{count}-on-the-device") for count in (1, 3, "auto")],
+        pytest.param(2, False, id="2-over-the-host", marks=pytest.mark.long),
+        pytest.param(2, True, id="2-on-the-device", marks=pytest.mark.long),
     ],
 )
 def test_every_proposal(
