@@ -36,7 +36,7 @@ long-schedules:
 long-fuzz examples="200":
     FINWHALE_FUZZ_EXAMPLES={{ examples }} pytest -n0 tests/server/test_fuzz.py tests/server/test_hostile_grammars.py
 
-# Tests that take seconds and are mostly covered by others, such as the compiled mode's second form.
+# Cases that take seconds, and of which another case checks most, such as the compiled mode's second form.
 long-marked:
     FINWHALE_LONG=1 pytest -m long --ignore tests/long
 

@@ -52,9 +52,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests in tests/gpu where there is no GPU, and tests marked long if nobody asked for
-    them.
-    """
+    """Tests in tests/gpu are skipped without a GPU, and tests marked long without FINWHALE_LONG."""
     if not os.environ.get("FINWHALE_LONG"):
         for item in items:
             if item.get_closest_marker("long"):

@@ -92,7 +92,6 @@ def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> N
         call_ranks(two.engine.executor, failing)
 
 
-@pytest.mark.long
 def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
     model = ModelConfig.from_dict(divisible_config())
     rows = drafting.measure(

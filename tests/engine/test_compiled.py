@@ -130,7 +130,7 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# Each form compiles for 15 s. tests/ops/test_triton_amd.py compiles layers as modules, too.
+# Compiling takes most of the time. tests/ops/test_triton_amd.py also compiles layers as modules.
 FORMS = [
     pytest.param("", id="libraries"),
     pytest.param(MODULES, id="modules", marks=pytest.mark.long),

@@ -83,6 +83,5 @@ def call_partial_sums(size: int) -> None:
 
 
 PUSH = {f"collectives-{size}": partial(call_collectives, size) for size in SIZES}
-# The number of ranks only repeats a part of these kernels, so the extremes are enough.
-PARTIAL_SUMS = {f"partial-sums-{size}": partial(call_partial_sums, size) for size in (2, 8)}
+PARTIAL_SUMS = {f"partial-sums-{size}": partial(call_partial_sums, size) for size in SIZES}
 CALLS = PUSH | PARTIAL_SUMS

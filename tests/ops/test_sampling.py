@@ -244,7 +244,6 @@ def test_draws_follow_the_softmax(vocab_size: int, row: Row, by: str) -> None:
     assert ((pairs - chances) ** 2 / chances).sum() < CHI_SQUARE_0_001[15]
 
 
-@pytest.mark.long
 def test_a_token_of_a_whole_vocabulary_is_as_likely_as_it_should_be() -> None:
     """The top of the noise of 129,280 tokens decides: here half of the probability is theirs."""
     draws = 400

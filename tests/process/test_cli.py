@@ -290,7 +290,6 @@ def test_warmup_reports_its_time_and_its_results(
     assert not cache.exists()  # a CPU keeps nothing
 
 
-@pytest.mark.long
 def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> None:
     record = tmp_path / "start.jsonl"
     small = "--device cpu --requests 2 --warm 1 --max-num-seqs 2 --max-model-len 256"
@@ -304,7 +303,6 @@ def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> Non
         assert not any(start["late_compilations"].values())
 
 
-@pytest.mark.long
 def test_bench_throughput_among_others(tmp_path: Path, capsys: Capture) -> None:
     record = tmp_path / "throughput.jsonl"
     small = (

@@ -67,7 +67,6 @@ def scores(folder: Path, **options: Any) -> dict[str, tuple[float, list[str]]]:
     return found
 
 
-@pytest.mark.long
 def test_drafting_changes_no_score(tmp_path: Path) -> None:
     plain = scores(tmp_path, device="cpu", draft_tokens=0)
     for right, answers in plain.values():

@@ -37,7 +37,7 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
     layers = draw.randint(3, 6)
     ratios = [4, 128, *draw.choices((0, 4, 4, 128), k=layers - 2)]
     draw.shuffle(ratios)
-    while len(ratios) > MOST_LAYERS:
+    while len(ratios) > MOST_LAYERS:  # every kind of layer keeps one
         ratios.pop(max(i for i, ratio in enumerate(ratios) if ratios.count(ratio) > 1))
     groups, experts = draw.randint(1, 4), draw.randint(4, 16)
     rope_dim = draw.choice((16, 32))
