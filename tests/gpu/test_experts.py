@@ -1,4 +1,4 @@
-"""The experts' kernels on Hopper beside each other: one token's, and every plan's, bit for bit."""
+"""The experts' kernels on Hopper beside each other: few tokens', and every plan's, bit for bit."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from finwhale.ops import load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.moe import ExpertTerms, ExpertWeight
 from finwhale.ops.moe import experts_hopper as kernels
-from finwhale.ops.moe import experts_hopper_one_token as one_token
+from finwhale.ops.moe import experts_hopper_few as few_tokens
 from finwhale.ops.moe.experts_hopper import HopperPlan
+from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS
 from finwhale.ops.moe.experts_layout import TiledExperts, tile_experts
 from finwhale.platform import Platform
 
@@ -34,30 +35,32 @@ def weights(D: int, I: int, E: int) -> ExpertWeight:  # noqa: E741
 
 
 @pytest.mark.parametrize(("D", "I", "E", "K"), SIZES, ids=["flash", "pro", "demo"])
-def test_one_token_has_the_bits_it_has_among_others(D: int, I: int, E: int, K: int) -> None:  # noqa: E741
+def test_few_tokens_have_the_bits_they_have_among_many(D: int, I: int, E: int, K: int) -> None:  # noqa: E741
     w = weights(D, I, E)
     for id_dtype in (torch.int32, torch.int64):
         for seed in range(4):
             generator = torch.Generator("cuda").manual_seed(seed)
-            x = torch.randn(1, D, device="cuda", generator=generator).bfloat16() * 10 ** (seed - 2)
-            ids = torch.rand(1, E, device="cuda", generator=generator).topk(K).indices.to(id_dtype)
+            x = torch.randn(2 * FEW_TOKENS, D, device="cuda", generator=generator).bfloat16()
+            x *= 10 ** (seed - 2)
+            score = torch.rand(len(x), E, device="cuda", generator=generator)
+            ids = score.topk(K).indices.to(id_dtype)
             if seed == 3:
-                ids[0, 1] = -1
-            routed = torch.rand(1, K, device="cuda", generator=generator)
-            shared = torch.randn(1, D, device="cuda", generator=generator).bfloat16()
-            alone, together = (
+                ids[:, 1] = -1
+            routed = torch.rand(len(x), K, device="cuda", generator=generator)
+            shared = torch.randn(x.shape, device="cuda", generator=generator).bfloat16()
+            many, *few = (
                 HOPPER.experts(
-                    x.repeat(count, 1),
-                    ids.repeat(count, 1),
-                    routed.repeat(count, 1),
+                    x[:count],
+                    ids[:count],
+                    routed[:count],
                     w,
                     10.0,
-                    shared.repeat(count, 1) if seed % 2 else None,
+                    shared[:count] if seed % 2 else None,
                 )
-                for count in (1, 2)
+                for count in (len(x), 1, 2, 5, FEW_TOKENS)
             )
-            assert alone.isfinite().all()
-            assert torch.equal(together, alone.repeat(2, 1))
+            assert many.isfinite().all()
+            assert all(torch.equal(found, many[: len(found)]) for found in few)
 
 
 @pytest.mark.parametrize(("D", "I", "E", "K"), ONE_LAUNCH, ids=["flash", "demo"])
@@ -75,15 +78,16 @@ def test_one_launch_has_the_bits_of_two(D: int, I: int, E: int, K: int) -> None:
     def captured(num_multiprocessors: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         found = torch.zeros(1, K, D, dtype=torch.bfloat16, device="cuda")
         arguments = x, routed, ids, w, 10.0, found, num_multiprocessors
-        one_token.launch(*arguments)
+        few_tokens.launch(*arguments)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            one_token.launch(*arguments)
+            few_tokens.launch(*arguments)
         return graph, found
 
     assert isinstance(w, TiledExperts) and w.arrivals is not None
-    assert one_token.takes_one_launch(D, I, K, 132) and not one_token.takes_one_launch(D, I, K, 0)
+    assert few_tokens.takes_one_launch(D, I, K, 132)
+    assert not few_tokens.takes_one_launch(D, I, K, 0)
     (one, found), (two, wanted) = captured(132), captured(0)
     for run in range(300):
         x.normal_(generator=generator)

@@ -404,7 +404,7 @@ def calls() -> dict[str, Callable[[], None]]:
             found[f"activations-{name}-{N}"] = partial(call_all, D, A, Q, E, N)
         for N in (8, 1024, 8192):
             found[f"mhc-{name}-{N}"] = partial(call_mhc, D, N)
-        for N in (1, 8, 64, 8192):
+        for N in (1, 2, 8, 64, 8192):
             found[f"linear-{name}-{N}"] = partial(
                 call_linear, D, A, Q, 2048 if D == 4096 else 3072, N
             )

@@ -11,7 +11,7 @@ from finwhale.ops.moe import (
     combine_triton,
     dispatch_triton,
     experts_hopper,
-    experts_hopper_one_token,
+    experts_hopper_few,
     experts_triton,
 )
 from finwhale.ops.moe.experts_hopper import HopperPlan
@@ -51,8 +51,12 @@ def call(D: int, I: int, E: int, K: int, N: int, plan: HopperPlan | Plan) -> Non
     w = ExpertWeight(w.w13, w.w2, True, u8(E, 2 * I, D // 32), u8(E, D, I // 32))
     tiled, _ = tile_experts(w)
     x, ids, weights, each = meta(N, D), meta(N, K, dtype=torch.int32), f32(N, K), meta(N, K, D)
-    if N == 1 and isinstance(plan, HopperPlan):
-        experts_hopper_one_token.launch(x, weights, ids, tiled, 10.0, each, 132)
+    if (
+        N <= experts_hopper_few.FEW_TOKENS
+        and isinstance(plan, HopperPlan)
+        and plan.block_rows == 16
+    ):
+        experts_hopper_few.launch(x, weights, ids, tiled, 10.0, each, 132)
     else:
         order = dispatch_triton.order_one_token if N == 1 else partial(order_pairs, E)
         pairs = order(ids, plan.block_rows)

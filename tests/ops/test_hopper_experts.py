@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 from finwhale.ops.moe.experts_hopper import PLANS, _cut, _down_steps
-from finwhale.ops.moe.experts_hopper_one_token import (
+from finwhale.ops.moe.experts_hopper_few import (
     PROGRAM_BYTES,
     STAGES,
     _stages,

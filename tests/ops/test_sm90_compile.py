@@ -25,8 +25,8 @@ SPILLING = {
     "attention.sparse_attention_hopper._attend_kernel": 32,
     "moe.experts_hopper._gate_up_kernel": 64,
     "moe.experts_hopper._down_kernel": 64,
-    "moe.experts_hopper_one_token._one_gate_up_kernel": 64,
-    "moe.experts_hopper_one_token._one_down_kernel": 64,
+    "moe.experts_hopper_few._few_gate_up_kernel": 64,
+    "moe.experts_hopper_few._few_down_kernel": 64,
 }
 if triton.__version__ < "3.7":  # it allocates a few more registers
     SPILLING |= {

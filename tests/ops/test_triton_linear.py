@@ -19,7 +19,8 @@ from finwhale.ops.rounding import round_e4m3, unscaled_e4m3
 from .kernels_support import DTYPES, Inputs, assert_close
 
 INVARIANT = kernels.Options(invariant=True, num_multiprocessors=8)
-TOKENS = (0, 1, 3, 20, 70)  # by rows, by tiles, by tiles of tokens rounded before
+# By rows (two if the weight is unscaled), by tiles, by tiles of tokens rounded before.
+TOKENS = (0, 1, 2, 20, 70)
 
 
 @pytest.fixture(autouse=True)
@@ -161,8 +162,9 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
     found = [kernels.linear(x[:size], w)[:2] for size in (2, 16, 17, 64)]
     assert all(torch.equal(found[0], each) for each in found[1:])
     plain = LinearWeight(inputs.normal(100, 600, dtype=torch.bfloat16))
-    found = [kernels.linear(x[:size, :600], plain)[:2] for size in (2, 17, 64)]
-    assert all(torch.equal(found[0], each) for each in found[1:])
+    for sizes in ((1, 2), (3, 17, 64)):
+        found = [kernels.linear(x[:size, :600], plain)[:1] for size in sizes]
+        assert all(torch.equal(found[0], each) for each in found[1:])
 
 
 def test_invariant_gemms_give_a_row_the_same_bits_for_any_number_of_rows() -> None:

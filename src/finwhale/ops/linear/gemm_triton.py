@@ -1,6 +1,6 @@
 """The Triton kernels of the linear layers; `linear_triton.py` chooses, describes and launches them.
 
-- `row_kernel`: one token; a program computes whole rows of the weight, without tensor cores.
+- `row_kernel`: one or two tokens; a program computes whole rows of the weight, on ordinary units.
 - `tile_kernel`: several tokens on tensor cores; a program computes one tile of one part of K.
 - `sum_kernel`: adds the parts of K in order, and applies SwiGLU.
 
@@ -62,11 +62,12 @@ def _load_token(
 
 
 @triton.jit
-def _dot_rows(weights, token, CHUNKS: tl.constexpr):
-    total = tl.sum(weights[0].to(tl.float32) * token[0][None, :], axis=1)
+def _dot_rows(weights, tokens, n: tl.constexpr, CHUNKS: tl.constexpr):
+    """The rows times the n-th token of CHUNKS chunks."""
+    products = weights[0].to(tl.float32) * tokens[n * CHUNKS][None, :]
     for i in tl.static_range(1, CHUNKS):
-        total += tl.sum(weights[i].to(tl.float32) * token[i][None, :], axis=1)
-    return total
+        products += weights[i].to(tl.float32) * tokens[n * CHUNKS + i][None, :]
+    return tl.sum(products, axis=1)
 
 
 @triton.jit
@@ -76,9 +77,11 @@ def row_kernel(
     scale_ptr,
     out_ptr,
     M,
+    stride_xn,
     stride_xg,
     limit,
     K: tl.constexpr,
+    TOKENS: tl.constexpr,
     SCALED: tl.constexpr,
     ROUND: tl.constexpr,
     GATED: tl.constexpr,
@@ -87,7 +90,7 @@ def row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute out[g, m] of one token for BLOCKS * BLOCK_M rows m; BLOCK_M divides 128.
+    """Compute out[n, g, m] of TOKENS tokens n for BLOCKS * BLOCK_M rows m; BLOCK_M divides 128.
 
     GATED: the SwiGLU of gate rows m and up rows M + m.
     """
@@ -107,11 +110,16 @@ def row_kernel(
         tl.extra.cuda.gdc_wait()
     scales = scale_ptr + (g * HALVES * ((M + 127) // 128) + first // 128) * ((K + 127) // 128)
     source = x_ptr + g * stride_xg
-    token = _load_token(source, scales, K, BLOCK_K, ROUND, SCALED)
-    token_up = token
+    tokens = ()
+    for n in tl.static_range(TOKENS):
+        tokens = tokens + _load_token(source + n * stride_xn, scales, K, BLOCK_K, ROUND, SCALED)
+    tokens_up = tokens
     if GATED and SCALED:
+        tokens_up = ()
         second = scales + (M // 128) * ((K + 127) // 128)
-        token_up = _load_token(source, second, K, BLOCK_K, ROUND, SCALED)
+        for n in tl.static_range(TOKENS):
+            up = _load_token(source + n * stride_xn, second, K, BLOCK_K, ROUND, SCALED)
+            tokens_up = tokens_up + up
     for block in tl.static_range(BLOCKS):
         gate = next_gate
         row = first + block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -121,10 +129,12 @@ def row_kernel(
             next_gate = _load_rows(base, row + BLOCK_M, M, K, BLOCK_K)
             if GATED:
                 next_up = _load_rows(base_up, row + BLOCK_M, M, K, BLOCK_K)
-        total = _dot_rows(gate, token, CHUNKS)
-        if GATED:
-            total = clamped_swiglu(total, _dot_rows(up, token_up, CHUNKS), limit)
-        tl.store(out_ptr + g * M + row, total.to(out_ptr.dtype.element_ty), mask=row < M)
+        for n in tl.static_range(TOKENS):
+            total = _dot_rows(gate, tokens, n, CHUNKS)
+            if GATED:
+                total = clamped_swiglu(total, _dot_rows(up, tokens_up, n, CHUNKS), limit)
+            line = (n * tl.num_programs(1) + g) * M
+            tl.store(out_ptr + line + row, total.to(out_ptr.dtype.element_ty), mask=row < M)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 Up to ROUNDED_TOKENS tokens, the kernels of `linear_triton.py` run: DeepGEMM does not split K, so a
 weight with few rows would occupy only a part of the GPU. For more tokens, our kernel rounds the
 input in DeepGEMM's layout. A token's bits do not depend on the other tokens. They depend on the
-number of tokens only by its class: one, up to ROUNDED_TOKENS, or more.
+number of tokens only by its class: one (or two with an unscaled weight), up to ROUNDED_TOKENS, or
+more.
 
 With `Options.invariant`, the bits do not depend on the number of tokens at all: one token is
 computed as two, and DeepGEMM runs every number of tokens. Up to ROUNDED_TOKENS rows, a short K uses
@@ -14,7 +15,6 @@ If `grouped_form` returns a RoundedInput, attention rounds the input of the grou
 DeepGEMM compiles a kernel with nvcc at the first call of a shape, which takes 1 to 3 s.
 """
 
-from dataclasses import replace
 from functools import cache
 
 import deep_gemm  # type: ignore[import-not-found,unused-ignore]
@@ -46,10 +46,9 @@ def _supports(p: kernels.Problem) -> bool:
     return p.scale is not None and p.round_input and even
 
 
-def _runs_deepgemm(p: kernels.Problem, options: Options) -> bool:
-    """Whether DeepGEMM runs a GEMM: with many tokens and a supported weight."""
-    least = 1 if options.invariant else kernels.ROUNDED_TOKENS + 1
-    return len(p.x) >= least and _supports(p) and not kernels.by_rows(p)
+def _runs_deepgemm(p: kernels.Problem) -> bool:
+    """Whether DeepGEMM runs a GEMM: with many tokens, or `invariant`, and a supported weight."""
+    return (p.options.invariant or len(p.x) > kernels.ROUNDED_TOKENS) and _supports(p)
 
 
 def rows_of(num_tokens: int) -> int:
@@ -79,11 +78,11 @@ def _gemm(
 
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
-    num_tokens, requested = x_NK.shape[0], options
+    num_tokens = x_NK.shape[0]
     if options.invariant and w.scale is not None and w.round_input:
-        x_NK, options = kernels.two_or_more(x_NK), replace(options, invariant=False)
+        x_NK = kernels.two_or_more(x_NK)
     p = kernels.problem(x_NK.unsqueeze(1), w, options)
-    if w.scale is None or not _runs_deepgemm(p, requested):
+    if w.scale is None or not _runs_deepgemm(p):
         return kernels.run(p).squeeze(1)[:num_tokens]
     x = quantise(x_NK, num_rows=rows_of(len(x_NK)), early_launch=options.early_launch)
     return _gemm(x, w.weight, w.scale, len(x_NK), options)[:num_tokens]
@@ -114,12 +113,11 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
 def grouped_linear(
     x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None, *, options: Options = DEFAULT
 ) -> Tensor:
-    (num_tokens, groups, _), requested = x_NGK.shape, options
-    if options.invariant and w.scale is not None and w.round_input:
-        x_NGK = kernels.two_or_more(x_NGK) if scales_NS is None else x_NGK
-        options = replace(options, invariant=False)
+    num_tokens, groups, _ = x_NGK.shape
+    if options.invariant and w.scale is not None and w.round_input and scales_NS is None:
+        x_NGK = kernels.two_or_more(x_NGK)
     p = kernels.problem(x_NGK, w, options)
-    if w.scale is None or (scales_NS is None and not _runs_deepgemm(p, requested)):
+    if w.scale is None or (scales_NS is None and not _runs_deepgemm(p)):
         return kernels.run(p)[:num_tokens]
     rows = rows_of(len(x_NGK))
     shape = (rows, groups, w.weight.shape[1])
@@ -137,11 +135,11 @@ def swiglu_mlp(
     x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
 ) -> Tensor:
     """Like linear_triton.swiglu_mlp, but rounds gate and up to bfloat16 if DeepGEMM runs."""
-    num_tokens, requested = x_ND.shape[0], options
+    num_tokens = x_ND.shape[0]
     if options.invariant and w.scale13 is not None and w.round_input:
-        x_ND, options = kernels.two_or_more(x_ND), replace(options, invariant=False)
+        x_ND = kernels.two_or_more(x_ND)
     p = kernels.gated_problem(x_ND, w, limit, options)
-    if w.scale13 is None or w.scale2 is None or not _runs_deepgemm(p, requested):
+    if w.scale13 is None or w.scale2 is None or not _runs_deepgemm(p):
         return kernels.swiglu_mlp(x_ND, w, limit, options=options)[:num_tokens]
     rows = rows_of(len(x_ND))
     early = options.early_launch

@@ -1,14 +1,16 @@
 """Linear layers as Triton kernels. Legend: N tokens, K input width, M output width, G groups.
 
-1. `row_kernel` processes one token. A program computes whole rows: it issues the loads of the
-   weight, rounds the token while they run, and sums in float32 without tensor cores.
+1. `row_kernel` processes one token, or two with an unscaled weight. A program computes whole rows:
+   it issues the loads of the weight, rounds the tokens while they run, and sums in float32 without
+   tensor cores.
 2. `tile_kernel` processes more tokens on tensor cores: a tile of the weight times BLOCK_N tokens.
    It rounds up to ROUNDED_TOKENS itself; for more, a separate kernel rounds first. Up to
    SPLIT_TOKENS, K is split into parts, which `sum_kernel` adds in order. With more tokens, torch
    multiplies unscaled weights.
 
 A token's bits do not depend on the other tokens, nor on the number of tokens within a class: one
-token; 2 to SPLIT_TOKENS; more. The split and the order of sums over K follow from K and M.
+token, or two with an unscaled weight; up to SPLIT_TOKENS; more. The split and the order of sums
+over K follow from K and M.
 
 With `early_launch`, a kernel starts before the previous kernel ends and already loads its weight,
 so the previous kernel must not write that weight. It reads everything else after that kernel ends.
@@ -36,11 +38,13 @@ from finwhale.ops.linear.quantise_triton import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200
-# row_kernel. A weight should occupy at least MIN_PROGRAMS programs. A program takes several blocks
-# of rows only if a row has LONG_ROW bytes or more, because rounding the token is then expensive;
-# with an unrounded token, at most MAX_PROGRAMS divided by the number of blocks. A program holds
-# MIN_ROWS rows or HELD_BYTES of the weight at a time, whichever is more, and at most
-# MAX_HELD_BYTES. E4M3 rows of more than MAX_ROW bytes use tile_kernel.
+# row_kernel processes one token, or ROW_TOKENS if the weight is unscaled. A weight should occupy at
+# least MIN_PROGRAMS programs. A program takes several blocks of rows only if a row has LONG_ROW
+# bytes or more, because rounding the token is then expensive; with an unrounded token, at most
+# MAX_PROGRAMS divided by the number of blocks. A program holds MIN_ROWS rows or HELD_BYTES of the
+# weight at a time, whichever is more, and at most MAX_HELD_BYTES. E4M3 rows of more than MAX_ROW
+# bytes use tile_kernel.
+ROW_TOKENS = 2
 MIN_PROGRAMS = 256
 MAX_PROGRAMS = 2048
 MIN_ROWS = 4
@@ -168,7 +172,8 @@ def tile_tokens(num_tokens: int) -> int:
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    rows = {1, ROUNDED_TOKENS, SPLIT_TOKENS} | last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
+    rows = {1, ROW_TOKENS, ROUNDED_TOKENS, SPLIT_TOKENS}
+    rows |= last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
     each = {per_token for per_token, _, _ in model.linears}
     found = {row // per_token for row in rows for per_token in each}
     return up_to(most, found) | quantise_tokens(model, most)
@@ -176,16 +181,18 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 
 def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
     out = p.empty()
-    _, groups, width = p.x.shape
+    num_tokens, groups, width = p.x.shape
     row_kernel[(triton.cdiv(p.M, plan.blocks * plan.block_m), groups)](
         p.x,
         p.weight,
         p.weight if p.scale is None else p.scale,
         out,
         p.M,
+        p.x.stride(0) if num_tokens > 1 else 0,
         p.x.stride(1),
         0.0 if p.limit is None else p.limit,
         K=width,
+        TOKENS=num_tokens,
         SCALED=p.scale is not None,
         ROUND=p.round_input,
         GATED=p.limit is not None,
@@ -326,7 +333,11 @@ def two_or_more(x: Tensor) -> Tensor:
 
 
 def by_rows(p: Problem) -> bool:
-    return p.x.shape[0] == 1 and (p.scale is None or p.x.shape[2] <= MAX_ROW)
+    """Whether `row_kernel` computes this problem, without `invariant`."""
+    num_tokens, _, width = p.x.shape
+    if p.scale is None:
+        return num_tokens <= ROW_TOKENS
+    return num_tokens == 1 and width <= MAX_ROW
 
 
 def unsplit(x: tuple[Tensor, Tensor], weight_MK: Tensor, scale: Tensor, options: Options) -> Tensor:

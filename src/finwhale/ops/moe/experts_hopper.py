@@ -3,11 +3,11 @@
 Legend: N tokens, K experts per token, P rows in order of the experts, E experts, D hidden, I
 intermediate width.
 
-For several tokens, `dispatch` orders the pairs (dispatch_triton.py). `compute` rounds x, runs the
+For many tokens, `dispatch` orders the pairs (dispatch_triton.py). `compute` rounds x, runs the
 gate and up GEMM, rounds the hidden values, and runs the down GEMM. The gate and up kernel applies
-the clamped SwiGLU and the routing weights. One token needs no order and has its own kernels, in one
-launch or two (experts_hopper_one_token.py). The weights of an expert are read once per block of its
-pairs. Blocks without pairs return at once, so the host need not know each expert's tokens.
+the clamped SwiGLU and the routing weights. Few tokens need no order and have their own kernels
+(experts_hopper_few.py). The weights of an expert are read once per block of its pairs. Blocks
+without pairs return at once, so the host need not know each expert's tokens.
 
 A program of a GEMM has one, two or four groups of four warps, each with 64 rows of weights, and a
 warp that fills a ring of tiles through TMA. It loads the first weights while the previous kernel
@@ -40,9 +40,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.launch.sizes import ModelSizes
-from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_one_token
+from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_few
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
+from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS
 from finwhale.ops.moe.experts_hopper_parts import (
     WORDS,
     barriers,
@@ -608,12 +609,12 @@ def plan(num_pairs: int, num_experts: int) -> HopperPlan:
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    return launch_tokens_of(plan, model, most)
+    return launch_tokens_of(plan, model, most) | up_to(most, (FEW_TOKENS,))
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
-    """ids int32 or int64, contiguous. The pairs of one token are not ordered."""
-    if len(ids_NK) == 1:
+    """ids int32 or int64, contiguous. The pairs of few tokens are not ordered."""
+    if 0 < len(ids_NK) <= FEW_TOKENS:
         return Dispatched(ids_NK)
     block_rows = plan(ids_NK.numel(), num_experts).block_rows
     return order_pairs(ids_NK, num_experts, block_rows, early_launch=True)
@@ -639,7 +640,7 @@ def compute(
             chosen = plan(pairs.ids.numel(), len(tiled.w2))
             launch(x_ND, weights_NK, pairs, tiled, limit, chosen, each)
     else:
-        experts_hopper_one_token.launch(
+        experts_hopper_few.launch(
             x_ND, weights_NK, pairs.ids, tiled, limit, each, num_multiprocessors
         )
     return each

@@ -31,7 +31,7 @@ class TiledExperts(ExpertWeight):
         scale13, scale2: uint8 "steps" of the scales' shapes: 8 (11 - d), where d is the difference
             between the row's largest exponent and the group's.
         unit13, unit2: float32 [E,2I] and [E,D]: the factor of a row's decoded values.
-        arrivals: int32 [2,MOST_PAIRS]: counts of `experts_hopper_one_token`, 0 between launches.
+        arrivals: int32 [2,MOST_PAIRS]: counts of `experts_hopper_few`, 0 between launches.
     """
 
     unit13: Tensor | None = None

@@ -1,22 +1,23 @@
-"""The routed experts of one token on Hopper GPUs, in Gluon: one launch, or two.
+"""The routed experts of one to FEW_TOKENS tokens on Hopper GPUs, in Gluon: each pair on its own.
 
-Read experts_hopper.py first. Here a program rounds the row of x itself while its first weights
-arrive, so no launches are needed to order and round. The row is row 0 of tiles of eight rows in
-shared memory; the results of the other seven rows are ignored. The bits are those of
-experts_hopper.py.
+Read experts_hopper.py first. Here a program computes a tile of one pair and rounds the token's row
+itself while its first weights arrive, so no launches are needed to order and round. The row is row
+0 of tiles of eight rows in shared memory; the results of the other seven rows are ignored. The bits
+are those of experts_hopper.py. If several tokens have the same expert, its weights are read for
+each of them; few tokens seldom do.
 
 Each program reads the whole row, 8 KiB from L2, and rounds it to 1 KiB of shared memory per block
 of 128 values. A token of Flash has 384 programs.
 
-If all programs fit on the GPU at once, as Flash's do, one launch computes gate and up, then down.
-Each program computes a tile of both. While it waits for the other tiles of its pair's hidden
-values, its ring already has the first weights of w2. The programs count in `arrivals`; the last one
-that has waited for a pair resets the counts. If they do not fit, as Pro's, programs would wait for
-others that never start, so one launch computes gate and up, and one down. The kernels of other
-streams may delay the start of some programs, but must not wait for this launch themselves.
+One launch computes gate and up, and one down. If all programs of one token fit on the GPU at once,
+as Flash's do, one launch computes both. Each program computes a tile of both. While it waits for
+the other tiles of its pair's hidden values, its ring already has the first weights of w2. The
+programs count in `arrivals`; the last one that has waited for a pair resets the counts. If they do
+not fit, programs would wait for others that never start. The kernels of other streams may delay the
+start of some programs, but must not wait for this launch themselves.
 
-On one of several ranks, gate and up have fewer tiles than down, and two launches too: that of gate
-and up has longer rings, so that as many bytes are in flight.
+On one of several ranks, gate and up have fewer tiles than down, and one token has two launches too:
+that of gate and up has longer rings, so that as many bytes are in flight.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -48,6 +49,8 @@ from finwhale.ops.moe.experts_hopper_parts import (
 from finwhale.ops.moe.experts_layout import MOST_PAIRS, TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 
+# With more tokens, ordering the pairs by expert costs less than reading weights again.
+FEW_TOKENS = 8
 # Tiles of a program's ring. A launch with fewer than MANY_PROGRAMS programs, such as gate and up on
 # one of several ranks, has up to MOST_STAGES, so that as many bytes are in flight.
 STAGES, MOST_STAGES = 6, 24
@@ -237,8 +240,9 @@ def _run(
 
 
 @gluon.jit
-def _one_gate_up_kernel(
+def _few_gate_up_kernel(
     x_ptr,
+    stride_x,
     ids_ptr,
     w_desc,
     steps_desc,
@@ -246,6 +250,7 @@ def _one_gate_up_kernel(
     weights_ptr,
     hidden_ptr,
     limit,
+    TOPK: gl.constexpr,
     BLOCKS: gl.constexpr,
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -253,12 +258,13 @@ def _one_gate_up_kernel(
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """hidden[pair] = weight * the clamped SwiGLU of w1 x and w3 x, [K,I] for the token's pairs."""
+    """hidden[pair] = weight * the clamped SwiGLU of w1 x and w3 x, [NK,I]; TOPK pairs a token."""
     # Wait first: the next kernel reads `ids` before its own wait.
     wait_for_last(PDL)
     start_next(PDL)
     pair = gl.program_id(1)
     expert = gl.load(ids_ptr + pair).to(gl.int32)
+    x_ptr += pair // TOPK * stride_x
     hidden_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 32
     if expert >= 0:
         arguments = x_ptr, unit_ptr, (hidden_ptr, weights_ptr + pair, limit)
@@ -277,7 +283,7 @@ def _one_gate_up_kernel(
 
 
 @gluon.jit
-def _one_down_kernel(
+def _few_down_kernel(
     hidden_ptr,
     ids_ptr,
     w_desc,
@@ -496,21 +502,22 @@ def launch(
     out: Tensor,
     num_multiprocessors: int,
 ) -> None:
-    """Compute out bfloat16 [1,K,D] of one token x bfloat16 [1,D]; ids and weights [1,K].
+    """Compute out bfloat16 [N,K,D] of few tokens x bfloat16 [N,D]; ids and weights [N,K].
 
     Rows of out with id -1 are not written.
     """
-    (_, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
-    hidden = torch.empty((topk, inner), dtype=torch.float32, device=x.device)
+    (num_tokens, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
+    num_pairs = num_tokens * topk
+    hidden = torch.empty((num_pairs, inner), dtype=torch.float32, device=x.device)
     w13, steps13, unit13 = w.gate_up()
-    gate_up = (x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit)
+    gate_up = (ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit)
     w2, steps2, unit2 = w.down()
     down = (*weight_descriptors(w2, steps2), unit2, out)
-    if takes_one_launch(width, inner, topk, num_multiprocessors):
+    if num_tokens == 1 and takes_one_launch(width, inner, topk, num_multiprocessors):
         assert w.arrivals is not None
         up_blocks, down_blocks = width // 128, inner // 128
         _one_token_kernel[(inner // 32 * topk,)](
-            *(*gate_up, *down, w.arrivals),
+            *(x, *gate_up, *down, w.arrivals),
             PAIRS=topk,
             UP_BLOCKS=up_blocks,
             UP_CHUNK=_chunk(up_blocks),
@@ -521,7 +528,12 @@ def launch(
             **COMMON,
         )
         return
-    _one_gate_up_kernel[(inner // 32, topk)](*gate_up, **_options(width, inner // 32 * topk))
-    _one_down_kernel[(width // 64, topk)](
-        *(hidden, ids, *down), **_options(inner, width // 64 * topk)
+    up_programs, down_programs = inner // 32 * topk, width // 64 * topk
+    if num_tokens > 1:  # one launch signature for any number of them
+        up_programs = down_programs = MANY_PROGRAMS
+    _few_gate_up_kernel[(inner // 32, num_pairs)](
+        x, x.stride(0), *gate_up, TOPK=topk, **_options(width, up_programs)
+    )
+    _few_down_kernel[(width // 64, num_pairs)](
+        *(hidden, ids, *down), **_options(inner, down_programs)
     )
