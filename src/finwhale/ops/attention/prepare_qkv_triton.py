@@ -25,16 +25,22 @@ VALUES_PER_WARP = 512
 
 
 @triton.jit
-def rotate(x, rotation_ptr, C, R, SIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Rotate the interleaved pairs of the last R of C columns of one token's x [ROWS, BLOCK_C]."""
-    even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_C // 2, 2]))
+def _rotation(rotation_ptr, C, R, BLOCK_C: tl.constexpr):
+    """Load the cosines and sines of the last R of C columns, for `_rotate`."""
     pair = tl.arange(0, BLOCK_C // 2) - (C - R) // 2
     is_rope = (pair >= 0) & (pair < R // 2)
-    cos = tl.load(rotation_ptr + 2 * pair, mask=is_rope, other=1.0)[None, :]
-    sin = SIGN * tl.load(rotation_ptr + 2 * pair + 1, mask=is_rope, other=0.0)[None, :]
-    rotated_even = tl.where(is_rope[None, :], even * cos - odd * sin, even)
-    rotated_odd = tl.where(is_rope[None, :], odd * cos + even * sin, odd)
-    return tl.reshape(tl.join(rotated_even, rotated_odd), [ROWS, BLOCK_C])
+    cos = tl.load(rotation_ptr + 2 * pair, mask=is_rope, other=1.0)
+    return cos, tl.load(rotation_ptr + 2 * pair + 1, mask=is_rope, other=0.0), is_rope
+
+
+@triton.jit
+def _rotate(row, rotation, BLOCK_C: tl.constexpr):
+    """Rotate the interleaved pairs of the last columns of a row [BLOCK_C]."""
+    cos, sin, is_rope = rotation
+    even, odd = tl.split(tl.reshape(row, [BLOCK_C // 2, 2]))
+    rotated_even = tl.where(is_rope, even * cos - odd * sin, even)
+    rotated_odd = tl.where(is_rope, odd * cos + even * sin, odd)
+    return tl.reshape(tl.join(rotated_even, rotated_odd), [BLOCK_C])
 
 
 @triton.jit
@@ -96,6 +102,7 @@ def _prepare_qkv_kernel(
     place = position // ROWS - tl.load(first_ptr + sequence)
     page_at = pages_ptr + sequence * stride_pages + place
     page = tl.load(page_at, mask=position >= 0, other=0).to(tl.int64)
+    rotation = _rotation(rotary_ptr + tl.maximum(position, 0) * R, C, R, BLOCK_C)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not NEXT_FIRST:
@@ -104,8 +111,7 @@ def _prepare_qkv_kernel(
         return
     kv = tl.load(kv_ptr + token * stride_kv + columns, mask=mask, other=0.0).to(tl.float32)
     row = kv * tl.rsqrt(tl.sum(kv * kv) / C + eps) * norm
-    row = rotate(row[None, :], rotary_ptr + position * R, C, R, 1.0, 1, BLOCK_C)
-    row = tl.reshape(row, [BLOCK_C])
+    row = _rotate(row, rotation, BLOCK_C)
 
     is_nope = columns < C - R
     nope = tl.reshape(tl.where(is_nope, row, 0.0), [BLOCK_C // GROUP, GROUP])

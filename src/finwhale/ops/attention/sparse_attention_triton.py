@@ -59,14 +59,26 @@ FEW_TOKENS = 8  # up to this number of tokens, a program processes 16 heads
 
 
 @triton.jit
-def rope_tail(x, rotary_ptr, FIRST, C, R, SIGN: tl.constexpr, H: tl.constexpr, X: tl.constexpr):
-    """Rotate the columns from C - R on of x [H,X], which has columns FIRST .. of heads of C."""
-    even, odd = tl.split(tl.reshape(x, [H, X // 2, 2]))
+def _rotation(rotary_ptr, FIRST, C, R, X: tl.constexpr):
+    """Load the cosines and sines of X columns from FIRST on of heads of C, for `_rotated`."""
     pair = tl.arange(0, X // 2) + (FIRST - (C - R)) // 2
     is_rope = (pair >= 0) & (pair < R // 2)
-    cos = tl.load(rotary_ptr + 2 * pair, mask=is_rope, other=1.0)[None, :]
-    sin = SIGN * tl.load(rotary_ptr + 2 * pair + 1, mask=is_rope, other=0.0)[None, :]
+    cos = tl.load(rotary_ptr + 2 * pair, mask=is_rope, other=1.0)
+    return cos, tl.load(rotary_ptr + 2 * pair + 1, mask=is_rope, other=0.0)
+
+
+@triton.jit
+def _rotated(x, rotation, SIGN: tl.constexpr, H: tl.constexpr, X: tl.constexpr):
+    """Rotate the interleaved pairs of x [H,X]."""
+    even, odd = tl.split(tl.reshape(x, [H, X // 2, 2]))
+    cos, sin = rotation[0][None, :], SIGN * rotation[1][None, :]
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [H, X])
+
+
+@triton.jit
+def _rope_tail(x, rotary_ptr, FIRST, C, R, SIGN: tl.constexpr, H: tl.constexpr, X: tl.constexpr):
+    """Rotate the columns from C - R on of x [H,X], which has columns FIRST .. of heads of C."""
+    return _rotated(x, _rotation(rotary_ptr, FIRST, C, R, X), SIGN, H, X)
 
 
 @triton.jit
@@ -262,7 +274,7 @@ def _attend_kernel(
         rstd = tl.rsqrt(squares / C + eps)
     lift = tl.where(column < NOPE, 18446744073709551616.0, 1.0)[None, :]
     rotary = rotary_ptr + tl.maximum(position, 0).to(tl.int64) * R
-    q_rest = rope_tail(q_rest * rstd[:, None], rotary, FIRST, C, R, 1.0, BLOCK_H, REST)
+    q_rest = _rope_tail(q_rest * rstd[:, None], rotary, FIRST, C, R, 1.0, BLOCK_H, REST)
     q_rest = (q_rest * lift).to(tl.bfloat16)
 
     # The sink counts as one more key of split 0, which adds nothing to the output.
@@ -327,7 +339,7 @@ def _attend_kernel(
 
     if SPLITS == 1:
         out_rest = out_rest * lift / total[:, None]
-        out_rest = rope_tail(out_rest, rotary, FIRST, C, R, -1.0, BLOCK_H, REST)
+        out_rest = _rope_tail(out_rest, rotary, FIRST, C, R, -1.0, BLOCK_H, REST)
         out = out_ptr + token * stride_on + head[:, None] * stride_oa
         if ROUND:
             out_rest, scales = round_heads(out_rest, BLOCK_H, REST)
@@ -384,6 +396,8 @@ def _combine_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.maximum(tl.load(positions_ptr + token), 0)
+    first = tl.program_id(2) * BLOCK_C
+    rotation = _rotation(rotary_ptr + position * R, first, C, R, BLOCK_C)
     if PDL:
         tl.extra.cuda.gdc_wait()
     split = tl.arange(0, ALL_SPLITS)
@@ -410,10 +424,9 @@ def _combine_kernel(
             part = tl.load(part_ptr + s * A * C, mask=column < width, other=0.0)
         out += part * tl.exp2(maxima[s] - highest)
     out = out / total
-    first = tl.program_id(2) * BLOCK_C
     out = tl.where(column < C - R, out * 18446744073709551616.0, out)
     out = tl.reshape(out, [1, BLOCK_C])
-    out = rope_tail(out, rotary_ptr + position * R, first, C, R, -1.0, 1, BLOCK_C)
+    out = _rotated(out, rotation, -1.0, 1, BLOCK_C)
     if ROUND:
         out, scales = round_heads(out, 1, BLOCK_C)
         group = (first // 128 + tl.arange(0, BLOCK_C // 128))[None, :]

@@ -245,6 +245,7 @@ def _part(
     SLICE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Process TOKENS adjacent tokens of one part; the module's docstring has the steps."""
     BEFORE: tl.constexpr = 4 if RATIO == 4 else 0
@@ -264,12 +265,26 @@ def _part(
         within = (far == positions + 8) & (far_sequence == sequence)
         ending = positions % BLOCK_TOKENS >= BLOCK_TOKENS - BEFORE
         if tl.max((complete | (there & (ending | ~within))).to(tl.int32), axis=0) == 0:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
             return
     begins = tl.load(query_start_ptr + sequence, mask=there, other=0)
     ends = tl.load(query_start_ptr + sequence + 1, mask=there, other=0)
     state_first = tl.load(state_first_ptr + sequence, mask=there, other=0)
     entry_first = tl.load(entry_first_ptr + sequence, mask=there, other=0)
     first_column = tl.program_id(1) * SLICE if SLICES > 1 else 0
+    # In a step that may verify drafts, only the first token is certain.
+    end = positions + ends - tokens
+    end = tl.where(ends - begins > MAX_VERIFY, end, positions + begins - tokens + 1)
+    kept = there & (positions >= end // RATIO * RATIO - BEFORE)
+    if RATIO == 4:
+        kept |= there & (positions % BLOCK_TOKENS >= BLOCK_TOKENS - BEFORE)
+    table_row = state_pages_ptr + sequence * stride_state_pages
+    number = positions // STATE_ROWS - state_first
+    kept_page = tl.load(table_row + number, mask=kept & (number >= 0), other=0)
+    kept &= kept_page > 0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     left = tl.sum(complete.to(tl.int32), axis=0)
     last = -1
@@ -347,18 +362,8 @@ def _part(
                     BLOCK_C,
                 )
 
-    # In a step that may verify drafts, only the first token is certain.
-    end = positions + ends - tokens
-    end = tl.where(ends - begins > MAX_VERIFY, end, positions + begins - tokens + 1)
-    kept = there & (positions >= end // RATIO * RATIO - BEFORE)
-    if RATIO == 4:
-        kept |= there & (positions % BLOCK_TOKENS >= BLOCK_TOKENS - BEFORE)
     if tl.max(kept.to(tl.int32), axis=0) > 0:
-        table_row = state_pages_ptr + sequence * stride_state_pages
-        number = positions // STATE_ROWS - state_first
-        page = tl.load(table_row + number, mask=kept & (number >= 0), other=0)
-        kept &= page > 0
-        slots = page.to(tl.int64) * STATE_ROWS + positions % STATE_ROWS
+        slots = kept_page.to(tl.int64) * STATE_ROWS + positions % STATE_ROWS
         if SLICES > 1:
             for half in range(2):
                 _keep(
@@ -447,7 +452,6 @@ def _compress_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     if (tl.program_id(1) == 0) | (C_B == 0):
         _part(
             projected_a_ptr,
@@ -489,6 +493,7 @@ def _compress_kernel(
             SLICE,
             BLOCK_C_A,
             BLOCK_X,
+            PDL,
         )
     if C_B > 0 and tl.program_id(1) == 1:
         _part(
@@ -531,6 +536,7 @@ def _compress_kernel(
             SLICE,
             BLOCK_C_B,
             BLOCK_X,
+            PDL,
         )
 
 

@@ -29,6 +29,17 @@ def _load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _load_scales(scales, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Load the scales of a row of the weight's blocks, in chunks like `_load_rows`."""
+    groups = tl.arange(0, BLOCK_K // 128)
+    chunks = ()
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        column = i * (BLOCK_K // 128) + groups
+        chunks = chunks + (tl.load(scales + column, mask=column * 128 < K, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return chunks
+
+
+@triton.jit
 def _load_token(
     source,
     scales,
@@ -39,24 +50,20 @@ def _load_token(
 ):
     """Load a token in chunks of BLOCK_K values, like `_load_rows`.
 
-    ROUND: round it to E4M3. SCALED: multiply it by the scales of a row of the weight's blocks.
+    ROUND: round it to E4M3. SCALED: multiply it by `scales`.
     """
     k = tl.arange(0, BLOCK_K)
-    groups = tl.arange(0, BLOCK_K // 128)
     chunks = ()
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         x = tl.load(source + i * BLOCK_K + k, mask=i * BLOCK_K + k < K, other=0.0).to(tl.float32)
-        if SCALED:
-            column = i * (BLOCK_K // 128) + groups
-            scale = tl.load(scales + column, mask=column * 128 < K, other=0.0)
         if ROUND:
             quantised, factor = round_groups(x, BLOCK_K)
             if SCALED:
-                factor = factor * scale
+                factor = factor * scales[i]
             x = tl.reshape(quantised.to(tl.float32) * factor[:, None], [BLOCK_K])
         elif SCALED:
             grouped = tl.reshape(x, [BLOCK_K // 128, 128])
-            x = tl.reshape(grouped * scale[:, None], [BLOCK_K])
+            x = tl.reshape(grouped * scales[i][:, None], [BLOCK_K])
         chunks = chunks + (x,)  # type: ignore[assignment]  # noqa: RUF005
     return chunks
 
@@ -106,9 +113,16 @@ def row_kernel(
     next_gate = _load_rows(base, row, M, K, BLOCK_K)
     if GATED:
         next_up = _load_rows(base_up, row, M, K, BLOCK_K)
+    # The scales come from memory, too: later, their loads would wait behind other programs' rows.
+    scales, scales_up = (), ()
+    if SCALED:
+        columns: tl.constexpr = (K + 127) // 128
+        at = scale_ptr + (g * HALVES * ((M + 127) // 128) + first // 128) * columns
+        scales = _load_scales(at, K, BLOCK_K)
+        if GATED:
+            scales_up = _load_scales(at + M // 128 * columns, K, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    scales = scale_ptr + (g * HALVES * ((M + 127) // 128) + first // 128) * ((K + 127) // 128)
     source = x_ptr + g * stride_xg
     tokens = ()
     for n in tl.static_range(TOKENS):
@@ -116,9 +130,8 @@ def row_kernel(
     tokens_up = tokens
     if GATED and SCALED:
         tokens_up = ()
-        second = scales + (M // 128) * ((K + 127) // 128)
         for n in tl.static_range(TOKENS):
-            up = _load_token(source + n * stride_xn, second, K, BLOCK_K, ROUND, SCALED)
+            up = _load_token(source + n * stride_xn, scales_up, K, BLOCK_K, ROUND, SCALED)
             tokens_up = tokens_up + up
     for block in tl.static_range(BLOCKS):
         gate = next_gate

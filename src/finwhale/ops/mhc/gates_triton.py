@@ -215,20 +215,24 @@ def _one_token_gates(
     COMPILED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Compute a token's post and residual gates.
+    """Compute a token's post and residual gates. DEPENDENT: wait for the previous kernel.
 
-    All loads come first, because a sum is a barrier that delays later loads.
+    All loads come first, because a sum is a barrier that delays later loads. Those of weights come
+    before the wait, because other kernels have filled L2 since the last step.
     """
     four = tl.arange(0, 4)
     place = tl.arange(0, 16)
-    mixes = _parts(parts_ptr, stride_r, slots, 8, place, BLOCK_S, ROWS)
-    squares = _parts(parts_ptr, stride_r, slots, 24, tl.arange(0, 1), BLOCK_S, ROWS)
-    post = _parts(parts_ptr, stride_r, slots, 4, four, BLOCK_S, ROWS)
     mixes_scale = tl.load(scale_ptr + 8 + place)
     mixes_base = tl.load(base_ptr + 8 + place)
     post_scale = tl.load(scale_ptr + 4 + four)
     post_base = tl.load(base_ptr + 4 + four)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    mixes = _parts(parts_ptr, stride_r, slots, 8, place, BLOCK_S, ROWS)
+    squares = _parts(parts_ptr, stride_r, slots, 24, tl.arange(0, 1), BLOCK_S, ROWS)
+    post = _parts(parts_ptr, stride_r, slots, 4, four, BLOCK_S, ROWS)
     rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
     post = tl.sum(post, axis=0) * rstd * post_scale + post_base
     mixes = tl.sum(mixes, axis=0) * rstd * mixes_scale + mixes_base
@@ -302,7 +306,6 @@ def block_input_kernel(
     if tl.program_id(1) == 1:
         if DEPENDENT:
             tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         _one_token_gates(
             parts_ptr,
             scale_ptr,
@@ -318,6 +321,7 @@ def block_input_kernel(
             COMPILED,
             BLOCK_S,
             ROWS,
+            DEPENDENT,
         )
     else:
         d = tl.arange(0, BLOCK_D)

@@ -150,8 +150,8 @@ def _load(descs, rings, first, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr)
 @gluon.jit
 def _store_hidden(total, hidden):
     """Store 32 values of I, times the routing weight."""
-    hidden_ptr, weight_ptr, limit = hidden
-    _store_first(hidden_ptr, swiglu(total, limit) * gl.load(weight_ptr))
+    hidden_ptr, weight, limit = hidden
+    _store_first(hidden_ptr, swiglu(total, limit) * weight)
 
 
 @gluon.jit
@@ -202,10 +202,10 @@ def _group(
     LEAST: gl.constexpr,
 ):
     """The work of four warps: round the row, then multiply 64 rows of weights with it."""
+    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
     wait_for_last(WAIT)
     _round_row(x_ptr, x, scales, BLOCKS, CHUNK, TOP, LEAST)
     total = _multiply(rings, 0, x, scales, BLOCKS, STAGES)
-    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
     STORE(total * gl.expand_dims(unit, 1), result)
 
 
@@ -267,7 +267,7 @@ def _few_gate_up_kernel(
     x_ptr += pair // TOPK * stride_x
     hidden_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 32
     if expert >= 0:
-        arguments = x_ptr, unit_ptr, (hidden_ptr, weights_ptr + pair, limit)
+        arguments = x_ptr, unit_ptr, (hidden_ptr, gl.load(weights_ptr + pair), limit)
         _run(
             (w_desc, steps_desc),
             arguments,
@@ -338,14 +338,14 @@ def _group_of_both(
     LEAST: gl.constexpr,
 ):
     """The work of four warps: a tile of gate and up, then a tile of down."""
-    up_expert, x_ptr, up_unit_ptr, hidden_ptr, weight_ptr, limit, stored_ptr = up
+    up_expert, x_ptr, up_unit_ptr, hidden_ptr, weight, limit, stored_ptr = up
     down_expert, row_ptr, down_unit_ptr, out_ptr, arrived_ptr = down
     rows: gl.constexpr = gl.SliceLayout(1, mma(_columns()))
     if up_expert >= 0:
+        unit = gl.load(up_unit_ptr + gl.arange(0, 64, rows))
         _round_row(x_ptr, x, scales, UP_BLOCKS, UP_CHUNK, TOP, LEAST)
         total = _multiply(rings, 0, x, scales, UP_BLOCKS, STAGES)
-        unit = gl.load(up_unit_ptr + gl.arange(0, 64, rows))
-        _store_hidden(total * gl.expand_dims(unit, 1), (hidden_ptr, weight_ptr, limit))
+        _store_hidden(total * gl.expand_dims(unit, 1), (hidden_ptr, weight, limit))
         _barrier()
         gl.atomic_add(stored_ptr, 1, sem="release", scope="gpu")
     if down_expert >= 0:
@@ -420,6 +420,7 @@ def _one_token_kernel(
     down_pair = program // down_tiles
     up_expert = gl.load(ids_ptr + gl.minimum(up_pair, PAIRS - 1)).to(gl.int32)
     down_expert = gl.load(ids_ptr + gl.minimum(down_pair, PAIRS - 1)).to(gl.int32)
+    weight = gl.load(weights_ptr + gl.minimum(up_pair, PAIRS - 1))
     up_expert = gl.where(up_pair < PAIRS, up_expert, -1)
     down_expert = gl.where(down_pair < PAIRS, down_expert, -1)
     up_tile = up_expert * up_tiles + program % up_tiles
@@ -428,7 +429,7 @@ def _one_token_kernel(
     rings, x, scales = _shared_memory((w13_desc, steps13_desc), most, STAGES)
     # fmt: off
     up = (up_expert, x_ptr, unit13_ptr + up_tile * 64, hidden_ptr + program * 32,
-          weights_ptr + up_pair, limit, arrivals_ptr + up_pair)
+          weight, limit, arrivals_ptr + up_pair)
     down = (down_expert, hidden_ptr + down_pair * (DOWN_BLOCKS * 128), unit2_ptr + down_tile * 64,
             out_ptr + program * 64, arrivals_ptr + down_pair)
     gl.warp_specialize(
