@@ -10,7 +10,8 @@ plan, and uses the same kernel to combine parts. Here the warps of a program are
 - mbarriers pass a buffer from producers to consumers (`ready`) and back (`free`).
 
 With 32 heads or fewer, the keys are the rows of the MMA, and there are one group of consumers and
-two groups of producers (sparse_attention_hopper_few_heads.py).
+two groups of producers (sparse_attention_hopper_few_heads.py), except with one or two tokens: then
+more programs, each with fewer keys, take less time.
 
 With 128 tokens and 64 heads, a tile of 64 keys takes about 8000 cycles, of which both GEMMs need
 2000. The rest is mostly waiting for global loads, so the producers probably limit the speed.
@@ -60,7 +61,9 @@ from finwhale.ops.paging import Tokens
 HEAD_DIM, ROPE = 512, 64
 MMA_ROWS, BLOCK_K = 64, 64
 NUM_WARPS = 8
-FEW_TOKENS = 2  # up to this number of tokens, a program processes 16 of 64 heads
+# Up to FEW_TOKENS tokens, a program has FEW_ROWS heads, the rows of the MMA, and FEW_KEYS keys at a
+# time.
+FEW_TOKENS, FEW_ROWS, FEW_KEYS = 2, 16, 32
 STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
 # Up to FEW_HEADS heads, keys are the rows of the MMA, with these warps and producers' registers.
 FEW_HEADS, FEW_HEADS_WARPS, FEW_HEADS_REGISTERS = 32, 4, 136
@@ -321,15 +324,15 @@ def takes(p: Problem) -> bool:
 
 
 def _tiles(heads: int) -> tuple[int, int]:
-    """(heads of a program, warps) for more than FEW_TOKENS tokens."""
+    """(heads of a program, warps) for many tokens."""
     return mma_heads(heads), FEW_HEADS_WARPS if heads <= FEW_HEADS else NUM_WARPS
 
 
 def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
-    """With 64 heads or more and one or two tokens, a program has 16 heads and shorter tiles."""
+    """With few tokens, a program has 16 heads and shorter tiles."""
     (block_h, num_warps), block_k = _tiles(heads), BLOCK_K
-    if block_h == MMA_ROWS and num_tokens <= FEW_TOKENS:
-        block_h, block_k = 16, 32
+    if num_tokens <= FEW_TOKENS:
+        block_h, block_k, num_warps = FEW_ROWS, FEW_KEYS, NUM_WARPS
     programs = num_tokens * triton.cdiv(heads, block_h)
     splits = num_splits(programs, triton.cdiv(max_keys, block_k))
     return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
@@ -363,10 +366,11 @@ def invariant_plan(p: Problem) -> AttendPlan:
 def attend(p: Problem, plan: AttendPlan) -> None:
     """Like sparse_attention_triton.attend, for heads of 512 with rope 64.
 
-    block_k is 64; with 64 heads or more it may be 32.
+    block_k is BLOCK_K, or FEW_KEYS with FEW_ROWS heads a program.
     """
     num_tokens, heads, _ = p.q.shape
-    rows, few = mma_heads(heads), heads <= FEW_HEADS
+    rows = MMA_ROWS if plan.block_k == FEW_KEYS else mma_heads(heads)
+    few = rows <= FEW_HEADS
     part, stats = p.workspace(plan.splits)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
         **p.arguments(part, stats),
