@@ -315,19 +315,19 @@ def abandoned(server: RunningServer, schemas: list[Fields]) -> Iterator[None]:
             sock.close()
 
 
-def test_clients_that_leave_end_their_trials(server: RunningServer) -> None:
-    grammars = server.state.grammars
-    with watched(server) as stream:
-        assert_it_serves_grammars(server)
-        with abandoned(server, [expensive_schema(i) for i in range(6)]):
-            wait_until(lambda: grammars._present == 6 and len(trials_of(server)) == 2)
-            for trial in trials_of(server):
+def test_clients_that_leave_end_their_trials(new_server: RunningServer) -> None:
+    grammars = new_server.state.grammars
+    with watched(new_server) as stream:
+        assert_it_serves_grammars(new_server)
+        with abandoned(new_server, [expensive_schema(i) for i in range(6)]):
+            wait_until(lambda: grammars._present == 6 and len(trials_of(new_server)) == 2)
+            for trial in trials_of(new_server):
                 os.kill(trial, signal.SIGSTOP)  # it never ends by itself
             stream.wait_for(1)
-        wait_until(lambda: grammars._present == 0 and not trials_of(server))
-        assert_it_serves_grammars(server)
+        wait_until(lambda: grammars._present == 0 and not trials_of(new_server))
+        assert_it_serves_grammars(new_server)
     # None of them came to its end.
-    text = request(server, "GET", "/metrics")[2].decode()
+    text = request(new_server, "GET", "/metrics")[2].decode()
     assert "finwhale_grammar_trial_seconds_count 1.0" in text.splitlines()
 
 

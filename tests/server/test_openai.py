@@ -27,14 +27,14 @@ def test_models(server: RunningServer) -> None:
         client.models.retrieve("other")
 
 
-def test_completion_is_what_the_engine_makes(server: RunningServer, demo_llm: LLM) -> None:
+def test_completion_is_what_the_engine_makes(new_server: RunningServer, demo_llm: LLM) -> None:
     # The server's engine is this one; its own loop must not step beside another's.
-    client = server.openai()
+    client = new_server.openai()
     made = client.completions.create(
         model=MODEL, prompt="Once upon a time", max_tokens=12, temperature=0
     )
     choice = made.choices[0]
-    server.close()
+    new_server.close()
     wanted = demo_llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=12))[0]
     assert choice.text == wanted.outputs[0].text
     assert choice.finish_reason == "length"

@@ -39,7 +39,7 @@ def function(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": TOOL_PARAMETERS, **more}}
 
 
-@pytest.mark.parametrize("effort", ["none", "low"])
+@pytest.mark.parametrize("effort", [pytest.param("none", marks=pytest.mark.long), "low"])
 def test_twenty_of_twenty_match_the_schema(server: RunningServer, effort: str) -> None:
     made = server.openai().chat.completions.create(
         model=MODEL, messages=QUESTION, response_format=FORMAT, reasoning_effort=effort,
