@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.formats import quantise_fp8_block
@@ -164,10 +164,10 @@ def test_base_variant(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> DeepseekV4ForCausalLM:
+def oracle() -> "transformers.DeepseekV4ForCausalLM":
     raw = dataclasses.replace(TINY, quantised=False).to_dict()
     torch.manual_seed(7)
-    model = DeepseekV4ForCausalLM(DeepseekV4Config(**raw))
+    model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**raw))
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             tensor.normal_()
@@ -179,7 +179,10 @@ def oracle() -> DeepseekV4ForCausalLM:
 @pytest.mark.parametrize("original_names", [True, False])
 @pytest.mark.parametrize("max_shard_size", ["1GB", "100KB"])
 def test_transformers_save_pretrained(
-    oracle: DeepseekV4ForCausalLM, tmp_path: Path, original_names: bool, max_shard_size: str
+    oracle: "transformers.DeepseekV4ForCausalLM",
+    tmp_path: Path,
+    original_names: bool,
+    max_shard_size: str,
 ) -> None:
     oracle.save_pretrained(
         tmp_path, save_original_format=original_names, max_shard_size=max_shard_size
@@ -264,7 +267,9 @@ def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
         weight_specs(plain),
         plain_dtype=torch.float32,
     )
-    state = DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    state = transformers.DeepseekV4ForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32
+    ).state_dict()
     assert torch.equal(state["lm_head.weight"], weights["head.weight"])
     assert torch.equal(
         state["model.layers.1.self_attn.compressor.indexer.q_b_proj.weight"],

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from transformers import DeepseekV4Config
+import transformers
 
 from finwhale.checkpoint.spec import Slice
 from finwhale.distributed.rank import Rank
@@ -122,19 +122,21 @@ def test_written_form_reads_back() -> None:
 def test_transformers_form(tmp_path: Any) -> None:
     """What transformers makes of the official config is read as the same model without MTP."""
     official = config(quantization_config=None)
-    written = DeepseekV4Config(**official).to_dict()
+    written = transformers.DeepseekV4Config(**official).to_dict()
     assert "compress_ratios" not in written and "num_hash_layers" not in written
     wanted = ModelConfig.from_dict(official).without_draft_head()
     assert ModelConfig.from_dict(written) == wanted
     del written["qk_rope_head_dim"]
     assert ModelConfig.from_dict(written) == wanted
-    plain = DeepseekV4Config(**config(quantization_config=None, rope_scaling=None)).to_dict()
+    plain = transformers.DeepseekV4Config(
+        **config(quantization_config=None, rope_scaling=None)
+    ).to_dict()
     assert ModelConfig.from_dict(plain) == dataclasses.replace(wanted, rope_scaling=None)
 
 
 def test_transformers_reads_what_is_written() -> None:
     model = ModelConfig.from_dict(config(quantization_config=None))
-    theirs = DeepseekV4Config(**model.to_dict())
+    theirs = transformers.DeepseekV4Config(**model.to_dict())
     assert theirs.layer_types == [
         "sliding_attention",
         "compressed_sparse_attention",
@@ -381,7 +383,7 @@ def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
     ],
 )
 def test_wrong_transformers_configs(changes: dict[str, Any], message: str) -> None:
-    written = DeepseekV4Config(**config(quantization_config=None)).to_dict()
+    written = transformers.DeepseekV4Config(**config(quantization_config=None)).to_dict()
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_dict({**written, **changes})
 
@@ -391,7 +393,7 @@ def test_any_nonsense_gives_one_clear_line(form: str) -> None:
     """Each key in turn, nested ones too, takes values of every wrong type and range."""
     base = OFFICIAL
     if form == "transformers":
-        base = DeepseekV4Config(**config(quantization_config=None)).to_dict()
+        base = transformers.DeepseekV4Config(**config(quantization_config=None)).to_dict()
     nonsense = [None, "x", -1, 0, 1.5, math.nan, [], {}, [None], ["x", 2], {"a": 1}, True, 10**9]
     for outer in base:
         inside = base[outer] if isinstance(base[outer], dict) else {}
