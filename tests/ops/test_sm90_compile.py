@@ -10,8 +10,22 @@ from . import sm90_attention, sm90_collectives, sm90_compile, sm90_experts
 from .conftest import Compile
 from .kernel_sources import kernel_names
 
+# Other sizes of kernels that a size of Flash compiles too.
+OTHER_SIZES = {
+    "attention-flash-32",
+    "flash-hopper-128-1024",
+    *sm90_attention.OTHER_VARIANTS,
+}
+OTHER_MODELS = ("pro", "demo", "indexer-64", "indexer-1024")
+
+
+def marks(call: str) -> list[pytest.MarkDecorator]:
+    other = call in OTHER_SIZES or any(f"-{model}-" in f"-{call}-" for model in OTHER_MODELS)
+    return [pytest.mark.long] if other else []
+
+
 CALLS = [
-    pytest.param(module.__name__.rpartition(".")[2], call, id=call)
+    pytest.param(module.__name__.rpartition(".")[2], call, id=call, marks=marks(call))
     for module in (sm90_compile, sm90_attention, sm90_experts)
     for call in module.CALLS
 ]
@@ -48,8 +62,9 @@ def test_it_compiles_and_fits(module: str, call: str, sm90: Compile) -> None:
 
 
 def test_every_kernel_is_compiled(sm90: Compile) -> None:
+    """Without the calls that are marked long."""
     # tests/ops/test_sm90_collectives.py compiles PARTIAL_SUMS.
-    calls = [param.values for param in CALLS]
+    calls = [param.values for param in CALLS if not param.marks]
     calls += [("sm90_collectives", call) for call in sm90_collectives.PARTIAL_SUMS]
     found = {
         report["kernel"] for module, call in calls for report in sm90(module, call, mode="names")
