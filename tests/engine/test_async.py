@@ -107,7 +107,9 @@ def play(engine: Engine, seed: int) -> list[RequestOutput]:
     raise AssertionError("the engine does not come to an end")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 6))]
+)
 def test_tokens_are_those_of_the_synchronous_engine(engines: list[Engine], seed: int) -> None:
     """Every stop kind, n above 1, seeds, penalties, logprobs: equal to the last field."""
     wanted, found = (play(engine, seed) for engine in engines)

@@ -112,7 +112,7 @@ class Oracle:
         return out
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_no_token_changes(new_llm: Callable[..., LLM], seed: int) -> None:
     """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
@@ -325,7 +325,10 @@ def test_more_drafts_than_the_head_makes(tmp_path: Path) -> None:
 # --- The distribution -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, 0, 1.0), (1.6, 9, 0.9)])
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [pytest.param(1.0, 0, 1.0, marks=pytest.mark.long), (1.6, 9, 0.9)],
+)
 def test_the_distribution_is_the_model_s(
     new_llm: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
@@ -508,7 +511,9 @@ def text(length: int, salt: object = 0) -> list[int]:
     return [draw.randrange(2, 300) for _ in range(length)]
 
 
-@pytest.mark.parametrize("drafts, edge", [(1, 128), (2, 256), (3, 4), (3, 256)])
+@pytest.mark.parametrize(
+    "drafts, edge", [(1, 128), (3, 4), (3, 256), pytest.param(2, 256, marks=pytest.mark.long)]
+)
 def test_every_edge(machine: Machine, drafts: int, edge: int) -> None:
     """Drafts that are right, wrong or partly right over the ends of entries, states and blocks.
 

@@ -22,6 +22,7 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.testing.stepping import Stepper
 
 from .arrivals import random_arrivals
+from .conftest import MODELS
 from .plans import completing
 from .running import assert_idle, run_until_idle
 
@@ -145,7 +146,19 @@ def test_a_hit_at_every_alignment(model: Model) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+EXACT, AS_TRAINED = MODELS
+
+
+@pytest.mark.parametrize(
+    "small, ahead",
+    [
+        pytest.param(EXACT, False, id="exact-False"),
+        pytest.param(AS_TRAINED, True, id="as-trained-True"),
+        pytest.param(EXACT, True, id="exact-True", marks=pytest.mark.long),
+        pytest.param(AS_TRAINED, False, id="as-trained-False", marks=pytest.mark.long),
+    ],
+    indirect=["small"],
+)
 def test_a_conversation_that_grows(model: Model, ahead: bool) -> None:
     """Each turn finds all but the last partial block of what was said; the tokens in use agree."""
     engine = model.engine(blocks=20, states=20, ahead=ahead)

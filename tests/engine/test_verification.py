@@ -96,7 +96,9 @@ class Oracle:
         return drafts
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 2, 3, "auto"])
+@pytest.mark.parametrize(
+    "draft_tokens", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 3, "auto"]
+)
 def test_no_token_changes(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, draft_tokens: Any
 ) -> None:
@@ -115,7 +117,9 @@ def test_no_token_changes(
     assert engine.metrics().drafts_accepted[0] > (3 if draft_tokens == "auto" else 10)
 
 
-@pytest.mark.parametrize("draft_tokens, right", [(1, 1.0), (2, 0.6), (3, 0.9)])
+@pytest.mark.parametrize(
+    "draft_tokens, right", [(1, 1.0), pytest.param(2, 0.6, marks=pytest.mark.long), (3, 0.9)]
+)
 def test_over_edges_of_pages_and_blocks(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, draft_tokens: int, right: float
 ) -> None:

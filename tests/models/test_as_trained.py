@@ -67,6 +67,12 @@ def compare_weights(
     return [trained, exact]
 
 
+def seeds(count: int) -> list[Any]:
+    """Half of them are marked long."""
+    first = range(count // 2)
+    return [*first, *(pytest.param(n, marks=pytest.mark.long) for n in range(len(first), count))]
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     with single_threaded(), torch.inference_mode():
@@ -74,7 +80,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_short_texts(tmp_path: Path, seed: int, reference: bool) -> None:
     trained, exact = compare(tmp_path, seed, [10] * 16, reference)
     agreeing = sum(error < 1e-5 for error in trained.errors) / len(trained.errors)
@@ -86,7 +92,7 @@ def test_short_texts(tmp_path: Path, seed: int, reference: bool) -> None:
 
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
 @pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_entries_and_the_indexer(tmp_path: Path, seed: int, ratio: int, reference: bool) -> None:
     """A long text in one layer with a short window: a value that rounds otherwise stays local.
 

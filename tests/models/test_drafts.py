@@ -33,10 +33,13 @@ def known() -> Known:
 @pytest.mark.parametrize(
     "draft_tokens, ahead",
     [
-        *[pytest.param(count, False, id=f"{count}-over-the-host") for count in (1, 3)],
-        *[pytest.param(count, True, id=f"{count}-on-the-device") for count in (1, 3, "auto")],
-        pytest.param(2, False, id="2-over-the-host", marks=pytest.mark.long),
-        pytest.param(2, True, id="2-on-the-device", marks=pytest.mark.long),
+        pytest.param(3, False, id="3-over-the-host"),
+        *[pytest.param(count, True, id=f"{count}-on-the-device") for count in (3, "auto")],
+        *[
+            pytest.param(count, ahead, id=f"{count}-{where}", marks=pytest.mark.long)
+            for ahead, where in ((False, "over-the-host"), (True, "on-the-device"))
+            for count in (1, 2)
+        ],
     ],
 )
 def test_every_proposal(

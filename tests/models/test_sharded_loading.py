@@ -76,8 +76,14 @@ def published(config: ModelConfig) -> Checkpoint:
     return Checkpoint(Path("nowhere"), {}, tensors)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("size", (1, 2, 4, 8))
+BYTES_CASES = [
+    pytest.param(size, model, marks=[pytest.mark.long] if model == "pro" and size <= 2 else [])
+    for size in (1, 2, 4, 8)
+    for model in MODELS
+]
+
+
+@pytest.mark.parametrize(("size", "model"), BYTES_CASES)
 @pytest.mark.usefixtures("no_collection")
 def test_each_byte_is_read_by_exactly_the_ranks_that_need_it(model: str, size: int) -> None:
     """Of every weight and every scale: arithmetic on what the files' headers say.

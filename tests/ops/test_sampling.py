@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,11 +221,20 @@ def test_excluded_tokens_are_never_drawn() -> None:
     assert set(run(logits, rows).ids_S.tolist()) == {2, 4}
 
 
-@pytest.mark.parametrize("by", ["position", "seed", "index"])
-@pytest.mark.parametrize(
-    ("vocab_size", "row"),
-    [(8, Row()), (16, Row(temperature=0.5)), (16, Row(temperature=3.0)), (256, Row())],
-)
+DISTRIBUTIONS = [(8, Row()), (16, Row(temperature=0.5)), (16, Row(temperature=3.0)), (256, Row())]
+DRAWN_BY = ("position", "seed", "index")
+
+
+def draw_cases() -> list[Any]:
+    """Each distribution with one of the numbers, and marked long, with the others."""
+    return [
+        pytest.param(*case, by, id=f"{n}-{by}", marks=[pytest.mark.long] if (n - i) % 3 else [])
+        for n, case in enumerate(DISTRIBUTIONS)
+        for i, by in enumerate(DRAWN_BY)
+    ]
+
+
+@pytest.mark.parametrize(("vocab_size", "row", "by"), draw_cases())
 def test_draws_follow_the_softmax(vocab_size: int, row: Row, by: str) -> None:
     draws = 20_000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
