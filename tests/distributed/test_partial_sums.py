@@ -70,7 +70,7 @@ def send(
             run(push, x, mixes, fn, (0, 0))
 
 
-@pytest.mark.parametrize("size", (2, 4, 8))
+@pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.long), 8))
 def test_bits_are_those_of_the_sum(size: int) -> None:
     """Different numbers of tokens, widths, dtypes and operators use one channel in turn."""
     inputs = Inputs()

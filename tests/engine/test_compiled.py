@@ -210,7 +210,7 @@ def not_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("not_compiling")
-@pytest.mark.parametrize("seed", [0, 3, 7])
+@pytest.mark.parametrize("seed", [0, 3, pytest.param(7, marks=pytest.mark.long)])
 def test_traced_functions_give_the_layers_results(
     tmp_path: Path, seed: int, one_thread: None
 ) -> None:

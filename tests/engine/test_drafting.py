@@ -153,7 +153,7 @@ def generate_two(engine: Engine, seen: dict[str, list[int]]) -> list[RequestOutp
 
     engine.scheduler.verified = noted  # type: ignore[method-assign]
     params = [
-        SamplingParams(temperature=0.8, seed=seed, max_tokens=280, ignore_eos=True)
+        SamplingParams(temperature=0.8, seed=seed, max_tokens=180, ignore_eos=True)
         for seed in (1, 2)
     ]
     results = [engine.add_request(str(i), [7 + i, 9], params[i]) for i in range(2)]

@@ -27,6 +27,7 @@ from .plans import completing
 from .running import assert_idle, run_until_idle
 
 BLOCK = 256
+EXACT, AS_TRAINED = MODELS
 
 
 @dataclass
@@ -130,6 +131,14 @@ AROUND = sorted(
 )
 
 
+@pytest.mark.parametrize(
+    "small",
+    [
+        pytest.param(EXACT, id="exact"),
+        pytest.param(AS_TRAINED, id="as-trained", marks=pytest.mark.long),
+    ],
+    indirect=True,
+)
 def test_a_hit_at_every_alignment(model: Model) -> None:
     """Prefixes that end around 4, 128 and the page: what is found, and every logit behind it."""
     engine = model.engine(blocks=20, states=20)
@@ -144,9 +153,6 @@ def test_a_hit_at_every_alignment(model: Model) -> None:
         assert result.num_cached_tokens == end // BLOCK * BLOCK
         assert_as_alone(model, recorder, result)
     assert_idle(engine)
-
-
-EXACT, AS_TRAINED = MODELS
 
 
 @pytest.mark.parametrize(

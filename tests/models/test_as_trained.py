@@ -68,7 +68,7 @@ def compare_weights(
 
 
 def seeds(count: int) -> list[Any]:
-    """Half of them are marked long."""
+    """The second half is marked long."""
     first = range(count // 2)
     return [*first, *(pytest.param(n, marks=pytest.mark.long) for n in range(len(first), count))]
 
@@ -133,7 +133,7 @@ def test_groups_of_64_in_the_cache(tmp_path: Path, reference: bool) -> None:
 
 
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_wo_a_of_inputs_that_are_not_rounded(tmp_path: Path, seed: int, reference: bool) -> None:
     """wo_a_input "bf16" leaves out one rounding in every layer, and no other."""
     config = tiny_config(seed)

@@ -76,6 +76,7 @@ def published(config: ModelConfig) -> Checkpoint:
     return Checkpoint(Path("nowhere"), {}, tensors)
 
 
+SIZES = (1, 2, pytest.param(4, marks=pytest.mark.long), 8)
 BYTES_CASES = [
     pytest.param(size, model, marks=[pytest.mark.long] if model == "pro" and size <= 2 else [])
     for size in (1, 2, 4, 8)
@@ -187,7 +188,7 @@ def opened(
     return config, sources(checkpoint, weight_specs(config, rank))
 
 
-@pytest.mark.parametrize("size", (1, 2, 4, 8))
+@pytest.mark.parametrize("size", SIZES)
 def test_slices_of_all_ranks_are_the_whole(
     files: Path, sources: type[WeightSource], size: int
 ) -> None:
@@ -320,7 +321,7 @@ def joined(path: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
     return parts[0]
 
 
-@pytest.mark.parametrize("size", (1, 2, 4, 8))
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("packed", (False, True))
 def test_weights_of_all_ranks_are_the_whole_models(
     files: Path, sources: type[WeightSource], packed: bool, size: int

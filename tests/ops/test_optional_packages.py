@@ -83,7 +83,13 @@ def test_a_package_that_is_too_old_is_not_used(tmp_path: Path) -> None:
     assert line.startswith(f"(False, False, True) {TRITON} ['DeepGEMM is not used")
 
 
-@pytest.mark.parametrize("code", ["assert 1 > 2, 'no CUDA home'", "import nowhere_to_be_found"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "assert 1 > 2, 'no CUDA home'",
+        pytest.param("import nowhere_to_be_found", marks=pytest.mark.long),
+    ],
+)
 def test_a_package_whose_import_fails_is_not_used(tmp_path: Path, code: str) -> None:
     install(tmp_path, code)
     warning, line = python(TABLE, tmp_path)

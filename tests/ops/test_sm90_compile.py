@@ -13,7 +13,11 @@ from .kernel_sources import kernel_names
 # Other sizes of kernels that a size of Flash compiles too.
 OTHER_SIZES = {
     "attention-flash-32",
+    "flash-hopper-32-1024",
+    "flash-hopper-64-1024",
     "flash-hopper-128-1024",
+    "linear-flash-64",
+    "linear-flash-rank-8",
     *sm90_attention.OTHER_VARIANTS,
 }
 OTHER_MODELS = ("pro", "demo", "indexer-64", "indexer-1024")
