@@ -143,7 +143,9 @@ def two_rows_pay(kind: StepKind) -> float:
     return 0.01 * (1 + 0.02 * kind.drafts + 0.1 * (kind.width > 1) + 2.0 * (kind.width > 2))
 
 
-def generate_two(engine: Engine, seen: dict[str, list[int]]) -> list[RequestOutput]:
+def generate_two(
+    engine: Engine, seen: dict[str, list[int]], max_tokens: int = 280
+) -> list[RequestOutput]:
     """Two requests; `seen` gets the number of drafts that each step verifies for them."""
     verified = engine.scheduler.verified
 
@@ -153,7 +155,7 @@ def generate_two(engine: Engine, seen: dict[str, list[int]]) -> list[RequestOutp
 
     engine.scheduler.verified = noted  # type: ignore[method-assign]
     params = [
-        SamplingParams(temperature=0.8, seed=seed, max_tokens=180, ignore_eos=True)
+        SamplingParams(temperature=0.8, seed=seed, max_tokens=max_tokens, ignore_eos=True)
         for seed in (1, 2)
     ]
     results = [engine.add_request(str(i), [7 + i, 9], params[i]) for i in range(2)]
@@ -168,12 +170,12 @@ def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
 ) -> None:
     """Steps with two rows a sequence pay: one sequence gets two drafts, the other none."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = generate_two(new_llm(**options).engine, {})
+    wanted = generate_two(new_llm(**options).engine, {}, 180)
     engine = new_llm(**options, draft_tokens="auto").engine
     policy = synthetic_times(engine, two_rows_pay)
     Oracle(engine, right=lambda key: float(key == "0/0")).learn(wanted)
     seen: dict[str, list[int]] = {}
-    assert generate_two(engine, seen) == wanted
+    assert generate_two(engine, seen, 180) == wanted
     assert {kind.drafts for kind in policy.kinds} == {0, 1, 2, 3}
     # The first sequence has ended before the second one, which then has the step for itself.
     first, second = seen["0/0"][50:], seen["1/0"][50 : len(seen["0/0"])]

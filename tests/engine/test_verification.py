@@ -153,13 +153,13 @@ def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
 ) -> None:
     """As over the host; and steps run ahead although the numbers of drafts change."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = generate_two(new_llm(**options).engine, {})
+    wanted = generate_two(new_llm(**options).engine, {}, 180)
     engine = new_llm(**options, draft_tokens="auto").engine
     synthetic_times(engine, two_rows_pay)
     steps = on_the_device(engine, monkeypatch)
     oracle = Oracle(engine, steps, wanted, lambda key: float(key == "0/0"))
     seen: dict[str, list[int]] = {}
-    assert generate_two(engine, seen) == wanted
+    assert generate_two(engine, seen, 180) == wanted
     first, second = seen["0/0"][50:], seen["1/0"][50 : len(seen["0/0"])]
     assert first.count(2) > 0.7 * len(first) and second.count(0) > 0.7 * len(second)
     assert oracle.ahead > 0.9 * oracle.count > 0

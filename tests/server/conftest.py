@@ -89,7 +89,8 @@ def server(
 ) -> Iterator[RunningServer]:
     """The server that tests of a module share; afterwards the engine must be idle."""
     yield shared_server.get()
-    end = time.monotonic() + 20
-    while demo_llm.engine.has_work and time.monotonic() < end:
+    engine, end = demo_llm.engine, time.monotonic() + 20
+    while engine.has_work and time.monotonic() < end:
         time.sleep(0.01)
-    check_idle(demo_llm.engine)
+    with engine._lock:  # the last step has ended
+        check_idle(engine)
