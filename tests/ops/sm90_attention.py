@@ -34,7 +34,7 @@ VARIANTS = (
     (1, 1, 8, 8, 64, True),
     (1, 3, 64, 64, 64, False, 32),
 )
-# These differ from the others in the number of heads or in the output alone.
+# The same kinds of entries with other numbers of heads and splits, or another output.
 MORE_VARIANTS = (
     (1, 1, 64, 64, 64, False),
     (1, 1, 32, 32, 64, True),
