@@ -3,7 +3,9 @@
 Each phase of a kernel runs on all ranks in turn.
 """
 
+import mmap
 import os
+import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -29,6 +31,7 @@ from finwhale.ops.ranks import Channel
 
 SIZES = PushSizes(one_shot=2**11, two_shot=2**12, gather=2**11, bulk=2**14)
 CPU = torch.device("cpu")
+MAP_32BIT = 0x40  # of Linux on x86-64: memory below 2^31
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -182,6 +185,18 @@ def test_rows_of_a_missing_rank_are_nan() -> None:
         assert outs[index].isnan().all()
         with pytest.raises(EngineDeadError, match=r"timed out waiting for rank 2$"):
             pushes[index].check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mmap has MAP_32BIT on Linux")
+def test_a_missing_rank_is_reported_at_an_address_below_2_to_the_31() -> None:
+    """An engine's memory may lie there."""
+    pushes = ranks(2)
+    low = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_32BIT)
+    faults = torch.frombuffer(low, dtype=torch.int32, count=2)
+    assert faults.data_ptr() < 2**31
+    pushes[0]._small = replace(pushes[0]._small, faults=faults.data_ptr())
+    sum_over(pushes, "one", parts(2, (300,), torch.float32), lost=1)
+    assert faults.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("shot", ("one", "two", "bulk"))

@@ -86,7 +86,9 @@ def receive(
 def report(limit_ptr, faults, is_missing, rank, W: tl.constexpr):
     """Mark each missing rank for the host. Set the limit to 0, so that no later kernel waits."""
     peer = rank ^ tl.arange(0, W)
-    tl.store(faults.to(tl.pointer_type(tl.int32)) + peer, 1, mask=is_missing)
+    # Triton passes an address below 2^31 as int32, which cannot become a pointer.
+    faults_ptr = faults.to(tl.int64).to(tl.pointer_type(tl.int32))
+    tl.store(faults_ptr + peer, 1, mask=is_missing)
     tl.store(limit_ptr, 0)
 
 
