@@ -20,27 +20,9 @@ from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
 from finwhale.ops.launch import launch_options
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.rotary_triton import rotate_row, rotation
 
 VALUES_PER_WARP = 512
-
-
-@triton.jit
-def _rotation(rotation_ptr, C, R, BLOCK_C: tl.constexpr):
-    """Load the cosines and sines of the last R of C columns, for `_rotate`."""
-    pair = tl.arange(0, BLOCK_C // 2) - (C - R) // 2
-    is_rope = (pair >= 0) & (pair < R // 2)
-    cos = tl.load(rotation_ptr + 2 * pair, mask=is_rope, other=1.0)
-    return cos, tl.load(rotation_ptr + 2 * pair + 1, mask=is_rope, other=0.0), is_rope
-
-
-@triton.jit
-def _rotate(row, rotation, BLOCK_C: tl.constexpr):
-    """Rotate the interleaved pairs of the last columns of a row [BLOCK_C]."""
-    cos, sin, is_rope = rotation
-    even, odd = tl.split(tl.reshape(row, [BLOCK_C // 2, 2]))
-    rotated_even = tl.where(is_rope, even * cos - odd * sin, even)
-    rotated_odd = tl.where(is_rope, odd * cos + even * sin, odd)
-    return tl.reshape(tl.join(rotated_even, rotated_odd), [BLOCK_C])
 
 
 @triton.jit
@@ -102,7 +84,7 @@ def _prepare_qkv_kernel(
     place = position // ROWS - tl.load(first_ptr + sequence)
     page_at = pages_ptr + sequence * stride_pages + place
     page = tl.load(page_at, mask=position >= 0, other=0).to(tl.int64)
-    rotation = _rotation(rotary_ptr + tl.maximum(position, 0) * R, C, R, BLOCK_C)
+    cos, sin = rotation(rotary_ptr + tl.maximum(position, 0) * R, 0, C, R, BLOCK_C)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not NEXT_FIRST:
@@ -111,9 +93,9 @@ def _prepare_qkv_kernel(
         return
     kv = tl.load(kv_ptr + token * stride_kv + columns, mask=mask, other=0.0).to(tl.float32)
     row = kv * tl.rsqrt(tl.sum(kv * kv) / C + eps) * norm
-    row = _rotate(row, rotation, BLOCK_C)
-
     is_nope = columns < C - R
+    row = tl.where(is_nope, row, rotate_row(row, cos, sin, BLOCK_C))
+
     nope = tl.reshape(tl.where(is_nope, row, 0.0), [BLOCK_C // GROUP, GROUP])
     amax = tl.maximum(tl.max(tl.abs(nope), axis=1), 1e-4)
     bits = ((amax * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000

@@ -40,6 +40,7 @@ from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import e4m3_scale
 from finwhale.ops.paging import StepCache, Tokens
+from finwhale.ops.rotary_triton import rotation
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
 MANY_KEYS = 2**31  # more keys than any step has
@@ -59,26 +60,18 @@ FEW_TOKENS = 8  # up to this number of tokens, a program processes 16 heads
 
 
 @triton.jit
-def _rotation(rotary_ptr, FIRST, C, R, X: tl.constexpr):
-    """Load the cosines and sines of X columns from FIRST on of heads of C, for `_rotated`."""
-    pair = tl.arange(0, X // 2) + (FIRST - (C - R)) // 2
-    is_rope = (pair >= 0) & (pair < R // 2)
-    cos = tl.load(rotary_ptr + 2 * pair, mask=is_rope, other=1.0)
-    return cos, tl.load(rotary_ptr + 2 * pair + 1, mask=is_rope, other=0.0)
-
-
-@triton.jit
-def _rotated(x, rotation, SIGN: tl.constexpr, H: tl.constexpr, X: tl.constexpr):
+def _rotated(x, cos, sin, SIGN: tl.constexpr, H: tl.constexpr, X: tl.constexpr):
     """Rotate the interleaved pairs of x [H,X]."""
     even, odd = tl.split(tl.reshape(x, [H, X // 2, 2]))
-    cos, sin = rotation[0][None, :], SIGN * rotation[1][None, :]
+    cos, sin = cos[None, :], SIGN * sin[None, :]
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [H, X])
 
 
 @triton.jit
 def _rope_tail(x, rotary_ptr, FIRST, C, R, SIGN: tl.constexpr, H: tl.constexpr, X: tl.constexpr):
     """Rotate the columns from C - R on of x [H,X], which has columns FIRST .. of heads of C."""
-    return _rotated(x, _rotation(rotary_ptr, FIRST, C, R, X), SIGN, H, X)
+    cos, sin = rotation(rotary_ptr, FIRST, C, R, X)
+    return _rotated(x, cos, sin, SIGN, H, X)
 
 
 @triton.jit
@@ -397,7 +390,7 @@ def _combine_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     position = tl.maximum(tl.load(positions_ptr + token), 0)
     first = tl.program_id(2) * BLOCK_C
-    rotation = _rotation(rotary_ptr + position * R, first, C, R, BLOCK_C)
+    cos, sin = rotation(rotary_ptr + position * R, first, C, R, BLOCK_C)
     if PDL:
         tl.extra.cuda.gdc_wait()
     split = tl.arange(0, ALL_SPLITS)
@@ -426,7 +419,7 @@ def _combine_kernel(
     out = out / total
     out = tl.where(column < C - R, out * 18446744073709551616.0, out)
     out = tl.reshape(out, [1, BLOCK_C])
-    out = _rotated(out, rotation, -1.0, 1, BLOCK_C)
+    out = _rotated(out, cos, sin, -1.0, 1, BLOCK_C)
     if ROUND:
         out, scales = round_heads(out, 1, BLOCK_C)
         group = (first // 128 + tl.arange(0, BLOCK_C // 128))[None, :]

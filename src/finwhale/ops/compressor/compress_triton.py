@@ -26,6 +26,7 @@ from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.launch import launch_options
 from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
+from finwhale.ops.rotary_triton import rotate_row, rotation
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
@@ -113,13 +114,6 @@ def _mix(
     top = tl.max(gate, axis=0)
     weight = tl.exp(gate - tl.where(columns < C, top, 0.0)[None, :])
     return tl.sum(weight * kv, axis=0) / tl.where(columns < C, tl.sum(weight, axis=0), 1.0)
-
-
-@triton.jit
-def _rotate(x, cos, sin, BLOCK_C: tl.constexpr):
-    """Rotate the interleaved pairs of x [BLOCK_C]."""
-    even, odd = tl.split(tl.reshape(x, [BLOCK_C // 2, 2]))
-    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [BLOCK_C])
 
 
 @triton.jit
@@ -302,11 +296,7 @@ def _part(
         page = tl.load(entry_pages_ptr + b * stride_entry_pages + page_index).to(tl.int64)
         columns = tl.arange(0, BLOCK_C)
         norm = tl.load(norm_ptr + columns, mask=columns < C, other=0.0)
-        pair = tl.arange(0, BLOCK_C // 2) - (C - R) // 2
-        is_rope = (pair >= 0) & (pair < R // 2)
-        angle_ptr = rotary_ptr + entry * RATIO * R + 2 * pair
-        cos = tl.load(angle_ptr, mask=is_rope, other=1.0)
-        sin = tl.load(angle_ptr + 1, mask=is_rope, other=0.0)
+        cos, sin = rotation(rotary_ptr + entry * RATIO * R, 0, C, R, BLOCK_C)
         mixed = _mix(
             projected_ptr,
             ape_ptr,
@@ -343,7 +333,7 @@ def _part(
             else:
                 row = mixed
             row = row * tl.rsqrt(tl.sum(row * row, axis=0) / C + eps) * norm
-            row = _rotate(row, cos, sin, BLOCK_C)
+            row = rotate_row(row, cos, sin, BLOCK_C)
             page_ptr = entry_ptr + page * stride_entry
             if KEY:
                 _store_index_key(
