@@ -324,7 +324,7 @@ def takes(p: Problem) -> bool:
 
 
 def _tiles(heads: int) -> tuple[int, int]:
-    """(heads of a program, warps) for many tokens."""
+    """(heads of a program, warps), unless a plan is for few tokens."""
     return mma_heads(heads), FEW_HEADS_WARPS if heads <= FEW_HEADS else NUM_WARPS
 
 

@@ -99,8 +99,9 @@ def row_kernel(
 ):
     """Compute out[n, g, m] of TOKENS tokens n for BLOCKS * BLOCK_M rows m; BLOCK_M divides 128.
 
-    GATED: the SwiGLU of gate rows m and up rows M + m.
+    GATED: the SwiGLU of gate rows m and up rows M + m. SCALED: for one token.
     """
+    tl.static_assert(TOKENS == 1 or not SCALED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * BLOCKS * BLOCK_M
@@ -129,10 +130,7 @@ def row_kernel(
         tokens = tokens + _load_token(source + n * stride_xn, scales, K, BLOCK_K, ROUND, SCALED)
     tokens_up = tokens
     if GATED and SCALED:
-        tokens_up = ()
-        for n in tl.static_range(TOKENS):
-            up = _load_token(source + n * stride_xn, scales_up, K, BLOCK_K, ROUND, SCALED)
-            tokens_up = tokens_up + up
+        tokens_up = _load_token(source, scales_up, K, BLOCK_K, ROUND, SCALED)
     for block in tl.static_range(BLOCKS):
         gate = next_gate
         row = first + block * BLOCK_M + tl.arange(0, BLOCK_M)

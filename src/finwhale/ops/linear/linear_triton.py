@@ -12,8 +12,9 @@ A token's bits do not depend on the other tokens, nor on the number of tokens wi
 token, or two with an unscaled weight; up to SPLIT_TOKENS; more. The split and the order of sums
 over K follow from K and M.
 
-With `early_launch`, a kernel starts before the previous kernel ends and already loads its weight,
-so the previous kernel must not write that weight. It reads everything else after that kernel ends.
+With `early_launch`, a kernel starts before the previous kernel ends and already loads its weight
+and scales, so the previous kernel must not write them. It reads everything else after that kernel
+ends.
 With `invariant`, a token's bits do not depend on the number of tokens at all: one token is computed
 as two, and any number of tokens uses the tiles for 2 to SPLIT_TOKENS.
 
