@@ -113,7 +113,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def forward_cases() -> list[Any]:
-    """All pairs of two of these occur among the cases that are not marked long."""
+    """Every combination. Half of them are marked long; the others contain each pair of choices."""
     choices = (("forward", "mtp"), SIZES, ACTIVATIONS, (None, 6))
     found = []
     for case in itertools.product(*choices):

@@ -42,7 +42,7 @@ ONE_LAYER = tiny_config(3) | {
     "num_hidden_layers": 1,
     "num_hash_layers": 0,
     "compress_ratios": [0, 0],
-    "hc_sinkhorn_iters": 1,
+    "hc_sinkhorn_iters": 3,
 }
 PROMPTS = [[5, 6, 7], [9] * 20, list(range(10, 150))]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

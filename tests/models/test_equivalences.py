@@ -34,7 +34,8 @@ MODELS = (
     (3, "exact", 2, torch.float32),
     (8, "as-trained", 2, torch.bfloat16),
 )
-# Another seed or type has the same activations, and another mode has the same seed.
+# Each of these shares its activations with one model that is not marked long, and its seed with
+# another one.
 LONG_MODELS = (
     (0, "as-trained", 1, torch.float32),
     (8, "exact", 1, torch.float32),

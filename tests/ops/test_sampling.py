@@ -226,7 +226,7 @@ DRAWN_BY = ("position", "seed", "index")
 
 
 def draw_cases() -> list[Any]:
-    """Each distribution with one of the numbers, and marked long, with the others."""
+    """All pairs of a distribution and a number. Two of three pairs are marked long."""
     return [
         pytest.param(*case, by, id=f"{n}-{by}", marks=[pytest.mark.long] if (n - i) % 3 else [])
         for n, case in enumerate(DISTRIBUTIONS)

@@ -28,9 +28,7 @@ def keeps_bits(path: Path, seed: int, activations: Activations, dtype: torch.dty
     draw = torch.Generator().manual_seed(seed)
     text = torch.randint(config["vocab_size"], (LENGTH,), generator=draw).tolist()
     whole = stepper.read(text)
-    # Decodes of the last hundred tokens; chunks of 3 and of 128.
-    cuts = (range(LENGTH - 100, LENGTH), range(3, LENGTH, 3), range(128, LENGTH, 128))
-    chunked = [stepper.read(text, places) for places in cuts]
+    chunked = [stepper.read(text, range(size, LENGTH, size)) for size in (1, 3, 128)]
     sequences = [stepper.sequence(text[:count]) for count in (260, 7, 131)]
     together = stepper.step([(sequence, len(sequence.token_ids)) for sequence in sequences])
     logits = stepper.runner.model.compute_logits(whole[:40])
