@@ -17,10 +17,10 @@ from torch import Tensor
 
 from finwhale.ops.attention import NOPE_GROUP
 from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
+from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
 from finwhale.ops.launch import launch_options
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rotary_triton import rotate_row, rotation
 
 VALUES_PER_WARP = 512
 

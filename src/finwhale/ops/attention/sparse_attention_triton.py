@@ -35,12 +35,12 @@ from torch import Tensor
 
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
+from finwhale.ops.attention.rotary_triton import rotation
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import e4m3_scale
 from finwhale.ops.paging import StepCache, Tokens
-from finwhale.ops.rotary_triton import rotation
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
 MANY_KEYS = 2**31  # more keys than any step has

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from finwhale.ops.attention import NOPE_GROUP
 from finwhale.ops.attention import layout as rows_layout
+from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.launch import launch_options
 from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
-from finwhale.ops.rotary_triton import rotate_row, rotation
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
