@@ -132,7 +132,8 @@ def test_sizes() -> None:
 
 
 def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
-    assert prefill_sizes(1) == [1]
+    assert prefill_sizes(1) == prefill_sizes(15) == []
+    assert prefill_sizes(16) == [16]
     assert prefill_sizes(60) == [16, 32, 60]
     assert prefill_sizes(1500)[-2:] == [1280, 1500]
     assert prefill_sizes(2048)[-1] == prefill_sizes(8192)[-1] == 2048

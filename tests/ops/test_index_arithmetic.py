@@ -16,7 +16,7 @@ from .kernel_sources import kernel_names
 FEW_EXPERTS = ("flash-hopper-16-1", "pro-hopper-16-1", "pro-hopper-16-8", "pro-hopper-256-8")
 FEW = [
     ("sm90_compile", call)
-    for call in ("activations-pro-8", "mhc-pro-8", "linear-pro-1", "linear-pro-8", "linear-pro-64")
+    for call in ("activations-pro-8", "mhc-pro-2", "linear-pro-1", "linear-pro-8", "linear-pro-64")
 ] + [("sm90_experts", call) for call in FEW_EXPERTS]
 CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
 # Findings of the analysis that other facts bound, by kernel and pointer, with the reason.

@@ -1,5 +1,7 @@
 """The Triton kernels of mHC in the interpreter, against the reference."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pytest
@@ -108,6 +110,43 @@ def test_one_rank_passes_on_the_experts_outputs() -> None:
     assert not RankLinks(Alone()).takes_expert_terms(1, 32)
     x = terms(Inputs(), 1, 32, torch.bfloat16)
     assert links.sum(x, torch.bfloat16) is x
+
+
+def test_late_mixes_have_the_same_bits() -> None:
+    """Those of up to LATE_TOKENS tokens, and only where the caller allows it."""
+    options, late = kernels.Options(late_mixes=True), replace(PARAMS, late_mixes=True)
+    for num_tokens in (0, 1, kernels.LATE_TOKENS, kernels.LATE_TOKENS + 1):
+        inputs = Inputs()
+        w = weight(inputs, 40)
+        args = state(inputs, num_tokens, 40, torch.bfloat16)
+        wanted = kernels.mhc_post_pre(*args, w, PARAMS)
+        for params in (PARAMS, late):
+            found = kernels.mhc_post_pre(*args, w, params, options=options)
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        before = kernels.mhc_pre(args[3], w, PARAMS)
+        after = kernels.mhc_pre(args[3], w, late, options=options)
+        assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+        assert torch.equal(kernels.mhc_post(*args, options=options), kernels.mhc_post(*args))
+
+
+def test_late_mixes_take_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block's input does not wait for them."""
+    launches = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **constants: launches.append(grid)
+
+    monkeypatch.setattr(kernels, "block_input_kernel", Launch())
+    monkeypatch.setattr(kernels, "gates_few_kernel", Launch())
+    options, late = kernels.Options(late_mixes=True), replace(PARAMS, late_mixes=True)
+    inputs = Inputs()
+    w = weight(inputs, 40)
+    for num_tokens, params in ((2, late), (2, PARAMS), (kernels.LATE_TOKENS + 1, late)):
+        kernels.mhc_pre(
+            state(inputs, num_tokens, 40, torch.bfloat16)[3], w, params, options=options
+        )
+    assert launches == [(2, 1), (2,), (2, 2), (3, 2)]
 
 
 def test_residual_streams_that_are_one_expanded_row() -> None:

@@ -44,9 +44,14 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def prefill_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens to capture for steps with prefill, up to the last of PREFILL_SIZES."""
+    """Numbers of tokens to capture for steps with prefill, within those of PREFILL_SIZES.
+
+    Operators of fewer tokens may use side streams that only a later operator joins (mHC), which may
+    be in another segment.
+    """
     sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
-    return [*sizes, max_num_tokens] if max_num_tokens <= PREFILL_SIZES[-1] else sizes
+    within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1]
+    return [*sizes, max_num_tokens] if within else sizes
 
 
 class GraphMemory:

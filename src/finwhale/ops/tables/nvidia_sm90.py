@@ -45,7 +45,13 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
     linear_options = linear_triton.Options(
         **invariant, early_launch=True, num_multiprocessors=num_multiprocessors
     )
-    mhc_options = mhc.Options(**few_tokens, early_launch=True, inline_asm=True)
+    mhc_options = mhc.Options(
+        # Two kernels may compute the same mixes with other last bits.
+        **few_tokens,
+        early_launch=True,
+        inline_asm=True,
+        late_mixes=not batch_invariant,
+    )
     mhc_post = bind(mhc.mhc_post, options=mhc_options)
     mhc_post_pre = bind(mhc.mhc_post_pre, options=mhc_options)
     return Ops(
