@@ -1,6 +1,7 @@
 """The Triton kernels of mHC in the interpreter, against the reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -147,6 +148,57 @@ def test_late_mixes_take_another_launch(monkeypatch: pytest.MonkeyPatch) -> None
             state(inputs, num_tokens, 40, torch.bfloat16)[3], w, params, options=options
         )
     assert launches == [(2, 1), (2,), (2, 2), (3, 2)]
+
+
+class FakeStream:
+    """A CUDA stream that only notes what it waits for. A stream that waits for a captured one is
+    captured, too.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.device, self.captured = name, "cuda:0", False
+        self.waits: list[str] = []
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        assert other.captured or not self.captured, "CUDA refuses this"
+        self.waits.append(other.name)
+        self.captured = other.captured
+
+
+def test_the_side_stream_is_joined_when_it_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a capture. Every CUDA stream has its own side stream."""
+    current, made = [FakeStream("a")], []
+
+    def new(device: str) -> FakeStream:
+        made.append(FakeStream(f"beside {current[-1].name}"))
+        return made[-1]
+
+    @contextmanager
+    def use(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", new)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    capturing = lambda: current[-1].captured  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    gpu = torch.device("cuda")
+    for name in ("a", "b"):
+        main = current[0] = FakeStream(name)
+        with kernels._on_side_stream(gpu):
+            assert current[-1] is made[-1] and current[-1].waits == [name]
+        kernels._join(gpu)
+        assert main.waits == [f"beside {name}"]
+        main.captured = True
+        kernels._join(gpu)
+        assert main.waits == [f"beside {name}"]
+        with kernels._on_side_stream(gpu):
+            assert current[-1].captured
+        kernels._join(gpu)
+        assert main.waits == 2 * [f"beside {name}"]
+    assert len(made) == 2
 
 
 def test_residual_streams_that_are_one_expanded_row() -> None:

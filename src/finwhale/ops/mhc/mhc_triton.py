@@ -189,7 +189,7 @@ def _empty_parts(
 
 
 def _res_behind(parts: Tensor) -> Tensor:
-    """The residual gates [N,H,H], in memory behind the parts of few tokens.
+    """The residual mixes [N,H,H], in memory behind the parts of few tokens.
 
     As long as they exist, so does the memory of the parts, which a side stream may read until the
     next operator joins it.
@@ -199,17 +199,25 @@ def _res_behind(parts: Tensor) -> Tensor:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+def _stream_beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The side stream of a CUDA stream.
+
+    An engine captures its graphs on a stream of its own. So what it captures never meets the steps
+    of another engine in this process.
+    """
+    return torch.cuda.Stream(stream.device)
 
 
 @contextmanager
 def _on_side_stream(device: torch.device) -> Iterator[None]:
     """Launch on the side stream, after all work that is already on the current CUDA stream."""
-    stream = _side_stream(device)
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    if device.type != "cuda":
+        yield
+        return
+    current = torch.cuda.current_stream()
+    side = _stream_beside(current)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
         yield
 
 
@@ -219,13 +227,14 @@ def _join(device: torch.device) -> None:
     While a graph is captured, the side stream is captured too if this graph has work on it.
     Otherwise there is nothing to wait for, and CUDA would refuse it.
     """
-    stream = _side_stream(device)
-    if stream is None:
+    if device.type != "cuda":
         return
-    with torch.cuda.stream(stream):
+    current = torch.cuda.current_stream()
+    side = _stream_beside(current)
+    with torch.cuda.stream(side):
         is_captured = torch.cuda.is_current_stream_capturing()
     if is_captured == torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(side)
 
 
 def _planes(fn: Tensor, dtype: torch.dtype) -> Tensor:
