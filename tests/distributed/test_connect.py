@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from finwhale.distributed import connect as connecting
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
+from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.gloo import Gloo
 from finwhale.distributed.nccl import FromZero, new_group
 from finwhale.distributed.rank import ALONE, Rank
@@ -127,6 +128,40 @@ def test_why_ranks_cannot_push(monkeypatch: pytest.MonkeyPatch) -> None:
         Rank(0, 2), device, ["a 0", "a 2"]
     )
     assert "different hosts" in lacking(Rank(0, 2), device, ["a 0", "b 0"])
+
+
+def test_ranks_of_one_gpu_map_the_memory_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank opens handles that no other rank opens."""
+    buffers: dict[str, torch.Tensor] = {}
+    opened: list[str] = []
+
+    def share(buffer: torch.Tensor) -> tuple[str, IpcHandle]:
+        name = f"{len(buffers)}-{buffer.data_ptr()}"
+        buffers[name] = buffer
+        values = {"size_bytes": len(buffer), "offset_bytes": 0, "counter_offset": 0}
+        return "gpu", IpcHandle(memory=name.encode(), counter=b"", event=b"", waits=False, **values)
+
+    def open_buffer(handles: dict[str, IpcHandle], device: torch.device) -> torch.Tensor:
+        name = handles["gpu"].memory.decode()
+        opened.append(name)
+        return buffers[name]
+
+    monkeypatch.setattr(connecting, "share", share)
+    monkeypatch.setattr(connecting, "open_buffer", open_buffer)
+    monkeypatch.setattr(connecting, "uuid_of", lambda device: "gpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    store, timeout = HashStore(), timedelta(seconds=10)
+
+    def allocate(index: int) -> list[tuple[torch.Tensor, list[int]]]:
+        shared = connecting._shared_memory(Rank(index, 4), CPU, store, timeout)
+        return [shared(64), shared(8)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(allocate, range(4)))
+    for number in (0, 1):
+        own = [memories[number][0].data_ptr() for memories in found]
+        assert [memories[number][1] for memories in found] == [own] * 4
+    assert len(opened) == len(set(opened)) == 2 * 4 * 3
 
 
 def test_a_rank_that_fails_ends_the_wait_of_another() -> None:

@@ -2,6 +2,7 @@
 
 Requests of Flash's first layers with random weights, MTP drafts and a cache that is too small for
 all of them. FINWHALE_MIXED_SECONDS is the length of the load in seconds: 15, or for example 600.
+FINWHALE_MIXED_DEVICE names other devices, for example cuda:0,0 for two ranks that share a GPU.
 """
 
 import json
@@ -26,6 +27,7 @@ from finwhale.models.weight_sources import DummyWeights
 
 pytestmark = pytest.mark.alone
 SECONDS = float(os.environ.get("FINWHALE_MIXED_SECONDS", "15"))
+DEVICE = os.environ.get("FINWHALE_MIXED_DEVICE")
 ROOT = Path(__file__).parents[2]
 LONGEST, AT_ONCE = 12_000, 24
 FREE = {"ignore_eos": True}
@@ -55,7 +57,8 @@ def engine() -> Iterator[Engine]:
     sys.path.insert(0, str(ROOT))  # the ranks import this module
     model = ModelConfig.preset("flash").with_layers(4)
     config = EngineConfig(
-        tensor_parallel_size=min(2, torch.cuda.device_count()),
+        device=DEVICE,
+        tensor_parallel_size=None if DEVICE else min(2, torch.cuda.device_count()),
         draft_tokens=2,
         batch_invariant=True,
         max_num_seqs=16,

@@ -51,9 +51,10 @@ PARAMS = [
 ]
 
 
-def new_engine(size: int, draft_tokens: int = 0) -> Engine:
+def new_engine(size: int, draft_tokens: int = 0, device: str | None = None) -> Engine:
     model = ModelConfig.preset("flash").with_layers(4)
     config = EngineConfig(
+        device=device,
         tensor_parallel_size=size,
         draft_tokens=draft_tokens,
         batch_invariant=True,

@@ -10,7 +10,12 @@ import torch
 
 from finwhale.bench import load
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
+from finwhale.engine.rank.devices import (
+    check_host_memory,
+    choose_device,
+    choose_devices,
+    num_sharers,
+)
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.platform import Platform
@@ -44,6 +49,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         ("cuda", 4, ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
         ("cuda:3,1", None, ("cuda:3", "cuda:1")),
         ("cuda:2,3", 2, ("cuda:2", "cuda:3")),
+        ("cuda:1,1", 2, ("cuda:1", "cuda:1")),
         ("cpu", None, ("cpu",)),
         ("cpu", 4, ("cpu",) * 4),
     ],
@@ -54,6 +60,19 @@ def test_devices_of_four_gpus(
     gpus(4)
     config = EngineConfig(device=device, tensor_parallel_size=size)
     assert choose_devices(config, never) == wanted
+
+
+def test_the_ranks_that_share_a_gpu() -> None:
+    names = {
+        None: 1,
+        "cpu": 1,
+        "cuda": 1,
+        "cuda:3": 1,
+        "cuda:0,1": 1,
+        "cuda:0,0": 2,
+        "cuda:1,1,1,1": 4,
+    }
+    assert {name: num_sharers(name) for name in names} == names
 
 
 def test_a_gpu_always_has_its_index(gpus: Callable[[int], None]) -> None:
@@ -79,7 +98,13 @@ def test_the_model_decides_where_the_options_do_not(gpus: Callable[[int], None])
     [
         (None, 4, ResourceError, "tensor_parallel_size is 4, but torch sees 2 GPUs"),
         ("cuda:0,2", None, ResourceError, "device 'cuda:0,2' is not available: torch sees 2 GPUs"),
-        ("cuda:1,1", None, FinwhaleError, "device 'cuda:1,1' names GPU 1 twice"),
+        (
+            "cuda:1,0,1,0",
+            None,
+            FinwhaleError,
+            "device 'cuda:1,0,1,0' names GPU 1 twice: name each GPU once, or only one for all "
+            "ranks",
+        ),
         (
             "cuda:0,1",
             4,

@@ -1,12 +1,14 @@
 """Connects the ranks of a model: chooses the collectives, and checks them."""
 
 import itertools
+import json
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,9 +17,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed.collectives import Alone, Collectives
-from finwhale.distributed.gloo import Gloo
+from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer, share, uuid_of
+from finwhale.distributed.gloo import Gloo, Staged
 from finwhale.distributed.nccl import FromZero, Nccl, new_group
-from finwhale.distributed.push_sizes import PushSizes
+from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.self_check import self_check
 from finwhale.errors import FinwhaleError
@@ -136,6 +139,8 @@ def _choose(
     if device.type == "cpu":
         return Gloo(rank, store, timeout)
     torch.cuda.set_device(device)
+    if len(set(_exchange(rank, store, "gpu", uuid_of(device), timeout))) < rank.size:
+        return _on_one_gpu(rank, device, store, ordered, timeout)
     # torch finds a group by its name, which must be new in every process.
     number = next(_connections)
     own_name = f"finwhale-{os.getpid()}-{number}"
@@ -153,6 +158,63 @@ def _choose(
             logger.warning("ranks communicate over NCCL: %s", lacking)
         return nccl
     return make_push(rank, device, group, nccl, ordered=ordered)
+
+
+def _on_one_gpu(
+    rank: Rank, device: torch.device, store: Store, ordered: bool, timeout: timedelta
+) -> "Push":
+    """Connect ranks that share a GPU: for development, because they take turns on it."""
+    from finwhale.distributed.push import Push
+
+    if rank.index == 0:
+        logger.warning("the ranks share a GPU and take turns on it, so every step is slow")
+    staged = Staged(Gloo(rank, store, timeout))
+
+    def barrier() -> None:
+        torch.cuda.synchronize(device)
+        staged.all_reduce(torch.zeros(1))
+
+    return Push(
+        rank,
+        device,
+        _shared_memory(rank, device, store, timeout),
+        barrier,
+        staged,
+        ordered=ordered,
+        early=torch.cuda.get_device_capability(device) >= HOPPER,
+        # Captured steps need kernels for every size.
+        sizes=replace(SIZES[rank.size], nccl=2**62, gather=2**24),
+    )
+
+
+def _shared_memory(
+    rank: Rank, device: torch.device, store: Store, timeout: timedelta
+) -> Callable[[int], tuple[torch.Tensor, list[int]]]:
+    """A function that allocates memory which all ranks of the GPU map, over CUDA IPC.
+
+    The other ranks' memory stays mapped as long as the function exists.
+    """
+    kept: list[torch.Tensor] = []
+    number = itertools.count()
+
+    def allocate(num_bytes: int) -> tuple[torch.Tensor, list[int]]:
+        own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
+        # One process may open a handle, so each other rank gets its own.
+        given = [None if peer == rank.index else share(own)[1] for peer in range(rank.size)]
+        text = json.dumps([handle and handle.to_json() for handle in given])
+        found = _exchange(rank, store, f"memory-{next(number)}", text, timeout)
+        addresses = []
+        for peer, text in enumerate(found):
+            memory = own
+            if peer != rank.index:
+                handle = IpcHandle.from_json(json.loads(text)[rank.index])
+                memory = open_buffer({uuid_of(device): handle}, device)
+                kept.append(memory)
+            addresses.append(memory.data_ptr())
+        return own, addresses
+
+    return allocate
 
 
 def make_push(

@@ -45,7 +45,7 @@ class Push:
     Args:
         allocate: called in the same order on all ranks.
         barrier: waits for all ranks on the host.
-        nccl: handles the messages that the kernels do not.
+        nccl: the collectives of messages that the kernels do not handle.
         ordered: never use NCCL's order of summation.
         early: kernels start while the previous kernel ends (Hopper and later).
         timeout_seconds: time for which a kernel waits for a rank; `check` then raises.
@@ -67,6 +67,7 @@ class Push:
         self.rank = rank
         self.sizes = SIZES[rank.size] if sizes is None else sizes
         self._nccl, self._ordered, self._early = nccl, ordered, early
+        self._allocate = allocate  # it may hold memory of other ranks
         self._limit = torch.empty(1, dtype=torch.int32, device=device)
         self._faults = torch.zeros(rank.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.set_timeout(timeout_seconds)

@@ -83,7 +83,7 @@ def parse_device(name: str | None) -> tuple[str | None, tuple[int, ...]]:
     """The kind of device (None: the name is None) and the indices of the named GPUs.
 
     Raises:
-        FinwhaleError: the name has none of the known forms, or names a GPU twice.
+        FinwhaleError: the name has none of the known forms, or names a GPU twice beside others.
     """
     if name is None:
         return None, ()
@@ -92,9 +92,18 @@ def parse_device(name: str | None) -> tuple[str | None, tuple[int, ...]]:
         raise FinwhaleError(f"{_FORMS}, got {name!r}")
     indices = tuple(int(part) for part in (found[1] or "").split(",") if part)
     for index in indices:
-        if indices.count(index) > 1:
-            raise FinwhaleError(f"device {name!r} names GPU {index} twice")
+        if indices.count(index) > 1 and len(set(indices)) > 1:
+            raise FinwhaleError(
+                f"device {name!r} names GPU {index} twice: name each GPU once, or only one for all "
+                "ranks"
+            )
     return name.partition(":")[0], indices
+
+
+def num_sharers(name: str | None) -> int:
+    """Number of ranks on each GPU of a device's name. More than one are for development."""
+    _, indices = parse_device(name)
+    return max(1, len(indices)) // max(1, len(set(indices)))
 
 
 def choose_device(name: str | None) -> tuple[Platform, torch.device]:

@@ -31,7 +31,7 @@ from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
-from finwhale.engine.rank.devices import choose_device, choose_devices
+from finwhale.engine.rank.devices import choose_device, choose_devices, num_sharers
 from finwhale.engine.rank.executor import (
     LocalExecutor,
     LocalResult,
@@ -124,7 +124,7 @@ def open_one(
 ) -> LocalExecutor:
     """Open the rank of this process on its device."""
     mine = replace(config, device=devices[peers.rank.index], tensor_parallel_size=len(devices))
-    return open_rank(mine, model_config, weights, peers)
+    return open_rank(mine, model_config, weights, peers, num_sharers(config.device))
 
 
 def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProcesses) -> "Ranks":

@@ -54,19 +54,24 @@ CPU_CACHE_BYTES = 2**30
 
 
 def open_rank(
-    config: EngineConfig, model_config: ModelConfig, weights: Weights, peers: Peers
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    peers: Peers,
+    sharers: int = 1,
 ) -> LocalExecutor:
     """Open the rank of this process.
 
     Args:
         config: names the device of this rank.
         peers: all ranks of the model. They open at the same time.
+        sharers: number of ranks that share the device.
 
     Raises:
         ResourceError: the device does not exist, or model and cache do not fit its memory.
         CheckpointError: the weights do not match the configuration.
     """
-    start = _Start(config, model_config, weights, peers)
+    start = _Start(config, model_config, weights, peers, sharers)
     try:
         return start.open()
     except (RuntimeError, MemoryError) as error:
@@ -81,9 +86,15 @@ class _Start:
     """Starts one rank. The constructor checks the options and allocates no memory."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, weights: Weights, peers: Peers
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        weights: Weights,
+        peers: Peers,
+        sharers: int,
     ) -> None:
         self.config, self.model_config, self.peers = config, model_config, peers
+        self.sharers = sharers
         self.platform, self.device = choose_device(config.device)
         if self.device.index:
             torch.cuda.set_device(self.device)
@@ -286,7 +297,9 @@ class _Start:
             steps = LargestSteps.alone(model, self.groups, self.ops)
             workspace = steps.workspace_bytes(self._largest(self.longest))
             del steps
-            budget = max(0, remaining_bytes(self.device, config.gpu_memory_utilization) - workspace)
+            self.peers.barrier()  # here every rank of this GPU holds its weights
+            remaining = remaining_bytes(self.device, config.gpu_memory_utilization)
+            budget = max(0, remaining // self.sharers - workspace)
         elif budget is None:
             # The reference operators are for comparisons, and nothing bounds their workspace.
             budget = remaining_bytes(self.device, config.gpu_memory_utilization) // 2
