@@ -5,7 +5,6 @@ import torch
 
 from finwhale.distributed import ref
 from finwhale.distributed.collectives import Alone, Collectives
-from finwhale.distributed.gloo import Gloo, Staged
 
 from .ranks import run_ranks
 
@@ -28,14 +27,11 @@ def test_the_sum_is_a_tree_of_pairs() -> None:
 
 @pytest.mark.parametrize("size", (1, 2, 4, 8))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("staged", (False, True))
-def test_gloo_equals_the_reference(size: int, dtype: torch.dtype, staged: bool) -> None:
+def test_gloo_equals_the_reference(size: int, dtype: torch.dtype) -> None:
     given = parts(size, (3, 5, 8), dtype)
     kept = [part.clone() for part in given]
 
     def work(collectives: Collectives) -> list[torch.Tensor]:
-        if isinstance(collectives, Gloo) and staged:
-            collectives = Staged(collectives)
         x = given[collectives.rank.index]
         gathered = [collectives.all_gather(x, dim) for dim in (0, 1, -1)]
         return [collectives.all_reduce(x), *gathered]
@@ -52,8 +48,6 @@ def test_rows_are_those_of_the_sum(size: int, num_rows: int) -> None:
     given = parts(size, (num_rows, 3, 2), torch.bfloat16)
 
     def work(collectives: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(collectives, Gloo) and num_rows == 9:
-            collectives = Staged(collectives)
         rows = collectives.reduce_scatter_rows(given[collectives.rank.index])
         return rows, collectives.all_gather_rows(rows, num_rows)
 

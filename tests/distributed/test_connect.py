@@ -149,7 +149,6 @@ def test_ranks_of_one_gpu_map_the_memory_of_each_other(monkeypatch: pytest.Monke
     monkeypatch.setattr(connecting, "share", share)
     monkeypatch.setattr(connecting, "open_buffer", open_buffer)
     monkeypatch.setattr(connecting, "uuid_of", lambda device: "gpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     store, timeout = HashStore(), timedelta(seconds=10)
 
     def allocate(index: int) -> list[tuple[torch.Tensor, list[int]]]:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer, share, uuid_of
-from finwhale.distributed.gloo import Gloo, Staged
+from finwhale.distributed.gloo import Gloo
 from finwhale.distributed.nccl import FromZero, Nccl, new_group
 from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
@@ -168,18 +168,18 @@ def _on_one_gpu(
 
     if rank.index == 0:
         logger.warning("the ranks share a GPU and take turns on it, so every step is slow")
-    staged = Staged(Gloo(rank, store, timeout))
+    gloo = Gloo(rank, store, timeout)  # NCCL refuses ranks of one GPU
 
     def barrier() -> None:
         torch.cuda.synchronize(device)
-        staged.all_reduce(torch.zeros(1))
+        gloo.all_reduce(torch.zeros(1))
 
     return Push(
         rank,
         device,
         _shared_memory(rank, device, store, timeout),
         barrier,
-        staged,
+        gloo,
         ordered=ordered,
         early=torch.cuda.get_device_capability(device) >= HOPPER,
         # Captured steps need kernels for every size.
@@ -198,8 +198,7 @@ def _shared_memory(
     number = itertools.count()
 
     def allocate(num_bytes: int) -> tuple[torch.Tensor, list[int]]:
-        own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)
+        own = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # One process may open a handle, so each other rank gets its own.
         given = [None if peer == rank.index else share(own)[1] for peer in range(rank.size)]
         text = json.dumps([handle and handle.to_json() for handle in given])

@@ -1,6 +1,7 @@
 """Collectives over torch's Gloo backend: of ranks on CPUs, and of ranks that share a GPU.
 
-For tests and development: every call copies the tensors of all ranks to each rank.
+For tests and development: every call copies the tensors of all ranks to each rank, those of a GPU
+by way of the host. A CUDA graph cannot capture such a call.
 """
 
 from datetime import timedelta
@@ -56,37 +57,8 @@ class Gloo:
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """Gather the ranks' x, as bytes, because Gloo does not support every dtype."""
-        sent = x.detach().contiguous().reshape(-1).view(torch.uint8)
+        sent = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self.rank.size)]
         if sent.numel() > 0:
             self._group.allgather([received], [sent]).wait()
-        return [part.view(x.dtype).reshape(x.shape) for part in received]
-
-
-class Staged:
-    """Collectives of tensors on a GPU by way of the host, which NCCL refuses to ranks of one GPU.
-
-    A CUDA graph cannot capture them.
-    """
-
-    def __init__(self, gloo: Gloo) -> None:
-        self.rank = gloo.rank
-        self._gloo = gloo
-
-    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
-        return self._gloo.all_reduce(x.cpu()).to(x.device)
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return self._gloo.all_gather(x.cpu(), dim).to(x.device)
-
-    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        return self._gloo.reduce_scatter_rows(x.cpu()).to(x.device)
-
-    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
-        return self._gloo.all_gather_rows(x.cpu(), num_rows).to(x.device)
-
-    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
-        return None
-
-    def check(self) -> None:
-        """Do nothing: every call raises its own error."""
+        return [part.view(x.dtype).reshape(x.shape).to(x.device) for part in received]
