@@ -136,10 +136,9 @@ def test_late_mixes_take_another_launch(monkeypatch: pytest.MonkeyPatch) -> None
 
     class Launch:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **constants: launches.append(grid)
+            return lambda *args, **constants: launches.append((constants["KIND"], *grid))
 
     monkeypatch.setattr(kernels, "block_input_kernel", Launch())
-    monkeypatch.setattr(kernels, "gates_few_kernel", Launch())
     options, late = kernels.Options(late_mixes=True), replace(PARAMS, late_mixes=True)
     inputs = Inputs()
     w = weight(inputs, 40)
@@ -147,7 +146,7 @@ def test_late_mixes_take_another_launch(monkeypatch: pytest.MonkeyPatch) -> None
         kernels.mhc_pre(
             state(inputs, num_tokens, 40, torch.bfloat16)[3], w, params, options=options
         )
-    assert launches == [(2, 1), (2,), (2, 2), (3, 2)]
+    assert launches == [("block", 2, 1), ("gates", 2, 1), ("block", 2, 2), ("block", 3, 2)]
 
 
 class FakeStream:
@@ -182,8 +181,7 @@ def test_the_side_stream_is_joined_when_it_has_work(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "Stream", new)
     monkeypatch.setattr(torch.cuda, "stream", use)
-    capturing = lambda: current[-1].captured  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].captured)
     gpu = torch.device("cuda")
     for name in ("a", "b"):
         main = current[0] = FakeStream(name)

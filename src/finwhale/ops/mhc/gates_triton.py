@@ -266,45 +266,6 @@ def _one_token_gates(
 
 
 @triton.jit
-def gates_few_kernel(
-    parts_ptr,
-    scale_ptr,
-    base_ptr,
-    post_ptr,
-    res_ptr,
-    D,
-    eps,
-    rms_eps,
-    stride_t,
-    stride_r,
-    slots,
-    ITERS: tl.constexpr,
-    COMPILED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Compute a token's post and residual gates, as the second row of `block_input_kernel` does."""
-    token = tl.program_id(0).to(tl.int64)
-    _one_token_gates(
-        parts_ptr + token * stride_t,
-        scale_ptr,
-        base_ptr,
-        post_ptr + token * 4,
-        res_ptr + token * 16,
-        D,
-        eps,
-        rms_eps,
-        stride_r,
-        slots,
-        ITERS,
-        COMPILED,
-        BLOCK_S,
-        ROWS,
-        False,
-    )
-
-
-@triton.jit
 def block_input_kernel(
     streams_ptr,
     parts_ptr,
@@ -334,8 +295,8 @@ def block_input_kernel(
     """Compute a token's normalised block input from its residual streams and `pre`.
 
     KIND "block": compute pre from the parts; a second row of programs, if any, computes the other
-    gates.
-    "head": compute hc_head's gates from the parts. "given": read pre.
+    gates. "gates": compute only these. "head": compute hc_head's gates from the parts. "given":
+    read pre.
     """
     if KIND == "given":
         # Process tokens from the last to the first, because the last written ones are still in L2.
@@ -343,7 +304,7 @@ def block_input_kernel(
     else:
         token = tl.program_id(0).to(tl.int64)
         parts_ptr += token * stride_t
-    if tl.program_id(1) == 1:
+    if (KIND == "gates") | (tl.program_id(1) == 1):
         if DEPENDENT:
             tl.extra.cuda.gdc_launch_dependents()
         _one_token_gates(

@@ -7,12 +7,13 @@ normalised input.
 
 - Up to FEW_TOKENS, `streams_few_kernel` and `block_input_kernel` run. A program of the former has
   32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
-  runs the Sinkhorn iterations in parallel with the block's input. If `late_mixes` allows it, up to
-  LATE_TOKENS tokens run them in `gates_few_kernel` on a side stream instead, and the next kernel
-  need not wait for them. With `early_launch`, both kernels start before the previous kernel ends,
-  and read only weights until it has ended. If x is `ExpertTerms`, each program adds its tile of the
-  experts' outputs. If x is a `PartialSum`, `sum_streams_few_kernel` replaces `streams_few_kernel`:
-  each program exchanges its tile of x with the same program on the other ranks.
+  runs the Sinkhorn iterations in parallel with the block's input. If `late_mixes` allows it, those
+  of up to LATE_TOKENS tokens have a launch of their own on a side stream instead, and the next
+  kernel need not wait for them. With `early_launch`, both kernels start before the previous kernel
+  ends, and read only weights until it has ended. If x is `ExpertTerms`, each program adds its tile
+  of the experts' outputs. If x is a `PartialSum`, `sum_streams_few_kernel` replaces
+  `streams_few_kernel`: each program exchanges its tile of x with the same program on the other
+  ranks.
 - With more tokens, `planes_kernel` rearranges fn, `streams_many_kernel` divides D into slots,
   `gates_kernel` computes the gates with a thread for each token, and `block_input_kernel` reads
   the residual streams a second time.
@@ -43,7 +44,7 @@ from torch import Tensor
 
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
-from finwhale.ops.mhc.gates_triton import block_input_kernel, gates_few_kernel, gates_kernel
+from finwhale.ops.mhc.gates_triton import block_input_kernel, gates_kernel
 from finwhale.ops.mhc.residual_streams_triton import (
     planes_kernel,
     streams_few_kernel,
@@ -474,7 +475,7 @@ def _run_block_input(
             BLOCK_N=32,
             num_warps=1,
         )
-    block_input_kernel[(num_tokens, 2 if kind == "block" and not late else 1)](
+    arguments = (
         streams_NHD,
         parts,
         pre,
@@ -492,35 +493,22 @@ def _run_block_input(
         parts.stride(0),
         parts.stride(2),
         slots,
-        KIND=kind,
-        ITERS=params.num_iters,
-        COMPILED=options.inline_asm,
-        ROWS=rows,
-        BLOCK_S=triton.next_power_of_2(slots),
-        BLOCK_D=block_d,
-        DEPENDENT=bool(launch),
-        num_warps=num_warps,
-        **launch,
+    )
+    constants = {
+        "ITERS": params.num_iters,
+        "COMPILED": options.inline_asm,
+        "ROWS": rows,
+        "BLOCK_S": triton.next_power_of_2(slots),
+        "BLOCK_D": block_d,
+        "num_warps": num_warps,
+    }
+    block_input_kernel[(num_tokens, 2 if kind == "block" and not late else 1)](
+        *arguments, KIND=kind, DEPENDENT=bool(launch), **constants, **launch
     )
     if late:
         with _on_side_stream(device):
-            gates_few_kernel[(num_tokens,)](
-                parts,
-                w.scale,
-                w.base,
-                post,
-                res,
-                width,
-                params.eps,
-                params.rms_eps,
-                parts.stride(0),
-                parts.stride(2),
-                slots,
-                ITERS=params.num_iters,
-                COMPILED=options.inline_asm,
-                ROWS=rows,
-                BLOCK_S=triton.next_power_of_2(slots),
-                num_warps=num_warps,
+            block_input_kernel[(num_tokens, 1)](
+                *arguments, KIND="gates", DEPENDENT=False, **constants
             )
     return y_ND, post, res
 
