@@ -34,8 +34,8 @@ MODELS = (
     (3, "exact", 2, torch.float32),
     (8, "as-trained", 2, torch.bfloat16),
 )
-# Each of these shares its activations with one model that is not marked long, and its seed with
-# another one.
+# Only the long tests run these models. For each of them, the other models include one with the same
+# activations and one with the same seed.
 LONG_MODELS = (
     (0, "as-trained", 1, torch.float32),
     (8, "exact", 1, torch.float32),

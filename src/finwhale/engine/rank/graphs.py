@@ -46,8 +46,8 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def prefill_sizes(max_num_tokens: int) -> list[int]:
     """Numbers of tokens to capture for steps with prefill, within those of PREFILL_SIZES.
 
-    Operators of fewer tokens may use side streams that only a later operator joins (mHC), which may
-    be in another segment.
+    Smaller steps are not captured: with few tokens, mHC may leave work on a side stream until its
+    next operator, which is in another segment.
     """
     sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
     within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1]
