@@ -130,6 +130,14 @@ def test_late_mixes_have_the_same_bits() -> None:
         assert torch.equal(kernels.mhc_post(*args, options=options), kernels.mhc_post(*args))
 
 
+def test_late_mixes_keep_the_parts_but_do_not_overlap_them() -> None:
+    """The side stream reads the parts while the block's input is computed from them."""
+    parts = kernels._empty_parts(2, 3, 32, torch.device("cpu"), few=True).fill_(1)
+    res = kernels._res_behind(parts).fill_(2)
+    assert res.shape == (2, 4, 4) and parts.shape == (2, 3, 32) and bool((parts == 1).all())
+    assert res.untyped_storage().data_ptr() == parts.untyped_storage().data_ptr()
+
+
 def test_late_mixes_take_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The block's input does not wait for them."""
     launches = []
