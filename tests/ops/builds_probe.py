@@ -315,6 +315,36 @@ def build_for_several() -> list[int | str]:
         return found
 
 
+def build_before() -> list[int | bool]:
+    """Compiled kernels if `begin` has built one of two; whether the configuration is complete
+    before and after `prepare`; compiled kernels of a further configuration.
+    """
+    one, other = torch.zeros(3, 1104), torch.zeros(3, 1111)
+    with tempfile.TemporaryDirectory() as directory:
+        builds = KernelBuilds(Platform("nvidia", "sm90"), 0, directory)
+        builds._loaded = lambda launch_all: Built()  # type: ignore[method-assign]
+        sizes: list[int] = []
+        new_pool = builds._new_pool
+
+        def counted(num_jobs: int = 0) -> Pool:
+            sizes.append(num_jobs)
+            return new_pool(num_jobs)
+
+        builds._new_pool = counted  # type: ignore[method-assign]
+        builds.begin("one", lambda: rms_norm(one.to("meta"), one[0].to("meta"), 1e-6))
+        found: list[int | bool] = [builds._artefacts.is_complete("one")]
+
+        def launch_both() -> None:
+            rms_norm(one, one[0], 1e-6)
+            rms_norm(other, other[0], 1e-6)
+
+        found.append(builds.prepare("one", launch_both).compiled)
+        found.append(builds._artefacts.is_complete("one"))
+        builds.begin("one", launch_both)
+        found.append(builds.prepare("two", launch_both).compiled)
+        return [*found, *sizes]
+
+
 def rounds(variant: Variant) -> bool:
     """Whether this is a kernel of attention that rounds its output."""
     if variant.name not in ("_attend_kernel", "_combine_kernel"):
@@ -350,6 +380,30 @@ def new_model(config: ModelConfig, round_wo_a: bool) -> DeepseekV4:
     return DeepseekV4(config, OPS, weights[0], round_activations=True, max_positions=40000)
 
 
+def without_weights(
+    config: ModelConfig, round_wo_a: bool, largest: StepLimits, *, eager: bool
+) -> set[tuple[str, str]]:
+    """The launches of a model whose tensors have no memory, as `Builds.begin` gets them."""
+    specs = weight_specs(config)
+
+    def launch_all() -> None:
+        weights = WeightLoading(
+            config,
+            storages={name: spec.storage for name, spec in specs.items()},
+            dtype=torch.bfloat16,
+            device=torch.device("meta"),
+            round_activations=True,
+            round_wo_a=round_wo_a,
+            ops=OPS,
+        ).finish_unfilled()
+        model = DeepseekV4(config, OPS, weights, round_activations=True, max_positions=40000)
+        groups = cache_spec(config)
+        cache = LargestSteps.alone(model, groups, OPS).cache
+        SignatureRun(model, groups, OPS, cache, largest, eager=eager)()
+
+    return names(collect(launch_all))
+
+
 def compare_drafting_launches(config: ModelConfig, max_len: int) -> dict[str, Any]:
     """The missing launches of an engine that drafts with DSpark, and the launches of verifications.
 
@@ -365,8 +419,12 @@ def compare_drafting_launches(config: ModelConfig, max_len: int) -> dict[str, An
         inference = torch.inference_mode()
         return names(collect(inference(lambda: run._step(48, query, [(max_len, query)]))))
 
+    walked = names(collect(run))
     return {
-        "missing": sorted(names(every) - names(collect(run)))[:5],
+        "missing": sorted(names(every) - walked)[:5],
+        "missing without weights": sorted(
+            walked - without_weights(config, True, largest, eager=False)
+        )[:5],
         "other verifications": [
             query for query in range(5, 9) if verification(query) != verification(4)
         ],
@@ -406,6 +464,9 @@ def compare_launches(
         "rounding": sorted({v.name for v in walked if rounds(v)}),
         "every": len(every),
         "missing": sorted(missing)[:5],
+        "missing without weights": sorted(
+            names(walked) - without_weights(config, round_wo_a, LARGEST, eager=False)
+        )[:5],
     }
     return walked, report
 
@@ -434,6 +495,7 @@ def main() -> None:
         ],
         "compiling": compile_twice(cheap),
         "several configurations": build_for_several(),
+        "built before": build_before(),
         "another thread waits": another_thread_waits(),
     }
     print(json.dumps(report))

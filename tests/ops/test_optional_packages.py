@@ -121,7 +121,10 @@ def linear(n):
 with kernel_builds.collecting():
     linear(17), linear(1500)
 collected = len(deep_gemm.calls)
-jobs = kernel_builds.jobs()
+jobs = kernel_builds.take_jobs()
+assert kernel_builds.load() == 0
+with kernel_builds.collecting():
+    linear(17), linear(1500)
 loaded = kernel_builds.load()
 kernels = len(deep_gemm.configs)
 for n in (*range(17, 400), *range(400, 1501, 7), 1500):

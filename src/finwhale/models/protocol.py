@@ -540,6 +540,10 @@ class WeightLoading(Protocol):
         """
         ...
 
+    def finish_unfilled(self) -> Any:
+        """The weights without values: on torch's meta device, where tensors have no memory."""
+        ...
+
     def finish_part(self, device: torch.device, current: Any) -> tuple[Any, frozenset[int]]:
         """The weights, some of which may be missing.
 

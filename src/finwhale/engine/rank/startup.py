@@ -158,6 +158,9 @@ class _Start:
             reserved = torch.cuda.memory_reserved(self.device)
         self.peers.barrier()  # here every rank has checked its options
         self.collectives = self._connect()
+        if on_gpu and self.capabilities.builds_kernels and not self.peers.rank.index:
+            self.builds.begin(self._launches(longest), self._launch_without_weights)
+            self.phases.end("kernels")
         weights = self._load()
         if self.arenas:
             self.arenas["weights"].adopt(tensors_of(weights))
@@ -276,16 +279,22 @@ class _Start:
 
     def _prepare(self, model: Model, max_len: int) -> Built:
         """Build every kernel that a request may use."""
-        steps = LargestSteps.alone(model, self.groups, self.ops)
-        launch_all = SignatureRun(
+        return self.builds.prepare(self._launches(max_len), self._every_launch(model, max_len))
+
+    def _every_launch(self, model: Model, max_len: int) -> SignatureRun:
+        return SignatureRun(
             model,
             self.groups,
             self.ops,
-            steps.cache,
+            LargestSteps.alone(model, self.groups, self.ops).cache,
             self._largest(max_len),
             eager=self.config.enforce_eager,
         )
-        return self.builds.prepare(self._launches(max_len), launch_all)
+
+    def _launch_without_weights(self) -> None:
+        """Call the operators with a model and a cache that have no memory."""
+        weights = self.loader.begin(torch.device("meta")).finish_unfilled()
+        self._every_launch(self._build(weights, self.longest), self.longest)()
 
     def _plan_cache(self, model: Model | None) -> CachePlan:
         """Plan the cache; `model` runs the largest steps to measure their workspace."""

@@ -505,6 +505,11 @@ class WeightLoading:
                 self.add(spec, stored)
         return self.finish()
 
+    def finish_unfilled(self) -> ModelWeights:
+        """The weights without their values, on the meta device."""
+        self._waiting.clear()
+        return self.finish()
+
     def finish(self) -> ModelWeights:
         """The loaded weights. Raises CheckpointError if one is missing."""
         if self._waiting:

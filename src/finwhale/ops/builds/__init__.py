@@ -2,8 +2,9 @@
 
 Triton compiles a kernel once for each launch signature. A class of steps is a range of sizes whose
 launches have the same signatures; the kernels' modules publish where each class ends
-(ops/launch/sizes.py). `Builds.prepare` calls the operators once for every class of steps, records
-their launches instead of running them, compiles the recorded kernels in parallel and loads them.
+(ops/launch/sizes.py). `Builds.begin` calls the operators once for every class of steps, records
+their launches instead of running them, and compiles the recorded kernels in parallel, before the
+weights are loaded. `Builds.prepare` does the same for what is missing, and loads all kernels.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +35,14 @@ class Builds(Protocol):
         """Start compiler processes now if `prepare` will need them for this configuration."""
         ...
 
+    def begin(self, configuration: object, launch_all: Callable[[], None]) -> None:
+        """Build what `prepare` will need, while the GPU's memory is still free for compilers.
+
+        Args:
+            launch_all: as for `prepare`, but its tensors need no memory (torch's meta device).
+        """
+        ...
+
     def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
         """Build and load every kernel that `launch_all` would launch, without launching any.
 
@@ -57,6 +66,9 @@ class NothingToBuild:
     """The `Builds` of tables without kernels of their own: numpy and torch are compiled already."""
 
     def expect(self, configuration: object) -> None:
+        pass
+
+    def begin(self, configuration: object, launch_all: Callable[[], None]) -> None:
         pass
 
     def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:

@@ -148,8 +148,11 @@ class DeepGemmKernels:
         self._recorded.clear()
         return count
 
-    def jobs(self) -> list[dict[str, Any]]:
-        """The recorded GEMMs as jobs for gemm_worker.py; jobs can run in parallel."""
+    def take_jobs(self) -> list[dict[str, Any]]:
+        """The recorded GEMMs as jobs for gemm_worker.py, and clear the record.
+
+        Jobs can run in parallel.
+        """
         found = []
         for (kind, shape), gemm in self._recorded.items():
             rows, scale = _row_counts(kind, shape, gemm.rows), list(gemm.scale.shape)
@@ -159,6 +162,7 @@ class DeepGemmKernels:
             parts += [many[i : i + JOB_ROWS] for i in range(0, len(many), JOB_ROWS)]
             for part in parts:
                 found.append({"kind": kind, "weight": shape, "scale": scale, "rows": part})
+        self._recorded.clear()
         # Start the longest jobs first, so that short ones balance the workers at the end.
         return sorted(found, key=lambda job: -len(job["rows"]))
 

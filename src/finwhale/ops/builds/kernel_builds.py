@@ -61,6 +61,8 @@ class KernelBuilds:
         if HAS_DEEPGEMM and self._table == "nvidia_sm90":
             self._deepgemm = deepgemm_builds.of_process(self._artefacts.folder("deepgemm/cache"))
         self._pool: Pool | None = None
+        self._begun: set[str] = set()  # names of the kernels that `begin` built
+        self._compiled = 0  # by `begin`
         self._at_ready: dict[str, int] = {}
 
     def expect(self, configuration: object) -> None:
@@ -68,6 +70,16 @@ class KernelBuilds:
         # If another configuration is complete, most or all kernels exist already.
         if not complete and not self._artefacts.known() and self._pool is None:
             self._pool = self._new_pool()
+
+    def begin(self, configuration: object, launch_all: Callable[[], None]) -> None:
+        if self._artefacts.is_complete(configuration) or not self._artefacts.writable:
+            return
+        with self._artefacts.filling():
+            # Otherwise another process has built everything in the meantime.
+            if not self._artefacts.is_complete(configuration):
+                compiled, names = self._build(launch_all)
+                self._compiled += compiled
+                self._begun.update(names)
 
     def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
         if self._artefacts.is_complete(configuration):
@@ -90,6 +102,7 @@ class KernelBuilds:
             missing, names = self._build(launch_all)
             built = self._loaded(launch_all)
             self._artefacts.mark_complete(configuration, names)
+        missing, self._compiled = missing + self._compiled, 0
         return replace(built, compiled=built.compiled + missing)
 
     def _loaded(self, launch_all: Callable[[], None]) -> Built:
@@ -137,13 +150,15 @@ class KernelBuilds:
 
         Returns:
             The jobs for Triton's missing kernels, longest first; the jobs for DeepGEMM's missing
-            kernels; the names of all needed kernels. Kernels of complete configurations exist.
+            kernels; the names of all needed kernels. Kernels of complete configurations exist, and
+            those that `begin` built.
         """
         with self._collecting():
             found = collect(launch_all)
         variants = [asdict(v) for v in sorted(found, key=lambda v: not v.module.endswith(SLOWEST))]
-        gemms = [] if self._deepgemm is None else self._deepgemm.jobs()
-        known, names = self._artefacts.known(), [digest(job) for job in (*variants, *gemms)]
+        gemms = [] if self._deepgemm is None else self._deepgemm.take_jobs()
+        known = self._artefacts.known() | self._begun
+        names = [digest(job) for job in (*variants, *gemms)]
         return (
             [job for job in variants if digest(job) not in known],
             [job for job in gemms if digest(job) not in known],

@@ -134,7 +134,8 @@ def _tile_kernel(
 def finish_experts(w: ExpertWeight) -> TiledExperts:
     """Call `tile_experts`, and log a warning if it had to round values."""
     tiled, rounded = tile_experts(w)
-    count = int(rounded)
+    # Without weights (the meta device), nothing was rounded.
+    count = 0 if rounded.is_meta else int(rounded)
     if count:
         logger.warning(
             "rounded %d values of FP4 experts: the exponents of their rows differ too much", count
