@@ -78,6 +78,7 @@ LOADED = {
     "entry_first_ptr": (0, 2**20),
     "state_first_ptr": (0, 2**20),
     "candidates_ptr": (0, 2**20),  # entries of one sequence
+    "reached_ptr": (0, 2**12),  # candidates of a chunk
     # Experts, and pairs of a token and an expert: a step has at most 2^22.
     "ids_ptr": (-1, 2**10),
     "blocks_ptr": (-1, 2**22),

@@ -16,7 +16,14 @@ from .kernel_sources import kernel_names
 FEW_EXPERTS = ("flash-hopper-16-1", "pro-hopper-16-1", "pro-hopper-16-8", "pro-hopper-256-8")
 FEW = [
     ("sm90_compile", call)
-    for call in ("activations-pro-8", "mhc-pro-2", "linear-pro-1", "linear-pro-8", "linear-pro-64")
+    for call in (
+        "activations-pro-8",
+        "mhc-pro-2",
+        "linear-pro-1",
+        "linear-pro-8",
+        "linear-pro-64",
+        "indexer-1024-8-1048576",
+    )
 ] + [("sm90_experts", call) for call in FEW_EXPERTS]
 CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
 # Findings of the analysis that other facts bound, by kernel and pointer, with the reason.
@@ -26,6 +33,8 @@ BOUNDED = {
     # Each level has fewer programs than the last, and no list more entries than that level's.
     ("indexer.topk_triton._select_kernel", "candidates_ptr"),
     ("indexer.topk_triton._select_kernel", "out_ptr"),
+    # The place of an entry is a sum of marks of at most topk entries.
+    ("indexer.topk_few_triton._select_few_kernel", "out_ptr"),
     # All experts together have no more pairs than a step.
     ("moe.dispatch_triton._order_many_kernel", "order_ptr"),
     ("moe.dispatch_triton._order_many_kernel", "blocks_ptr"),

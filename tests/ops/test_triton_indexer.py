@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.case import Args, Draw, OpCase, strided
-from finwhale.ops.indexer import ref, topk_triton
+from finwhale.ops.indexer import ref, topk_few_triton, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.cases import CASES
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
@@ -88,22 +89,15 @@ def test_rows_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agree(*selected(next(c for c in cases if c.args()[6] == 16).args()))
 
 
-@pytest.mark.parametrize("block", (256, 512, 1024))
-@pytest.mark.parametrize(
-    "kind", ("equal", "zero", "negative", "wide", "few", "together", "not finite")
-)
-def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores alone: ties everywhere, both zeros, every exponent, the best ones side by side.
+KINDS = ("equal", "zero", "negative", "wide", "few", "together", "not finite")
 
-    A row of more than 512 has two chunks, one, or no groups.
-    """
-    monkeypatch.setattr(topk_triton, "BLOCK", block)
-    monkeypatch.setattr(topk_triton, "MIN_BLOCK", 256)
-    length, topk = 703, 100
+
+def scores_of_kind(kind: str, length: int) -> Tensor:
+    """Scores with ties everywhere, both zeros, every exponent, or the best ones side by side."""
     draw = Draw()
     position = torch.arange(length)
     special = torch.tensor((torch.inf, -torch.inf, torch.nan, -3e38, -0.0, 0.0, 1.0))
-    scores = {
+    return {
         "equal": torch.full((length,), -3.25),
         "zero": torch.where(draw.integers(2, length) > 0, 0.0, -0.0),
         "negative": -draw.normal(length).abs() - 1,
@@ -112,26 +106,90 @@ def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> N
         "together": draw.normal(length) + 9 * ((position > 397) & (position < 490)),
         "not finite": special[draw.integers(7, length)],
     }[kind]
-    visible = torch.tensor((703, 99, 100, 101, 255, 257, 511, 512, 513, 514, 610))
-    count = len(visible)
+
+
+def check_selection(
+    scores: Tensor, visible: Tensor, topk: int, max_query: int, select: Callable[..., None]
+) -> None:
+    """Compare what `select` selects for tokens that see `visible` of the scores."""
+    length, count = len(scores), len(visible)
     pages = torch.arange(length // 64 + 1, dtype=torch.int32).flip(0)
     tokens = Tokens(
         positions=4 * visible - 1,
         sequence=torch.zeros(count, dtype=torch.int32),
         query_start=torch.tensor([0, count], dtype=torch.int32),
         max_len=4 * length,
-        max_query=count,
+        max_query=max_query,
     )
     table = PageTable(pages[None], torch.zeros(1, dtype=torch.int32), 64)
     # Entries that a token does not see would win.
-    padded = torch.full((count, 704), torch.inf)
+    padded = torch.full((count, 64 * len(pages)), torch.inf)
     for row, n in zip(padded, visible, strict=True):
         row[:n] = scores[:n]
     out = torch.full((count, topk), -7, dtype=torch.int32)
-    topk_triton.select_topk(padded, out, tokens, table, 0, topk, length, 4)
-    slots = (pages[:, None] * 64 + torch.arange(64)).flatten()[None, :704]
+    for _ in range(2):  # the counters are 0 again
+        select(padded, out, tokens, table, 0, topk, length, 4)
+    slots = (pages[:, None] * 64 + torch.arange(64)).flatten()[None]
     wanted = ref._top(padded, visible, slots.expand(count, -1), topk)
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("block", (256, 512, 1024))
+@pytest.mark.parametrize("kind", KINDS)
+def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores alone. A row of more than 512 has two chunks, one, or no groups."""
+    monkeypatch.setattr(topk_triton, "BLOCK", block)
+    monkeypatch.setattr(topk_triton, "MIN_BLOCK", 256)
+    visible = torch.tensor((703, 99, 100, 101, 255, 257, 511, 512, 513, 514, 610))
+    check_selection(scores_of_kind(kind, 703), visible, 100, 11, topk_triton.select_topk)
+
+
+@pytest.mark.parametrize("maxima", (64, 256))
+@pytest.mark.parametrize("kind", KINDS)
+def test_thresholds_of_few_tokens(kind: str, maxima: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one chunk to six; candidates that the last program holds, and more; maxima of one
+    group and of several; rows of fewer groups than topk.
+    """
+    few, topk = topk_few_triton, 30
+    monkeypatch.setattr(few, "CHUNK", 128)
+    monkeypatch.setattr(few, "MAXIMA", maxima)
+    assert few.takes(11, topk, 703)
+
+    def select(scores: Tensor, *rest: Any) -> None:
+        few.select_topk_few(scores, maxima_of(scores, rest[1].positions), *rest)
+
+    visible = torch.tensor((703, 29, 30, 31, 127, 128, 129, 247, 256, 257, 610))
+    check_selection(scores_of_kind(kind, 703), visible, topk, 1, select)
+
+
+def maxima_of(scores: Tensor, positions: Tensor) -> Tensor:
+    """The largest key of every GROUP adjacent scores that a token sees."""
+    bits = (scores + 0.0).view(torch.int32)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    seen = torch.arange(scores.shape[1])[None] < ((positions + 1) // 4)[:, None]
+    keys = torch.where(seen, keys, -(2**31))
+    return keys.unflatten(1, (-1, topk_few_triton.GROUP)).amax(2)
+
+
+def test_long_rows_of_few_tokens_and_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of the scores gives the maxima; both kernels select what the reference does."""
+    for name, value in (("CHUNK", 128), ("MAXIMA", 256)):
+        monkeypatch.setattr(topk_few_triton, name, value)
+    cases = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]
+    taken: list[int] = []
+    select = topk_few_triton.select_topk_few
+
+    def counted(scores: Tensor, *rest: Any) -> None:
+        taken.append(len(scores))
+        select(scores, *rest)
+
+    monkeypatch.setattr(topk_few_triton, "select_topk_few", counted)
+    for few_rows in (16, 0):
+        monkeypatch.setattr(topk_few_triton, "FEW_ROWS", few_rows)
+        before = len(taken)
+        for case in cases:
+            assert agree(*selected(case.args())), str(case)
+        assert (len(taken) > before) == (few_rows > 0)
 
 
 def one_row(length: int) -> tuple[Tokens, PageTable]:

@@ -3,7 +3,8 @@
 A program of `_scores_kernel` has one or a few tokens and every num_splits-th page of their keys. It
 rotates and rounds its queries itself. Keys are the rows of the GEMM, so that the sum over heads
 stays within a few threads. The order of that sum does not depend on the batch, the chunk or the
-split. `topk_triton.py` then selects from the scores.
+split. `topk_triton.py` then selects from the scores; in a decode of few tokens with long rows,
+`topk_few_triton.py` does.
 
 Keys are FP4. The kernel unpacks them to E4M3 in registers and moves the exponents of a key's groups
 into its values, relative to the largest exponent, which remains as one factor of the dot product.
@@ -21,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.indexer import topk_few_triton as few
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.indexer.layout import page_bytes
-from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk
+from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
@@ -194,6 +196,7 @@ def _scores_kernel(
     pages_ptr,
     first_ptr,
     scores_ptr,
+    maxima_ptr,
     first_token,
     num_rows,
     topk,
@@ -205,6 +208,7 @@ def _scores_kernel(
     stride_page,
     stride_pages,
     stride_scores,
+    stride_maxima,
     RATIO: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -213,10 +217,14 @@ def _scores_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
+    LARGEST_OF: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Score BLOCK_Q tokens against every num_splits-th page of their sequences' keys."""
+    """Score BLOCK_Q tokens against every num_splits-th page of their sequences' keys.
+
+    LARGEST_OF: if positive, also store the largest key of every LARGEST_OF entries of one token.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # The last tokens of a chunk see the most entries, so process them first.
@@ -298,12 +306,24 @@ def _scores_kernel(
                     score,
                     mask=(entry < visible)[:, None] & member_Q[None, :],
                 )
+                if LARGEST_OF > 0:
+                    COUNT: tl.constexpr = ROWS_PER_PAGE // LARGEST_OF
+                    key = tl.where((entry < visible)[:, None], to_keys(score), -0x7FFFFFFF - 1)
+                    largest_key = tl.max(tl.reshape(key, [COUNT, LARGEST_OF]), axis=1)
+                    group = tile * COUNT + tl.arange(0, COUNT)
+                    maxima_row_ptr = maxima_ptr + first_row.to(tl.int64) * stride_maxima
+                    tl.store(maxima_row_ptr + group, largest_key, mask=group * LARGEST_OF < visible)
         before = own
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return up_to(most, (few.FEW_ROWS,))
 
 
 def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    entries = {0, model.index_topk, *range(OUT_PAD, model.index_topk, OUT_PAD), *BLOCKS}
+    entries = {0, model.index_topk, *range(OUT_PAD, model.index_topk, OUT_PAD), *BLOCKS, few.CHUNK}
     return up_to(longest, (count * RATIO + RATIO - 1 for count in entries))
 
 
@@ -374,6 +394,12 @@ def select_entries(
     options = {"maxnreg": registers} if inline_asm else {}
     rows = min(num_tokens, max(block_q, limit // (4 * row_length) // block_q * block_q))
     scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=q_NIC.device)
+    by_few = not prefill and few.takes(num_tokens, topk, max_entries)
+    maxima_NG = scores_NE
+    if by_few:
+        # A row has a multiple of 16 values, so that every length has the same launch signature.
+        groups_of_row = triton.cdiv(row_length, 16 * few.GROUP) * 16
+        maxima_NG = scores_NE.new_empty((rows, groups_of_row), dtype=torch.int32)
     for first_token in range(0, num_tokens, rows):
         num_rows = min(rows, num_tokens - first_token)
         groups = triton.cdiv(num_rows, block_q)
@@ -389,6 +415,7 @@ def select_entries(
             table.pages,
             table.first,
             scores_NE,
+            maxima_NG,
             first_token,
             num_rows,
             topk,
@@ -400,6 +427,7 @@ def select_entries(
             key_pool.stride(0),
             table.pages.stride(0),
             scores_NE.stride(0),
+            maxima_NG.stride(0),
             RATIO=RATIO,
             C=width,
             R=2 * rotary_LR.shape[1],
@@ -408,20 +436,15 @@ def select_entries(
             BLOCK_Q=block_q,
             BLOCK_I=block_i,
             STAGES=STAGES,
+            LARGEST_OF=few.GROUP if by_few else 0,
             ASM=inline_asm,
             num_warps=4,
             **options,
             **launch_options(early_launch),
         )
-        select_topk(
-            scores_NE[:num_rows],
-            out_NK,
-            tokens,
-            table,
-            first_token,
-            topk,
-            max_entries,
-            RATIO,
-            early_launch,
-        )
+        rest = (out_NK, tokens, table, first_token, topk, max_entries, RATIO, early_launch)
+        if by_few:
+            few.select_topk_few(scores_NE[:num_rows], maxima_NG[:num_rows], *rest)
+        else:
+            select_topk(scores_NE[:num_rows], *rest)
     return out_NK

@@ -35,19 +35,19 @@ DECODE_VALUES_PER_THREAD, PREFILL_VALUES_PER_THREAD = 8, 16
 
 
 @triton.jit
-def _keys(scores):
+def to_keys(scores):
     """Integers in the order of the scores."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _scores(keys):
+def from_keys(keys):
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _threshold(keys, low, high, reached, least, most):
+def find_threshold(keys, low, high, reached, least, most):
     """Find a threshold that between `least` and `most` keys reach, not counting ties.
 
     low .. high contains the threshold: at least `least` keys reach low, and no key is above high.
@@ -63,10 +63,10 @@ def _threshold(keys, low, high, reached, least, most):
         middle = low + (span // 2 + span % 2).to(tl.int32, bitcast=True)
         log_low, log_high = tl.log2(reached * 1.0), tl.log2(tl.maximum(above, 0.5))
         part = (log_low - tl.log2((least + most) * 0.5)) / (log_low - log_high)
-        low_score, high_score = _scores(low), _scores(high)
+        low_score, high_score = from_keys(low), from_keys(high)
         width = high_score - low_score
-        left = _keys(low_score + width * (part * 0.875))
-        right = _keys(low_score + width * (part * 0.875 + 0.125))
+        left = to_keys(low_score + width * (part * 0.875))
+        right = to_keys(low_score + width * (part * 0.875 + 0.125))
         left = tl.minimum(tl.maximum(left, low + 1), high)
         right = tl.minimum(tl.maximum(right, low + 1), high)
         # Sum int32 values one at a time: the GPU has an instruction for the sum over a warp.
@@ -95,16 +95,21 @@ def _narrowed(probe, count, low, high, reached, above, least):
 
 
 @triton.jit
-def _chosen(keys, threshold, ties_wanted):
-    """Which keys are above the threshold or among its first ties, and their output positions."""
-    above, tie = keys > threshold, keys == threshold
-    packed = above.to(tl.int32) + (tie.to(tl.int32) << 16)
-    SIZE: tl.constexpr = keys.shape[0]
+def sums_before(counts):
+    """For each count, the sum of those before it."""
+    SIZE: tl.constexpr = counts.shape[0]
     # Rows of a warp, so that few sums cross warps.
-    rows = tl.reshape(packed, [SIZE // 32, 32])
+    rows = tl.reshape(counts, [SIZE // 32, 32])
     totals = tl.sum(rows, axis=1)
     before = (tl.cumsum(totals, axis=0) - totals)[:, None] + tl.cumsum(rows, axis=1) - rows
-    before = tl.reshape(before, [SIZE])
+    return tl.reshape(before, [SIZE])
+
+
+@triton.jit
+def choose(keys, threshold, ties_wanted):
+    """Which keys are above the threshold or among its first ties, and their output positions."""
+    above, tie = keys > threshold, keys == threshold
+    before = sums_before(above.to(tl.int32) + (tie.to(tl.int32) << 16))
     ties = before >> 16
     chosen = above | (tie & (ties < ties_wanted))
     return chosen, (before & 0xFFFF) + tl.minimum(ties, ties_wanted)
@@ -117,16 +122,16 @@ def _best(scores_row_ptr, entries, valid, floor, length, topk):
     `length` is about the number of entries that reach the floor: at least topk, or all entries if
     there are fewer.
     """
-    keys = _keys(tl.load(scores_row_ptr + entries, mask=valid, other=0.0))
+    keys = to_keys(tl.load(scores_row_ptr + entries, mask=valid, other=0.0))
     low = tl.maximum(tl.min(tl.where(valid, keys, 0x7FFFFFFF)), floor)
     keys = tl.where(valid, keys, -0x7FFFFFFF - 1)
     count = tl.minimum(topk, length)
-    threshold, ties = _threshold(keys, low, tl.max(keys), length, count, count)
-    return _chosen(keys, threshold, ties)
+    threshold, ties = find_threshold(keys, low, tl.max(keys), length, count, count)
+    return choose(keys, threshold, ties)
 
 
 @triton.jit
-def _store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE: tl.constexpr):
+def store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE: tl.constexpr):
     page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=chosen, other=0)
     slots = page * ROWS_PER_PAGE + entries % ROWS_PER_PAGE
     tl.store(out_row_ptr + place, slots, mask=chosen)
@@ -191,7 +196,7 @@ def _select_kernel(
     columns = tl.arange(0, BLOCK)
     if GROUP == 1:
         chosen, place = _best(scores_row_ptr, columns, columns < visible, LOWEST, visible, topk)
-        _store_slots(out_row_ptr, table_row_ptr, columns, chosen, place, ROWS_PER_PAGE)
+        store_slots(out_row_ptr, table_row_ptr, columns, chosen, place, ROWS_PER_PAGE)
         return
 
     lists_ptr = candidates_ptr + row * stride_candidates
@@ -209,10 +214,10 @@ def _select_kernel(
         whole = tl.broadcast_to(there[:, None], [BLOCK, GROUP])
         scores = tl.load(scores_row_ptr + group_entries, mask=whole, other=0.0)
         inside = group_entries < start + length
-        keys = tl.max(tl.where(inside, _keys(scores), LOWEST), axis=1)
+        keys = tl.max(tl.where(inside, to_keys(scores), LOWEST), axis=1)
         low, high = tl.min(tl.where(there, keys, 0x7FFFFFFF)), tl.max(keys)
-        floor, ties = _threshold(keys, low, high, tl.cdiv(length, GROUP), topk, MOST)
-        chosen, place = _chosen(keys, floor, ties)
+        floor, ties = find_threshold(keys, low, high, tl.cdiv(length, GROUP), topk, MOST)
+        chosen, place = choose(keys, floor, ties)
         groups_ptr = lists_ptr + chunk * MOST
         tl.store(groups_ptr + place, columns, mask=chosen)
         num_groups = tl.sum(chosen.to(tl.int32))
@@ -236,7 +241,7 @@ def _select_kernel(
         chosen, place = _best(scores_row_ptr, entries, valid, floor, reached, topk)
         active = 0
         if num_programs == 1:
-            _store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE)
+            store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE)
         else:
             tl.store(lists_ptr + mine * topk + place, entries, mask=chosen)
             # All threads must store their entries before the count announces them to others.
@@ -295,7 +300,7 @@ def select_topk(
         shape = (num_rows, lists[0] * (block // group) + sum(lists[:-1]) * topk)
         candidates = torch.empty(shape, dtype=torch.int32, device=out_NK.device)
     if len(lists) > 1:
-        counters = _counters(tokens, num_rows, sum(lists[1:]))
+        counters = counters_of(tokens, num_rows, sum(lists[1:]))
     prefill = tokens.max_query > MAX_DECODE_QUERY and group == 1
     values = PREFILL_VALUES_PER_THREAD if prefill else DECODE_VALUES_PER_THREAD
     _select_kernel[(num_rows, lists[0])](
@@ -326,7 +331,7 @@ def select_topk(
     )
 
 
-def _counters(tokens: Tokens, num_rows: int, width: int) -> Tensor:
+def counters_of(tokens: Tokens, num_rows: int, width: int) -> Tensor:
     """Counts of ended programs. They are 0 before and after each launch, so layers share them."""
     counters = tokens.cache.topk_counters
     if counters is None or counters.shape[0] < num_rows or counters.shape[1] < width:
