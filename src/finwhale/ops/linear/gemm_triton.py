@@ -16,7 +16,10 @@ from finwhale.ops.linear.quantise_triton import clamped_swiglu, e4m3_scale, roun
 
 @triton.jit
 def _load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load whole rows of the weight, in tensors of BLOCK_K columns."""
+    """Load whole rows of the weight, in tensors of BLOCK_K columns.
+
+    The rows are read once, so they should not displace other data from the L2 cache.
+    """
     k = tl.arange(0, BLOCK_K)
     source = base + row.to(tl.int64)[:, None] * K + k[None, :]
     chunks = ()
@@ -24,7 +27,9 @@ def _load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
         mask = (row < M)[:, None]
         if K % BLOCK_K:
             mask = mask & (i * BLOCK_K + k < K)[None, :]
-        chunks = chunks + (tl.load(source + i * BLOCK_K, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        at = source + i * BLOCK_K
+        chunk = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+        chunks = chunks + (chunk,)  # type: ignore[assignment]  # noqa: RUF005
     return chunks
 
 

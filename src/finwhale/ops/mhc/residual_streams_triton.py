@@ -108,14 +108,15 @@ def _fn_tile(
 ):
     """Load the columns d of fn for all residual streams, and prepare them for the GEMM.
 
+    A step of few tokens reads fn once, so it should not displace other data from the L2 cache.
     SPLIT: return three bfloat16 tiles (`_split`); otherwise one in float32.
     """
     mask = (row < M)[:, None] & (d < D)[None, :]
     source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
-    f0 = tl.load(source, mask=mask, other=0.0)
-    f1 = tl.load(source + D, mask=mask, other=0.0)
-    f2 = tl.load(source + 2 * D, mask=mask, other=0.0)
-    f3 = tl.load(source + 3 * D, mask=mask, other=0.0)
+    f0 = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
+    f1 = tl.load(source + D, mask=mask, other=0.0, eviction_policy="evict_first")
+    f2 = tl.load(source + 2 * D, mask=mask, other=0.0, eviction_policy="evict_first")
+    f3 = tl.load(source + 3 * D, mask=mask, other=0.0, eviction_policy="evict_first")
     fn = _settle(_take_turns(f0, f1, f2, f3, ROWS, BLOCK_D), COMPILED)
     return _split(fn) if SPLIT else (fn,)
 

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
+from finwhale.ops.launch.streamed_loads import stream_tma_loads
 from finwhale.ops.moe.experts_hopper_parts import (
     barriers,
     decode,
@@ -259,6 +260,7 @@ def _few_gate_up_kernel(
     PDL: gl.constexpr,
 ):
     """hidden[pair] = weight * the clamped SwiGLU of w1 x and w3 x, [NK,I]; TOPK pairs a token."""
+    stream_tma_loads()
     # Wait first: the next kernel reads `ids` before its own wait.
     wait_for_last(PDL)
     start_next(PDL)
@@ -298,6 +300,7 @@ def _few_down_kernel(
     PDL: gl.constexpr,
 ):
     """out[pair] = w2 hidden. The kernel loads w2 and ids before the previous kernel has ended."""
+    stream_tma_loads()
     start_next(PDL)
     pair = gl.program_id(1)
     expert = gl.load(ids_ptr + pair, cache_modifier=".cg").to(gl.int32)
@@ -411,6 +414,7 @@ def _one_token_kernel(
     arrivals [2, MOST_PAIRS]: for each pair, the programs that have stored their hidden values, and
     the programs that have waited for them.
     """
+    stream_tma_loads()
     wait_for_last(PDL)
     start_next(PDL)
     up_tiles: gl.constexpr = DOWN_BLOCKS * 4  # of 32 hidden values

@@ -78,6 +78,7 @@ def _gate_few_kernel(
         gate_ptr + expert[:, None] * D + d[None, :],
         mask=(expert < E)[:, None] & (d < D)[None, :],
         other=0.0,
+        eviction_policy="evict_first",
     )
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -231,7 +232,8 @@ def _hash_kernel(
             d = start + column
             rows = gate_ptr + ids[:, None] * D + d[None, :]
             mask = is_place[:, None] & (d < D)[None, :]
-            gates = gates + (tl.load(rows, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+            gate = tl.load(rows, mask=mask, other=0.0, eviction_policy="evict_first")
+            gates = gates + (gate,)  # type: ignore[assignment]  # noqa: RUF005
         if PDL:
             tl.extra.cuda.gdc_wait()
         sums = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)

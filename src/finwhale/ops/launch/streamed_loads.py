@@ -1,0 +1,61 @@
+"""TMA loads of weights that leave the rest of the L2 cache alone.
+
+A step of few tokens reads each weight once, and a layer's weights are several times as large as the
+L2 cache. Loaded as usual, they displace all that the next layers read again: the code of the
+kernels, page tables, activations. `tl.load` takes an eviction policy for that, but Gluon's TMA
+loads take none. So a kernel calls `stream_tma_loads`, which leaves a mark in its PTX, and a hook of
+Triton's compiler gives the policy to every TMA load of a kernel with the mark.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import re
+from typing import Any
+
+from triton import knobs
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+MARK = "// streamed TMA loads"
+_MARKED: gl.constexpr = gl.constexpr(f"{MARK}\n\tmov.u32 $0, 0;")
+KEY = "finwhale streamed loads 1"
+# With the predicate of the instruction in `when`, and its operands.
+_LOAD = re.compile(
+    r"(?P<when>@!?%\w+ )?(?P<load>cp\.async\.bulk\.tensor\S*complete_tx::bytes)(?P<operands>\s[^;]*);"
+)
+_STREAMED = (
+    r"{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+    r"\g<when>\g<load>.L2::cache_hint\g<operands>, policy; }"
+)
+
+
+@gluon.jit
+def stream_tma_loads():
+    """Give all TMA loads of this kernel the L2 policy evict_first."""
+    gl.inline_asm_elementwise(_MARKED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def streamed(ptx: str) -> str:
+    """PTX in which every TMA load has the policy, if the PTX has the mark."""
+    return _LOAD.sub(_STREAMED, ptx) if MARK in ptx else ptx
+
+
+def _hook(
+    backend: Any = None,
+    stages: dict[str, Any] | None = None,
+    options: Any = None,
+    language: Any = None,
+    capability: Any = None,
+) -> tuple[str, str] | None:
+    """See triton.knobs.runtime.add_stages_inspection_hook.
+
+    Triton 3.7 calls it without arguments, too, for what the hook adds to a kernel's cache key.
+    """
+    if stages is None:
+        return KEY, KEY
+    if "ptx" in stages:
+        make = stages["ptx"]
+        stages["ptx"] = lambda source, metadata: streamed(make(source, metadata))
+    return None
+
+
+knobs.runtime.add_stages_inspection_hook = _hook
