@@ -160,6 +160,11 @@ class TilePlan:
         if plain or 10 * split * tiles < 9 * p.options.num_multiprocessors:
             split += 1
         stages = 4 if short or plain else 5
+        # A ring of 6 takes more than half of a multiprocessor's shared memory. With a smaller one,
+        # two programs may share a multiprocessor while another has none. The shared expert's first
+        # layer runs beside other kernels, and needs the room.
+        if stages == 5 and block_n == 16 and p.limit is None:
+            stages = 6
         # The conversion holds the weight in registers; with 4 warps, 128 rows would spill.
         num_warps = 4 if short or plain or p.round_input else 8
         return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
