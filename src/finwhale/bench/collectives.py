@@ -202,8 +202,14 @@ def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Imple
 
 
 def make_push(
-    ranks: Ranks, sizes: PushSizes, *, late: bool = False, seconds: float = WAIT_SECONDS
+    ranks: Ranks,
+    sizes: PushSizes,
+    *,
+    fused: bool = False,
+    late: bool = False,
+    seconds: float = WAIT_SECONDS,
 ) -> Any:
+    """Push, with ordered sums unless `fused`: only without order has it a channel for mHC."""
     assert ranks.group is not None
     nccl = Nccl(ranks.rank, ranks.group, ordered=True)
     return connecting.make_push(
@@ -211,7 +217,7 @@ def make_push(
         ranks.device,
         ranks.group,
         nccl,
-        ordered=True,
+        ordered=not fused,
         late=late,
         sizes=sizes,
         timeout_seconds=seconds,
@@ -342,7 +348,7 @@ def fused_sizes(ranks: Ranks) -> PushSizes:
 def measure_mhc(ranks: Ranks, ops: Ops, args: argparse.Namespace, send: Send) -> None:
     """mHC at decode sizes: alone, after a sum, and with the sum in its first kernel."""
     assert ops.mhc_of_terms is not None
-    made = make_push(ranks, fused_sizes(ranks))
+    made = make_push(ranks, fused_sizes(ranks), fused=True)
     for dtype, width, rows in itertools.product(args.dtypes, args.widths, MHC_ROWS):
         mhc = Mhc(ranks, ops, rows, width)
         x = random_rows(ranks, rows, width, DTYPES[dtype])
@@ -393,13 +399,16 @@ def _mhc(ranks: Ranks, call: Callable[[], tuple[Tensor, ...]], wanted: tuple[Ten
     return {"us": times, "right": right, "same_on_all_ranks": same}
 
 
-def waits(ranks: Ranks, ops: Ops) -> dict[str, tuple[PushSizes, Callable[[Any], Tensor]]]:
-    """Calls that wait for the other ranks, each with the sizes of the Push that makes it."""
-    device, sizes = ranks.device, SIZES[ranks.rank.size]
+FUSED = "fused mhc_post_pre"
+
+
+def waits(ranks: Ranks, ops: Ops) -> dict[str, Callable[[Any], Tensor]]:
+    """Calls of a Push that wait for the other ranks."""
+    device = ranks.device
     small, large = (torch.ones(num_bytes // 4, device=device) for num_bytes in (2**14, 2**22))
-    calls: dict[str, tuple[PushSizes, Callable[[Any], Tensor]]] = {
-        "small all_reduce": (sizes, lambda made: made.all_reduce(small)),
-        "large all_reduce": (sizes, lambda made: made.all_reduce(large)),
+    calls: dict[str, Callable[[Any], Tensor]] = {
+        "small all_reduce": lambda made: made.all_reduce(small),
+        "large all_reduce": lambda made: made.all_reduce(large),
     }
     if ops.mhc_of_terms is not None:
         mhc, x = Mhc(ranks, ops, 1, 4096), torch.ones((1, 4096), device=device)
@@ -407,15 +416,17 @@ def waits(ranks: Ranks, ops: Ops) -> dict[str, tuple[PushSizes, Callable[[Any], 
         def fused(made: Any) -> Tensor:
             return mhc.post_pre(PartialSum(x, made.channel(1, 128)))[0]
 
-        calls["fused mhc_post_pre"] = fused_sizes(ranks), fused
+        calls[FUSED] = fused
     return calls
 
 
 def lose_a_rank(ranks: Ranks, ops: Ops, send: Send) -> None:
     """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
     lost = ranks.rank.size - 1
-    for name, (sizes, call) in waits(ranks, ops).items():
-        made = make_push(ranks, sizes, seconds=LOST_SECONDS)
+    for name, call in waits(ranks, ops).items():
+        fused = name == FUSED
+        sizes = fused_sizes(ranks) if fused else SIZES[ranks.rank.size]
+        made = make_push(ranks, sizes, fused=fused, seconds=LOST_SECONDS)
         ranks.barrier()
         start, named = time.perf_counter(), ranks.rank.index == lost
         if not named:
