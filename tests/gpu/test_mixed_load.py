@@ -47,7 +47,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     draw, found = random.Random(0), []
     shared = [draw.randrange(4000) for _ in range(SHARED)]
     for number in range(3 * len(PARAMS)):
-        own = [draw.randrange(4000) for _ in range(int(LONGEST ** draw.random()))]
+        own = [draw.randrange(4000) for _ in range(int(LONGEST ** draw.random() ** 0.5))]
         found.append((shared + own if number % 3 == 0 else own, PARAMS[number % len(PARAMS)]))
     return found
 
