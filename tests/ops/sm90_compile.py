@@ -182,8 +182,10 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
     cache that nothing reads.
     """
     compiled, stages, metadata = first_ir(ast, options)
-    for stage in stages.values():
+    for name, stage in stages.items():
         compiled = stage(compiled, metadata)
+        if name == "ptx":
+            loads = re.findall(r"cp\.async\.bulk\.tensor\S*complete_tx::bytes\S*", compiled)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled)
         file.flush()
@@ -195,6 +197,7 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared": metadata["shared"],
+        "tma_loads": loads,
     }
 
 

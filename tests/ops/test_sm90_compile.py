@@ -65,6 +65,18 @@ def test_it_compiles_and_fits(module: str, call: str, sm90: Compile) -> None:
         assert report["shared"] <= SHARED_LIMIT, report
 
 
+def test_few_tokens_experts_stream_their_weights(sm90: Compile) -> None:
+    """Every TMA load of these kernels has the L2 policy, and no other kernel's has."""
+    calls = ("flash-hopper-16-1", "flash-hopper-16-8", "flash-hopper-16-8192")
+    for report in (found for call in calls for found in sm90("sm90_experts", call)):
+        hints = [load.endswith("L2::cache_hint") for load in report["tma_loads"]]
+        if "experts_hopper_few" in report["kernel"]:
+            assert hints, report
+            assert all(hints), report
+        else:
+            assert not any(hints), report
+
+
 def test_every_kernel_is_compiled(sm90: Compile) -> None:
     """Without the calls that are marked long."""
     # tests/ops/test_sm90_collectives.py compiles PARTIAL_SUMS.

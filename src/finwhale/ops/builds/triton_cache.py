@@ -8,6 +8,9 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
+# Its hook is part of the kernels' keys, so all processes that share a cache need it.
+import finwhale.ops.launch.streamed_loads  # noqa: F401
+
 
 class MovableCache(FileCacheManager):
     """Finds a kernel's files by name, because the group file lists them by absolute path."""

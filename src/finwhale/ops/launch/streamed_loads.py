@@ -16,11 +16,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 MARK = "// streamed TMA loads"
-_MARKED: gl.constexpr = gl.constexpr(f"{MARK}\n\tmov.u32 $0, 0;")
 KEY = "finwhale streamed loads 1"
 # With the predicate of the instruction in `when`, and its operands.
 _LOAD = re.compile(
-    r"(?P<when>@!?%\w+ )?(?P<load>cp\.async\.bulk\.tensor\S*complete_tx::bytes)(?P<operands>\s[^;]*);"
+    r"(?P<when>@!?%\w+ )?"
+    r"(?P<load>cp\.async\.bulk\.tensor\S*complete_tx::bytes)"
+    r"(?P<operands>\s[^;]*);"
 )
 _STREAMED = (
     r"{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
@@ -31,7 +32,10 @@ _STREAMED = (
 @gluon.jit
 def stream_tma_loads():
     """Give all TMA loads of this kernel the L2 policy evict_first."""
-    gl.inline_asm_elementwise(_MARKED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    # No constant of the module: what a shared function reads is part of every kernel's key.
+    gl.inline_asm_elementwise(
+        "// streamed TMA loads\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 def streamed(ptx: str) -> str:
