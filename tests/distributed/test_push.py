@@ -21,6 +21,7 @@ import triton.language as tl
 from tests.ops import triton_interpreter as triton_interpreter
 from torch import Tensor
 
+from finwhale.bench import collectives
 from finwhale.distributed import push_triton, ref, self_check
 from finwhale.distributed.push import Push
 from finwhale.distributed.push_sizes import SIZES as SIZES_OF
@@ -334,3 +335,20 @@ def test_the_self_check_compiles_what_models_need(
     for rows in (1, 3, 17):
         push.all_gather(torch.empty(rows, 129280 // size), 1)
     assert launched == compiled
+
+
+def test_the_benchmark_measures_mhc_s_own_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other measurements have ordered sums, for which Push keeps no channel."""
+    memories = Memories(2)
+
+    def make_push(rank: Rank, device: torch.device, *_: Any, **options: Any) -> Push:
+        del options["late"]
+        return Push(rank, device, memories.of(0), lambda: None, Nothing(), early=False, **options)
+
+    monkeypatch.setattr(collectives, "Nccl", lambda *_, **__: Nothing())
+    monkeypatch.setattr(collectives.connecting, "make_push", make_push)
+    given: Any = SimpleNamespace(rank=Rank(0, 2), device=CPU, group=object())
+    sizes = collectives.fused_sizes(given)
+    assert collectives.make_push(given, sizes, fused=True).channel(128, 2048) is not None
+    memories = Memories(2)
+    assert collectives.make_push(given, sizes).channel(1, 1) is None
