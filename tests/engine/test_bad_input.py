@@ -18,7 +18,9 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
+from finwhale.engine.rank import startup
 from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.memory import tensor_bytes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -285,6 +287,37 @@ def test_weights_that_do_not_fit(
         with pytest.raises(ResourceError, match="the model does not fit cpu: ") as raised:
             LLM(tiny_path, device="cpu")
     assert str(error).splitlines()[0] in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_gpu_without_room_is_refused_before_anything_is_read(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the check that a start on a GPU makes first, here on the CPU."""
+    room, shares, loaded = 0, [], []
+
+    def remaining(device: torch.device, share: float) -> int:
+        shares.append(share)
+        return room
+
+    def checked(start: Any) -> Any:
+        start._check_fits_gpu()
+        loaded.append(tensor_bytes(start._load()))
+        raise ResourceError("enough")
+
+    monkeypatch.setattr(startup, "remaining_bytes", remaining)
+    monkeypatch.setattr(startup._Start, "open", checked)
+    for room, cache_bytes, found in (
+        (10**9, None, "enough"),
+        (1000, None, r"the weights take .* use more GPUs"),
+        (1000, 10**9, r"the weights take .* use more GPUs"),
+        (0, None, "the cache needs at least"),  # the weights and 1,000 bytes
+        (0, 10**9, "enough"),
+    ):
+        room = room or loaded[0] + 1000
+        with pytest.raises(ResourceError, match=found):
+            LLM(tiny_path, device="cpu", max_model_len=256, cache_memory_bytes=cache_bytes)
+    assert len(loaded) == 2
+    assert shares == [0.9, 0.9, 1.0, 0.9, 1.0]
 
 
 def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:

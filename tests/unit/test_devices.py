@@ -11,6 +11,7 @@ import torch
 from finwhale.bench import load
 from finwhale.config import EngineConfig
 from finwhale.engine.rank.devices import (
+    check_gpu_memory,
     check_host_memory,
     choose_device,
     choose_devices,
@@ -157,6 +158,14 @@ def test_weights_that_do_not_fit_the_host_are_refused(monkeypatch: pytest.Monkey
         check_host_memory(2_500_000_000)
     monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: None)
     check_host_memory(10**15)
+
+
+def test_weights_that_do_not_fit_the_gpu_are_refused() -> None:
+    check_gpu_memory(10**9, 10**9, 1)
+    with pytest.raises(ResourceError, match=r"the weights take 2.5 GB, and 1.0 GB of the GPU may"):
+        check_gpu_memory(2_500_000_000, 10**9, 1)
+    with pytest.raises(ResourceError, match=r"weights of each of 2 ranks take 79.2 GB.*more GPUs"):
+        check_gpu_memory(79_242_000_000, 78_000_000_000, 2)
 
 
 def test_a_benchmark_writes_no_checkpoint_that_does_not_fit(

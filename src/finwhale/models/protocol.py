@@ -522,7 +522,14 @@ class WeightBytes(Protocol):
 
 
 class WeightLoading(Protocol):
-    """A rank's weights during loading, one tensor after the other, in any order."""
+    """A rank's weights during loading, one tensor after the other, in any order.
+
+    Attributes:
+        num_bytes: bytes of all weights, as they are before `fill` brings some into another form.
+    """
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def fill(self, stream: WeightStream) -> Any:
         """Add every weight of `stream`, one at a time, and return the loaded weights.

@@ -144,6 +144,24 @@ def check_host_memory(
         )
 
 
+def check_gpu_memory(weights: int, room: int, num_ranks: int) -> None:
+    """Check that a rank's weights fit its GPU. Otherwise the start would fail after reading them.
+
+    Args:
+        weights, room: bytes of the rank's weights, and bytes of its GPU that it may use.
+
+    Raises:
+        ResourceError: they do not fit.
+    """
+    if weights > room:
+        whose = "the weights" if num_ranks == 1 else f"the weights of each of {num_ranks} ranks"
+        raise ResourceError(
+            f"{whose} take {weights / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB of the GPU may be "
+            "used: use more GPUs (tensor_parallel_size), or raise gpu_memory_utilization; "
+            "`finwhale inspect` says which GPUs hold the model"
+        )
+
+
 def _gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
 

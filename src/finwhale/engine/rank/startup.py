@@ -19,7 +19,7 @@ from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.devices import check_host_memory, choose_device
+from finwhale.engine.rank.devices import check_gpu_memory, check_host_memory, choose_device
 from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
@@ -156,6 +156,7 @@ class _Start:
             torch.cuda.empty_cache()
             allocated = torch.cuda.memory_allocated(self.device)
             reserved = torch.cuda.memory_reserved(self.device)
+            self._check_fits_gpu()
         self.peers.barrier()  # here every rank has checked its options
         self.collectives = self._connect()
         if on_gpu and self.capabilities.builds_kernels and not self.peers.rank.index:
@@ -236,6 +237,15 @@ class _Start:
         self.phases.end("connect")
         return collectives
 
+    def _check_fits_gpu(self) -> None:
+        """Check that the weights and the smallest cache fit, before anything is built or read."""
+        cache = self.config.cache_memory_bytes
+        share = self.config.gpu_memory_utilization if cache is None else 1.0
+        room = remaining_bytes(self.device, share) // self.sharers
+        weights = self.loader.begin(torch.device("meta")).num_bytes
+        check_gpu_memory(weights, room, self.peers.rank.size)
+        self._divide_cache(room - weights if cache is None else cache)
+
     def _load(self) -> Any:
         if self.device.type == "cpu":
             # Ranks on a CPU share its memory. Together they hold at least all weights.
@@ -312,7 +322,11 @@ class _Start:
         elif budget is None:
             # The reference operators are for comparisons, and nothing bounds their workspace.
             budget = remaining_bytes(self.device, config.gpu_memory_utilization) // 2
-        budget = self.peers.minimum(budget)  # so that every rank plans the same pages
+        # Every rank plans the same pages.
+        return self._divide_cache(self.peers.minimum(budget))
+
+    def _divide_cache(self, budget: int) -> CachePlan:
+        config = self.config
         wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
         if config.enable_prefix_caching:
             wanted = max(wanted, self.capabilities.prefix_cache_tokens)

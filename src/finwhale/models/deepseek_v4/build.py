@@ -477,6 +477,10 @@ class WeightLoading:
         self._waiting = dict(self._builder.setters)
 
     @property
+    def num_bytes(self) -> int:
+        return self._builder.num_bytes
+
+    @property
     def places(self) -> Mapping[str, Tensor]:
         """See WeightBuilder.places."""
         return self._builder.places
