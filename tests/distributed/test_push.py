@@ -346,7 +346,7 @@ def test_the_benchmark_measures_mhc_s_own_sum(monkeypatch: pytest.MonkeyPatch) -
         return Push(rank, device, memories.of(0), lambda: None, Nothing(), early=False, **options)
 
     monkeypatch.setattr(collectives, "Nccl", lambda *_, **__: Nothing())
-    monkeypatch.setattr(collectives.connecting, "make_push", make_push)
+    monkeypatch.setattr("finwhale.distributed.connect.make_push", make_push)
     given: Any = SimpleNamespace(rank=Rank(0, 2), device=CPU, group=object())
     sizes = collectives.fused_sizes(given)
     assert collectives.make_push(given, sizes, fused=True).channel(128, 2048) is not None
