@@ -124,6 +124,11 @@ class KernelBuilds:
         variants, gemms, names = self._needed(launch_all)
         found, before = time.perf_counter(), self._num_gemms()
         finish = []
+        if variants or gemms:
+            logger.info(
+                "compiling kernels (%d jobs); an empty cache takes a minute or two to fill",
+                len(variants) + len(gemms),
+            )
         if variants:
             pool, self._pool = self._pool or self._new_pool(len(variants)), None
             finish.append(pool.start(variants))
