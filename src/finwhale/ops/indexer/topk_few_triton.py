@@ -19,12 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.indexer.topk_triton import (
+    all_pages,
     choose,
     counters_of,
     find_threshold,
+    store_all,
     store_slots,
     sums_before,
     to_keys,
+    token_row,
 )
 from finwhale.ops.launch import launch_options
 from finwhale.ops.paging import PageTable, Tokens
@@ -76,6 +79,15 @@ def _candidates(lists, ranks, total, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _select(keys, entries, there, count, topk, slots, ROWS_PER_PAGE: tl.constexpr):
+    """Select among `count` entries in registers. Keys that are not `there` are the lowest."""
+    low = tl.min(tl.where(there, keys, 0x7FFFFFFF))
+    threshold, ties = find_threshold(keys, low, tl.max(keys), count, topk, topk)
+    chosen, place = choose(keys, threshold, ties)
+    store_slots(slots[0], slots[1], entries, chosen & there, place, ROWS_PER_PAGE)
+
+
+@triton.jit
 def _select_held(
     lists,
     total,
@@ -86,12 +98,8 @@ def _select_held(
     ROWS_PER_PAGE: tl.constexpr,
 ):
     """Select among at most SIZE candidates."""
-    ranks = tl.arange(0, SIZE)
-    entries, keys, there = _candidates(lists, ranks, total, CHUNK)
-    low = tl.min(tl.where(there, keys, 0x7FFFFFFF))
-    threshold, ties = find_threshold(keys, low, tl.max(keys), total, topk, topk)
-    chosen, place = choose(keys, threshold, ties)
-    store_slots(slots[0], slots[1], entries, chosen & there, place, ROWS_PER_PAGE)
+    entries, keys, there = _candidates(lists, tl.arange(0, SIZE), total, CHUNK)
+    _select(keys, entries, there, total, topk, slots, ROWS_PER_PAGE)
 
 
 @triton.jit
@@ -171,33 +179,27 @@ def _select_few_kernel(
     token = first_token + row
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    visible = ((tl.load(positions_ptr + token) + 1) // RATIO).to(tl.int32)
-    b = tl.load(sequence_ptr + token).to(tl.int64)
-    table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
-    out_row_ptr = out_ptr + token * stride_out
-    columns = tl.arange(0, BLOCK_K)
-    seen = (columns < visible) & (visible <= topk) & (chunk == 0)
-    page = tl.load(table_row_ptr + columns // ROWS_PER_PAGE, mask=seen, other=0)
+    row_at = positions_ptr, sequence_ptr, pages_ptr, first_ptr, out_ptr
+    visible, table_row_ptr, out_row_ptr = token_row(row_at, token, stride_pages, stride_out, RATIO)
+    all_wanted = (visible <= topk) & (chunk == 0)
+    seen, page = all_pages(table_row_ptr, visible, all_wanted, ROWS_PER_PAGE, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if (chunk > 0) & (chunk * CHUNK >= visible):
         return
     if visible <= topk:
         if chunk == 0:
-            slots = tl.where(seen, page * ROWS_PER_PAGE + columns % ROWS_PER_PAGE, -1)
-            tl.store(out_row_ptr + columns, slots, mask=columns < K)
+            store_all(out_row_ptr, seen, page, K, ROWS_PER_PAGE, BLOCK_K)
         return
 
     entries = chunk * CHUNK + tl.arange(0, CHUNK)
     valid = entries < visible
     scores = tl.load(scores_ptr + row * stride_scores + entries, mask=valid, other=0.0)
     keys = tl.where(valid, to_keys(scores), LOWEST)
+    slots = out_row_ptr, table_row_ptr
     num_programs = tl.cdiv(visible, CHUNK)
     if num_programs == 1:
-        low = tl.min(tl.where(valid, keys, 0x7FFFFFFF))
-        threshold, ties = find_threshold(keys, low, tl.max(keys), visible, topk, topk)
-        chosen, place = choose(keys, threshold, ties)
-        store_slots(out_row_ptr, table_row_ptr, entries, chosen & valid, place, ROWS_PER_PAGE)
+        _select(keys, entries, valid, visible, topk, slots, ROWS_PER_PAGE)
         return
 
     # Fewer groups than topk say nothing about the topk best entries.
@@ -226,7 +228,6 @@ def _select_few_kernel(
     for i in range(num_programs):
         total += tl.load(reached_ptr + i, cache_modifier=".cg")
     lists = entries_ptr, keys_ptr, reached_ptr, num_programs
-    slots = out_row_ptr, table_row_ptr
     if total <= CANDIDATES:
         _select_held(lists, total, topk, slots, CHUNK, CANDIDATES, ROWS_PER_PAGE)
         return

@@ -96,7 +96,7 @@ def _narrowed(probe, count, low, high, reached, above, least):
 
 @triton.jit
 def sums_before(counts):
-    """For each count, the sum of those before it."""
+    """Returns, for each count, the sum of all counts before it."""
     SIZE: tl.constexpr = counts.shape[0]
     # Rows of a warp, so that few sums cross warps.
     rows = tl.reshape(counts, [SIZE // 32, 32])
@@ -137,6 +137,34 @@ def store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAG
     tl.store(out_row_ptr + place, slots, mask=chosen)
 
 
+@triton.jit
+def token_row(pointers, token, stride_pages, stride_out, RATIO: tl.constexpr):
+    """The entries that a token sees, and pointers to its page table's row and its output."""
+    positions_ptr, sequence_ptr, pages_ptr, first_ptr, out_ptr = pointers
+    visible = ((tl.load(positions_ptr + token) + 1) // RATIO).to(tl.int32)
+    b = tl.load(sequence_ptr + token).to(tl.int64)
+    table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
+    return visible, table_row_ptr, out_ptr + token * stride_out
+
+
+@triton.jit
+def all_pages(
+    table_row_ptr, visible, is_wanted, ROWS_PER_PAGE: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """For a token that gets all entries it sees: which of BLOCK_K it sees, and their pages."""
+    columns = tl.arange(0, BLOCK_K)
+    seen = (columns < visible) & is_wanted
+    return seen, tl.load(table_row_ptr + columns // ROWS_PER_PAGE, mask=seen, other=0)
+
+
+@triton.jit
+def store_all(out_row_ptr, seen, page, K, ROWS_PER_PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Write the slots of all entries that a token sees, then -1."""
+    columns = tl.arange(0, BLOCK_K)
+    slots = tl.where(seen, page * ROWS_PER_PAGE + columns % ROWS_PER_PAGE, -1)
+    tl.store(out_row_ptr + columns, slots, mask=columns < K)
+
+
 @triton.jit(do_not_specialize=["first_token", "fan", "stride_counters"])
 def _select_kernel(
     scores_ptr,
@@ -175,21 +203,17 @@ def _select_kernel(
     token = first_token + row
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    visible = ((tl.load(positions_ptr + token) + 1) // RATIO).to(tl.int32)
-    b = tl.load(sequence_ptr + token).to(tl.int64)
-    table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
-    out_row_ptr = out_ptr + token * stride_out
-    columns = tl.arange(0, BLOCK_K)
-    seen = (columns < visible) & (visible <= topk) & (chunk == 0)
-    page = tl.load(table_row_ptr + columns // ROWS_PER_PAGE, mask=seen, other=0)
+    row_at = positions_ptr, sequence_ptr, pages_ptr, first_ptr, out_ptr
+    visible, table_row_ptr, out_row_ptr = token_row(row_at, token, stride_pages, stride_out, RATIO)
+    all_wanted = (visible <= topk) & (chunk == 0)
+    seen, page = all_pages(table_row_ptr, visible, all_wanted, ROWS_PER_PAGE, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if (chunk > 0) & (chunk * CHUNK >= visible):
         return
     if visible <= topk:
         if chunk == 0:
-            slots = tl.where(seen, page * ROWS_PER_PAGE + columns % ROWS_PER_PAGE, -1)
-            tl.store(out_row_ptr + columns, slots, mask=columns < K)
+            store_all(out_row_ptr, seen, page, K, ROWS_PER_PAGE, BLOCK_K)
         return
 
     scores_row_ptr = scores_ptr + row * stride_scores
