@@ -300,7 +300,7 @@ def test_a_gpu_without_room_is_refused_before_anything_is_read(
         return room
 
     def checked(start: Any) -> Any:
-        start._check_fits_gpu()
+        start._check_fits_gpu(start.loader.begin(torch.device("meta")).num_bytes)
         loaded.append(tensor_bytes(start._load()))
         raise ResourceError("enough")
 

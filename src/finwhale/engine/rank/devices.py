@@ -137,11 +137,8 @@ def check_host_memory(
         ResourceError: they do not fit. The message names `what` and the remedy.
     """
     free = available_memory()
-    if free is not None and num_bytes > free:
-        raise ResourceError(
-            f"{what} take {num_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free: "
-            f"{remedy}"
-        )
+    if free is not None:
+        _check_room(num_bytes, free, what, "memory are free", remedy)
 
 
 def check_gpu_memory(weights: int, room: int, num_ranks: int) -> None:
@@ -153,12 +150,18 @@ def check_gpu_memory(weights: int, room: int, num_ranks: int) -> None:
     Raises:
         ResourceError: they do not fit.
     """
-    if weights > room:
-        whose = "the weights" if num_ranks == 1 else f"the weights of each of {num_ranks} ranks"
+    whose = "the weights" if num_ranks == 1 else f"the weights of each of {num_ranks} ranks"
+    remedy = (
+        "use more GPUs (tensor_parallel_size), or raise gpu_memory_utilization; `finwhale inspect` "
+        "says which GPUs hold the model"
+    )
+    _check_room(weights, room, whose, "the GPU may be used", remedy)
+
+
+def _check_room(num_bytes: int, room: int, what: str, place: str, remedy: str) -> None:
+    if num_bytes > room:
         raise ResourceError(
-            f"{whose} take {weights / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB of the GPU may be "
-            "used: use more GPUs (tensor_parallel_size), or raise gpu_memory_utilization; "
-            "`finwhale inspect` says which GPUs hold the model"
+            f"{what} take {num_bytes / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB of {place}: {remedy}"
         )
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from finwhale.models.protocol import (
     ModelConfig,
     Segments,
     StepInputs,
+    WeightLoading,
     WeightStream,
     tensors_of,
 )
@@ -152,15 +154,19 @@ class _Start:
         config, longest = self.config, self.longest
         on_gpu = self.device.type == "cuda"
         allocated = reserved = 0
+        unfilled: WeightLoading | None = None
         if on_gpu:
             torch.cuda.empty_cache()
             allocated = torch.cuda.memory_allocated(self.device)
             reserved = torch.cuda.memory_reserved(self.device)
-            self._check_fits_gpu()
+            unfilled = self.loader.begin(torch.device("meta"))
+            self._check_fits_gpu(unfilled.num_bytes)
         self.peers.barrier()  # here every rank has checked its options
         self.collectives = self._connect()
-        if on_gpu and self.capabilities.builds_kernels and not self.peers.rank.index:
-            self.builds.begin(self._launches(longest), self._launch_without_weights)
+        builds = self.capabilities.builds_kernels and not self.peers.rank.index
+        if builds and unfilled is not None:
+            launch_all = partial(self._launch_without_weights, unfilled)
+            self.builds.begin(self._launches(longest), launch_all)
             self.phases.end("kernels")
         weights = self._load()
         if self.arenas:
@@ -237,12 +243,11 @@ class _Start:
         self.phases.end("connect")
         return collectives
 
-    def _check_fits_gpu(self) -> None:
-        """Check that the weights and the smallest cache fit, before anything is built or read."""
+    def _check_fits_gpu(self, weights: int) -> None:
+        """Check that the weights (bytes) and the smallest cache fit, before anything is read."""
         cache = self.config.cache_memory_bytes
         share = self.config.gpu_memory_utilization if cache is None else 1.0
         room = remaining_bytes(self.device, share) // self.sharers
-        weights = self.loader.begin(torch.device("meta")).num_bytes
         check_gpu_memory(weights, room, self.peers.rank.size)
         self._divide_cache(room - weights if cache is None else cache)
 
@@ -301,10 +306,10 @@ class _Start:
             eager=self.config.enforce_eager,
         )
 
-    def _launch_without_weights(self) -> None:
+    def _launch_without_weights(self, unfilled: WeightLoading) -> None:
         """Call the operators with a model and a cache that have no memory."""
-        weights = self.loader.begin(torch.device("meta")).finish_unfilled()
-        self._every_launch(self._build(weights, self.longest), self.longest)()
+        model = self._build(unfilled.finish_unfilled(), self.longest)
+        self._every_launch(model, self.longest)()
 
     def _plan_cache(self, model: Model | None) -> CachePlan:
         """Plan the cache; `model` runs the largest steps to measure their workspace."""
