@@ -43,14 +43,17 @@ NUM_MULTIPROCESSORS = 132  # of an H100 or H200
 # least MIN_PROGRAMS programs. A program takes several blocks of rows only if a row has LONG_ROW
 # bytes or more, because rounding the token is then expensive; with an unrounded token, at most
 # MAX_PROGRAMS divided by the number of blocks. A program holds MIN_ROWS rows or HELD_BYTES of the
-# weight at a time, whichever is more, and at most MAX_HELD_BYTES. E4M3 rows of more than MAX_ROW
-# bytes use tile_kernel.
+# weight at a time, whichever is more, and at most MAX_HELD_BYTES. If the programs can hold all of
+# the weight, a program has one larger block: it loads all its rows before it waits for the token.
+# E4M3 rows of more than MAX_ROW bytes use tile_kernel.
 ROW_TOKENS = 2
 MIN_PROGRAMS = 256
 MAX_PROGRAMS = 2048
 MIN_ROWS = 4
 HELD_BYTES = 16384
 MAX_HELD_BYTES = 32768
+# Half of all registers. With more, other kernels would find no room beside these programs.
+HELD_BY_ALL = 2**24
 LONG_ROW = 4096
 MAX_ROW = 8192
 # tile_kernel. Up to SPLIT_TOKENS, it splits K. Up to ROUNDED_TOKENS, each program rounds its tokens
@@ -128,6 +131,9 @@ class RowPlan:
         if row_bytes >= LONG_ROW:
             while 2 * blocks <= most and programs >= 2 * blocks * MIN_PROGRAMS:
                 blocks *= 2
+        held = 2 * block_m * row_bytes * rows // p.M
+        if blocks > 1 and held <= MAX_HELD_BYTES and groups * rows * row_bytes <= HELD_BY_ALL:
+            blocks, block_m = 1, 2 * block_m
         few = row_bytes <= LONG_ROW and row_bytes != LONG_ROW // 2
         return RowPlan(blocks, block_m, block_k, 4 if few else 8)
 

@@ -41,6 +41,9 @@ MANY_TILE_FLOAT32 = (64, 64, 32, 8)
 HASH_BLOCK_D = 2048
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
+# Registers of a thread of `_choose_kernel`. Without a number, the compiler uses fewer, and a warp
+# then waits for a few loads of parts before it issues the next ones.
+CHOOSE_REGISTERS = 255
 
 
 @triton.jit
@@ -351,6 +354,7 @@ def route_by_score(
         K=topk,
         BLOCK_E=triton.next_power_of_2(experts),
         num_warps=4 if experts > 256 and parts.shape[1] > 1 else 1,
+        maxnreg=CHOOSE_REGISTERS,
         **launch_options(early_launch),
     )
     return ids, weights
