@@ -35,6 +35,9 @@ BOUNDED = {
     ("indexer.topk_triton._select_kernel", "out_ptr"),
     # The place of an entry is a sum of marks of at most topk entries.
     ("indexer.topk_few_triton._select_few_kernel", "out_ptr"),
+    # The kernel loads numbers of groups that it has stored.
+    ("indexer.topk_few_triton._select_few_kernel", "scores_ptr"),
+    ("indexer.topk_few_triton._select_few_kernel", "pages_ptr"),
     # All experts together have no more pairs than a step.
     ("moe.dispatch_triton._order_many_kernel", "order_ptr"),
     ("moe.dispatch_triton._order_many_kernel", "blocks_ptr"),

@@ -147,12 +147,12 @@ def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("maxima", (64, 256))
 @pytest.mark.parametrize("kind", KINDS)
 def test_thresholds_of_few_tokens(kind: str, maxima: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one chunk to six; candidates that the last program holds, and more; maxima of one
-    group and of several; rows of fewer groups than topk.
+    """Rows that a program holds, and longer ones; candidates that it holds, and more; maxima of
+    one group and of several; rows of fewer groups than topk.
     """
     few, topk = topk_few_triton, 30
-    monkeypatch.setattr(few, "CHUNK", 128)
-    monkeypatch.setattr(few, "MAXIMA", maxima)
+    for name, value in (("LEAST_ENTRIES", 128), ("TILE", 512), ("MAXIMA", maxima)):
+        monkeypatch.setattr(few, name, value)
     assert few.takes(11, topk, 703)
 
     def select(scores: Tensor, *rest: Any) -> None:
@@ -173,7 +173,7 @@ def maxima_of(scores: Tensor, positions: Tensor) -> Tensor:
 
 def test_long_rows_of_few_tokens_and_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of the scores gives the maxima; both kernels select what the reference does."""
-    for name, value in (("CHUNK", 128), ("MAXIMA", 256)):
+    for name, value in (("LEAST_ENTRIES", 128), ("TILE", 512), ("MAXIMA", 256)):
         monkeypatch.setattr(topk_few_triton, name, value)
     cases = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]
     taken: list[int] = []

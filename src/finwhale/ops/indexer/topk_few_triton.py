@@ -1,15 +1,21 @@
-"""The largest scores of a few tokens, in order of position, with several programs for each token.
+"""The largest scores of a few tokens, in order of position, with one program for each token.
 
-The result is that of topk_triton.py, whose program for a long row takes long: it reads 16,384
-scores, and finds two thresholds among thousands of keys, one pass after the other. Here the kernel
-of the scores also stores the largest key of every GROUP adjacent entries. The topk-th largest of
-these is a floor that at least topk entries reach, and seldom many more. A program finds the floor,
-which is the same for all programs of a row, and keeps the entries of its chunk that reach it: the
-candidates. The program that ends last selects among the candidates of all chunks.
+The result is that of topk_triton.py. Here the kernel of the scores also stores the largest key of
+every GROUP adjacent entries: the maxima. A program works in four steps, each with few passes over
+its warps:
 
-The last program holds the candidates in registers: twice as many as topk, or eight times as many if
-the best entries are neighbours. If there are still more, for example because their scores are
-equal, it reads them again for each pass.
+1. It finds a floor: a key that at least topk maxima reach, and seldom many more.
+2. It keeps the entries that reach the floor: the candidates, seldom twice as many as topk.
+3. It finds the threshold among the candidates, and resolves ties by position.
+4. It writes the slots of the chosen entries.
+
+A search sorts the keys into 32 bins, and then those of one bin again, until few enough keys remain.
+With 32 bins, the lanes of every warp hold all counts, so that the warps exchange nothing to choose
+a bin.
+
+A row of more than TILE entries keeps groups whose maxima reach the floor before it keeps entries.
+If there are too many groups, the floor rises. If there are too many candidates (equal scores, many
+neighbours), the program reads the whole row for each pass.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -21,10 +27,8 @@ from torch import Tensor
 from finwhale.ops.indexer.topk_triton import (
     all_pages,
     choose,
-    counters_of,
-    find_threshold,
+    from_keys,
     store_all,
-    store_slots,
     sums_before,
     to_keys,
     token_row,
@@ -32,125 +36,229 @@ from finwhale.ops.indexer.topk_triton import (
 from finwhale.ops.launch import launch_options
 from finwhale.ops.paging import PageTable, Tokens
 
-# Tokens that take this kernel. With more, a row's programs would repeat too much.
+# Tokens that take this kernel. With more, topk_triton.py has enough programs.
 FEW_ROWS = 16
+LEAST_ENTRIES = 4096  # shorter rows take topk_triton.py
 GROUP = 8  # entries of which the kernel of the scores stores the largest key
-CHUNK = 4096  # entries of a program
-MAXIMA = 4096  # that a program compares; in a longer row, each is the largest of several
-# With 16 warps this kernel is 2 us faster, but attention, which follows, is often 5 us slower.
+TILE = 16384  # entries that a program holds
+COLUMNS = tl.constexpr(128)  # adjacent entries of a tile that are counted together
+MAXIMA = 2048  # that a program compares; in a longer row, each is the largest of several
+CANDIDATES = 2  # that a program holds, as a multiple of topk
+BLOCK = 1024  # entries of a pass over a whole row
+# With 16 warps, attention, which follows, is 2 us slower at short contexts.
 NUM_WARPS = 32
 
 
 @triton.jit
-def _floor(maxima_row_ptr, num_groups, topk, MAXIMA: tl.constexpr):
-    """A key that at least topk of the num_groups maxima reach, and the largest key."""
-    LOWEST: tl.constexpr = -0x7FFFFFFF - 1
-    fold = tl.cdiv(num_groups, MAXIMA)
-    first = tl.arange(0, MAXIMA) * fold
-    keys = tl.full([MAXIMA], LOWEST, tl.int32)
-    for i in range(fold):
-        at = first + i
-        keys = tl.maximum(
-            keys, tl.load(maxima_row_ptr + at, mask=at < num_groups, other=-0x7FFFFFFF - 1)
+def _bins(keys, low, shift):
+    """The bin of each key: 0 below low; 1 .. 30 of 2^shift keys each; the last one has no end."""
+    above = (keys - low).to(tl.uint32, bitcast=True) >> shift
+    return tl.where(keys < low, 0, tl.minimum(above, 29).to(tl.int32) + 1)
+
+
+@triton.jit
+def _shift(low, high):
+    """The binary logarithm of a bin's width, for bins that cover low .. high."""
+    # The difference wraps modulo 2^32 and is non-negative as uint32.
+    span = (high - low).to(tl.uint32, bitcast=True)
+    exponent = (span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+    return tl.maximum(exponent - 5, 0).to(tl.uint32)
+
+
+@triton.jit
+def _narrowed(counts, number, low, shift, least, highest):
+    """The bin that contains the least-th largest key, and how many keys reach and pass it.
+
+    number: the sum of the counts.
+    """
+    # A reverse cumsum would take three times as many shuffles.
+    totals = number - tl.cumsum(counts, axis=0) + counts
+    enough = totals >= least
+    place = tl.sum(enough.to(tl.int32)) - 1
+    reached = tl.min(tl.where(enough, totals, 0x7FFFFFFF))
+    above = tl.max(tl.where(enough, 0, totals))
+    first = low + ((place - 1).to(tl.uint32) << shift).to(tl.int32, bitcast=True)
+    room = (highest - low).to(tl.uint32, bitcast=True)
+    end = tl.minimum((place.to(tl.uint32) << shift) - 1, room).to(tl.int32, bitcast=True)
+    last = tl.where(place == 0, low - 1, tl.where(place == 30, highest, low + end))
+    return place, first, last, reached, above
+
+
+@triton.jit
+def _search(keys, low, high, least, most):
+    """Find a threshold that between `least` and `most` keys reach, not counting ties.
+
+    The threshold is probably in low .. high; if not, the search takes more passes. Returns the
+    threshold, how many keys reach it, and how many are above its bin. If more than `most` reach it,
+    its bin is this one key.
+    """
+    lowest = tl.zeros([], tl.int32) - 0x7FFFFFFF - 1
+    highest = tl.zeros([], tl.int32) + 0x7FFFFFFF
+    reached = most + 1
+    above = 0
+    while (lowest < highest) & (reached > most):
+        shift = _shift(low, high)
+        counts = tl.histogram(_bins(keys, low, shift), 32)
+        place, first, highest, reached, above = _narrowed(
+            counts, keys.shape[0], low, shift, least, highest
         )
-    low = tl.min(tl.where(first < num_groups, keys, 0x7FFFFFFF))
-    high = tl.max(keys)
-    count = tl.cdiv(num_groups, fold)
-    # Few passes find a key that some more reach than must.
-    floor, _ = find_threshold(keys, low, high, count, topk, topk + topk // 8)
+        lowest = tl.where(place == 0, lowest, first)
+        low, high = lowest, highest
+    return lowest, reached, above
+
+
+@triton.jit
+def _search_row(row_ptr, count, low, high, least, most, SCORES: tl.constexpr, BLOCK: tl.constexpr):
+    """Like `_search`, among `count` scores or keys in memory."""
+    LOWEST: tl.constexpr = -0x7FFFFFFF - 1
+    lowest = tl.zeros([], tl.int32) + LOWEST
+    highest = tl.zeros([], tl.int32) + 0x7FFFFFFF
+    reached = most + 1
+    above = 0
+    while (lowest < highest) & (reached > most):
+        shift = _shift(low, high)
+        counts = tl.zeros([32], tl.int32)
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            values = tl.load(row_ptr + at, mask=at < count, other=0)
+            keys = tl.where(at < count, to_keys(values) if SCORES else values, LOWEST)
+            counts += tl.histogram(_bins(keys, low, shift), 32)
+        place, first, highest, reached, above = _narrowed(
+            counts, tl.cdiv(count, BLOCK) * BLOCK, low, shift, least, highest
+        )
+        lowest = tl.where(place == 0, lowest, first)
+        low, high = lowest, highest
+    return lowest, reached, above
+
+
+@triton.jit
+def _first_maxima(maxima_row_ptr, num_groups, MAXIMA: tl.constexpr):
+    """The first maxima of a row, and a sample of 32, which every warp holds."""
+    first = tl.arange(0, MAXIMA)
+    # A row of maxima is allocated in multiples of 16: a thread loads four at once.
+    keys = tl.load(maxima_row_ptr + first, mask=first // 4 * 4 < num_groups, other=0)
+    return keys, tl.load(maxima_row_ptr + tl.arange(0, 32) * (num_groups // 32))
+
+
+@triton.jit
+def _window(sample, is_upper_half):
+    """Two keys that the wanted one is probably between."""
+    high = tl.max(sample)
+    mean = tl.sum(from_keys(sample)) / 32
+    low = tl.where(is_upper_half, mean, 2 * mean - from_keys(high))
+    return tl.minimum(to_keys(low), high), high
+
+
+@triton.jit
+def _floor_of_few(scores_row_ptr, visible, topk, SMALL: tl.constexpr):
+    """Like `_floor`, of the scores themselves: fewer groups than topk say nothing."""
+    at = tl.arange(0, SMALL)
+    keys = to_keys(tl.load(scores_row_ptr + at, mask=at < visible, other=0.0))
+    keys = tl.where(at < visible, keys, -0x7FFFFFFF - 1)
+    sample = to_keys(tl.load(scores_row_ptr + tl.arange(0, 32) * (visible // 32)))
+    low, high = _window(sample, 2 * topk <= visible)
+    floor, _, _ = _search(keys, low, high, topk, topk + topk // 4)
     return floor, high
 
 
 @triton.jit
-def _candidates(lists, ranks, total, CHUNK: tl.constexpr):
-    """The candidates with these ranks among all of a row, and which of them there are."""
-    entries_ptr, keys_ptr, reached_ptr, num_chunks = lists
-    at = ranks * 0
-    end = 0
-    for chunk in range(num_chunks):
-        start = end
-        end += tl.load(reached_ptr + chunk)
-        at = tl.where((ranks >= start) & (ranks < end), chunk * CHUNK + ranks - start, at)
-    there = ranks < total
-    # Other programs wrote these, so bypass this multiprocessor's L1 cache.
-    entries = tl.load(entries_ptr + at, mask=there, other=0, cache_modifier=".cg")
-    keys = tl.load(keys_ptr + at, mask=there, other=0, cache_modifier=".cg")
-    return entries, tl.where(there, keys, -0x7FFFFFFF - 1), there
+def _floor(maxima_row_ptr, maxima, num_groups, topk, MAXIMA: tl.constexpr):
+    """A key that at least topk of the num_groups maxima reach, and one that few reach."""
+    LOWEST: tl.constexpr = -0x7FFFFFFF - 1
+    keys, sample = maxima
+    fold = tl.cdiv(num_groups, MAXIMA)
+    first = tl.arange(0, MAXIMA)
+    keys = tl.where(first < num_groups, keys, LOWEST)
+    for i in range(1, fold):
+        at = first + i * MAXIMA
+        keys = tl.maximum(keys, tl.load(maxima_row_ptr + at, mask=at < num_groups, other=LOWEST))
+    low, high = _window(sample, 2 * topk * fold <= num_groups)
+    floor, _, _ = _search(keys, low, high, topk, topk + topk // 4)
+    return floor, high
 
 
 @triton.jit
-def _select(keys, entries, there, count, topk, slots, ROWS_PER_PAGE: tl.constexpr):
-    """Select among `count` entries in registers. Keys that are not `there` are the lowest."""
-    low = tl.min(tl.where(there, keys, 0x7FFFFFFF))
-    threshold, ties = find_threshold(keys, low, tl.max(keys), count, topk, topk)
-    chosen, place = choose(keys, threshold, ties)
-    store_slots(slots[0], slots[1], entries, chosen & there, place, ROWS_PER_PAGE)
+def _keep_groups(maxima_row_ptr, groups_ptr, num_groups, floor, BLOCK: tl.constexpr):
+    """Store the groups whose maxima reach the floor, in order; returns their number."""
+    kept = 0
+    for start in range(0, num_groups, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        keys = tl.load(maxima_row_ptr + at, mask=at < num_groups, other=0)
+        reach = ((keys >= floor) & (at < num_groups)).to(tl.int32)
+        tl.store(groups_ptr + kept + sums_before(reach), at, mask=reach > 0)
+        kept += tl.sum(reach)
+    return kept
 
 
 @triton.jit
-def _select_held(
-    lists,
-    total,
-    topk,
-    slots,
-    CHUNK: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
+def _copy_groups(
+    scores_row_ptr, groups_ptr, copy_ptr, count, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Select among at most SIZE candidates."""
-    entries, keys, there = _candidates(lists, tl.arange(0, SIZE), total, CHUNK)
-    _select(keys, entries, there, total, topk, slots, ROWS_PER_PAGE)
+    """Copy the scores of the groups that were kept."""
+    for start in range(0, count, BLOCK // GROUP):
+        at = start + tl.arange(0, BLOCK // GROUP)
+        there = at < count
+        groups = tl.load(groups_ptr + at, mask=there, other=0, cache_modifier=".cg")
+        whole = tl.broadcast_to(there[:, None], [BLOCK // GROUP, GROUP])
+        members = tl.arange(0, GROUP)[None, :]
+        scores = tl.load(scores_row_ptr + groups[:, None] * GROUP + members, mask=whole, other=0.0)
+        tl.store(copy_ptr + at[:, None] * GROUP + members, scores, mask=whole)
+
+
+@triton.jit
+def _keep_entries(scores, entries, floor, candidates_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Store the numbers of the entries that reach the floor; returns how many, and the first SIZE.
+
+    A NaN and the padding of a row may be among them.
+    """
+    reach = tl.where(scores < from_keys(floor), 0, 1)
+    sums = tl.sum(reach, axis=1)
+    before = tl.cumsum(sums, axis=0) - sums
+    place = before[:, None] + tl.cumsum(reach, axis=1) - reach
+    # The hint keeps entries in their threads. It is not true, but cannot do harm: the mask differs
+    # between neighbours, so each entry is a store of its own.
+    place = tl.max_contiguous(tl.multiple_of(place, [1, 4]), [1, 4])
+    tl.store(candidates_ptr + place, entries, mask=reach > 0)
+    ROWS: tl.constexpr = TILE // COLUMNS
+    at = candidates_ptr + TILE + tl.zeros([ROWS], tl.int32)
+    tl.store(at, before + sums, mask=tl.arange(0, ROWS) == ROWS - 1)
+    # The stores of all threads precede the loads.
+    tl.debug_barrier()
+    total = tl.load(candidates_ptr + TILE, cache_modifier=".cg")
+    return total, tl.load(candidates_ptr + tl.arange(0, SIZE), cache_modifier=".cg")
 
 
 @triton.jit
 def _select_streamed(
-    lists,
-    total,
-    topk,
-    low,
-    high,
-    slots,
-    CHUNK: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
+    row_ptr, visible, low, high, topk, slots, ROWS_PER_PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Select among any number of candidates, whose keys are low to high, SIZE at a time."""
-    ranks = tl.arange(0, SIZE)
-    reached = total
-    above = 0
-    while (low < high) & (reached > topk):
-        # The difference wraps modulo 2^32 and is non-negative as uint32.
-        span = (high - low).to(tl.uint32, bitcast=True)
-        middle = low + (span // 2 + span % 2).to(tl.int32, bitcast=True)
-        count = 0
-        for start in range(0, total, SIZE):
-            _, keys, there = _candidates(lists, start + ranks, total, CHUNK)
-            count += tl.sum(((keys >= middle) & there).to(tl.int32))
-        is_up = count >= topk
-        low = tl.where(is_up, middle, low)
-        reached = tl.where(is_up, count, reached)
-        high = tl.where(is_up, high, middle - 1)
-        above = tl.where(is_up, above, count)
+    """Select among all entries of a row, BLOCK at a time."""
+    out_row_ptr, table_row_ptr = slots
+    threshold, reached, above = _search_row(row_ptr, visible, low, high, topk, topk, True, BLOCK)
     ties = tl.where(reached <= topk, topk, topk - above)
     placed = 0
-    for start in range(0, total, SIZE):
-        entries, keys, there = _candidates(lists, start + ranks, total, CHUNK)
-        chosen, place = choose(keys, low, ties)
+    for start in range(0, visible, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        there = at < visible
+        keys = to_keys(tl.load(row_ptr + at, mask=there, other=0.0))
+        keys = tl.where(there, keys, -0x7FFFFFFF - 1)
+        chosen, place = choose(keys, threshold, ties)
         chosen = chosen & there
-        store_slots(slots[0], slots[1], entries, chosen, placed + place, ROWS_PER_PAGE)
+        page = tl.load(table_row_ptr + at // ROWS_PER_PAGE, mask=chosen, other=0)
+        value = page * ROWS_PER_PAGE + at % ROWS_PER_PAGE
+        tl.store(out_row_ptr + placed + place, value, mask=chosen)
         placed += tl.sum(chosen.to(tl.int32))
-        ties -= tl.sum((chosen & (keys == low)).to(tl.int32))
+        ties -= tl.sum((chosen & (keys == threshold)).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["first_token", "stride_counters"])
+@triton.jit(do_not_specialize=["first_token"])
 def _select_few_kernel(
     scores_ptr,
     maxima_ptr,
     out_ptr,
-    entries_ptr,
-    keys_ptr,
-    reached_ptr,
-    counters_ptr,
+    candidates_ptr,
+    groups_ptr,
+    copy_ptr,
     positions_ptr,
     sequence_ptr,
     pages_ptr,
@@ -161,80 +269,100 @@ def _select_few_kernel(
     stride_scores,
     stride_maxima,
     stride_out,
-    stride_counters,
+    stride_groups,
     stride_pages,
     RATIO: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
     GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
     MAXIMA: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    SIZE: tl.constexpr,
+    SMALL: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the slots of a token's topk entries. A program has one chunk of one token's scores."""
+    """Write the slots of a token's topk entries.
+
+    SIZE: the candidates that a program holds. SMALL: at least GROUP * topk.
+    """
     LOWEST: tl.constexpr = -0x7FFFFFFF - 1
+    GROUPS: tl.constexpr = TILE // GROUP
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
     token = first_token + row
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row_at = positions_ptr, sequence_ptr, pages_ptr, first_ptr, out_ptr
     visible, table_row_ptr, out_row_ptr = token_row(row_at, token, stride_pages, stride_out, RATIO)
-    all_wanted = (visible <= topk) & (chunk == 0)
-    seen, page = all_pages(table_row_ptr, visible, all_wanted, ROWS_PER_PAGE, BLOCK_K)
+    seen, page = all_pages(table_row_ptr, visible, visible <= topk, ROWS_PER_PAGE, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if (chunk > 0) & (chunk * CHUNK >= visible):
-        return
     if visible <= topk:
-        if chunk == 0:
-            store_all(out_row_ptr, seen, page, K, ROWS_PER_PAGE, BLOCK_K)
+        store_all(out_row_ptr, seen, page, K, ROWS_PER_PAGE, BLOCK_K)
         return
 
-    entries = chunk * CHUNK + tl.arange(0, CHUNK)
-    valid = entries < visible
-    scores = tl.load(scores_ptr + row * stride_scores + entries, mask=valid, other=0.0)
-    keys = tl.where(valid, to_keys(scores), LOWEST)
-    slots = out_row_ptr, table_row_ptr
-    num_programs = tl.cdiv(visible, CHUNK)
-    if num_programs == 1:
-        _select(keys, entries, valid, visible, topk, slots, ROWS_PER_PAGE)
-        return
-
-    # Fewer groups than topk say nothing about the topk best entries.
-    floor, high = tl.zeros([], tl.int32) + LOWEST, tl.zeros([], tl.int32) + 0x7FFFFFFF
+    scores_row_ptr = scores_ptr + row * stride_scores
+    maxima_row_ptr = maxima_ptr + row * stride_maxima
+    candidates_ptr += row * (TILE + 16)
+    groups_ptr += row * stride_groups
+    copy_ptr += row * TILE
     num_groups = tl.cdiv(visible, GROUP)
-    if num_groups > topk:
-        floor, high = _floor(maxima_ptr + row * stride_maxima, num_groups, topk, MAXIMA)
-    reach = ((keys >= floor) & valid).to(tl.int32)
-    first = row * tl.num_programs(1)
-    entries_ptr += first * CHUNK
-    keys_ptr += first * CHUNK
-    reached_ptr += first
-    at = chunk * CHUNK + sums_before(reach)
-    tl.store(entries_ptr + at, entries, mask=reach > 0)
-    tl.store(keys_ptr + at, keys, mask=reach > 0)
-    tl.store(reached_ptr + chunk, tl.sum(reach))
-    # All threads must store before the count announces their candidates to others.
-    tl.debug_barrier()
-    counter_ptr = counters_ptr + row * stride_counters
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") < num_programs - 1:
-        return
-    tl.debug_barrier()
-    tl.store(counter_ptr, 0)
+    is_long = visible > TILE
+    length = visible
 
-    total = 0
-    for i in range(num_programs):
-        total += tl.load(reached_ptr + i, cache_modifier=".cg")
-    lists = entries_ptr, keys_ptr, reached_ptr, num_programs
-    if total <= CANDIDATES:
-        _select_held(lists, total, topk, slots, CHUNK, CANDIDATES, ROWS_PER_PAGE)
+    maxima = _first_maxima(maxima_row_ptr, num_groups, MAXIMA)
+    # A short row's scores arrive while the program finds the floor. A row is allocated in groups.
+    lines = tl.arange(0, TILE // COLUMNS)[:, None] * COLUMNS
+    entries = lines + tl.arange(0, COLUMNS)[None, :]
+    whole = (entries // GROUP * GROUP < length) & (not is_long)
+    scores = tl.load(scores_row_ptr + entries, mask=whole, other=-float("inf"))
+    if num_groups > topk:
+        floor, high = _floor(maxima_row_ptr, maxima, num_groups, topk, MAXIMA)
+    else:
+        floor, high = _floor_of_few(scores_row_ptr, visible, topk, SMALL)
+    if is_long:
+        turn = 0
+        count = GROUPS + 1
+        while (count > GROUPS) & (turn < 2):
+            if turn > 0:
+                floor, _, _ = _search_row(
+                    maxima_row_ptr, num_groups, floor, high, topk, GROUPS, False, BLOCK
+                )
+            tl.debug_barrier()
+            count = _keep_groups(maxima_row_ptr, groups_ptr, num_groups, floor, 4 * BLOCK)
+            turn += 1
+        tl.debug_barrier()
+        length = TILE + 1
+        if count <= GROUPS:
+            _copy_groups(scores_row_ptr, groups_ptr, copy_ptr, count, GROUP, 4 * BLOCK)
+            tl.debug_barrier()
+            last = tl.load(groups_ptr + count - 1, cache_modifier=".cg")
+            length = (count - 1) * GROUP + tl.minimum(visible - last * GROUP, GROUP)
+            whole = entries // GROUP < count
+            scores = tl.load(
+                copy_ptr + entries, mask=whole, other=-float("inf"), cache_modifier=".cg"
+            )
+    slots = out_row_ptr, table_row_ptr
+    total = SIZE + 1
+    ranks = tl.arange(0, SIZE)
+    candidates = ranks
+    if length <= TILE:
+        total, candidates = _keep_entries(scores, entries, floor, candidates_ptr, SIZE, TILE)
+    if total > SIZE:
+        _select_streamed(scores_row_ptr, visible, floor, high, topk, slots, ROWS_PER_PAGE, BLOCK)
         return
-    if total <= 4 * CANDIDATES:
-        _select_held(lists, total, topk, slots, CHUNK, 4 * CANDIDATES, ROWS_PER_PAGE)
-        return
-    _select_streamed(lists, total, topk, floor, high, slots, CHUNK, CANDIDATES, ROWS_PER_PAGE)
+    there = (ranks < total) & (candidates < length)
+    entries = tl.where(there, candidates, 0)
+    if is_long:
+        groups = tl.load(groups_ptr + entries // GROUP, mask=there, other=0, cache_modifier=".cg")
+        entries = groups * GROUP + entries % GROUP
+    keys = to_keys(tl.load(scores_row_ptr + entries, mask=there, other=0.0))
+    keys = tl.where(there, keys, LOWEST)
+    page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=there, other=0)
+    threshold, reached, above = _search(keys, floor, high, topk, topk)
+    chosen, place = choose(keys, threshold, tl.where(reached <= topk, topk, topk - above))
+    value = page * ROWS_PER_PAGE + entries % ROWS_PER_PAGE
+    tl.store(out_row_ptr + place, value, mask=chosen & there)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -242,7 +370,7 @@ def _select_few_kernel(
 
 def takes(num_rows: int, topk: int, max_entries: int) -> bool:
     """Whether `select_topk_few` selects for this number of tokens of a decode."""
-    return num_rows <= FEW_ROWS and max_entries > CHUNK and topk <= MAXIMA // 2
+    return num_rows <= FEW_ROWS and max_entries > LEAST_ENTRIES and topk <= MAXIMA // 2
 
 
 def select_topk_few(
@@ -259,22 +387,22 @@ def select_topk_few(
 ) -> None:
     """Like topk_triton.select_topk, where `takes` allows it.
 
-    maxima [n,G] int32: the largest key of every GROUP adjacent entries that a token sees.
+    maxima [n,G] int32: the largest key of every GROUP adjacent entries that a token sees. A row of
+    them has a multiple of 16 values.
     """
-    num_rows, num_chunks = scores_NE.shape[0], triton.cdiv(max_entries, CHUNK)
-    lists = torch.empty(
-        (num_rows * num_chunks * (2 * CHUNK + 1),), dtype=torch.int32, device=out_NK.device
-    )
-    entries, keys, counts = lists.split([num_rows * num_chunks * n for n in (CHUNK, CHUNK, 1)])
-    counters = counters_of(tokens, num_rows, 1)
-    _select_few_kernel[(num_rows, num_chunks)](
+    num_rows, size = scores_NE.shape[0], max(32, CANDIDATES * triton.next_power_of_2(topk))
+    candidates = out_NK.new_empty(num_rows * (TILE + 16))
+    groups, copy = out_NK, scores_NE
+    if max_entries > TILE:
+        groups = out_NK.new_empty((num_rows, triton.cdiv(max_entries, 16 * GROUP) * 16))
+        copy = torch.empty((num_rows, TILE), dtype=torch.float32, device=out_NK.device)
+    _select_few_kernel[(num_rows,)](
         scores_NE,
         maxima_NG,
         out_NK,
-        entries,
-        keys,
-        counts,
-        counters,
+        candidates,
+        groups,
+        copy,
         tokens.positions,
         tokens.sequence,
         table.pages,
@@ -285,14 +413,16 @@ def select_topk_few(
         scores_NE.stride(0),
         maxima_NG.stride(0),
         out_NK.stride(0),
-        counters.stride(0),
+        groups.stride(0),
         table.pages.stride(0),
         RATIO=ratio,
         ROWS_PER_PAGE=table.rows_per_page,
         GROUP=GROUP,
-        CHUNK=CHUNK,
+        TILE=TILE,
         MAXIMA=MAXIMA,
-        CANDIDATES=max(32, 2 * triton.next_power_of_2(topk)),
+        SIZE=size,
+        SMALL=GROUP * triton.next_power_of_2(topk),
+        BLOCK=min(BLOCK, TILE),
         BLOCK_K=triton.next_power_of_2(out_NK.shape[1]),
         num_warps=NUM_WARPS,
         **launch_options(early_launch),
