@@ -323,7 +323,14 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 
 def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    entries = {0, model.index_topk, *range(OUT_PAD, model.index_topk, OUT_PAD), *BLOCKS, few.LEAST_ENTRIES, few.TILE}
+    entries = {
+        0,
+        model.index_topk,
+        *range(OUT_PAD, model.index_topk, OUT_PAD),
+        *BLOCKS,
+        few.LEAST_ENTRIES,
+        few.TILE,
+    }
     return up_to(longest, (count * RATIO + RATIO - 1 for count in entries))
 
 
