@@ -34,6 +34,8 @@ from finwhale.ops.attention import prepare_qkv_triton as prepare
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention as portable_attention
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.compressor import compress_triton as compressor
+from finwhale.ops.drafts import BlockShape, ConfidenceWeight, VerifiedStep
+from finwhale.ops.drafts import drafts_triton as drafts
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import select_entries_triton as indexer
 from finwhale.ops.linear import LinearWeight, quantise_triton
@@ -330,6 +332,25 @@ def call_linear(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
         linear.linear(meta(N, D), w)
 
 
+def call_drafts(D: int, B: int, K: int) -> None:
+    """A step of B sequences that verifies K drafts of each, and makes as many."""
+
+    def ids(*shape: int) -> Tensor:
+        return meta(*shape, dtype=torch.int64)
+
+    N, W = B * (1 + K), 1 + K
+    step = VerifiedStep(ids_N=ids(N), positions_N=ids(N), first_B=ids(B), places_BP=ids(B, K))
+    drafts.accept_drafts(ids(N), step, ids(B, W), ids(B, W))
+    newest, last = ids(B, W)[:, 0], step_tokens(B, 2**20, 1)
+    drafts.make_blocks(newest, last, page_table(B, 64), BlockShape(K, 2**17, 128))
+    head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
+    streams = meta(B, K + 1, 4, D)[:, 1:]
+    for markov in (None, meta(129280, 256)):
+        proj = f32(1, D + (0 if markov is None else 256))
+        w = ConfidenceWeight(head, proj, markov)
+        drafts.draft_confidences(streams, newest, ids(B, K), w, MhcParams(20, 1e-6, 1e-6))
+
+
 def step_tokens(N: int, max_len: int, max_query: int) -> Tokens:
     positions = meta(N, dtype=torch.int64)
     ints = meta(N, dtype=torch.int32)
@@ -407,6 +428,8 @@ def calls() -> dict[str, Callable[[], None]]:
     for name, (D, A, Q, E) in MODELS.items():
         for N in (8, 8192):
             found[f"activations-{name}-{N}"] = partial(call_all, D, A, Q, E, N)
+        for N in (1, 256):
+            found[f"drafts-{name}-{N}"] = partial(call_drafts, D, N, 5)
         for N in (2, 1024, 8192):
             found[f"mhc-{name}-{N}"] = partial(call_mhc, D, N)
         for N in (1, 2, 8, 64, 8192):

@@ -17,6 +17,7 @@ def calls() -> dict[str, Callable[[], None]]:
     for name, (D, A, Q, E) in near.MODELS.items():
         found[f"activations-{name}"] = partial(near.call_all, D, A, Q, E, TOKENS)
         found[f"mhc-{name}"] = partial(near.call_mhc, D, TOKENS)
+        found[f"drafts-{name}"] = partial(near.call_drafts, D, TOKENS // 8, 7)
         inner = 2048 if D == 4096 else 3072
         found[f"linear-{name}"] = partial(near.call_linear, D, A, Q, inner, TOKENS)
     for width, heads, topk in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):

@@ -88,6 +88,8 @@ PAGED = {
 NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
 # tests/gpu/test_sampling.py compares their results, which are sort keys, exactly.
 CANDIDATES = ("best_candidates", "merge_candidates")
+# Only steps that verify drafts call them. tests/ops/test_triton_drafts.py compares their results.
+DRAFTS = ("accept_drafts", "make_blocks", "draft_confidences")
 # These are timed and checked as one operator: their intermediate results differ between tables.
 EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
@@ -130,7 +132,7 @@ def kernels(ops: Ops) -> dict[str, Implementation]:
     return {
         name: fn
         for name, fn in chosen.items()
-        if not fn.__module__.endswith(".ref") and name not in (*NO_KERNEL, *CANDIDATES)
+        if not fn.__module__.endswith(".ref") and name not in (*NO_KERNEL, *CANDIDATES, *DRAFTS)
     }
 
 

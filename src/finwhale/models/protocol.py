@@ -325,12 +325,12 @@ class Drafts:
     """K drafts of each of B sequences.
 
     Attributes:
-        ids: K tensors [B] int64.
+        ids: [K,B] int64.
         confidences: [K,B] float32: the estimated probability that the model accepts the draft if it
             accepts all drafts before it; None: the head does not estimate it.
     """
 
-    ids: tuple[Tensor, ...]
+    ids: Tensor
     confidences: Tensor | None = None
 
 

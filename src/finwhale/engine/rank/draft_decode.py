@@ -343,7 +343,7 @@ class VerificationSteps:
         )
         choose = self._noise.choose_drafts(self._model.sample, start.tokens.positions)
         drafts = self._head.draft(start, num_drafts, self._cache, segments, choose)
-        self._carried[:size, 1 : 1 + num_drafts].copy_(torch.stack(drafts.ids, 1))
+        self._carried[:size, 1 : 1 + num_drafts].copy_(drafts.ids.T)
         if drafts.confidences is not None:
             self._gives_confidences = True
             self._confidences[:size, :num_drafts].copy_(drafts.confidences.T)

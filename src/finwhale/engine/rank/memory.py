@@ -192,8 +192,10 @@ class LargestSteps:
         )
         if largest.draft_tokens:
             assert self.model.draft_head is not None
-            streams = self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, Inline())
-            self.model.draft_head.compute_logits(streams[: largest.num_seqs]).argmax(-1)
+            drafted = self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, Inline())
+            if not drafted.numel():
+                drafted = streams  # A head that drafts in blocks computes logits of as many values.
+            self.model.draft_head.compute_logits(drafted[: largest.num_seqs]).argmax(-1)
             block = self.model.config.draft_block_tokens
             if block and largest.max_len > block:
                 last = self._inputs([1] * largest.num_seqs, largest.max_len - block)

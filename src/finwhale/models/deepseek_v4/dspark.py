@@ -38,9 +38,9 @@ from finwhale.models.protocol import (
     StepInputs,
 )
 from finwhale.ops import Ops
+from finwhale.ops.drafts import BlockShape, ConfidenceWeight
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
-from finwhale.ops.paging import PageTable, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +187,19 @@ class DsparkHead:
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
         self.params = mhc_params(config)
         self.num_streams = config.hc_mult
-        rows = self.config.num_rows
-        self._steps = torch.arange(1, rows + 1, device=embed.device)
-        self._further = further_offsets(config.sliding_window, rows).to(embed.device)
+        self.make_blocks, self.draft_confidences = ops.make_blocks, ops.draft_confidences
+        self._shape = BlockShape(
+            num_tokens=self.config.num_rows,
+            noise_id=self.config.noise_token_id,
+            window=config.sliding_window,
+        )
+        self._confidence: ConfidenceWeight | None = None
+        if weights.confidence is not None:
+            self._confidence = ConfidenceWeight(
+                weights.hc_head,
+                weights.confidence,
+                weights.markov_w1 if self.config.confidence_head_with_markov else None,
+            )
 
     def __call__(
         self,
@@ -199,11 +209,11 @@ class DsparkHead:
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """Returns the residual streams unchanged.
+        """Returns rows without values, [N,0,D].
 
         A draft reads only the context, which the model's forward has written.
         """
-        return streams_NHD
+        return streams_NHD[:, :0]
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of the stages' residual streams, without Markov head."""
@@ -225,97 +235,26 @@ class DsparkHead:
         streams = streams_BGHD[:, first : first + num_drafts]
         logits = self.compute_logits(streams.flatten(0, 1)).unflatten(0, streams.shape[:2])
         ids: list[Tensor] = []
-        markov: list[Tensor] = []
         for k in range(num_drafts):
             newest = ids[-1] if ids else start.newest_ids
-            markov.append(self.weights.markov_w1.index_select(0, newest))
-            markov_logits = self.linear(markov[-1], self.weights.markov_w2).float()
+            markov = self.weights.markov_w1.index_select(0, newest)
+            markov_logits = self.linear(markov, self.weights.markov_w2).float()
             ids.append(choose(logits[:, k] + markov_logits, k))
-        return Drafts(ids=tuple(ids), confidences=self._confidences(streams, markov))
+        ids_BK, confidences = torch.stack(ids, 1), None
+        if self._confidence is not None:
+            confidences = self.draft_confidences(
+                streams, start.newest_ids, ids_BK, self._confidence, self.params
+            ).T
+        return Drafts(ids=ids_BK.T, confidences=confidences)
 
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
         """The residual streams [B,G,H,D] of each sequence's block."""
-        size, rows = len(start.newest_ids), self.config.num_rows
-        ids = start.newest_ids.new_full((size, rows), self.config.noise_token_id)
-        ids[:, 0] = start.newest_ids
-        tokens = block_tokens(start.tokens, self._steps)
+        window = start.tables["window"]
+        ids, tokens, further = self.make_blocks(start.newest_ids, start.tokens, window, self._shape)
         inputs = StepInputs(
-            token_ids=ids.flatten(),
-            tokens=tokens,
-            tables=start.tables,
-            further_slots=further_slots(tokens, start.tables["window"], self._further),
+            token_ids=ids, tokens=tokens, tables=start.tables, further_slots=further
         )
         embedded = self.embed.index_select(0, self.links.own(inputs.token_ids))
         streams = embedded[:, None].expand(-1, self.num_streams, -1)
         out = self.run_layers(self.layers, streams, inputs, cache, segments)
-        return out.view(size, rows, *out.shape[1:])
-
-    def _confidences(self, streams_BKHD: Tensor, markov_BR: Sequence[Tensor]) -> Tensor | None:
-        """[K,B] float32 of all drafts at once; None: the head has no confidences.
-
-        A confidence reads the collapsed residual streams before the norm, and the Markov head's
-        row of the token before the draft.
-        """
-        if self.weights.confidence is None:
-            return None
-        w, params = self.weights.hc_head, self.params
-        streams = streams_BKHD.float()
-        flat = streams.flatten(2)
-        scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + params.rms_eps)
-        mixes = flat @ w.fn.T * scale
-        shares = torch.sigmoid(mixes * w.scale + w.base) + params.eps
-        hidden = torch.einsum("bkh,bkhd->bkd", shares, streams)
-        scores_KB = torch.matmul(hidden, self.weights.confidence[0, : hidden.shape[2]]).T
-        if self.config.confidence_head_with_markov:
-            markov_KBR = torch.stack(tuple(markov_BR))
-            part = self.weights.confidence[0, -markov_KBR.shape[2] :]
-            scores_KB = scores_KB + (markov_KBR * part).sum(-1)
-        return torch.sigmoid(scores_KB)
-
-
-def block_tokens(last: Tokens, steps_G: Tensor) -> Tokens:
-    """The tokens of a block of G tokens after each sequence's last verified token [B].
-
-    A block after padding is padding.
-
-    Args:
-        steps_G: 1 to G.
-    """
-    rows, start = len(steps_G), last.positions[:, None]
-    return Tokens(
-        positions=torch.where(start < 0, start, start + steps_G).flatten(),
-        sequence=last.sequence[:, None].repeat(1, rows).flatten(),
-        query_start=last.query_start * rows,
-        max_len=last.max_len + rows,
-        max_query=rows,
-    )
-
-
-def further_offsets(window: int, rows: int) -> Tensor:
-    """[G,G] int64: the rows that token k of a block sees beyond its own window, relative to the
-    block's first position.
-
-    The tokens of a block that begins at p see the rows p-W .. p+G-1. The window of token p+k is the
-    rows p+k-W+1 .. p+k. The further rows are those after the token, then those before its window,
-    newest first, so that rows before position 0, which do not exist, come last.
-    """
-    k, j = torch.arange(rows)[:, None], torch.arange(rows)
-    later = rows - 1 - k
-    return torch.where(j < later, k + 1 + j, k - window - (j - later))
-
-
-def further_slots(block: Tokens, table: PageTable, offsets_GG: Tensor) -> Tensor:
-    """[N,G] int32: the slots of the rows that a block's tokens see beyond their windows; -1: none.
-
-    Args:
-        block: blocks of the table's sequences, in order.
-        offsets_GG: see `further_offsets`.
-    """
-    first_B = block.positions.view(-1, len(offsets_GG))[:, 0]
-    seen_BGG = first_B[:, None, None] + offsets_GG
-    places = seen_BGG // table.rows_per_page - table.first[:, None, None]
-    places = places.clamp_(0, table.pages.shape[1] - 1)
-    pages = table.pages.gather(1, places.flatten(1)).view_as(places)
-    slots = pages * table.rows_per_page + seen_BGG % table.rows_per_page
-    none = (seen_BGG < 0) | (first_B < 0)[:, None, None]
-    return slots.masked_fill_(none, -1).flatten(0, 1).int()
+        return out.view(-1, self.config.num_rows, *out.shape[1:])

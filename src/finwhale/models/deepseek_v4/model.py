@@ -378,7 +378,7 @@ class MtpLayer:
             inputs = StepInputs(token_ids=drafts[-1], tokens=read, tables=start.tables)
             streams = self(inputs, streams, drafts[-1], cache, segments)
             drafts.append(choose(self.compute_logits(streams), step))
-        return Drafts(ids=tuple(drafts))
+        return Drafts(ids=torch.stack(drafts))
 
 
 def launch_sizes(config: ModelConfig) -> ModelSizes:

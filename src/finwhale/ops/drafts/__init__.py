@@ -1,0 +1,142 @@
+"""Steps that verify drafts and make new ones: the contracts of the operators around the layers.
+
+All of them are small, so a kernel each replaces many launches. None waits for the device.
+
+Legend: N tokens of a step, B sequences, W the most tokens of a sequence in a step that verifies
+drafts, P = W - 1 drafts, K new drafts, G tokens of a block, H residual streams, D hidden, R width
+of the Markov head, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from finwhale.ops.mhc import HcHeadWeight, MhcParams
+from finwhale.ops.paging import PageTable, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedStep:
+    """The tokens of a step that verified drafts. All tensors are contiguous.
+
+    Attributes:
+        ids_N, positions_N: int64; position -1 is padding.
+        first_B: int64, the index of each sequence's first token. A padding sequence begins at any
+            token.
+        places_BP: int64, the indices of the tokens that have a draft after them. For a sequence
+            with fewer than P drafts, the remaining numbers are at least N - 1.
+    """
+
+    ids_N: Tensor
+    positions_N: Tensor
+    first_B: Tensor
+    places_BP: Tensor
+
+
+class AcceptDrafts(Protocol):
+    """Count each sequence's accepted drafts: those before the first one that was not sampled."""
+
+    def __call__(
+        self, chosen_N: Tensor, step: VerifiedStep, next_ids_BW: Tensor, advanced_BW: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write the sampled tokens and the counts, from which the next step continues.
+
+        Args:
+            chosen_N: int64, contiguous: the token that was sampled after each token.
+            next_ids_BW: int64, contiguous. Column 0 gets the token after the accepted drafts.
+            advanced_BW: int64, contiguous. Every column gets the number of accepted drafts.
+
+        Returns:
+            last_B, positions_B: int64: the index and the position of the last accepted draft, or of
+            the sequence's first token if no draft is accepted.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What the blocks of a draft head have in common.
+
+    Attributes:
+        num_tokens: G, the newest token and the noise tokens after it.
+        noise_id: the id of the noise tokens.
+        window: rows that a token sees, its own row included.
+    """
+
+    num_tokens: int
+    noise_id: int
+    window: int
+
+
+class DraftBlock(NamedTuple):
+    """The tokens of B blocks, in order.
+
+    Attributes:
+        ids: [B*G] int64.
+        tokens: their positions and sequences.
+        further_slots: [B*G,G] int32: the slots of the rows that a token sees beyond its window;
+            -1: none.
+    """
+
+    ids: Tensor
+    tokens: Tokens
+    further_slots: Tensor
+
+
+class MakeBlocks(Protocol):
+    """Make a block of tokens after each sequence's last verified token.
+
+    The tokens of a block that begins at position p see the rows p-W .. p+G-1, for a window of W
+    rows. The window of token p+k has the rows p+k-W+1 .. p+k. The further rows are those after the
+    token, then those before its window, newest first, so that rows before position 0, which do not
+    exist, come last. A block after padding is padding, and sees no further row.
+    """
+
+    def __call__(
+        self, newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockShape
+    ) -> DraftBlock:
+        """newest_B: int64, the first token of each block; `last`: one token of each sequence of
+        `table`, in order.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceWeight:
+    """The weights of a head that estimates how likely its drafts are accepted.
+
+    Attributes:
+        hc_head: collapses the residual streams; its norm is not used.
+        proj: [1,D+R] or, without `markov_w1`, [1,D] float32.
+        markov_w1: [V,R]: the Markov head's rows of the tokens; None: they are not used.
+    """
+
+    hc_head: HcHeadWeight
+    proj: Tensor
+    markov_w1: Tensor | None
+
+
+class DraftConfidences(Protocol):
+    """sigmoid(proj . (sum_i (sigmoid(m_i * scale + base_i) + eps) X_i, markov_w1[before])).
+
+    m is that of HcHead, and `before` is the token before the draft. A confidence's bits depend only
+    on its draft, never on the batch.
+    """
+
+    def __call__(
+        self,
+        streams_BKHD: Tensor,
+        newest_B: Tensor,
+        ids_BK: Tensor,
+        w: ConfidenceWeight,
+        params: MhcParams,
+    ) -> Tensor:
+        """Returns the confidences [B,K] float32.
+
+        Args:
+            streams_BKHD: the residual streams that predict each draft.
+            newest_B: int64: the token before the first draft.
+            ids_BK: int64: the drafts.
+        """
+        ...

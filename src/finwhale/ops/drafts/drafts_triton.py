@@ -1,0 +1,276 @@
+"""The operators around drafts as Triton kernels, one launch each.
+
+The launches of the integer kernels have one signature for any step of an engine, because they
+specialise on no size and no alignment. A confidence takes one program, which reads H^2 D float32
+weights from L2: 256 KB with Flash.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finwhale.ops.drafts import BlockShape, ConfidenceWeight, DraftBlock, VerifiedStep
+from finwhale.ops.mhc import MhcParams
+from finwhale.ops.paging import PageTable, Tokens
+
+BLOCK_D = 512  # values of each residual stream that a program of a confidence reads at once
+
+
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=[
+        *("chosen_ptr", "token_ids_ptr", "positions_ptr", "first_token_ptr", "places_ptr"),
+        *("next_ids_ptr", "advanced_ptr", "last_ptr", "last_positions_ptr"),
+    ],
+)
+def _accept_kernel(
+    chosen_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    first_token_ptr,
+    places_ptr,
+    next_ids_ptr,
+    advanced_ptr,
+    last_ptr,
+    last_positions_ptr,
+    N,
+    P: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Accept a sequence's drafts."""
+    b = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_W)
+    place = tl.load(places_ptr + b * P + k, mask=k < P, other=0x7FFFFFFF)
+    drafted = place < N - 1
+    chosen = tl.load(chosen_ptr + place, mask=drafted, other=0)
+    draft = tl.load(token_ids_ptr + place + 1, mask=drafted, other=0)
+    accepted = tl.min(tl.where(drafted & (chosen == draft), P, k), axis=0)
+    last = tl.load(first_token_ptr + b) + accepted
+    tl.store(next_ids_ptr + b * (P + 1), tl.load(chosen_ptr + last))
+    counts = tl.full([BLOCK_W], 0, tl.int64) + accepted
+    tl.store(advanced_ptr + b * (P + 1) + k, counts, mask=k <= P)
+    tl.store(last_ptr + b, last)
+    tl.store(last_positions_ptr + b, tl.load(positions_ptr + last))
+
+
+@triton.jit(
+    do_not_specialize=["B", "stride_newest", "stride_pages", "num_pages", "noise_id", "window"],
+    do_not_specialize_on_alignment=[
+        *("newest_ptr", "positions_ptr", "sequence_ptr", "query_start_ptr", "pages_ptr"),
+        *("first_ptr", "ids_ptr", "block_positions_ptr", "block_sequence_ptr"),
+        *("block_start_ptr", "slots_ptr"),
+    ],
+)
+def _block_kernel(
+    newest_ptr,
+    positions_ptr,
+    sequence_ptr,
+    query_start_ptr,
+    pages_ptr,
+    first_ptr,
+    ids_ptr,
+    block_positions_ptr,
+    block_sequence_ptr,
+    block_start_ptr,
+    slots_ptr,
+    B,
+    stride_newest,
+    stride_pages,
+    num_pages,
+    noise_id,
+    window,
+    ROWS_PER_PAGE: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Make a sequence's block."""
+    b = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_G)
+    last = tl.load(positions_ptr + b)
+    real = last >= 0
+    newest = tl.load(newest_ptr + b * stride_newest)
+    at = b * G + k
+    noise = tl.zeros([BLOCK_G], tl.int64) + noise_id
+    tl.store(ids_ptr + at, tl.where(k == 0, newest, noise), mask=k < G)
+    tl.store(block_positions_ptr + at, tl.where(real, last + 1 + k, last), mask=k < G)
+    sequence = tl.zeros([BLOCK_G], tl.int32) + tl.load(sequence_ptr + b)
+    tl.store(block_sequence_ptr + at, sequence, mask=k < G)
+    tl.store(block_start_ptr + b, tl.load(query_start_ptr + b) * G)
+    if b == B - 1:
+        tl.store(block_start_ptr + B, tl.load(query_start_ptr + B) * G)
+    row, j = k[:, None], k[None, :]
+    later = G - 1 - row
+    offset = tl.where(j < later, row + 1 + j, row - window - (j - later))
+    seen = last + 1 + offset
+    there = (seen >= 0) & real
+    seen = tl.maximum(seen, 0)
+    # The table of a sequence without these rows may be shorter.
+    place = seen // ROWS_PER_PAGE - tl.load(first_ptr + b)
+    place = tl.minimum(tl.maximum(place, 0), num_pages - 1)
+    inside = (row < G) & (j < G)
+    page = tl.load(pages_ptr + b * stride_pages + place, mask=inside & there, other=0)
+    slot = page.to(tl.int64) * ROWS_PER_PAGE + seen % ROWS_PER_PAGE
+    out = slots_ptr + (b * G + row) * G + j
+    tl.store(out, tl.where(there, slot, -1).to(tl.int32), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["stride_newest"],
+    do_not_specialize_on_alignment=["newest_ptr", "drafts_ptr", "out_ptr"],
+)
+def _confidence_kernel(
+    streams_ptr,
+    fn_ptr,
+    scale_ptr,
+    base_ptr,
+    proj_ptr,
+    markov_ptr,
+    newest_ptr,
+    drafts_ptr,
+    out_ptr,
+    stride_b,
+    stride_k,
+    stride_newest,
+    eps,
+    rms_eps,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Estimate a draft's confidence. R is 0 if it does not read the Markov head's row.
+
+    The projection is applied to each residual stream, before the streams are weighted and added, so
+    that one pass over them is enough.
+    """
+    b, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h = tl.arange(0, BLOCK_H)
+    row = streams_ptr + b * stride_b + k.to(tl.int64) * stride_k
+    squares = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    projected = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    mixed = tl.zeros([BLOCK_H, BLOCK_H, BLOCK_D], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        at = h[:, None] * D + d[None, :]
+        inside = (h < H)[:, None] & (d < D)[None, :]
+        x = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
+        proj = tl.load(proj_ptr + d, mask=d < D, other=0.0)
+        fn = tl.load(
+            fn_ptr + h[:, None, None] * (H * D) + at[None, :, :],
+            mask=(h < H)[:, None, None] & inside[None, :, :],
+            other=0.0,
+        )
+        squares += x * x
+        projected += x * proj[None, :]
+        mixed += x[None, :, :] * fn
+    mean = tl.sum(tl.sum(squares, axis=1), axis=0) / (H * D)
+    mixes = tl.sum(tl.sum(mixed, axis=2), axis=1) * tl.rsqrt(mean + rms_eps)
+    base = tl.load(base_ptr + h, mask=h < H, other=0.0)
+    shares = tl.sigmoid(mixes * tl.load(scale_ptr) + base) + eps
+    score = tl.sum(tl.where(h < H, shares * tl.sum(projected, axis=1), 0.0), axis=0)
+    if R > 0:
+        before = tl.load(newest_ptr + b * stride_newest)
+        draft = b * tl.num_programs(1) + k
+        before = tl.where(k > 0, tl.load(drafts_ptr + draft - 1, mask=k > 0, other=0), before)
+        r = tl.arange(0, BLOCK_R)
+        markov = tl.load(markov_ptr + before * R + r, mask=r < R, other=0.0).to(tl.float32)
+        score += tl.sum(markov * tl.load(proj_ptr + D + r, mask=r < R, other=0.0), axis=0)
+    tl.store(out_ptr + b * tl.num_programs(1) + k, tl.sigmoid(score))
+
+
+# --- Launch ---------------------------------------------------------------------------------------
+
+
+def accept_drafts(
+    chosen_N: Tensor, step: VerifiedStep, next_ids_BW: Tensor, advanced_BW: Tensor
+) -> tuple[Tensor, Tensor]:
+    count, most = step.places_BP.shape
+    given = (chosen_N, step.ids_N, step.positions_N, step.first_B, step.places_BP)
+    tensors = (*given, next_ids_BW, advanced_BW)
+    _check_contiguous(*tensors)
+    if next_ids_BW.shape != (count, most + 1) or advanced_BW.shape != (count, most + 1):
+        raise ValueError(f"{most} drafts need results of shape {(count, most + 1)}")
+    last_B, positions_B = torch.empty_like(step.first_B), torch.empty_like(step.first_B)
+    if count:
+        _accept_kernel[(count,)](
+            *tensors,
+            last_B,
+            positions_B,
+            len(chosen_N),
+            P=most,
+            BLOCK_W=triton.next_power_of_2(most + 1),
+            num_warps=1,
+        )
+    return last_B, positions_B
+
+
+def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockShape) -> DraftBlock:
+    count, rows = len(newest_B), shape.num_tokens
+    ids, positions = newest_B.new_empty(count * rows), newest_B.new_empty(count * rows)
+    sequence = last.sequence.new_empty(count * rows)
+    query_start = torch.empty_like(last.query_start) if count else last.query_start.clone()
+    slots = table.pages.new_empty(count * rows, rows)
+    _check_contiguous(last.positions, last.sequence, last.query_start, table.first)
+    if table.pages.stride(1) != 1:
+        raise ValueError(f"a row's pages must be contiguous, got strides {table.pages.stride()}")
+    if count:
+        _block_kernel[(count,)](
+            *(newest_B, last.positions, last.sequence, last.query_start),
+            *(table.pages, table.first),
+            *(ids, positions, sequence, query_start, slots),
+            *(count, newest_B.stride(0), table.pages.stride(0), table.pages.shape[1]),
+            *(shape.noise_id, shape.window),
+            ROWS_PER_PAGE=table.rows_per_page,
+            G=rows,
+            BLOCK_G=triton.next_power_of_2(rows),
+            num_warps=1,
+        )
+    tokens = Tokens(
+        positions=positions,
+        sequence=sequence,
+        query_start=query_start,
+        max_len=last.max_len + rows,
+        max_query=rows,
+    )
+    return DraftBlock(ids, tokens, slots)
+
+
+def draft_confidences(
+    streams_BKHD: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight, params: MhcParams
+) -> Tensor:
+    count, num_drafts, streams, width = streams_BKHD.shape
+    head, markov = w.hc_head, w.markov_w1
+    _check_contiguous(head.fn, head.base, w.proj, ids_BK)
+    if markov is not None:
+        _check_contiguous(markov)
+    if streams_BKHD.stride()[2:] != (width, 1):
+        raise ValueError(f"a draft's streams are contiguous, got strides {streams_BKHD.stride()}")
+    out_BK = torch.empty((count, num_drafts), dtype=torch.float32, device=streams_BKHD.device)
+    if out_BK.numel() == 0:
+        return out_BK
+    block_d = min(BLOCK_D, triton.next_power_of_2(width))
+    _confidence_kernel[(count, num_drafts)](
+        *(streams_BKHD, head.fn, head.scale, head.base, w.proj),
+        w.proj if markov is None else markov,
+        *(newest_B, ids_BK, out_BK),
+        *(streams_BKHD.stride(0), streams_BKHD.stride(1), newest_B.stride(0)),
+        *(params.eps, params.rms_eps),
+        H=streams,
+        D=width,
+        R=0 if markov is None else markov.shape[1],
+        BLOCK_H=triton.next_power_of_2(streams),
+        BLOCK_D=block_d,
+        BLOCK_R=1 if markov is None else triton.next_power_of_2(markov.shape[1]),
+        num_warps=max(1, block_d // 32),
+    )
+    return out_BK
+
+
+def _check_contiguous(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(f"expected a contiguous tensor, got strides {tensor.stride()}")

@@ -1,0 +1,74 @@
+"""The reference implementation of the operators around drafts."""
+
+import torch
+from torch import Tensor
+
+from finwhale.ops.drafts import BlockShape, ConfidenceWeight, DraftBlock, VerifiedStep
+from finwhale.ops.mhc import MhcParams
+from finwhale.ops.paging import PageTable, Tokens
+
+
+def accept_drafts(
+    chosen_N: Tensor, step: VerifiedStep, next_ids_BW: Tensor, advanced_BW: Tensor
+) -> tuple[Tensor, Tensor]:
+    last_token = len(chosen_N) - 1
+    drafted = step.places_BP < last_token
+    places = step.places_BP.clamp(max=last_token)
+    drafts = step.ids_N[(places + 1).clamp(max=last_token)]
+    accepted_B = (drafted & (chosen_N[places] == drafts)).cumprod(1).sum(1)
+    last_B = step.first_B + accepted_B
+    next_ids_BW[:, 0] = chosen_N[last_B]
+    advanced_BW.copy_(accepted_B[:, None])
+    return last_B, step.positions_N[last_B]
+
+
+def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockShape) -> DraftBlock:
+    rows = shape.num_tokens
+    ids = newest_B.new_full((len(newest_B), rows), shape.noise_id)
+    ids[:, 0] = newest_B
+    start = last.positions[:, None]
+    steps_G = torch.arange(1, rows + 1, device=newest_B.device)
+    positions_BG = torch.where(start < 0, start, start + steps_G)
+    tokens = Tokens(
+        positions=positions_BG.flatten(),
+        sequence=last.sequence[:, None].repeat(1, rows).flatten(),
+        query_start=last.query_start * rows,
+        max_len=last.max_len + rows,
+        max_query=rows,
+    )
+    first_B = positions_BG[:, 0]
+    seen_BGG = first_B[:, None, None] + further_offsets(shape, newest_B.device)
+    places = seen_BGG // table.rows_per_page - table.first[:, None, None]
+    places = places.clamp_(0, table.pages.shape[1] - 1)
+    pages = table.pages.gather(1, places.flatten(1)).view_as(places)
+    slots = pages * table.rows_per_page + seen_BGG % table.rows_per_page
+    none = (seen_BGG < 0) | (first_B < 0)[:, None, None]
+    return DraftBlock(ids.flatten(), tokens, slots.masked_fill_(none, -1).flatten(0, 1).int())
+
+
+def further_offsets(shape: BlockShape, device: torch.device) -> Tensor:
+    """[G,G] int64: the further rows of each token, relative to the block's first position."""
+    rows = shape.num_tokens
+    j = torch.arange(rows, device=device)
+    k = j[:, None]
+    later = rows - 1 - k
+    return torch.where(j < later, k + 1 + j, k - shape.window - (j - later))
+
+
+def draft_confidences(
+    streams_BKHD: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight, params: MhcParams
+) -> Tensor:
+    head = w.hc_head
+    streams = streams_BKHD.float()
+    flat = streams.flatten(2)
+    scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + params.rms_eps)
+    mixes = flat @ head.fn.T * scale
+    shares = torch.sigmoid(mixes * head.scale + head.base) + params.eps
+    hidden = torch.einsum("bkh,bkhd->bkd", shares, streams)
+    width = hidden.shape[2]
+    scores_BK = torch.matmul(hidden, w.proj[0, :width])
+    if w.markov_w1 is not None:
+        before_BK = torch.cat((newest_B[:, None], ids_BK[:, :-1]), 1)
+        markov_BKR = w.markov_w1[before_BK]
+        scores_BK = scores_BK + (markov_BKR * w.proj[0, width:]).sum(-1)
+    return torch.sigmoid(scores_BK)

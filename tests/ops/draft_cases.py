@@ -1,0 +1,98 @@
+"""Steps, blocks and weights for the tests of the operators around drafts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finwhale.ops.case import Draw
+from finwhale.ops.drafts import ConfidenceWeight, VerifiedStep
+from finwhale.ops.mhc import HcHeadWeight
+from finwhale.ops.paging import PageTable, Tokens
+
+# Lengths of the sequences, the most tokens of one of them, tokens and sequences with padding.
+STEPS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
+    ((1,), 2, 1, 1),
+    ((1,), 1, 1, 1),
+    ((4,), 4, 4, 1),
+    ((3, 1, 4, 2), 4, 12, 6),
+    ((8, 5, 1, 8, 2), 8, 40, 5),
+    ((1, 1, 1), 8, 4, 4),
+    ((5, 6, 5, 2, 3, 4, 1), 6, 48, 8),
+)
+# Positions of the last verified tokens; -1 is padding. Around the start of the text, of the window
+# and of pages.
+LAST = (0, 1, 6, 63, 64, 127, 128, 129, 190, 200, 1000, -1, -1)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A step with the arguments of accept_drafts, and the numbers of drafts that it accepts."""
+
+    step: VerifiedStep
+    chosen: Tensor
+    next_ids: Tensor
+    advanced: Tensor
+    accepted: list[int]
+
+    def args(self) -> tuple[Tensor, VerifiedStep, Tensor, Tensor]:
+        """Written tensors are new in each call."""
+        return self.chosen, self.step, self.next_ids.clone(), self.advanced.clone()
+
+
+def verification(
+    lengths: Sequence[int], width: int, num_tokens: int, num_seqs: int, seed: int = 0
+) -> Verification:
+    """Each sequence accepts a random number of drafts. Those after a wrong one may be right."""
+    draw = Draw(seed)
+    ids = draw.integers(50, num_tokens)
+    chosen = draw.integers(50, num_tokens)
+    positions = torch.full((num_tokens,), -1)
+    first = torch.full((num_seqs,), num_tokens - 1)
+    # As the engine does for a draft that there is not, beside the least number that is allowed.
+    places = torch.full((num_seqs, width - 1), num_tokens + 7)
+    places[:, ::2] = num_tokens - 1
+    accepted, start = [0] * num_seqs, 0
+    for row, length in enumerate(lengths):
+        at, first[row] = range(start, start + length), start
+        positions[start : start + length] = 100 * row + torch.arange(length)
+        places[row, : length - 1] = torch.tensor(list(at)[:-1], dtype=torch.int64)
+        accepted[row] = int(draw.integers(length, 1))
+        for k, place in enumerate(list(at)[:-1]):
+            chosen[place] = ids[place + 1] + (k == accepted[row])
+        start += length
+    # The token after the last one of a sequence is another sequence's, even if it is equal.
+    for place in range(num_tokens - 1):
+        if not (places == place).any():
+            chosen[place] = ids[place + 1]
+    step = VerifiedStep(ids_N=ids, positions_N=positions, first_B=first, places_BP=places)
+    old = draw.integers(50, 2, num_seqs, width)
+    return Verification(step, chosen, old[0], old[1], accepted)
+
+
+def one_each(positions: Sequence[int]) -> Tokens:
+    count = torch.arange(len(positions) + 1, dtype=torch.int32)
+    return Tokens(torch.tensor(positions, dtype=torch.int64), count[:-1], count, 1100, 1)
+
+
+def window_table(
+    positions: Sequence[int], rows_per_page: int, window: int, block: int
+) -> PageTable:
+    """Pages for the window and the block of each sequence, in rows of a larger tensor."""
+    needed = [(range(max(0, last + 1 - window), last + 1 + block),) for last in positions]
+    return Draw().page_table(needed, rows_per_page)[0]
+
+
+def confidence_weight(
+    width: int, markov: int, vocab_size: int = 40, seed: int = 1
+) -> ConfidenceWeight:
+    draw = Draw(seed)
+    head = HcHeadWeight(
+        fn=draw.normal(4, 4 * width, scale=(4 * width) ** -0.5),
+        scale=draw.normal(1).abs(),
+        base=draw.normal(4),
+        norm=draw.normal(width),
+    )
+    proj = draw.normal(1, width + markov, scale=width**-0.5)
+    return ConfidenceWeight(head, proj, draw.normal(vocab_size, markov) if markov else None)
