@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -266,9 +267,15 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
     count, width = sum(lengths), 3
     steps._send_layout(lengths, DraftPlan((), (), (), links=(2, 0, 1)), 4, 4 * width)
-    steps._matches[:count] = True
-    accepted = steps._matches[steps._places[:4]].cumprod(1).sum(1)
-    assert accepted.tolist() == [*[length - 1 for length in lengths], 0]
+    steps._chosen.copy_(torch.arange(len(steps._chosen)))
+    inputs = steps._inputs(4, 4 * width, 300)
+    # Every token is the one that was sampled after the token before it, also in another sequence.
+    inputs.token_ids.copy_(torch.arange(4 * width) - 1)
+    last, _ = steps._accept(inputs)
+    accepted = [*[length - 1 for length in lengths], 0]
+    assert steps._advanced[:4].tolist() == [[number] * steps._longest for number in accepted]
+    assert last.tolist() == [*np.cumsum(lengths) - 1, 4 * width - 1]
+    assert torch.equal(steps._carried[:4, 0], last)
     assert steps._first[3] == 4 * width - 1
     sources = [
         (row, k) for row, length in zip((2, 0, 1), lengths, strict=True) for k in range(length)

@@ -37,6 +37,8 @@ from finwhale.models.protocol import (
     Segments,
     StepInputs,
 )
+from finwhale.ops import Ops
+from finwhale.ops.drafts import VerifiedStep
 from finwhale.ops.paging import PageTable, Tokens
 
 # Page tables have columns for at least this many tokens of a step.
@@ -108,6 +110,7 @@ class VerificationSteps:
         cache: PagedCache,
         groups: Items[CacheGroup],
         tables: SlotTables,
+        ops: Ops,
         *,
         kinds: Items[tuple[int, int]],
         sizes: Items[int],
@@ -119,6 +122,7 @@ class VerificationSteps:
         assert model.draft_head is not None
         self._model, self._head, self._cache = model, model.draft_head, cache
         self._device, self._memory, self._max_len = device, memory, max_len
+        self._accept_drafts = ops.accept_drafts
         self.description = DeviceDrafts(
             sizes=() if memory is None else tuple(sizes),
             plain_sizes=() if memory is None else tuple(plain_sizes),
@@ -143,13 +147,13 @@ class VerificationSteps:
         self._estimate: Estimate | None = None
         # For each token, the index in _carried of its id; the last row of _carried stands for ids
         # from the host, and _from_host marks them. For each sequence, the index of its first token,
-        # and the indices of the tokens that have a draft after them; a missing draft has the index
-        # in _matches that is never set.
+        # and the indices of the tokens that have a draft after them; a missing draft has an index
+        # beyond all tokens.
         self._sources = integers(tokens).fill_(rows * longest)
         self._from_host = torch.ones(tokens, dtype=torch.bool, device=device)
         self._first = integers(rows)
+        self._missing = tokens
         self._places = integers(rows, longest - 1).fill_(tokens)
-        self._matches = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
         self._sent_layout: tuple[object, ...] = ()
         self._positions, self._chosen = integers(tokens), integers(tokens)
         self._noise = StaticDraftNoise(rows, longest - 1, device)
@@ -271,7 +275,7 @@ class VerificationSteps:
         places = first[:, None] + np.arange(most - 1)
         missing = np.ones(places.shape, bool)
         missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
-        places[missing] = len(self._matches) - 1
+        places[missing] = self._missing
         if draft.links is not None:
             rows = np.repeat(np.array(draft.links, np.int64) * most, lengths)
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -316,24 +320,14 @@ class VerificationSteps:
         num_tokens = len(inputs.token_ids)
         chosen = self._chosen[:num_tokens]
         hidden = self._head(inputs, step.streams, chosen, self._cache, segments)
-        last = self._first[:size]
-        if inputs.tokens.max_query == 1:
-            self._advanced[:size].zero_()
-        else:
-            torch.eq(chosen[:-1], inputs.token_ids[1:], out=self._matches[: num_tokens - 1])
-            places = self._places[:size]
-            matches = self._matches.index_select(0, places.view(-1)).view(places.shape)
-            accepted = matches.cumprod(1).sum(1)
-            last = last + accepted
-            self._advanced[:size].copy_(accepted[:, None])
-        self._carried[:size, 0].copy_(chosen.index_select(0, last))
+        last, positions = self._accept(inputs)
         if not num_drafts:
             return
         start = DraftStart(
             hidden=hidden.index_select(0, last),
             newest_ids=self._carried[:size, 0],
             tokens=Tokens(
-                positions=inputs.tokens.positions.index_select(0, last),
+                positions=positions,
                 sequence=self._ordinal[:size],
                 query_start=self._ordinal[: size + 1],
                 max_len=self._max_len,
@@ -347,6 +341,22 @@ class VerificationSteps:
         if drafts.confidences is not None:
             self._gives_confidences = True
             self._confidences[:size, :num_drafts].copy_(drafts.confidences.T)
+
+    def _accept(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Note each sequence's accepted drafts and its newest token.
+
+        Returns:
+            [B] int64: the index and the position of each sequence's last accepted token.
+        """
+        size = len(inputs.tokens.query_start) - 1
+        step = VerifiedStep(
+            ids_N=inputs.token_ids,
+            positions_N=inputs.tokens.positions,
+            first_B=self._first[:size],
+            places_BP=self._places[:size],
+        )
+        chosen = self._chosen[: len(inputs.token_ids)]
+        return self._accept_drafts(chosen, step, self._carried[:size], self._advanced[:size])
 
     def _capture_all(self, memory: GraphMemory) -> None:
         for size, width in self.description.captured():

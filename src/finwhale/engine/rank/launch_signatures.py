@@ -25,6 +25,7 @@ from finwhale.engine.rank.static_inputs import aligned
 from finwhale.models.protocol import CacheGroup, Model, PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.builds.sizes import LaunchSizes
+from finwhale.ops.drafts import VerifiedStep
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.sampling import SamplingBatch
 
@@ -81,6 +82,8 @@ class SignatureRun:
             self._step(num_tokens, max_query, bounds)
         for num_seqs in self._draft_passes():
             draft_after(self.model, self._inputs(num_seqs, self.largest.max_len, 1), self.cache)
+        if self.drafts:
+            self._verification()
         most = self.largest.num_seqs * (1 + self.drafts)
         for rows in sorted({*self.sizes.rows(most), *self.largest.decode_graphs}):
             self._logits(rows)
@@ -166,6 +169,21 @@ class SignatureRun:
         streams = self.model.run_one_of_each(inputs, self.cache, segments)
         if self.drafts and self.model.draft_head is not None:
             self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, segments)
+
+    def _verification(self) -> None:
+        """The operators around a step that verifies drafts. They launch the same for any step."""
+        width = 1 + max(drafts for _, drafts in self.largest.draft_kinds)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+        step = VerifiedStep(
+            ids_N=zeros(width),
+            positions_N=zeros(width),
+            first_B=zeros(1),
+            places_BP=zeros(1, width - 1),
+        )
+        self.ops.accept_drafts(zeros(width), step, zeros(1, width), zeros(1, width))
 
     def _logits(self, rows: int) -> None:
         shape = (rows, *self.model.residual_shape)

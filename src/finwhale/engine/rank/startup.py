@@ -480,6 +480,7 @@ def new_verification_steps(
         runner.cache,
         runner.groups,
         runner.tables,
+        runner.ops,
         kinds=largest.draft_kinds,
         sizes=largest.verify_graphs or (config.max_num_seqs,),
         plain_sizes=largest.decode_graphs,
