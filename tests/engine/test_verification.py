@@ -1,16 +1,19 @@
 """Drafting steps on the device, ahead of the host: run uncaptured on the CPU, no token changes."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.bench import drafting as bench_drafting
 from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.draft_policy import PLAIN, DraftChoice, FixedDrafts
@@ -18,7 +21,7 @@ from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.rank import startup
-from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
+from finwhale.engine.rank.draft_decode import StepDrafts, VerificationSteps, verification_sizes
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.kv_cache import allocate_cache
 from finwhale.engine.rank.startup import draft_on_device, new_verification_steps, step_limits
@@ -27,6 +30,7 @@ from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import Drafts, PagedCache
+from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
 from ..models.drafts import RandomDrafts  # noqa: TID252
 from .plans import planned
@@ -383,6 +387,76 @@ def test_forced_acceptance(
     assert all(len(result.outputs[0].token_ids) == 60 for result in results)
     found = engine.metrics()
     assert found.drafts_accepted[0] == pytest.approx(rate * found.drafts_proposed[0], abs=4)
+
+
+OF_THE_TEST = ("randint", "clone", "ones", "tolist")
+
+
+class Launches(TorchFunctionMode):
+    """Counts calls of torch that would launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ not in ("__getitem__", "__len__", "__get__"):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("varied", [False, True])
+@pytest.mark.parametrize("vocab_size", [50, 51])
+def test_forced_acceptance_in_few_launches(
+    monkeypatch: pytest.MonkeyPatch, varied: bool, vocab_size: int
+) -> None:
+    """Which drafts are right, one by one; and it does not distort what it measures."""
+    monkeypatch.setattr(bench_drafting, "NUMBERS", 16)
+    rate, spread = 0.6, 0.2 if varied else 0.0
+    draw = torch.Generator().manual_seed(0)
+    sampled: list[Tensor] = []
+
+    def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+        ids = torch.randint(0, vocab_size, (len(logits),), generator=draw)
+        sampled.append(ids.clone())
+        return SampledTokens(ids_S=ids, valid_S=torch.ones(len(ids), dtype=torch.bool))
+
+    steps = SimpleNamespace(estimate_with=lambda estimate: None)
+    runner = SimpleNamespace(
+        verification_steps=steps,
+        model=SimpleNamespace(sample=sample, config=SimpleNamespace(vocab_size=vocab_size)),
+        device=torch.device("cpu"),
+        max_model_len=300,
+    )
+    forced: Any = ForcedAcceptance(SimpleNamespace(runner=runner), rate, varied=varied)  # type: ignore[arg-type]
+    number, rights = 0, []
+    for lengths in (*[(3, 3)] * 3, (8, 1, 2, 5), (3, 3), *[(4, 2, 6)] * 4):
+        starts = [0, *np.cumsum(lengths)]
+        ids = torch.randint(0, vocab_size, (starts[-1],), generator=draw)
+        ids[::4] = vocab_size - 1
+        positions = torch.cat([torch.arange(n) + 290 - 17 * b for b, n in enumerate(lengths)])
+        steps.drafts = StepDrafts(ids, positions, lengths)
+        logits, known = torch.empty(len(ids), 1), forced._layout.lengths == lengths
+        with Launches() as launches:
+            found = forced(logits, SamplingBatch()).ids_S.tolist()
+        if known:
+            own = [name for name in launches.names if name not in OF_THE_TEST]
+            assert len(own) == (6 if varied else 3) + vocab_size % 2, own
+        wanted, number = sampled[-1].tolist(), 0 if number + len(lengths) > 16 else number
+        for b, length in enumerate(lengths):
+            for k in range(length - 1):
+                at = starts[b] + k
+                of_position = int(positions[at + 1]) * bench_drafting.GOLDEN % 1
+                chance = rate + spread * ((b + 0.5) / len(lengths) + of_position - 1)
+                right = (number + b) * bench_drafting.ROOTS[k] % 1 < chance
+                rights.append(right)
+                draft = int(ids[at + 1])
+                wanted[at] = draft if right else (draft ^ 1) % vocab_size
+        assert found == wanted
+        number += len(lengths)
+    assert 0.4 < sum(rights) / len(rights) < 0.8
 
 
 def test_one_set_of_side_streams(

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -31,6 +32,7 @@ from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.call_ranks import call_ranks
 from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.engine.rank.startup import draft_on_device
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -49,10 +51,14 @@ LEAST_SPEED = 0.98
 # the wanted share of first drafts is right, and of these, close to it of second drafts, and so on.
 ROOTS = tuple(math.sqrt(prime) for prime in (2, 3, 5, 7, 11, 13, 17))
 GOLDEN = (math.sqrt(5) - 1) / 2
+NUMBERS = 2**16  # of verifications, after which the numbers begin again
 
 
 class ForcedAcceptance:
     """Samples tokens, and replaces them so that a given share of the drafts is right.
+
+    It must not distort what it measures, so it launches few kernels: three after each sampling, and
+    six if the drafts' chances vary. Everything else is looked up in tables.
 
     Args:
         rate: share of right drafts among those whose predecessors are right.
@@ -63,12 +69,22 @@ class ForcedAcceptance:
     def __init__(self, executor: LocalExecutor, rate: float, *, varied: bool = False) -> None:
         runner = executor.runner
         assert runner.verification_steps is not None
-        self._steps, self.rate = runner.verification_steps, rate
+        self._steps = runner.verification_steps
         self._sample = runner.model.sample
-        self._vocab = runner.model.config.vocab_size
-        self._roots = torch.tensor(ROOTS, dtype=torch.float64, device=runner.device)
+        self._vocab, self._device = runner.model.config.vocab_size, runner.device
         self._verified = 0
         self._spread = min(rate, 1 - rate) / 2 if varied else 0.0
+        # A draft is right if this fraction, of its verification and its place among the drafts, is
+        # below its chance.
+        numbers = torch.arange(NUMBERS, dtype=torch.float64, device=runner.device)
+        roots = torch.tensor(ROOTS, dtype=torch.float64, device=runner.device)
+        fractions = (numbers[:, None] * roots).frac().flatten()
+        self._fractions = fractions if varied else None
+        self._wrong = (fractions >= rate).long()
+        # The part of a chance that depends on the position.
+        positions = torch.arange(runner.max_model_len + 2 * len(ROOTS), device=runner.device)
+        self._of_position = rate + self._spread * ((positions.double() * GOLDEN).frac() - 1)
+        self._layout = _DraftLayout((), runner.device)
         self._steps.estimate_with(self.chances if varied else None)
 
     def chances(self, positions_BK: Tensor) -> Tensor:
@@ -76,26 +92,57 @@ class ForcedAcceptance:
         count = len(positions_BK)
         # Half of the spread belongs to the request, and half to the position.
         of_request = (torch.arange(count, device=positions_BK.device)[:, None] + 0.5) / count
-        of_position = (positions_BK.double() * GOLDEN).frac()
-        return (self.rate + self._spread * (of_request + of_position - 1)).float()
+        return (self._of_position[positions_BK] + self._spread * of_request).float()
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         sampled = self._sample(logits_SV, batch)
         found = self._steps.drafts
         if found is None or len(found.ids) != len(sampled.ids_S):
             return sampled
-        num_tokens, (count, most) = len(found.ids), found.rows.shape
-        following = (found.rows + 1).clamp_(max=num_tokens - 1).flatten()
-        drafts = found.ids.index_select(0, following)
-        chances = self.chances(found.positions.index_select(0, following).view(count, most))
-        numbers = torch.arange(self._verified, self._verified + count, device=drafts.device)
-        right = (numbers[:, None] * self._roots[:most]).frac() < chances
+        if found.lengths != self._layout.lengths:
+            self._layout = _DraftLayout(found.lengths, self._device)
+        layout, count = self._layout, len(found.lengths)
+        if self._verified + count > NUMBERS:
+            self._verified = 0
+        numbers = slice(self._verified * len(ROOTS), (self._verified + count) * len(ROOTS))
         self._verified += count
-        # The last element stands for the drafts that a sequence does not have.
-        chosen = torch.cat([sampled.ids_S, sampled.ids_S[:1]])
-        replaced = torch.where(right.flatten(), drafts, (drafts + 1).remainder_(self._vocab))
-        chosen.scatter_(0, found.rows.flatten().clamp(max=num_tokens), replaced)
-        return replace(sampled, ids_S=chosen[:-1])
+        if self._fractions is None:
+            wrong = self._wrong[numbers].index_select(0, layout.places)
+        else:
+            chances = self._of_position.index_select(0, found.positions[1:])
+            chances.add_(layout.of_request, alpha=self._spread)
+            wrong = self._fractions[numbers].index_select(0, layout.places) >= chances
+        # Another token than the draft has another lowest bit.
+        replaced = found.ids[1:] ^ wrong
+        if self._vocab % 2:
+            replaced.remainder_(self._vocab)
+        chosen = sampled.ids_S[:-1]
+        torch.where(layout.drafted, replaced, chosen, out=chosen)
+        return sampled
+
+
+class _DraftLayout:
+    """Which tokens of a step are followed by drafts.
+
+    Attributes:
+        drafted: for each token but the step's last: whether a draft of its sequence follows it.
+        places: int64: its sequence's row and its place in the sequence, as an index into rows of
+            one element for each root.
+        of_request: float64: a number of its sequence, in 0..1.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        self.lengths = lengths
+        sizes = np.array(lengths, np.int64)
+        rows = np.repeat(np.arange(len(sizes)), sizes)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        drafted = place + 1 < np.repeat(sizes, sizes)
+        places = rows * len(ROOTS) + np.minimum(place, len(ROOTS) - 1)
+        of_request = (rows + 0.5) / max(1, len(sizes))
+        self.places, self.of_request, marks = send(
+            device, places[:-1], of_request[:-1], drafted[:-1].astype(np.int64)
+        )
+        self.drafted = marks.bool()
 
 
 def _draft_on_device(config: EngineConfig, executor: LocalExecutor) -> None:

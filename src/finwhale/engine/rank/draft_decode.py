@@ -75,13 +75,12 @@ class StepDrafts(NamedTuple):
 
     Attributes:
         ids, positions: int64: ids and positions of the step's N tokens, without padding.
-        rows: [count,K] int64: indices of the tokens that have a draft after them. For a sequence
-            with fewer than K drafts, the remaining numbers are at least N.
+        lengths: number of tokens of each sequence: one, then its drafts.
     """
 
     ids: Tensor
     positions: Tensor
-    rows: Tensor
+    lengths: tuple[int, ...]
 
 
 # Maps the positions [count,K] int64 of drafts to their confidences [count,K] float32.
@@ -173,7 +172,7 @@ class VerificationSteps:
         return StepDrafts(
             ids=inputs.token_ids[:num_tokens],
             positions=inputs.tokens.positions[:num_tokens],
-            rows=self._places[:count],
+            lengths=self._lengths,
         )
 
     @property
