@@ -8,7 +8,7 @@ from torch import Tensor
 
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import ConfidenceWeight, VerifiedStep
-from finwhale.ops.mhc import HcHeadWeight
+from finwhale.ops.mhc import HcHeadWeight, MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
 # Lengths of the sequences, the most tokens of one of them, tokens and sequences with padding.
@@ -21,6 +21,8 @@ STEPS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
     ((1, 1, 1), 8, 4, 4),
     ((5, 6, 5, 2, 3, 4, 1), 6, 48, 8),
 )
+# With larger values than a model's, which no tolerance hides.
+PARAMS = MhcParams(num_iters=20, eps=1e-2, rms_eps=1e-1)
 # Positions of the last verified tokens; -1 is padding. Around the start of the text, of the window
 # and of pages.
 LAST = (0, 1, 6, 63, 64, 127, 128, 129, 190, 200, 1000, -1, -1)
@@ -46,7 +48,10 @@ def verification(
 ) -> Verification:
     """Each sequence accepts a random number of drafts. Those after a wrong one may be right."""
     draw = Draw(seed)
-    ids = draw.integers(50, num_tokens)
+    # What follows the last token in memory looks like a right draft, and so does the last token.
+    memory = draw.integers(50, num_tokens + 1)
+    memory[-1] = memory[-2]
+    ids = memory[:-1]
     chosen = draw.integers(50, num_tokens)
     positions = torch.full((num_tokens,), -1)
     first = torch.full((num_seqs,), num_tokens - 1)
@@ -66,6 +71,7 @@ def verification(
     for place in range(num_tokens - 1):
         if not (places == place).any():
             chosen[place] = ids[place + 1]
+    chosen[-1] = ids[-1]
     step = VerifiedStep(ids_N=ids, positions_N=positions, first_B=first, places_BP=places)
     old = draw.integers(50, 2, num_seqs, width)
     return Verification(step, chosen, old[0], old[1], accepted)

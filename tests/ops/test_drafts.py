@@ -7,9 +7,16 @@ import torch
 
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, ref
-from finwhale.ops.mhc.cases import PARAMS
 
-from .draft_cases import LAST, STEPS, confidence_weight, one_each, verification, window_table
+from .draft_cases import (
+    LAST,
+    PARAMS,
+    STEPS,
+    confidence_weight,
+    one_each,
+    verification,
+    window_table,
+)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,10 +7,17 @@ from torch import Tensor
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, DraftBlock, ref
 from finwhale.ops.drafts import drafts_triton as kernels
-from finwhale.ops.mhc.cases import PARAMS
 from finwhale.ops.paging import PageTable
 
-from .draft_cases import LAST, STEPS, confidence_weight, one_each, verification, window_table
+from .draft_cases import (
+    LAST,
+    PARAMS,
+    STEPS,
+    confidence_weight,
+    one_each,
+    verification,
+    window_table,
+)
 from .kernels_support import DTYPES
 
 
