@@ -31,9 +31,11 @@ from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import read_config
 from finwhale.demo import DSPARK_PATH
 from finwhale.engine.plan.draft_policy import step_kinds
+from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.graphs import prefill_sizes
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import LargestSteps, StepLimits
+from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
@@ -414,6 +416,28 @@ def compare_drafting_launches(config: ModelConfig, max_len: int) -> dict[str, An
     largest = replace(DRAFTING, max_len=max_len)
     run = SignatureRun(model, groups, OPS, cache, largest, eager=False)
     every = collect(DraftingSample(model, groups, OPS, cache, largest, eager=False))
+    steps = VerificationSteps(
+        model,
+        cache,
+        groups,
+        SlotTables([group.name for group in groups]),
+        OPS,
+        kinds=largest.draft_kinds,
+        sizes=largest.verify_graphs,
+        max_len=max_len,
+        device=torch.device("cpu"),
+    )
+
+    def around_the_layers() -> None:
+        for width, _ in largest.draft_kinds:
+            for size in range(1, largest.num_seqs + 1):
+                inputs = steps._inputs(size, size * width, max_len)
+                steps._take_over(inputs)
+                steps._accept(inputs)
+
+    found = collect(torch.inference_mode()(around_the_layers))
+    assert {variant.name for variant in found} == {"_continue_kernel", "_accept_kernel"}
+    every += found
 
     def verification(query: int) -> set[tuple[str, str]]:
         inference = torch.inference_mode()

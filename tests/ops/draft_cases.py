@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from finwhale.ops.case import Draw
-from finwhale.ops.drafts import ConfidenceWeight, VerifiedStep
+from finwhale.ops.drafts import ConfidenceWeight, PlannedTokens, VerifiedStep
 from finwhale.ops.mhc import HcHeadWeight, MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
@@ -26,6 +27,22 @@ PARAMS = MhcParams(num_iters=20, eps=1e-2, rms_eps=1e-1)
 # Positions of the last verified tokens; -1 is padding. Around the start of the text, of the window
 # and of pages.
 LAST = (0, 1, 6, 63, 64, 127, 128, 129, 190, 200, 1000, -1, -1)
+
+
+def continuation(num_tokens: int, rows: int, width: int, seed: int = 0) -> tuple[Any, ...]:
+    """Arguments of continue_tokens; every third token has an id from the host."""
+    draw = Draw(seed)
+    links = draw.integers(rows * width, num_tokens)
+    links[::3] = rows * width + draw.integers(width, len(links[::3]))
+    last = draw.integers(1000, 2, rows + 1, width)
+    last[1, -1] = 0
+    planned = PlannedTokens(
+        ids_S=draw.integers(3000, 2 * num_tokens, low=2000),
+        sources_N=draw.integers(max(1, 2 * num_tokens), num_tokens),
+        positions_N=draw.integers(10**6, num_tokens, low=-1),
+        links_N=links,
+    )
+    return planned, last, torch.full((num_tokens,), -7), torch.full((num_tokens,), -7)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from finwhale.ops.attention import prepare_qkv_triton as prepare
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention as portable_attention
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.compressor import compress_triton as compressor
-from finwhale.ops.drafts import BlockShape, ConfidenceWeight, VerifiedStep
+from finwhale.ops.drafts import BlockShape, ConfidenceWeight, PlannedTokens, VerifiedStep
 from finwhale.ops.drafts import drafts_triton as drafts
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import select_entries_triton as indexer
@@ -340,6 +340,8 @@ def call_drafts(D: int, B: int, K: int) -> None:
 
     N, W = B * (1 + K), 1 + K
     step = VerifiedStep(ids_N=ids(N), positions_N=ids(N), first_B=ids(B), places_BP=ids(B, K))
+    planned = PlannedTokens(ids_S=ids(2 * N), sources_N=ids(N), positions_N=ids(N), links_N=ids(N))
+    drafts.continue_tokens(planned, ids(2, B + 1, W), ids(N), ids(N))
     drafts.accept_drafts(ids(N), step, ids(B, W), ids(B, W))
     newest, last = ids(B, W)[:, 0], step_tokens(B, 2**20, 1)
     drafts.make_blocks(newest, last, page_table(B, 64), BlockShape(K, 2**17, 128))

@@ -13,10 +13,22 @@ from .draft_cases import (
     PARAMS,
     STEPS,
     confidence_weight,
+    continuation,
     one_each,
     verification,
     window_table,
 )
+
+
+@pytest.mark.parametrize("rows, width", [(1, 2), (5, 4), (3, 8)])
+def test_continued_tokens(rows: int, width: int) -> None:
+    planned, last, ids, positions = continuation(17, rows, width)
+    ref.continue_tokens(planned, last, ids, positions)
+    for n, link in enumerate(planned.links_N.tolist()):
+        row, column = divmod(link, width)
+        known = int(planned.ids_S[planned.sources_N[n]])
+        assert int(ids[n]) == (known if row == rows else int(last[0, row, column]))
+        assert int(positions[n]) == int(planned.positions_N[n] + last[1, row, column])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -556,7 +556,8 @@ def test_every_operator_is_covered() -> None:
     uncovered = {name for name, _ in REFERENCE.implementations()} - covered
     others = {"prepare_linear", "prepare_experts", "finish_experts", "sample", "grouped_form"}
     others |= {"best_candidates", "merge_candidates"}  # with "sample", in test_sampling.py
-    others |= {"accept_drafts", "make_blocks", "draft_confidences"}  # in test_drafts.py
+    # In test_drafts.py.
+    others |= {"continue_tokens", "accept_drafts", "make_blocks", "draft_confidences"}
     assert uncovered == others
     compressed = [case.args()[0] for case in SMALL if case.operator == "compress"]
     assert {parts[0].weight.ratio for parts in compressed} == {4, 128}

@@ -14,11 +14,22 @@ from .draft_cases import (
     PARAMS,
     STEPS,
     confidence_weight,
+    continuation,
     one_each,
     verification,
     window_table,
 )
 from .kernels_support import DTYPES
+
+
+@pytest.mark.parametrize(
+    "num_tokens, rows, width", [(0, 1, 2), (1, 1, 2), (128, 5, 4), (300, 64, 8)]
+)
+def test_continued_tokens(num_tokens: int, rows: int, width: int) -> None:
+    found, wanted = (continuation(num_tokens, rows, width) for _ in range(2))
+    kernels.continue_tokens(*found)
+    ref.continue_tokens(*wanted)
+    assert torch.equal(found[2], wanted[2]) and torch.equal(found[3], wanted[3])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -15,7 +15,7 @@ from torch import Tensor
 from finwhale.errors import ResourceError
 from finwhale.ops.attention import PrepareQkv, SparseAttention
 from finwhale.ops.compressor import Compress
-from finwhale.ops.drafts import AcceptDrafts, DraftConfidences, MakeBlocks
+from finwhale.ops.drafts import AcceptDrafts, ContinueTokens, DraftConfidences, MakeBlocks
 from finwhale.ops.indexer import SelectEntries
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcOfTerms, MhcPost, MhcPostPre, MhcPre
@@ -120,6 +120,7 @@ class Ops:
     sample: Sample
     best_candidates: BestCandidates
     merge_candidates: MergeCandidates
+    continue_tokens: ContinueTokens
     accept_drafts: AcceptDrafts
     make_blocks: MakeBlocks
     draft_confidences: DraftConfidences

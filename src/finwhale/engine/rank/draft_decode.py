@@ -38,7 +38,7 @@ from finwhale.models.protocol import (
     StepInputs,
 )
 from finwhale.ops import Ops
-from finwhale.ops.drafts import VerifiedStep
+from finwhale.ops.drafts import PlannedTokens, VerifiedStep
 from finwhale.ops.paging import PageTable, Tokens
 
 # Page tables have columns for at least this many tokens of a step.
@@ -121,7 +121,7 @@ class VerificationSteps:
         assert model.draft_head is not None
         self._model, self._head, self._cache = model, model.draft_head, cache
         self._device, self._memory, self._max_len = device, memory, max_len
-        self._accept_drafts = ops.accept_drafts
+        self._continue_tokens, self._accept_drafts = ops.continue_tokens, ops.accept_drafts
         self.description = DeviceDrafts(
             sizes=() if memory is None else tuple(sizes),
             plain_sizes=() if memory is None else tuple(plain_sizes),
@@ -145,11 +145,9 @@ class VerificationSteps:
         self._gives_confidences = False
         self._estimate: Estimate | None = None
         # For each token, the index in _carried of its id; the last row of _carried stands for ids
-        # from the host, and _from_host marks them. For each sequence, the index of its first token,
-        # and the indices of the tokens that have a draft after them; a missing draft has an index
-        # beyond all tokens.
+        # from the host. For each sequence, the index of its first token, and the indices of the
+        # tokens that have a draft after them; a missing draft has an index beyond all tokens.
         self._sources = integers(tokens).fill_(rows * longest)
-        self._from_host = torch.ones(tokens, dtype=torch.bool, device=device)
         self._first = integers(rows)
         self._missing = tokens
         self._places = integers(rows, longest - 1).fill_(tokens)
@@ -283,7 +281,6 @@ class VerificationSteps:
         parts = self._sources[:num_tokens], self._first[:size], self._places[:size]
         for part, values in zip(parts, sent, strict=True):
             part.copy_(values)
-        torch.ge(parts[0], self._no_row * most, out=self._from_host[:num_tokens])
         self._sent_layout = layout
 
     def _inputs(self, size: int, num_tokens: int, max_len: int) -> StepInputs:
@@ -307,12 +304,15 @@ class VerificationSteps:
 
     def _take_over(self, inputs: StepInputs) -> None:
         """Take ids and positions from the host, or from the last step where a row is linked."""
-        ids, positions = inputs.token_ids, inputs.tokens.positions
-        self._static.gather_ids(len(ids))
-        given = self._static.inputs(len(ids), decode=False).tokens.positions
-        carried, advanced = self._last.flatten(1).index_select(1, self._sources[: len(ids)])
-        torch.where(self._from_host[: len(ids)], ids, carried, out=ids)
-        torch.add(given, advanced, out=positions)
+        num_tokens = len(inputs.token_ids)
+        ids, sources = self._static.known_ids(num_tokens)
+        planned = PlannedTokens(
+            ids_S=ids,
+            sources_N=sources,
+            positions_N=self._static.inputs(num_tokens, decode=False).tokens.positions,
+            links_N=self._sources[:num_tokens],
+        )
+        self._continue_tokens(planned, self._last, inputs.token_ids, inputs.tokens.positions)
 
     def _draft(self, step: _Step, num_drafts: int, segments: Segments) -> None:
         inputs, size = step.inputs, len(step.inputs.tokens.query_start) - 1

@@ -25,7 +25,7 @@ from finwhale.engine.rank.static_inputs import aligned
 from finwhale.models.protocol import CacheGroup, Model, PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.builds.sizes import LaunchSizes
-from finwhale.ops.drafts import VerifiedStep
+from finwhale.ops.drafts import PlannedTokens, VerifiedStep
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.sampling import SamplingBatch
 
@@ -183,6 +183,13 @@ class SignatureRun:
             first_B=zeros(1),
             places_BP=zeros(1, width - 1),
         )
+        planned = PlannedTokens(
+            ids_S=zeros(width),
+            sources_N=zeros(width),
+            positions_N=zeros(width),
+            links_N=zeros(width),
+        )
+        self.ops.continue_tokens(planned, zeros(2, 2, width), zeros(width), zeros(width))
         self.ops.accept_drafts(zeros(width), step, zeros(1, width), zeros(1, width))
 
     def _logits(self, rows: int) -> None:

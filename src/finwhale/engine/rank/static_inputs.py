@@ -95,6 +95,10 @@ class StaticInputs:
         """Gather the tokens' ids. This is the first operation of a graph."""
         torch.index_select(self._sources, 0, self._source[:num_tokens], out=self._ids[:num_tokens])
 
+    def known_ids(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """What `gather_ids` reads: ids, and each token's index into them."""
+        return self._sources, self._source[:num_tokens]
+
     def fill(self, plan: StepPlan, *, decode: bool) -> None:
         """Write a step and begin its transfer; fill the rest of the buffers with padding.
 

@@ -2,9 +2,9 @@
 
 All of them are small, so a kernel each replaces many launches. None waits for the device.
 
-Legend: N tokens of a step, B sequences, W the most tokens of a sequence in a step that verifies
-drafts, P = W - 1 drafts, K new drafts, G tokens of a block, H residual streams, D hidden, R width
-of the Markov head, V vocabulary.
+Legend: N tokens of a step, B sequences, S ids that the host may send, L rows of the last step, W
+the most tokens of a sequence in a step that verifies drafts, P = W - 1 drafts, K new drafts, G
+tokens of a block, H residual streams, D hidden, R width of the Markov head, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,40 @@ from torch import Tensor
 
 from finwhale.ops.mhc import HcHeadWeight, MhcParams
 from finwhale.ops.paging import PageTable, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTokens:
+    """The tokens of a step as the host planned it. All tensors are int64 and contiguous.
+
+    Attributes:
+        ids_S, sources_N: token n has the id ids_S[sources_N[n]] if the host knows it.
+        positions_N: the positions if the last step accepted no draft; -1 is padding.
+        links_N: for a token that continues the last step, its index into [L,W] results of that
+            step. For the others, an index into the last of the L rows.
+    """
+
+    ids_S: Tensor
+    sources_N: Tensor
+    positions_N: Tensor
+    links_N: Tensor
+
+
+class ContinueTokens(Protocol):
+    """Give a step its ids and positions, which may follow from the last step's accepted drafts."""
+
+    def __call__(
+        self, planned: PlannedTokens, last_2LW: Tensor, ids_N: Tensor, positions_N: Tensor
+    ) -> None:
+        """Write the ids and positions of the tokens.
+
+        Args:
+            last_2LW: int64, contiguous: for L - 1 sequences, the next tokens of the last step, and
+                by how many tokens each of them is ahead of the plan. The last row belongs to no
+                sequence. Its tokens have the host's ids, and are ahead by its numbers, which are 0.
+            ids_N, positions_N: int64, contiguous; written. ids_N may not overlap ids_S.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

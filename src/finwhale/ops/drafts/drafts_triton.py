@@ -11,11 +11,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.drafts import BlockShape, ConfidenceWeight, DraftBlock, VerifiedStep
+from finwhale.ops.drafts import (
+    BlockShape,
+    ConfidenceWeight,
+    DraftBlock,
+    PlannedTokens,
+    VerifiedStep,
+)
 from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
+BLOCK_N = 128  # tokens of a program that continues a step
 BLOCK_D = 512  # values of each residual stream that a program of a confidence reads at once
+
+
+@triton.jit(
+    do_not_specialize=["N", "carrying", "last_size"],
+    do_not_specialize_on_alignment=[
+        *("known_ids_ptr", "sources_ptr", "planned_ptr", "links_ptr", "last_ptr"),
+        *("token_ids_ptr", "token_positions_ptr"),
+    ],
+)
+def _continue_kernel(
+    known_ids_ptr,
+    sources_ptr,
+    planned_ptr,
+    links_ptr,
+    last_ptr,
+    token_ids_ptr,
+    token_positions_ptr,
+    N,
+    carrying,
+    last_size,
+    BLOCK_N: tl.constexpr,
+):
+    """Write ids and positions of a block of tokens. Links below `carrying` continue the last step.
+
+    last_size: number of the next tokens in last_ptr, after which the advances follow.
+    """
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < N
+    link = tl.load(links_ptr + n, mask=inside, other=0)
+    source = tl.load(sources_ptr + n, mask=inside, other=0)
+    planned = tl.load(planned_ptr + n, mask=inside, other=0)
+    continues = link < carrying
+    known = tl.load(known_ids_ptr + source, mask=inside & (continues == 0), other=0)
+    carried = tl.load(last_ptr + link, mask=inside & continues, other=0)
+    advanced = tl.load(last_ptr + last_size + link, mask=inside, other=0)
+    tl.store(token_ids_ptr + n, tl.where(continues, carried, known), mask=inside)
+    tl.store(token_positions_ptr + n, planned + advanced, mask=inside)
 
 
 @triton.jit(
@@ -183,6 +227,21 @@ def _confidence_kernel(
 
 
 # --- Launch ---------------------------------------------------------------------------------------
+
+
+def continue_tokens(
+    planned: PlannedTokens, last_2LW: Tensor, ids_N: Tensor, positions_N: Tensor
+) -> None:
+    given = (planned.ids_S, planned.sources_N, planned.positions_N, planned.links_N, last_2LW)
+    _check_contiguous(*given, ids_N, positions_N)
+    num_tokens, (_, rows, width) = len(ids_N), last_2LW.shape
+    if num_tokens:
+        _continue_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
+            *(*given, ids_N, positions_N),
+            *(num_tokens, (rows - 1) * width, rows * width),
+            BLOCK_N=BLOCK_N,
+            num_warps=4,
+        )
 
 
 def accept_drafts(

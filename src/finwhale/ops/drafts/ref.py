@@ -3,9 +3,25 @@
 import torch
 from torch import Tensor
 
-from finwhale.ops.drafts import BlockShape, ConfidenceWeight, DraftBlock, VerifiedStep
+from finwhale.ops.drafts import (
+    BlockShape,
+    ConfidenceWeight,
+    DraftBlock,
+    PlannedTokens,
+    VerifiedStep,
+)
 from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
+
+
+def continue_tokens(
+    planned: PlannedTokens, last_2LW: Tensor, ids_N: Tensor, positions_N: Tensor
+) -> None:
+    carried, advanced = last_2LW.flatten(1).index_select(1, planned.links_N)
+    continues = planned.links_N < last_2LW[0, :-1].numel()
+    known = planned.ids_S.index_select(0, planned.sources_N)
+    torch.where(continues, carried, known, out=ids_N)
+    torch.add(planned.positions_N, advanced, out=positions_N)
 
 
 def accept_drafts(

@@ -7,7 +7,12 @@ from finwhale.ops import Ops
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
-from finwhale.ops.drafts.drafts_triton import accept_drafts, draft_confidences, make_blocks
+from finwhale.ops.drafts.drafts_triton import (
+    accept_drafts,
+    continue_tokens,
+    draft_confidences,
+    make_blocks,
+)
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import Options, grouped_linear, linear, swiglu_mlp
 from finwhale.ops.linear.ref import grouped_form, prepare_linear
@@ -53,6 +58,7 @@ def table(platform: Platform) -> Ops:
         sample=sample,
         best_candidates=best_candidates,
         merge_candidates=merge_candidates,
+        continue_tokens=continue_tokens,
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
         draft_confidences=draft_confidences,

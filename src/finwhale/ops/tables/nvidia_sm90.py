@@ -11,7 +11,12 @@ from finwhale.ops import Ops
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
-from finwhale.ops.drafts.drafts_triton import accept_drafts, draft_confidences, make_blocks
+from finwhale.ops.drafts.drafts_triton import (
+    accept_drafts,
+    continue_tokens,
+    draft_confidences,
+    make_blocks,
+)
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear import linear_triton
 from finwhale.ops.linear import ref as linear_ref
@@ -94,6 +99,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         sample=sample,
         best_candidates=best_candidates,
         merge_candidates=merge_candidates,
+        continue_tokens=continue_tokens,
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
         draft_confidences=draft_confidences,

@@ -5,7 +5,12 @@ import torch
 from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention.ref import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.ref import compress
-from finwhale.ops.drafts.ref import accept_drafts, draft_confidences, make_blocks
+from finwhale.ops.drafts.ref import (
+    accept_drafts,
+    continue_tokens,
+    draft_confidences,
+    make_blocks,
+)
 from finwhale.ops.indexer.ref import select_entries
 from finwhale.ops.linear.ref import grouped_form, grouped_linear, linear, prepare_linear
 from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
@@ -59,6 +64,7 @@ OPS = Ops(
     sample=sample,
     best_candidates=best_candidates,
     merge_candidates=merge_candidates,
+    continue_tokens=continue_tokens,
     accept_drafts=accept_drafts,
     make_blocks=make_blocks,
     draft_confidences=draft_confidences,
