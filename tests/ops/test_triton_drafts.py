@@ -1,14 +1,24 @@
 """The Triton kernels of the operators around drafts in the interpreter, against the definitions."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from finwhale import LLM, SamplingParams
+from finwhale.demo import DEMO_PATH, DSPARK_PATH
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.startup import draft_on_device
+from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, DraftBlock, ref
 from finwhale.ops.drafts import drafts_triton as kernels
 from finwhale.ops.paging import PageTable
 
+from ..engine.dspark_steps import Proposal, Proposals  # noqa: TID252
 from .draft_cases import (
     LAST,
     PARAMS,
@@ -114,3 +124,50 @@ def test_unsupported_arguments_are_refused() -> None:
     table = PageTable(torch.zeros(4, 1, dtype=torch.int32).T[:, ::2], torch.zeros(1).int(), 64)
     with pytest.raises(ValueError, match="contiguous"):
         kernels.make_blocks(ids[0], one_each((3,)), table, BlockShape(2, 1, 128))
+
+
+KERNELS = {
+    name: getattr(kernels, name)
+    for name in ("continue_tokens", "accept_drafts", "make_blocks", "draft_confidences")
+}
+
+
+def drafts_of(path: Path, draft_tokens: int) -> tuple[list[list[int]], list[Proposal]]:
+    """What requests get in steps on the device that run ahead of the host, and all drafts."""
+    engine = LLM(
+        path, device="cpu", draft_tokens=draft_tokens, max_num_seqs=4, max_model_len=300
+    ).engine
+    steps = draft_on_device(local_executor(engine.executor), engine.config)
+    engine.steps_ahead = 1
+    proposals = Proposals(engine, steps)
+    results = []
+    for i, length in enumerate((3, 130, 60)):
+        params = SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=24 + i)
+        prompt = [20 + (i + 3) * n % 400 for n in range(length)]
+        results.append(engine.add_request(str(i), prompt, replace(params, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    assert engine.metrics().drafts_accepted[0] > 5
+    return [result.outputs[0].token_ids for result in results], proposals.found
+
+
+@pytest.mark.parametrize(
+    "path, draft_tokens", [(DSPARK_PATH, 5), (DEMO_PATH, 3)], ids=["dspark", "mtp"]
+)
+def test_an_engine_with_these_kernels(
+    monkeypatch: pytest.MonkeyPatch, path: Path, draft_tokens: int
+) -> None:
+    """Every draft and every token is that of the definitions."""
+    wanted_ids, wanted = drafts_of(path, draft_tokens)
+
+    def with_kernels(*args: Any, **named: Any) -> Ops:
+        return replace(load_ops(*args, **named), **KERNELS)
+
+    monkeypatch.setattr("finwhale.engine.rank.startup.load_ops", with_kernels)
+    found_ids, found = drafts_of(path, draft_tokens)
+    assert found_ids == wanted_ids
+    assert len(found) == len(wanted) > 20
+    for one, other in zip(found, wanted, strict=True):
+        assert one == replace(other, confidences=one.confidences)
+        assert one.confidences == pytest.approx(other.confidences, rel=1e-5, abs=1e-6)
+    assert any(one.confidences for one in found) is (path == DSPARK_PATH)
