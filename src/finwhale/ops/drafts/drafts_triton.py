@@ -269,7 +269,9 @@ def accept_drafts(
 
 def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockShape) -> DraftBlock:
     count, rows = len(newest_B), shape.num_tokens
-    ids, positions = newest_B.new_empty(count * rows), newest_B.new_empty(count * rows)
+    # Without a launch, while launches are recorded, these are still ids.
+    ids = newest_B.new_zeros(count * rows)
+    positions = newest_B.new_empty(count * rows)
     sequence = last.sequence.new_empty(count * rows)
     query_start = torch.empty_like(last.query_start) if count else last.query_start.clone()
     slots = table.pages.new_empty(count * rows, rows)
