@@ -172,7 +172,8 @@ def empty_float(x: Tensor) -> Tensor:
 
 
 def empty_index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """In place of Tensor.index_select."""
+    """In place of Tensor.index_select. On a GPU, an index that does not exist ends the process."""
+    assert index.is_meta or not len(index) or 0 <= index.min() <= index.max() < x.shape[dim]
     return x.new_empty(*x.shape[:dim], len(index), *x.shape[dim + 1 :])
 
 
