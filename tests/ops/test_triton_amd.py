@@ -6,13 +6,15 @@ equal bit for bit.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.backends.amd.compiler import HIPOptions
+from triton.runtime.interpreter import InterpretedFunction
 
 import finwhale.engine.rank.batch as batch
 import finwhale.engine.rank.startup as startup
@@ -122,18 +124,35 @@ class Amd:
     Attributes:
         values: what `read` gives.
         tokens: what `tokens_of` gives.
+        options: the names of all launches' options.
     """
 
     llm: LLM
     values: tuple[Tensor, Tensor]
     tokens: list[list[int]]
+    options: set[str]
 
 
 @pytest.fixture(scope="module")
 def amd(path: Path) -> Amd:
-    llm = llm_on(AMD, path)
-    assert local_executor(llm.engine.executor).runner.ops is load_ops(AMD)
-    return Amd(llm, read(llm), tokens_of(llm))
+    options: set[str] = set()
+    run = InterpretedFunction.run
+
+    def recorded(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        options.update(kwargs.keys() - set(self.arg_names))
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", recorded)
+        llm = llm_on(AMD, path)
+        assert local_executor(llm.engine.executor).runner.ops is load_ops(AMD)
+        return Amd(llm, read(llm), tokens_of(llm), options)
+
+
+def test_triton_knows_every_launch_s_options(amd: Amd) -> None:
+    """The interpreter ignores options; Triton's compiler for AMD refuses those that it lacks."""
+    assert "num_warps" in amd.options
+    assert amd.options <= {field.name for field in fields(HIPOptions)}
 
 
 def test_the_engine_s_tokens_are_the_nvidia_table_s(path: Path, amd: Amd) -> None:

@@ -162,6 +162,39 @@ def test_thresholds_of_few_tokens(kind: str, maxima: int, monkeypatch: pytest.Mo
     check_selection(scores_of_kind(kind, 703), visible, topk, 1, select)
 
 
+@pytest.mark.parametrize("visible", [(703, 690, 257)])
+def test_a_floor_that_rises(visible: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maxima that are compared as one keep too many groups; the second floor keeps few enough."""
+    few, topk = topk_few_triton, 12
+    for name, value in (("LEAST_ENTRIES", 128), ("TILE", 256), ("MAXIMA", 32)):
+        monkeypatch.setattr(few, name, value)
+    searches: list[str] = []
+    for name in ("_search_row", "_select_streamed"):
+        monkeypatch.setattr(few, name, counting(getattr(few, name), name, searches))
+
+    def select(scores: Tensor, *rest: Any) -> None:
+        few.select_topk_few(scores, maxima_of(scores, rest[1].positions), *rest)
+
+    entry = torch.arange(703)
+    # One high score in each group; groups that are compared as one have about the same score.
+    high = 10.0 * (31 - entry // 8 % 32) + torch.rand(
+        703, generator=torch.Generator().manual_seed(0)
+    )
+    scores = torch.where(entry % 8 == 3, high, high - 1000)
+    check_selection(scores, torch.tensor(visible), topk, 1, select)
+    assert "_search_row" in searches and "_select_streamed" not in searches
+
+
+def counting(function: Any, name: str, calls: list[str]) -> Any:
+    """The function; each call appends its name."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        return function(*args, **options)
+
+    return call
+
+
 def maxima_of(scores: Tensor, positions: Tensor) -> Tensor:
     """The largest key of every GROUP adjacent scores that a token sees."""
     bits = (scores + 0.0).view(torch.int32)
@@ -179,7 +212,8 @@ def test_long_rows_of_few_tokens_and_of_many(monkeypatch: pytest.MonkeyPatch) ->
     taken: list[int] = []
     select = topk_few_triton.select_topk_few
 
-    def counted(scores: Tensor, *rest: Any) -> None:
+    def counted(scores: Tensor, *rest: Any, num_warps: int) -> None:
+        assert num_warps == topk_few_triton.FEWER_WARPS  # any GPU's, without inline assembly
         taken.append(len(scores))
         select(scores, *rest)
 

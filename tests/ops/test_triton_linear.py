@@ -155,6 +155,21 @@ def test_several_blocks_of_rows_a_program_and_several_chunks_of_a_row() -> None:
     assert_close(found[2], found[0])
 
 
+@pytest.mark.parametrize(
+    ("groups", "rows", "width", "blocks", "block_m"),
+    [(4, 1024, 4096, 1, 8), (1, 4096, 4096, 1, 8), (8, 1024, 4096, 4, 4), (1, 4096, 8192, 4, 4)],
+)
+def test_programs_hold_a_weight_that_fits_the_registers(
+    groups: int, rows: int, width: int, blocks: int, block_m: int
+) -> None:
+    """wo_a and wo_b of Flash on two ranks, and on one, where they are too large."""
+    weight = torch.empty(groups, rows, width, dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty(groups, rows // 128, width // 128, device="meta")
+    x = torch.empty(1, groups, width, dtype=torch.bfloat16, device="meta")
+    plan = kernels.RowPlan.of(kernels.Problem(x, weight, scale, True, torch.bfloat16))
+    assert (plan.blocks, plan.block_m) == (blocks, block_m)
+
+
 def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
     inputs = Inputs()
     w, _ = e4m3_weight(inputs, 128, 1664)  # long enough to be rounded on the way in, and split

@@ -451,7 +451,10 @@ def select_entries(
         )
         rest = (out_NK, tokens, table, first_token, topk, max_entries, RATIO, early_launch)
         if by_few:
-            few.select_topk_few(scores_NE[:num_rows], maxima_NG[:num_rows], *rest)
+            num_warps = few.NUM_WARPS if inline_asm else few.FEWER_WARPS
+            few.select_topk_few(
+                scores_NE[:num_rows], maxima_NG[:num_rows], *rest, num_warps=num_warps
+            )
         else:
             select_topk(scores_NE[:num_rows], *rest)
     return out_NK

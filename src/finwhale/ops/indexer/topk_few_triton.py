@@ -29,6 +29,7 @@ from finwhale.ops.indexer.topk_triton import (
     choose,
     from_keys,
     store_all,
+    store_slots,
     sums_before,
     to_keys,
     token_row,
@@ -45,8 +46,9 @@ COLUMNS = tl.constexpr(128)  # adjacent entries of a tile that are counted toget
 MAXIMA = 2048  # that a program compares; in a longer row, each is the largest of several
 CANDIDATES = 2  # that a program holds, as a multiple of topk
 BLOCK = 1024  # entries of a pass over a whole row
-# With 16 warps, attention, which follows, is 2 us slower at short contexts.
+# On an H200 with 16 warps, attention, which follows, is 2 us slower at short contexts.
 NUM_WARPS = 32
+FEWER_WARPS = 16  # on GPUs whose warps may have 64 threads: a program has at most 1024
 
 
 @triton.jit
@@ -90,7 +92,7 @@ def _search(keys, low, high, least, most):
 
     The threshold is probably in low .. high; if not, the search takes more passes. Returns the
     threshold, how many keys reach it, and how many are above its bin. If more than `most` reach it,
-    its bin is this one key.
+    its bin is this one key. The last number is right only if at least `least` keys reach low.
     """
     lowest = tl.zeros([], tl.int32) - 0x7FFFFFFF - 1
     highest = tl.zeros([], tl.int32) + 0x7FFFFFFF
@@ -244,9 +246,7 @@ def _select_streamed(
         keys = tl.where(there, keys, -0x7FFFFFFF - 1)
         chosen, place = choose(keys, threshold, ties)
         chosen = chosen & there
-        page = tl.load(table_row_ptr + at // ROWS_PER_PAGE, mask=chosen, other=0)
-        value = page * ROWS_PER_PAGE + at % ROWS_PER_PAGE
-        tl.store(out_row_ptr + placed + place, value, mask=chosen)
+        store_slots(out_row_ptr, table_row_ptr, at, chosen, placed + place, ROWS_PER_PAGE)
         placed += tl.sum(chosen.to(tl.int32))
         ties -= tl.sum((chosen & (keys == threshold)).to(tl.int32))
 
@@ -384,6 +384,8 @@ def select_topk_few(
     max_entries: int,
     ratio: int,
     early_launch: bool = False,
+    *,
+    num_warps: int = NUM_WARPS,
 ) -> None:
     """Like topk_triton.select_topk, where `takes` allows it.
 
@@ -424,6 +426,6 @@ def select_topk_few(
         SMALL=GROUP * triton.next_power_of_2(topk),
         BLOCK=min(BLOCK, TILE),
         BLOCK_K=triton.next_power_of_2(out_NK.shape[1]),
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         **launch_options(early_launch),
     )
