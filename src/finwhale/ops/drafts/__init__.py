@@ -121,8 +121,8 @@ class DraftBlock(NamedTuple):
 class MakeBlocks(Protocol):
     """Make a block of tokens after each sequence's last verified token.
 
-    The tokens of a block that begins at position p see the rows p-W .. p+G-1, for a window of W
-    rows. The window of token p+k has the rows p+k-W+1 .. p+k. The further rows are those after the
+    The tokens of a block that begins at position p see the rows p-w .. p+G-1, for a window of w
+    rows. The window of token p+k has the rows p+k-w+1 .. p+k. The further rows are those after the
     token, then those before its window, newest first, so that rows before position 0, which do not
     exist, come last. A block after padding is padding, and sees no further row.
     """
@@ -154,8 +154,8 @@ class ConfidenceWeight:
 class DraftConfidences(Protocol):
     """sigmoid(proj . (sum_i (sigmoid(m_i * scale + base_i) + eps) X_i, markov_w1[before])).
 
-    m is that of HcHead, and `before` is the token before the draft. A confidence's bits depend only
-    on its draft, never on the batch.
+    m is that of HcHead, and `before` is the token before the draft. On a GPU, a confidence's bits
+    depend only on its draft, never on the batch.
     """
 
     def __call__(
