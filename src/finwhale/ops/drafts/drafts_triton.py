@@ -1,4 +1,4 @@
-"""The operators around drafts as Triton kernels: one launch each; `make_blocks` also fills a tensor.
+"""The operators around drafts as Triton kernels, one launch each (and a fill in `make_blocks`).
 
 The launches of the integer kernels have one signature for any step of an engine, because they
 specialise on no size and no alignment. A confidence takes one program, which reads H^2 D float32
