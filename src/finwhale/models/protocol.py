@@ -225,12 +225,15 @@ class StepInputs:
         further_slots: [N,K] int32: slots of rows of the window group that each token sees in
             addition to its own window, in layers without compressed entries; unused slots are -1
             and come last. None: a token sees only its window.
+        own_tokens: in a model whose ranks divide the tokens of this step, those of this rank; the
+            model sets it. None: the ranks do not divide them.
     """
 
     token_ids: Tensor
     tokens: Tokens
     tables: Mapping[str, PageTable]
     further_slots: Tensor | None = None
+    own_tokens: Tokens | None = None
 
 
 class Segments(Protocol):

@@ -196,6 +196,20 @@ class Tokens:
         starts: list[int] = self.query_start.tolist()
         return starts
 
+    def part(self, rows: slice) -> "Tokens":
+        """Some adjacent tokens, with copies of their positions and sequences.
+
+        All sequences of the step remain; some of them may have no token.
+        """
+        return Tokens(
+            # A copy has the alignment that kernels are built for.
+            positions=self.positions[rows].clone(),
+            sequence=self.sequence[rows].clone(),
+            query_start=(self.query_start - rows.start).clamp_(0, rows.stop - rows.start),
+            max_len=self.max_len,
+            max_query=self.max_query,
+        )
+
     def rotation(self, rotary_LR: Tensor) -> Tensor:
         """Rows [N,R/2,2] of a rotary table at the tokens' positions, gathered once per step."""
         # Keep the table alive with its rows, so that no other object gets the same id.

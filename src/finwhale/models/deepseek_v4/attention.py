@@ -6,7 +6,6 @@ S groups of 128 of A C values.
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from finwhale.models.deepseek_v4.compressor import (
@@ -16,6 +15,7 @@ from finwhale.models.deepseek_v4.compressor import (
     C128Weights,
 )
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import PagedCache, Segments, StepInputs
@@ -54,7 +54,6 @@ class Attention:
 
     Args:
         config: the sizes of this rank's part.
-        partial_dtype: dtype of the result; None: the activations' dtype.
     """
 
     def __init__(
@@ -65,10 +64,11 @@ class Attention:
         layer: int,
         round_activations: bool,
         side_streams: SideStreams,
-        partial_dtype: torch.dtype | None = None,
+        links: RankLinks,
     ) -> None:
-        if partial_dtype is not None:
-            weights = replace(weights, wo_b=replace(weights.wo_b, out_dtype=partial_dtype))
+        if links.partial_dtype is not None:
+            wo_b = replace(weights.wo_b, out_dtype=links.partial_dtype)
+            weights = replace(weights, wo_b=wo_b)
         self.linear = ops.linear
         self.grouped_linear = ops.grouped_linear
         self.prepare_qkv = ops.prepare_qkv
@@ -87,7 +87,9 @@ class Attention:
         self.scale = config.head_dim**-0.5
         self.entries: C4Entries | C128Entries | None = None
         if isinstance(weights.compressor, C4Weights):
-            self.entries = C4Entries(config, ops, weights.compressor, layer, round_activations)
+            self.entries = C4Entries(
+                config, ops, weights.compressor, layer, round_activations, links
+            )
         elif isinstance(weights.compressor, C128Weights):
             self.entries = C128Entries(config, ops, weights.compressor, layer, round_activations)
 

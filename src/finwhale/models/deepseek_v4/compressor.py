@@ -6,13 +6,17 @@ Legend: N tokens, D hidden, C head_dim, I index heads, J index_head_dim.
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.protocol import PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.linear import LinearWeight
+
+RATIO = 4  # tokens of an entry of C4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,9 @@ class C128Entries:
 class C4Entries:
     """Writes the entries and keys that complete in a step. A token sees the index_topk entries with
     the best scores.
+
+    Every rank has all keys and all index heads. In a step of many tokens, each rank selects for its
+    rows of the tokens, and the ranks gather the selected slots.
     """
 
     def __init__(
@@ -102,7 +109,9 @@ class C4Entries:
         weights: C4Weights,
         layer: int,
         round_activations: bool,
+        links: RankLinks,
     ) -> None:
+        self.links = links
         self.linear = ops.linear
         self.compress = ops.compress
         self.select_entries = ops.select_entries
@@ -164,16 +173,26 @@ class C4Entries:
     ) -> Selected:
         """Select entries. index_q [N, I*J]: the indexer's projected queries."""
         assert index_q is not None
-        table = inputs.tables["c4"]
+        own, table = inputs.own_tokens, inputs.tables["c4"]
+        num_tokens, weights = len(index_q), projected[:, -self.heads :]
+        if own is not None and own.max_len // RATIO <= self.topk:
+            own = None  # every token gets all entries that it sees, without scores
+        if own is not None:
+            index_q, weights = self.links.own(index_q), self.links.own(weights)
         slots = self.select_entries(
             index_q.unflatten(1, (self.heads, self.head_dim)),
-            projected[:, -self.heads :],
+            weights,
             cache.pool("index_keys", self.layer),
             rotary,
-            inputs.tokens,
+            inputs.tokens if own is None else own,
             table,
             self.topk,
             self.score_scale,
             self.round_entries,
         )
+        if own is not None:
+            # Where a rank's tokens see few entries, its slots may have fewer columns.
+            missing = self.topk - slots.shape[1]
+            slots = pad(slots, (0, missing), value=-1) if missing else slots
+            slots = self.links.whole(slots, num_tokens)
         return Selected(cache.pool("c4", self.layer), slots, table.rows_per_page)

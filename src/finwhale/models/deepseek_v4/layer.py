@@ -88,11 +88,10 @@ class DecoderLayer:
         self.enter_params = replace(self.params, late_mixes=True)
         self.weights = weights
         self.links = links
-        partial_dtype = links.partial_dtype
         self.attn = Attention(
-            config, ops, weights.attn, layer, round_activations, side_streams, partial_dtype
+            config, ops, weights.attn, layer, round_activations, side_streams, links
         )
-        self.ffn = Moe(config, ops, weights.ffn, side_streams, partial_dtype)
+        self.ffn = Moe(config, ops, weights.ffn, side_streams, links.partial_dtype)
 
     def __call__(
         self,

@@ -273,6 +273,10 @@ class DeepseekV4:
         Returns:
             [N,H,D]: the residual streams of all tokens.
         """
+        num_tokens = len(inputs.token_ids)
+        if self.links.shares(num_tokens):
+            own = inputs.tokens.part(self.links.rank.rows(num_tokens))
+            inputs = replace(inputs, own_tokens=own)
         first, *others = layers
         x, post_mix, res_mix, residual = first(streams_RHD, inputs, self.tables, cache, segments)
         for number, layer in enumerate(others):
@@ -290,7 +294,7 @@ class DeepseekV4:
             streams = self.mhc_of_terms.mhc_post(x, post_mix, res_mix, residual)
         if features is not None and features.wants(len(others)):
             features.add(len(others), streams)
-        return self.links.whole(streams, len(inputs.token_ids))
+        return self.links.whole(streams, num_tokens)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of the residual streams [M,H,D]."""
