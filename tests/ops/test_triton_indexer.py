@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from finwhale.distributed.rank import Rank
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.case import Args, Draw, OpCase, strided
 from finwhale.ops.indexer import ref, topk_few_triton, topk_triton
@@ -63,6 +64,22 @@ def agree(found: Tensor, wanted: Tensor) -> bool:
 )
 def test_shared_cases(case: OpCase) -> None:
     assert agree(*selected(case.args()))
+
+
+def test_parts_of_the_tokens() -> None:
+    """Each of three ranks selects for its rows: together what one selects for all, in every bit."""
+    compared = 0
+    for case in [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]:
+        q, weights, *rest = case.args()
+        keys, rotary, tokens, table, *numbers = rest
+        pool = strided(pack_keys(keys, table.rows_per_page))
+        whole = kernels.select_entries(q, weights, pool, rotary, tokens, table, *numbers)
+        for index in range(3):
+            rows = Rank(index, 3).rows(len(q))
+            part = (q[rows], weights[rows], pool, rotary, tokens.part(rows), table, *numbers)
+            assert torch.equal(kernels.select_entries(*part), whole[rows]), str(case)
+            compared += len(whole[rows])
+    assert compared > 20
 
 
 @pytest.mark.parametrize("score_bytes", (2**20, 2**13), ids=("at once", "in parts"))
