@@ -65,7 +65,7 @@ def verification(
 ) -> Verification:
     """Each sequence accepts a random number of drafts. Those after a wrong one may be right."""
     draw = Draw(seed)
-    # What follows the last token in memory looks like a right draft, and so does the last token.
+    # A kernel that compares the last token, or the memory after it, would accept a draft too many.
     memory = draw.integers(50, num_tokens + 1)
     memory[-1] = memory[-2]
     ids = memory[:-1]
@@ -102,7 +102,7 @@ def one_each(positions: Sequence[int]) -> Tokens:
 def window_table(
     positions: Sequence[int], rows_per_page: int, window: int, block: int
 ) -> PageTable:
-    """Pages for the window and the block of each sequence, in rows of a larger tensor."""
+    """Make a page table for each sequence's window and block. It is a part of a larger tensor."""
     needed = [(range(max(0, last + 1 - window), last + 1 + block),) for last in positions]
     return Draw().page_table(needed, rows_per_page)[0]
 

@@ -90,7 +90,7 @@ class AcceptDrafts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What the blocks of a draft head have in common.
+    """The length, noise token and window of all blocks of a draft head.
 
     Attributes:
         num_tokens: G, the newest token and the noise tokens after it.
@@ -130,8 +130,12 @@ class MakeBlocks(Protocol):
     def __call__(
         self, newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockShape
     ) -> DraftBlock:
-        """newest_B: int64, the first token of each block; `last`: one token of each sequence of
-        `table`, in order.
+        """Make a block for each sequence.
+
+        Args:
+            newest_B: int64: the first token of each block.
+            last: the last verified token of each sequence. The sequences are those of `table`, in
+                the same order.
         """
         ...
 

@@ -63,7 +63,7 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
 
 
 def further_offsets(shape: BlockShape, device: torch.device) -> Tensor:
-    """[G,G] int64: the further rows of each token, relative to the block's first position."""
+    """Return [G,G] int64: each token's further rows, counted from the block's first position."""
     rows = shape.num_tokens
     j = torch.arange(rows, device=device)
     k = j[:, None]
