@@ -38,6 +38,7 @@ from finwhale.ops.drafts import BlockShape, ConfidenceWeight, PlannedTokens, Ver
 from finwhale.ops.drafts import drafts_triton as drafts
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import select_entries_triton as indexer
+from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
 from finwhale.ops.linear import LinearWeight, quantise_triton
 from finwhale.ops.linear import linear_triton as linear
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
@@ -384,7 +385,7 @@ def call_indexer(width: int, heads: int, topk: int, N: int, max_len: int, max_qu
     compressor.compress((part,), tokens, rotary, 1e-6, page_table(N, 128), page_table(N, 2), 4)
     q, weights, pool = meta(N, heads, 128), f32(N, heads), parts[1].entry_pool
     table = page_table(N, 64)
-    options = {"inline_asm": True, "early_launch": True}
+    options = {"inline_asm": True, "early_launch": True, "few_warps": NUM_WARPS}
     indexer.select_entries(q, weights, pool, rotary, tokens, table, topk, 0.1, True, **options)
 
 

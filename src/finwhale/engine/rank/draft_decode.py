@@ -149,7 +149,6 @@ class VerificationSteps:
         # tokens that have a draft after them; a missing draft has an index beyond all tokens.
         self._sources = integers(tokens).fill_(rows * longest)
         self._first = integers(rows)
-        self._missing = tokens
         self._places = integers(rows, longest - 1).fill_(tokens)
         self._sent_layout: tuple[object, ...] = ()
         self._positions, self._chosen = integers(tokens), integers(tokens)
@@ -272,7 +271,7 @@ class VerificationSteps:
         places = first[:, None] + np.arange(most - 1)
         missing = np.ones(places.shape, bool)
         missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
-        places[missing] = self._missing
+        places[missing] = len(self._positions)
         if draft.links is not None:
             rows = np.repeat(np.array(draft.links, np.int64) * most, lengths)
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)

@@ -14,9 +14,8 @@ from finwhale.models.protocol import PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected
 from finwhale.ops.compressor import CompressorWeight, CompressPart
+from finwhale.ops.indexer import RATIO
 from finwhale.ops.linear import LinearWeight
-
-RATIO = 4  # tokens of an entry of C4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +190,7 @@ class C4Entries:
             self.round_entries,
         )
         if own is not None:
-            # Where a rank's tokens see few entries, its slots may have fewer columns.
+            # If a rank's tokens see few entries, its slots have fewer columns than other ranks'.
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
             slots = self.links.whole(slots, num_tokens)

@@ -18,11 +18,13 @@ from finwhale.ops.drafts import (
     PlannedTokens,
     VerifiedStep,
 )
+from finwhale.ops.launch.arguments import check_contiguous
 from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
 BLOCK_N = 128  # tokens of a program that continues a step
-BLOCK_D = 512  # values of each residual stream that a program of a confidence reads at once
+# A program computes one confidence. It reads this many values of each residual stream at a time.
+BLOCK_D = 512
 
 
 @triton.jit(
@@ -233,7 +235,15 @@ def continue_tokens(
     planned: PlannedTokens, last_2LW: Tensor, ids_N: Tensor, positions_N: Tensor
 ) -> None:
     given = (planned.ids_S, planned.sources_N, planned.positions_N, planned.links_N, last_2LW)
-    _check_contiguous(*given, ids_N, positions_N)
+    check_contiguous(
+        ids_S=planned.ids_S,
+        sources_N=planned.sources_N,
+        planned_positions_N=planned.positions_N,
+        links_N=planned.links_N,
+        last_2LW=last_2LW,
+        ids_N=ids_N,
+        positions_N=positions_N,
+    )
     num_tokens, (_, rows, width) = len(ids_N), last_2LW.shape
     if num_tokens:
         _continue_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
@@ -250,7 +260,15 @@ def accept_drafts(
     count, most = step.places_BP.shape
     given = (chosen_N, step.ids_N, step.positions_N, step.first_B, step.places_BP)
     tensors = (*given, next_ids_BW, advanced_BW)
-    _check_contiguous(*tensors)
+    check_contiguous(
+        chosen_N=chosen_N,
+        ids_N=step.ids_N,
+        positions_N=step.positions_N,
+        first_B=step.first_B,
+        places_BP=step.places_BP,
+        next_ids_BW=next_ids_BW,
+        advanced_BW=advanced_BW,
+    )
     if next_ids_BW.shape != (count, most + 1) or advanced_BW.shape != (count, most + 1):
         raise ValueError(f"{most} drafts need results of shape {(count, most + 1)}")
     last_B, positions_B = torch.empty_like(step.first_B), torch.empty_like(step.first_B)
@@ -275,7 +293,12 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
     sequence = last.sequence.new_empty(count * rows)
     query_start = torch.empty_like(last.query_start) if count else last.query_start.clone()
     slots = table.pages.new_empty(count * rows, rows)
-    _check_contiguous(last.positions, last.sequence, last.query_start, table.first)
+    check_contiguous(
+        positions=last.positions,
+        sequence=last.sequence,
+        query_start=last.query_start,
+        first=table.first,
+    )
     if table.pages.stride(1) != 1:
         raise ValueError(f"a row's pages must be contiguous, got strides {table.pages.stride()}")
     if count:
@@ -305,9 +328,9 @@ def draft_confidences(
 ) -> Tensor:
     count, num_drafts, streams, width = streams_BKHD.shape
     head, markov = w.hc_head, w.markov_w1
-    _check_contiguous(head.fn, head.base, w.proj, ids_BK)
+    check_contiguous(fn=head.fn, base=head.base, proj=w.proj, ids_BK=ids_BK)
     if markov is not None:
-        _check_contiguous(markov)
+        check_contiguous(markov_w1=markov)
     if streams_BKHD.stride()[2:] != (width, 1):
         raise ValueError(f"a draft's streams are contiguous, got strides {streams_BKHD.stride()}")
     out_BK = torch.empty((count, num_drafts), dtype=torch.float32, device=streams_BKHD.device)
@@ -329,9 +352,3 @@ def draft_confidences(
         num_warps=max(1, block_d // 32),
     )
     return out_BK
-
-
-def _check_contiguous(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            raise ValueError(f"expected a contiguous tensor, got strides {tensor.stride()}")

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from finwhale.ops.paging import PageTable, Tokens
 
+RATIO = 4  # tokens of a C4 entry
+
 
 class SelectEntries(Protocol):
     """Select the topk visible entries with the highest score; the lowest index wins ties.

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.indexer import RATIO
 from finwhale.ops.indexer import topk_few_triton as few
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.indexer.layout import page_bytes
@@ -31,7 +32,6 @@ from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import FP4_GROUP
 
-RATIO = 4
 PAGE_ROWS = (64, 128)
 # Columns of the GEMM: the heads of all queries that share a tile of keys.
 PREFILL_COLUMNS = 128
@@ -371,6 +371,7 @@ def select_entries(
     inline_asm: bool = False,
     early_launch: bool = False,
     num_multiprocessors: int = NUM_MULTIPROCESSORS,
+    few_warps: int = few.FEWER_WARPS,
 ) -> Tensor:
     """Select slots [N,K] int32 of packed keys. Grids depend only on N, max_len and max_query.
 
@@ -378,6 +379,7 @@ def select_entries(
     inline_asm: unpack keys with PTX instructions, within a fixed number of registers.
     early_launch: kernels launch early (ops/launch).
     num_multiprocessors: number in the GPU; it determines the number of programs.
+    few_warps: warps of a program that selects for one of few tokens.
     """
     num_tokens, heads, width = q_NIC.shape
     _check(q_NIC, key_pool, table, 2 * rotary_LR.shape[1], round_query)
@@ -451,9 +453,8 @@ def select_entries(
         )
         rest = (out_NK, tokens, table, first_token, topk, max_entries, RATIO, early_launch)
         if by_few:
-            num_warps = few.NUM_WARPS if inline_asm else few.FEWER_WARPS
             few.select_topk_few(
-                scores_NE[:num_rows], maxima_NG[:num_rows], *rest, num_warps=num_warps
+                scores_NE[:num_rows], maxima_NG[:num_rows], *rest, num_warps=few_warps
             )
         else:
             select_topk(scores_NE[:num_rows], *rest)

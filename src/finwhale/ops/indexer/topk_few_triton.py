@@ -53,7 +53,10 @@ FEWER_WARPS = 16  # on GPUs whose warps may have 64 threads: a program has at mo
 
 @triton.jit
 def _bins(keys, low, shift):
-    """The bin of each key: 0 below low; 1 .. 30 of 2^shift keys each; the last one has no end."""
+    """Return the bin of each key.
+
+    Bin 0 has the keys below low. Bins 1 to 30 are 2^shift wide; bin 30 also has all larger keys.
+    """
     above = (keys - low).to(tl.uint32, bitcast=True) >> shift
     return tl.where(keys < low, 0, tl.minimum(above, 29).to(tl.int32) + 1)
 

@@ -42,6 +42,7 @@ import torch
 import triton
 from torch import Tensor
 
+from finwhale.ops.launch.arguments import check_contiguous
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc.gates_triton import block_input_kernel, gates_kernel
@@ -117,12 +118,6 @@ def _check_streams(streams_NHD: Tensor) -> None:
         raise ValueError(f"a stream's values must be contiguous, got {streams_NHD.stride()}")
 
 
-def _check_contiguous(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-
-
 def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -> None:
     x, channel = partial.x, partial.channel
     num_tokens, _, width = streams_NHD.shape
@@ -143,7 +138,7 @@ def _check_terms(terms: ExpertTerms, num_tokens: int, options: Options) -> None:
         )
     if terms.shared.stride(1) != 1:
         raise ValueError(f"a row's values must be contiguous, got {terms.shared.stride()}")
-    _check_contiguous(each=terms.each, ids=terms.ids)
+    check_contiguous(each=terms.each, ids=terms.ids)
 
 
 # Plans of the first pass, then the plan of `mhc_post`, which has no GEMM.
@@ -288,7 +283,7 @@ class Post:
             _check_terms(own, streams_NHD.shape[0], options)
             x, ids, shared, topk = own.each, own.ids, own.shared, own.ids.shape[1]
         assert isinstance(x, Tensor)
-        _check_contiguous(x=x, post=mix, res=res)
+        check_contiguous(x=x, post=mix, res=res)
         return Post(x, mix, res, ids, shared, topk, own.dtype, channel)
 
 
@@ -349,7 +344,7 @@ def _run_streams(
     few = num_tokens <= options.few_tokens
     parts = out_NHD
     if fn is not None:
-        _check_contiguous(fn=fn)
+        check_contiguous(fn=fn)
         slots = triton.cdiv(width, FEW.block_d) if few else MANY.slots
         rows = triton.next_power_of_2(max(16, fn.shape[0] + 1))
         parts = _empty_parts(num_tokens, slots, rows, out_NHD.device, few=few)
@@ -437,7 +432,7 @@ def _run_block_input(
     """Run the second pass; returns (block input, post, res). hc_head has no post and res."""
     num_tokens, streams, width = streams_NHD.shape
     device = streams_NHD.device
-    _check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
+    check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
     y_ND = torch.empty((num_tokens, width), dtype=streams_NHD.dtype, device=device)
     is_head = isinstance(w, HcHeadWeight)
     late = not is_head and params.late_mixes and options.may_be_late(num_tokens)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.arguments import check_contiguous
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 
 # Up to this number of tokens, the GEMM is split along D into chunks, to occupy the GPU.
@@ -274,9 +275,7 @@ def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:
         )
     if x_ND.stride(1) != 1:
         raise ValueError(f"a row's values must be contiguous, got strides {x_ND.stride()}")
-    for name, tensor in contiguous.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    check_contiguous(**contiguous)
 
 
 def _outputs(x_ND: Tensor, topk: int) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from finwhale.ops.drafts.drafts_triton import (
     make_blocks,
 )
 from finwhale.ops.indexer.select_entries_triton import select_entries
+from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
 from finwhale.ops.linear import linear_triton
 from finwhale.ops.linear import ref as linear_ref
 from finwhale.ops.mhc import MhcOfTerms
@@ -88,6 +89,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
             inline_asm=True,
             early_launch=True,
             num_multiprocessors=num_multiprocessors,
+            few_warps=NUM_WARPS,
         ),
         sparse_attention=bind(sparse_attention, **invariant) if invariant else sparse_attention,
         route_by_score=bind(
