@@ -2,15 +2,20 @@
 
 import random
 from collections.abc import Sequence as Items
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.rank import batch as building
 from finwhale.engine.rank.batch import BatchBuilder
+from finwhale.engine.rank.host_transfer import ALIGN, send
+from finwhale.engine.rank.memory import StepLimits, largest_transfer
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.protocol import CacheGroup, StepInputs
@@ -53,6 +58,27 @@ def test_tokens_and_logits_rows(
         assert tensor.dtype == torch.int64 and tensor.is_contiguous()
     for tensor in (found.sequence, found.query_start):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, DRAWS, NUM_SEQS, DECODE)
+def test_the_largest_transfer(seed: int, draw: random.Random, num_seqs: int, decode: bool) -> None:
+    """No step sends more than the memory that is reserved for steps of its size."""
+    traffic = Traffic(seed, draw, num_seqs, decode=decode)
+    sent: list[int] = []
+
+    def counted(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
+        sent.append(sum(-(-array.nbytes // ALIGN) * ALIGN for array in arrays))
+        return send(device, *arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "send", counted)
+        tokens = traffic.build().inputs.tokens
+    limits = StepLimits(
+        num_tokens=len(tokens.positions), num_seqs=len(traffic.chunks), max_len=tokens.max_len
+    )
+    assert len(sent) == 1
+    assert sent[0] <= largest_transfer(traffic.groups, limits, vocab_size=32)
 
 
 @settings(max_examples=100, deadline=None)

@@ -104,9 +104,16 @@ def odd_sum(length: int, executor: LocalExecutor) -> None:
     torch.cuda.synchronize()
 
 
-def test_nothing_is_compiled_late_and_every_rank_counts(two: Engine) -> None:
+def pinned_blocks(executor: LocalExecutor) -> int:
+    """How often this rank has asked the driver for pinned memory."""
+    return int(torch.cuda.host_memory_stats()["num_host_alloc"])
+
+
+def test_nothing_is_compiled_or_reserved_late_and_every_rank_counts(two: Engine) -> None:
     """The first test: others launch what the engine would not."""
     draw = random.Random(0)
+    reserved = call_ranks(two.executor, pinned_blocks)
+    assert all(reserved)
     for number in range(60):
         length = int(4000 ** draw.random())
         two.add_request(f"late-{number}", text(number, length), PARAMS[number % len(PARAMS)])
@@ -115,6 +122,7 @@ def test_nothing_is_compiled_late_and_every_rank_counts(two: Engine) -> None:
     while two.has_work:
         two.step()
     assert not any(two.executor.late_compilations().values())
+    assert call_ranks(two.executor, pinned_blocks) == reserved
     call_ranks(two.executor, partial(odd_sum, 37))
     end = time.monotonic() + 5  # the other rank reports its count with a heartbeat
     while two.executor.late_compilations()["triton"] < 2 and time.monotonic() < end:

@@ -17,6 +17,25 @@ _DTYPES = {
     np.dtype(np.float32): torch.float32,
 }
 ALIGN = 16  # bytes
+# Free blocks of pinned memory of each size: a step sends many small ones and one large one, and
+# while it is prepared, those of the two steps before it may be in use.
+SMALL_BYTES, SMALL_BLOCKS, LARGE_BLOCKS = 2**16, 16, 4
+
+
+def hold_pinned_memory(device: torch.device, largest: int) -> None:
+    """Reserve pinned memory for transfers of up to `largest` bytes.
+
+    torch rounds sizes up to powers of two, and keeps a block for later transfers of its size. If it
+    has no free block, it asks the driver, which may wait until the GPU has no work: two steps long
+    when GPUs map each other's memory.
+    """
+    if device.type != "cuda":
+        return
+    held, size = [], ALIGN // 2
+    while size < largest:
+        size *= 2
+        count = SMALL_BLOCKS if size <= SMALL_BYTES else LARGE_BLOCKS
+        held += [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
 
 def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:

@@ -231,6 +231,20 @@ class LargestSteps:
         )
 
 
+def largest_transfer(groups: Sequence[CacheGroup], largest: StepLimits, vocab_size: int) -> int:
+    """Bytes that the host sends at most at once: a step's inputs, or the tokens of its grammars."""
+    pages = 0
+    for group in groups:
+        first = group.first_needed(max(0, largest.max_len - largest.num_tokens))
+        first_page = first // group.tokens_per_page
+        pages += aligned(-(-largest.max_len // group.tokens_per_page) - first_page)
+    # A sequence has the numbers of its pages (int32) and a few more values; a token has four.
+    # Each array is aligned.
+    inputs = 4 * largest.num_seqs * (pages + 2 * len(groups) + 16) + 32 * largest.num_tokens + 1024
+    masks = largest.num_seqs * (1 + largest.draft_tokens) * (vocab_size // 8 + 16)
+    return max(inputs, masks)
+
+
 def draft_after(model: Model, last: StepInputs, cache: PagedCache) -> None:
     """Draft as many tokens as the head can after the last tokens of sequences.
 

@@ -25,9 +25,16 @@ from finwhale.engine.rank.draft_decode import VerificationSteps, verification_si
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
+from finwhale.engine.rank.host_transfer import hold_pinned_memory
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import LargestSteps, StepLimits, remaining_bytes, tensor_bytes
+from finwhale.engine.rank.memory import (
+    LargestSteps,
+    StepLimits,
+    largest_transfer,
+    remaining_bytes,
+    tensor_bytes,
+)
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
@@ -447,6 +454,8 @@ class _Start:
     def _hold(self, runner: ModelRunner, weights: int, reserved_before: int) -> MemoryUse:
         """Run the largest steps once to reserve their memory and load their kernels.
 
+        Pinned memory of the host is reserved too.
+
         Returns:
             The memory that the rank holds from then on.
         """
@@ -455,6 +464,8 @@ class _Start:
             return MemoryUse(weights=weights, workspace=0, cache=cache)
         largest = self._largest(runner.max_model_len)
         LargestSteps(runner.model, self.groups, runner.cache).run(largest)
+        vocab_size = self.model_config.vocab_size
+        hold_pinned_memory(self.device, largest_transfer(self.groups, largest, vocab_size))
         torch.cuda.synchronize(self.device)
         held = torch.cuda.memory_reserved(self.device) - reserved_before
         free, total = torch.cuda.mem_get_info(self.device)
