@@ -1,6 +1,8 @@
 """The inputs of captured steps at fixed addresses against those that are built anew, on the CPU."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.graphs import decode_sizes, prefill_sizes
+from finwhale.engine.rank.graphs import _Captured, decode_sizes, prefill_sizes
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.protocol import StepInputs
@@ -137,3 +139,24 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
     assert prefill_sizes(60) == [16, 32, 60]
     assert prefill_sizes(1500)[-2:] == [1280, 1500]
     assert prefill_sizes(2048)[-1] == prefill_sizes(8192)[-1] == 2048
+
+
+def test_a_replay_bounds_every_input_that_was_recorded() -> None:
+    """A model whose ranks divide the tokens records inputs of its own, for all its layers."""
+    traffic = Traffic(0, random.Random(0), 2)
+    inputs = traffic.build().inputs
+    divided = replace(inputs, own_tokens=inputs.tokens.part(slice(0, 1)))
+    seen: list[Any] = []
+    recorded = (divided, divided, inputs)
+    parts: list[Any] = [(lambda *args: seen.append(args), (arg, 3), {}) for arg in recorded]
+    _Captured(inputs, parts, torch.empty(0)).replay(lambda inputs: inputs.bounded(70, 5))
+    assert seen[0][0] is seen[1][0]  # layers share the results of a step
+    for (found, other), own in zip(seen, recorded, strict=True):
+        assert other == 3 and found.token_ids is own.token_ids and found.tables is own.tables
+        assert (found.tokens.max_len, found.tokens.max_query) == (70, 5)
+        assert found.tokens.positions is own.tokens.positions
+    own_tokens = seen[0][0].own_tokens
+    assert own_tokens is not None and divided.own_tokens is not None
+    assert (own_tokens.max_len, own_tokens.max_query) == (70, 5)
+    assert own_tokens.positions is divided.own_tokens.positions
+    assert seen[2][0].own_tokens is None

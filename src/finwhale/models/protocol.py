@@ -8,7 +8,7 @@ residual streams; D hidden; X tokens of the vocabulary whose logits this rank co
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol
@@ -235,6 +235,15 @@ class StepInputs:
     further_slots: Tensor | None = None
     own_tokens: Tokens | None = None
 
+    def bounded(self, max_len: int, max_query: int) -> "StepInputs":
+        """The same inputs with other bounds of the tokens."""
+        own = self.own_tokens
+        return replace(
+            self,
+            tokens=self.tokens.bounded(max_len, max_query),
+            own_tokens=None if own is None else own.bounded(max_len, max_query),
+        )
+
 
 class Segments(Protocol):
     """Divides a forward into captured graphs and functions that run eagerly between them."""
@@ -242,8 +251,7 @@ class Segments(Protocol):
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Run `fn` outside the captured graph. `fn` writes into its arguments.
 
-        At a replay, another StepInputs may replace the one among the arguments. It has the same
-        tensors, but the host's bounds (max_len, max_query) may differ.
+        At a replay, a StepInputs among the arguments may have other bounds (`StepInputs.bounded`).
         """
         ...
 

@@ -3,7 +3,7 @@
 Legend: N tokens of the step, B sequences, P pages of the longest sequence, R rope dimensions.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -209,6 +209,10 @@ class Tokens:
             max_len=self.max_len,
             max_query=self.max_query,
         )
+
+    def bounded(self, max_len: int, max_query: int) -> "Tokens":
+        """The same tokens with other bounds."""
+        return replace(self, max_len=max_len, max_query=max_query, cache=StepCache())
 
     def rotation(self, rotary_LR: Tensor) -> Tensor:
         """Rows [N,R/2,2] of a rotary table at the tokens' positions, gathered once per step."""

@@ -14,6 +14,7 @@ import bisect
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -140,13 +141,28 @@ class _Captured:
     parts: list[Any]
     out: Tensor
 
-    def replay(self, inputs: StepInputs) -> None:
+    def replay(self, change: Callable[[StepInputs], StepInputs]) -> None:
+        """Run the step.
+
+        Args:
+            change: gives the eager functions' inputs the step's bounds. All functions that were
+                recorded with the same inputs get the same changed inputs.
+        """
+        changed: dict[int, StepInputs] = {}
+
+        def of_step(arg: Any) -> Any:
+            if not isinstance(arg, StepInputs):
+                return arg
+            if id(arg) not in changed:
+                changed[id(arg)] = change(arg)
+            return changed[id(arg)]
+
         for part in self.parts:
             if isinstance(part, torch.cuda.CUDAGraph):
                 part.replay()
             else:
                 fn, args, kwargs = part
-                fn(*(inputs if arg is self.inputs else arg for arg in args), **kwargs)
+                fn(*map(of_step, args), **kwargs)
 
 
 class Graphs:
@@ -209,14 +225,13 @@ class Graphs:
         """The result of `forward` for the step's tokens, valid until any graph runs again."""
         captured = self._of(plan.num_tokens)
         self.static.fill(plan, decode=self.decode)
-        inputs = captured.inputs
-        captured.replay(inputs if self.decode else with_bounds(inputs, plan))
+        captured.replay(partial(with_bounds, plan=plan))
         return captured.out[: plan.num_tokens]
 
     def replay(self, num_tokens: int) -> None:
         """Run a decode's graph again on the last inputs: for measurements."""
-        captured = self._of(num_tokens)
-        captured.replay(captured.inputs)
+        assert self.decode
+        self._of(num_tokens).replay(lambda inputs: inputs)
 
     def _of(self, num_tokens: int) -> _Captured:
         return self._captured[self.sizes[bisect.bisect_left(self.sizes, num_tokens)]]

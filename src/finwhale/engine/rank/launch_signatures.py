@@ -36,14 +36,18 @@ ORDINARY_CONTEXT = 16384
 
 
 class _Bounds:
-    """Segments that run the eager part of a layer once for each of several context bounds."""
+    """Segments that run the eager part of a layer once for each of several bounds.
 
-    def __init__(self, own: StepInputs, others: Sequence[StepInputs]) -> None:
-        self._own, self._others = own, others
+    Args:
+        bounds: (length of the longest sequence, most tokens of one sequence in the step).
+    """
+
+    def __init__(self, bounds: Sequence[tuple[int, int]]) -> None:
+        self._bounds = bounds
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        for inputs in self._others:
-            changed = tuple(inputs if arg is self._own else arg for arg in args)
+        for bounds in self._bounds:
+            changed = (arg.bounded(*bounds) if isinstance(arg, StepInputs) else arg for arg in args)
             fn(*changed, **kwargs)  # type: ignore[arg-type]
 
 
@@ -165,7 +169,7 @@ class SignatureRun:
 
     def _step(self, num_tokens: int, max_query: int, bounds: Sequence[tuple[int, int]]) -> None:
         inputs = self._inputs(num_tokens, self.largest.max_len, max_query)
-        segments = _Bounds(inputs, [_bounded(inputs, *bound) for bound in bounds])
+        segments = _Bounds(bounds)
         streams = self.model.run_one_of_each(inputs, self.cache, segments)
         if self.drafts and self.model.draft_head is not None:
             self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, segments)
@@ -226,9 +230,3 @@ class SignatureRun:
             ),
             tables=tables,
         )
-
-
-def _bounded(inputs: StepInputs, max_len: int, max_query: int) -> StepInputs:
-    t = inputs.tokens
-    tokens = Tokens(t.positions, t.sequence, t.query_start, max_len, max_query)
-    return StepInputs(token_ids=inputs.token_ids, tokens=tokens, tables=inputs.tables)

@@ -7,7 +7,6 @@ sends changes as pairs of index and page.
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -19,7 +18,7 @@ from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.protocol import CacheGroup, StepInputs
-from finwhale.ops.paging import PageTable, StepCache, Tokens
+from finwhale.ops.paging import PageTable, Tokens
 
 MAX_UPDATES = 8192  # page updates that the pinned buffers hold; a step may have more
 # The device's copy of one sequence's table: version, table, `first` and number of pages.
@@ -269,9 +268,7 @@ def _cut_updates(words: Tensor) -> tuple[Tensor, Tensor]:
 
 def with_bounds(inputs: StepInputs, plan: StepPlan) -> StepInputs:
     """Add the host's bounds to the inputs of a step that is not a pure decode."""
-    longest, most = max(plan.ends), max(plan.lengths)
-    tokens = replace(inputs.tokens, max_len=longest, max_query=most, cache=StepCache())
-    return replace(inputs, tokens=tokens)
+    return inputs.bounded(max(plan.ends), max(plan.lengths))
 
 
 def _step_words(num_tokens: int, num_seqs: int) -> int:
