@@ -39,6 +39,13 @@ class EngineConfig:
         unset="as many as --device names, else the fewest that hold the model; 1 on a CPU",
         metavar="N",
     )
+    whole_attention: bool | None = option(
+        None,
+        "let each of several ranks hold attention's weights whole, besides its part: it then "
+        "attends to its share of the tokens of a large step, which makes prefill faster and takes "
+        "memory from the cache. Not with --batch-invariant",
+        unset="if they take at most a 24th of the GPU's memory",
+    )
     distributed_executor: DistributedExecutor = option(
         "spawn",
         "how the processes of several ranks start: spawn starts them on this host; ray starts one "
@@ -160,6 +167,11 @@ class EngineConfig:
             raise FinwhaleError(
                 f"tensor_parallel_size must be one of {', '.join(map(str, RANK_COUNTS))}, got "
                 f"{self.tensor_parallel_size}"
+            )
+        if self.whole_attention and self.batch_invariant:
+            raise FinwhaleError(
+                "with whole_attention, the bits of a token depend on the size of its step: leave "
+                "out whole_attention, or batch_invariant"
             )
         if self.wo_a_input == "bf16" and self.activations == "exact":
             raise FinwhaleError(

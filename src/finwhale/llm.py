@@ -83,6 +83,7 @@ class LoadedModel:
         progress: Progress | None = None,
         device: str | None = None,
         tensor_parallel_size: int | None = None,
+        whole_attention: bool | None = None,
         distributed_executor: DistributedExecutor = "spawn",
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",

@@ -19,13 +19,18 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 
 
-def add_in_slices(model: DeepseekV4, size: int) -> None:
-    """Change a model of one rank so that it adds as `size` ranks do."""
+def add_in_slices(model: DeepseekV4, size: int, whole_from: int | None = None) -> None:
+    """Change a model of one rank so that it adds as `size` ranks do.
+
+    Args:
+        whole_from: the ranks hold attention's weights whole, and share out the tokens of steps of
+            this many tokens and more. Then attention has no partial sums.
+    """
     assert model.links.rank.size == 1
     head = model.draft_head
     for layer in (*model.layers, *(() if head is None else head.layers)):
         assert isinstance(layer, DecoderLayer)
-        _change_attention(layer.attn, size)
+        _change_attention(layer.attn, size, whole_from)
         layer.ffn = _SlicedMoe(layer.ffn, size)  # type: ignore[assignment]
 
 
@@ -36,18 +41,26 @@ def _tree(parts: list[Tensor]) -> Tensor:
     return parts[0]
 
 
-def _change_attention(attn: Attention, size: int) -> None:
-    w, heads = attn.weights, attn.heads // size
+def _change_attention(attn: Attention, size: int, whole_from: int | None) -> None:
+    whole = attn.heads
+    whole_output = whole.output
+    w, heads = whole.weights, whole.number // size
     columns = [
         LinearWeight(part.clone(), w.wo_b.round_input) for part in w.wo_b.weight.chunk(size, 1)
     ]
     sinks = [part.clone() for part in w.attn_sink.chunk(size)]
     attend = attn.sparse_attention
 
+    def is_whole(o_NAC: Tensor) -> bool:
+        return whole_from is not None and len(o_NAC) >= whole_from
+
     def some_heads(*args: Tensor) -> None:
         """BLAS may give a head other bits beside another number of heads."""
         q_NAC, *others, sink_A, scale, out_NAC, scales_NS = args
         assert sink_A is w.attn_sink and scales_NS is None
+        if is_whole(out_NAC):
+            attend(*args)  # type: ignore[arg-type]
+            return
         parts = zip(q_NAC.split(heads, 1), sinks, out_NAC.split(heads, 1), strict=True)
         for q, sink, out in parts:
             each = torch.empty(out.shape)
@@ -55,13 +68,15 @@ def _change_attention(attn: Attention, size: int) -> None:
             out.copy_(each)
 
     def output(o_NAC: Tensor, scales_NS: Tensor | None) -> Tensor:
-        o_NGK = o_NAC.view(o_NAC.shape[0], attn.groups, -1)
-        mixed = attn.grouped_linear(o_NGK, w.wo_a, scales_NS).flatten(1)
+        if is_whole(o_NAC):
+            return whole_output(o_NAC, scales_NS)
+        o_NGK = o_NAC.view(o_NAC.shape[0], whole.groups, -1)
+        mixed = whole.grouped_linear(o_NGK, w.wo_a, scales_NS).flatten(1)
         parts = zip(mixed.chunk(size, 1), columns, strict=True)
         return _tree([attn.linear(part.contiguous(), each) for part, each in parts])
 
     attn.sparse_attention = some_heads  # type: ignore[assignment]
-    attn.output = output  # type: ignore[method-assign]
+    whole.output = output  # type: ignore[assignment,method-assign]
 
 
 class _SlicedMoe:

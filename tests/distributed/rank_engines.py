@@ -7,7 +7,7 @@ alone, so they make the same plans; the test compares everything that they compu
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,10 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
     config = EngineConfig(device="cpu", **options)
     checkpoint = Checkpoint.open(path)
     model_config = parse_config(checkpoint.config)
-    architecture, rank = architecture_of(model_config), collectives.rank
+    architecture = architecture_of(model_config)
+    rank = collectives.rank
+    if rank.size > 1 and config.whole_attention:
+        rank = replace(rank, whole_attention=True)
     platform = Platform.cpu()
     ops = load_ops(platform, reference=config.reference)
     rounded = config.activations == "as-trained"

@@ -58,7 +58,7 @@ class RankProcesses:
             connection.send((size, scenario, given, args, kwargs))
         answers = [connection.recv() for connection in ranks]
         errors = [error for _, error in answers if error is not None]
-        assert not errors, errors[0]
+        assert not errors, "\n".join(errors)
         return [result for result, _ in answers]
 
     def close(self) -> None:

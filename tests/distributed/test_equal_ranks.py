@@ -101,9 +101,18 @@ def share_tokens(model: DeepseekV4, least: int) -> None:
     model.links.shared_tokens = least
 
 
-def alone(slices: int, scenario: str, given: Given, *args: Any, **kwargs: Any) -> Any:
+def alone(
+    slices: int,
+    scenario: str,
+    given: Given,
+    *args: Any,
+    whole_from: int | None = None,
+    **kwargs: Any,
+) -> Any:
     """The result of one rank that adds its partial sums as `slices` ranks do."""
-    change = None if slices == 1 else partial(add_in_slices, size=slices)
+    change = None
+    if slices > 1:
+        change = partial(add_in_slices, size=slices, whole_from=whole_from)
     one = Given(given.path, given.options, given.collectives, change)
     return SCENARIOS[scenario](one, *args, **kwargs)
 
@@ -114,16 +123,20 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def forward_cases() -> list[Any]:
     """Every combination. Half of them are marked long; the others contain each pair of choices."""
-    choices = (("forward", "mtp"), SIZES, ACTIVATIONS, (None, 6))
+    choices = (("forward", "mtp"), SIZES, ACTIVATIONS, (None, 6), (False, True))
     found = []
     for case in itertools.product(*choices):
+        if case[-1] and case[-2] is None:
+            continue  # whole weights have no effect
         parity = sum(values.index(value) for values, value in zip(choices, case, strict=True)) % 2
         marks = [pytest.mark.long] if parity else []
         found.append(pytest.param(*case, id="-".join(map(str, case)), marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("scenario", "size", "activations", "shared_tokens"), forward_cases())
+@pytest.mark.parametrize(
+    ("scenario", "size", "activations", "shared_tokens", "whole"), forward_cases()
+)
 def test_forward(
     processes: RankProcesses,
     path: Path,
@@ -131,12 +144,15 @@ def test_forward(
     size: int,
     activations: str,
     shared_tokens: int | None,
+    whole: bool,
 ) -> None:
     """Residual streams and logits, of the model and of its MTP layer."""
-    case = given(path, activations), 150, 1
+    case = given(path, activations, whole_attention=whole), 150, 1
     share = None if shared_tokens is None else partial(share_tokens, least=shared_tokens)
     ranks = processes.run(size, scenario, replace(case[0], change=share), *case[1:])
-    sliced, one = (alone(slices, scenario, *case) for slices in (size, 1))
+    whole_from = shared_tokens if whole else None
+    sliced = alone(size, scenario, *case, whole_from=whole_from)
+    one = alone(1, scenario, *case)
     for rank in ranks:
         assert all(torch.equal(a, b) for a, b in zip(rank, sliced, strict=True))
     for a, b in zip(ranks[0], one, strict=True):
@@ -209,13 +225,19 @@ def test_dspark(processes: RankProcesses, tmp_path: Path) -> None:
     shared = replace(case, change=partial(share_tokens, least=6))
     for rank in processes.run(2, "generate", shared, prompts, params, on_device=True):
         assert rank == ran
+    whole = replace(shared, options={**shared.options, "whole_attention": True})
+    wanted = alone(2, "generate", case, prompts, params, on_device=True, whole_from=6)
+    for rank in processes.run(2, "generate", whole, prompts, params, on_device=True):
+        assert rank == wanted
 
 
-def test_shared_tokens_with_drafts(processes: RankProcesses, path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_shared_tokens_with_drafts(processes: RankProcesses, path: Path, whole: bool) -> None:
     """Steps of all sizes share out their tokens, so that some ranks may have none."""
     prompts = [text(length, 0) for length in (3, 130)]
-    case = given(path, "exact", draft_tokens=2)
-    wanted: Ran = alone(4, "generate", case, prompts, [greedy(6)] * 2)
+    case = given(path, "exact", draft_tokens=2, whole_attention=whole)
+    whole_from = 1 if whole else None
+    wanted: Ran = alone(4, "generate", case, prompts, [greedy(6)] * 2, whole_from=whole_from)
     shared = replace(case, change=partial(share_tokens, least=1))
     assert processes.run(4, "generate", shared, prompts, [greedy(6)] * 2) == [wanted] * 4
 

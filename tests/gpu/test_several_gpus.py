@@ -23,10 +23,13 @@ from finwhale.bench import accuracy
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.call_ranks import call_ranks
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks, fewest_ranks
+from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.protocol import Inline
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.testing.stepping import Stepper
 
@@ -51,16 +54,19 @@ PARAMS = [
 ]
 
 
-def new_engine(size: int, draft_tokens: int = 0, device: str | None = None) -> Engine:
+def new_engine(
+    size: int, draft_tokens: int = 0, device: str | None = None, whole_attention: bool = False
+) -> Engine:
     model = ModelConfig.preset("flash").with_layers(4)
     config = EngineConfig(
         device=device,
         tensor_parallel_size=size,
         draft_tokens=draft_tokens,
-        batch_invariant=True,
+        batch_invariant=not whole_attention,
+        whole_attention=whole_attention,
         max_num_seqs=8,
         max_model_len=4096,
-        max_num_batched_tokens=1024,
+        max_num_batched_tokens=2048 if whole_attention else 1024,
         cache_memory_bytes=2**31,
     )
     return start_engine(config, model, DummyWeights(model), None)
@@ -143,6 +149,56 @@ def test_two_ranks_are_close_to_one_and_equal_each_other(two: Engine) -> None:
     assert accuracy.overlap(found.selected, alone.selected) > 0.98
     # Sums over ranks have one order at every size.
     assert torch.equal(found.logits[accuracy.WHOLE], found.logits[accuracy.CHUNKED])
+
+
+def test_ranks_that_hold_attention_whole_are_close_to_one_and_equal_each_other(
+    two: Engine,
+) -> None:
+    """Steps of 1,152 tokens and more, launched by the host and captured; `two` has none."""
+    given = accuracy.Text(text(0, 3800), torch.arange(0, 3800, 5), [1300, 2900, 3000], 8)
+    one = new_engine(1)
+    (alone,) = call_ranks(one.executor, partial(accuracy.compute, given, True))
+    del one
+    gc.collect()
+    engine = new_engine(2, whole_attention=True)
+    assert isinstance(engine.executor, Ranks)
+    found, other = call_ranks(engine.executor, partial(accuracy.compute, given, True))
+    assert found.digest == other.digest
+    for way, logits in found.logits.items():
+        assert accuracy.compare(logits, alone.logits[way])["relative_error"] < CLOSE, way
+    assert accuracy.overlap(found.selected, alone.selected) > 0.98
+    draw = random.Random(0)
+    for number in range(30):
+        length = int(4000 ** draw.random())
+        engine.add_request(f"{number}", text(number, length), PARAMS[number % len(PARAMS)])
+        for _ in range(draw.randint(0, 2)):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert call_ranks(engine.executor, captured_prefills) == [[True] * 3] * 2
+    assert not any(engine.executor.late_compilations().values())
+    engine.executor.close()
+
+
+def captured_prefills(executor: LocalExecutor) -> list[bool]:
+    """Whether captured steps of several sizes give the bits that the host's launches give."""
+    stepper, runner, found = Stepper(executor), executor.runner, []
+    assert runner.prefill_graphs is not None
+    for lengths in ([1280], [700, 1, 600], [1900, 5]):
+        sequences = [stepper.sequence(text(9, n)) for n in lengths]
+        chunks = []
+        for sequence, length in zip(sequences, lengths, strict=True):
+            stepper.pages.grow(sequence.tables, 0, length)
+            chunks.append(Chunk(sequence, 0, length))
+        plan = stepper.plan(chunks)
+        captured = runner.prefill_graphs.run(plan).clone()
+        inputs = with_bounds(runner.prefill_graphs._of(sum(lengths)).inputs, plan)
+        with torch.inference_mode():
+            eager = runner.model(inputs, runner.cache, Inline())[: sum(lengths)]
+        found.append(torch.equal(captured, eager))
+        for sequence in sequences:
+            stepper.release(sequence)
+    return found
 
 
 @torch.inference_mode()

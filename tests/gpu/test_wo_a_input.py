@@ -80,7 +80,7 @@ def test_captured_is_eager_and_nothing_compiles_late(draft_tokens: int) -> None:
         )
         model = local_executor(llm.engine.executor).runner.model
         assert isinstance(model, DeepseekV4)
-        wo_a = model.weights.layers[0].attn.wo_a
+        wo_a = model.weights.layers[0].attn.heads.wo_a
         assert isinstance(wo_a, LinearWeight) and not wo_a.round_input
         found.append(tokens(llm))
         long = [[5 + i % 900 for i in range(n)] for n in (17, 65, 300, 900)]

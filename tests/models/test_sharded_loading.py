@@ -339,6 +339,32 @@ def test_weights_of_all_ranks_are_the_whole_models(
     assert all(part.keys() == whole.keys() for part in parts)
 
 
+@pytest.mark.parametrize("size", (2, 8))
+@pytest.mark.parametrize("packed", (False, True))
+def test_whole_attention_adds_the_weights_of_all_heads(
+    files: Path, sources: type[WeightSource], packed: bool, size: int
+) -> None:
+    """All other weights are those of a rank that has only its own heads."""
+    config, stream = opened(files, ALONE)
+    one = loaded(config, stream, ALONE, packed)
+    for rank in (Rank(index, size) for index in (0, size - 1)):
+        both = replace(rank, whole_attention=True)
+        part = dict(tensors(loaded(config, opened(files, rank, sources)[1], rank, packed)))
+        got = loaded(config, opened(files, both, sources)[1], both, packed)
+        own = {path: tensor for path, tensor in tensors(got) if ".whole." not in path}
+        assert own.keys() == part.keys()
+        for path, tensor in own.items():
+            assert torch.equal(tensor.float(), part[path].float()), path
+        assert got.mtp is not None and one.mtp is not None
+        layers = zip((*got.layers, got.mtp.layer), (*one.layers, one.mtp.layer), strict=True)
+        for mine, wanted in layers:
+            heads = dict(tensors(wanted.attn.heads))
+            found = dict(tensors(mine.attn.whole))
+            assert found.keys() == heads.keys() and len(found) >= 4
+            for path, tensor in found.items():
+                assert torch.equal(tensor.float(), heads[path].float()), path
+
+
 def drop_or_repeat(
     stream: WeightSource, name: str, times: int
 ) -> Callable[[Mapping[str, Tensor]], Iterator[tuple[WeightSpec, StoredWeight | None]]]:

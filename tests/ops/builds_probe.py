@@ -30,6 +30,8 @@ from finwhale.artefacts import Artefacts
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import read_config
 from finwhale.demo import DSPARK_PATH
+from finwhale.distributed.collectives import Alone
+from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.graphs import prefill_sizes
@@ -41,6 +43,7 @@ from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4, launch_sizes
+from finwhale.models.deepseek_v4.rank_links import NoCollectives
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, launches, triton_cache
@@ -161,6 +164,18 @@ class CoarseSample(Sample):
     """Fewer steps, with every remainder modulo 16: for a variant of a table that Sample covers."""
 
     stride = 5
+
+
+class DividedSample(SignatureRun):
+    """Steps around the number of tokens from which the ranks divide them, and larger ones."""
+
+    def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+        draw = random.Random(0)
+        assert self.divided is not None
+        least, most = self.divided.least, self.largest.num_tokens
+        for n in (*range(least - 3, least + 36), *range(least + 36, most + 1, 23), most):
+            lengths = [draw.choice((100, 3000, self.largest.max_len)) for _ in range(2)]
+            yield n, n, [(draw.randint(1, length), n) for length in lengths]
 
 
 class DraftingSample(SignatureRun):
@@ -384,12 +399,12 @@ def load_all(variants: list[Variant]) -> None:
         kernel.preload(variant.specialization)
 
 
-def new_model(config: ModelConfig, round_wo_a: bool) -> DeepseekV4:
+def new_model(config: ModelConfig, round_wo_a: bool, rank: Rank = ALONE) -> DeepseekV4:
     cpu = torch.device("cpu")
     weights: list[Any] = []
 
     def load() -> None:
-        source = DummySource(weight_specs(config), cpu)
+        source = DummySource(weight_specs(config, rank), cpu)
         weights.append(
             WeightLoading(
                 config,
@@ -399,11 +414,19 @@ def new_model(config: ModelConfig, round_wo_a: bool) -> DeepseekV4:
                 round_activations=True,
                 round_wo_a=round_wo_a,
                 ops=OPS,
+                rank=rank,
             ).fill(source)
         )
 
     collect(load)  # folds experts
-    return DeepseekV4(config, OPS, weights[0], round_activations=True, max_positions=40000)
+    return DeepseekV4(
+        config,
+        OPS,
+        weights[0],
+        round_activations=True,
+        max_positions=40000,
+        collectives=NoCollectives(rank) if rank.size > 1 else Alone(),
+    )
 
 
 def without_weights(
@@ -479,6 +502,24 @@ def compare_drafting_launches(config: ModelConfig, max_len: int) -> dict[str, An
     }
 
 
+def compare_divided_launches() -> list[tuple[str, str]]:
+    """The launches of large steps on the last of two ranks that the first has not built ahead.
+
+    Each rank attends with all heads to its share of the tokens, and both have the same sizes.
+    """
+    config = replace(small_flash(), moe_intermediate_size=256)
+    largest = replace(LARGEST, num_tokens=1900)
+    found = []
+    for index, run in enumerate((SignatureRun, DividedSample)):
+        model = new_model(config, True, Rank(index, 2, whole_attention=True))
+        groups = cache_spec(config)
+        cache = LargestSteps.alone(model, groups, OPS).cache
+        found.append(names(collect(run(model, groups, OPS, cache, largest, eager=False))))
+    walked, every = found
+    assert len(every) > 20
+    return sorted(every - walked)
+
+
 def compare_launches(
     round_wo_a: bool, sample: type[Sample] = Sample
 ) -> tuple[list[Variant], dict[str, Any]]:
@@ -545,6 +586,7 @@ def main() -> None:
         "several configurations": build_for_several(),
         "built before": build_before(),
         "another thread waits": another_thread_waits(),
+        "divided": compare_divided_launches(),
     }
     print(json.dumps(report))
 

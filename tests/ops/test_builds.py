@@ -53,6 +53,10 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
     )
 
 
+def test_every_step_that_ranks_divide_finds_its_kernels(report: dict[str, Any]) -> None:
+    assert report["divided"] == []
+
+
 def test_every_step_that_drafts_finds_its_kernels(report: dict[str, Any]) -> None:
     """Steps have every size and width, and draft passes have any number of sequences."""
     for found in (report["drafting"], report["demo"]):

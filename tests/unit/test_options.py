@@ -30,6 +30,7 @@ PAGE = Path(finwhale.__file__).parents[2] / "docs" / "options.md"
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "device": (["--device", "cpu"], "cpu"),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
+    "whole_attention": (["--whole-attention"], True),
     "distributed_executor": (["--distributed-executor", "ray"], "ray"),
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
     "activations": (["--activations", "exact"], "exact"),

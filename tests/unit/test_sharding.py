@@ -8,7 +8,7 @@ import torch
 
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.architecture import weight_bytes
+from finwhale.models.deepseek_v4.architecture import fits_whole_attention, weight_bytes
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.sharding import rank_config, sharded_axis
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -125,6 +125,30 @@ def test_bytes_of_a_rank(model: str) -> None:
     for size in (2, 4, 8):
         share = weight_bytes(config, torch.bfloat16, ops, size)
         assert share == whole - divided * (size - 1) / size
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_of_whole_attention(model: str) -> None:
+    """It adds a copy of the weights of all heads, scales included; no other weight changes."""
+    config, ops = MODELS[model].with_layers(3), packed_ops()
+    for size in (2, 8):
+        rank = Rank(size - 1, size, whole_attention=True)
+        part = weight_specs(config, replace(rank, whole_attention=False))
+        both = weight_specs(config, rank)
+        whole = {name for name in both if both[name].slice != part[name].slice}
+        ends = ("wq_b.weight", "wo_a.weight", "wo_b.weight", "attn_sink")
+        assert whole == {name for name in both if name.endswith(ends) and ".indexer." not in name}
+        assert all(both[name].slice is None for name in whole)
+        copied = whole | {name for name in both if name.endswith(".indexer.wq_b.weight")}
+        values = {name: math.prod(both[name].shape) for name in copied}
+        added = sum(
+            count * (4 if name.endswith("attn_sink") else 1 + 4 / 128**2)
+            for name, count in values.items()
+        )
+        sizes = (weight_bytes(config, torch.bfloat16, ops, size, whole) for whole in (True, False))
+        assert next(sizes) - next(sizes) == added
+        assert fits_whole_attention(config, 24 * sum(values.values()))
+        assert not fits_whole_attention(config, 24 * sum(values.values()) - 1)
 
 
 def packed_ops() -> Ops:

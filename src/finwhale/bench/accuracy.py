@@ -46,7 +46,8 @@ class Results:
     Attributes:
         logits: [P,V] float32 on the CPU for each way to compute them (WHOLE, CHUNKED, DECODED).
             Rank 0 alone keeps them.
-        selected: the slots [N,K] that each C4 layer selected in the prefill of the whole text.
+        selected: the slots [N,K] that each C4 layer selected in the prefill of the whole text, or
+            those of the rank's share of the N tokens.
         digest: a hash of all values; equal digests show that ranks computed the same bits.
     """
 
@@ -129,10 +130,13 @@ def compare(found: Tensor, wanted: Tensor) -> dict[str, float]:
 
 
 def overlap(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The share of the slots in `wanted` that `found` has too."""
+    """The share of the slots in `wanted` that `found` has too.
+
+    A rank of several may have selected for its share of the tokens only: rank 0 for the first ones.
+    """
     common = total = 0
     for one, other in zip(found, wanted, strict=True):
-        for a, b in zip(one.tolist(), other.tolist(), strict=True):
+        for a, b in zip(one.tolist(), other[: len(one)].tolist(), strict=True):
             chosen = set(b) - {-1}
             common += len(chosen & set(a))
             total += len(chosen)

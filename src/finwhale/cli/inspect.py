@@ -150,6 +150,7 @@ def _print_ranks(
     columns = ("GPUs", "weights of each", *(f"tokens on {name}" for name in gpus))
     table = _table("context that fits on several GPUs", *columns, numbers=1 + len(gpus))
     refusals: list[FinwhaleError] = []
+    added: list[int] = []
     for size in RANK_COUNTS:
         try:
             part = architecture.rank_config(config, size, round_activations=True)
@@ -161,6 +162,12 @@ def _print_ranks(
         dtype, ops = _forms()[2 if is_packed else 1]
         weights = architecture.weight_bytes(config, dtype, ops, size)
         left = [int(share * total) - weights - WORKSPACE_BYTES for total in gpus.values()]
+        if is_packed and size > 1:
+            whole = architecture.weight_bytes(config, dtype, ops, size, whole_attention=True)
+            for i, total in enumerate(gpus.values()):
+                if architecture.fits_whole_attention(config, total):
+                    left[i] -= whole - weights
+                    added.append(whole - weights)
         tokens = [_capacity_tokens(config, architecture, dtype, ops, room) for room in left]
         table.add_row(str(size), _size(weights), *(f"{n:,}" if n else "no room" for n in tokens))
     console.print(table)
@@ -169,6 +176,12 @@ def _print_ranks(
         f"{_size(WORKSPACE_BYTES)} for workspace",
         highlight=False,
     )
+    if added:
+        console.print(
+            f"of which up to {_size(max(added))} for attention's weights, which each of several "
+            "GPUs with enough memory also holds whole (--whole-attention)",
+            highlight=False,
+        )
     if refusals:
         console.print(str(refusals[0]), highlight=False)
 

@@ -72,10 +72,10 @@ class CompiledLayer:
             entries = self._choose(q_NX, projected, inputs, rotary, cache)
             window = Window(self.window_pool, inputs.tables["window"], attn.window)
             rows = [tokens.rotation(rotary), *self.step.flat_rows(tokens, window, entries)]
-            query = q_NX[:, : attn.heads * attn.head_dim].contiguous()
+            query = q_NX[:, : attn.heads.width].contiguous()
             x, post, res, residual = self.leave([query, *mixes, *rows, *self.leave_tensors])
             return x, post, res, residual
-        o_NAC, scales_NS = attn.empty_output(q_NX)
+        o_NAC, scales_NS = attn.heads.empty_output(q_NX)
         assert scales_NS is None, "a graph's input is not rounded"
         segments.eager(attn.attend, q_NX, projected, inputs, rotary, cache, o_NAC, None)
         x, post, res, residual, *routed = self.leave([o_NAC, *mixes, *self.leave_tensors])

@@ -89,7 +89,8 @@ class LayerTracer:
         none = ExpertWeight(torch.empty(0), torch.empty(0))
         ffn = replace(w.ffn, experts=none if step.packed else columns(w.ffn.experts))
         self.enter_weights = (w.hc_attn, w.attn)
-        self.leave_weights = (w.attn.wo_a, w.attn.wo_b, w.attn.attn_sink, w.hc_ffn, ffn)
+        heads = w.attn.heads
+        self.leave_weights = (heads.wo_a, heads.wo_b, heads.attn_sink, w.hc_ffn, ffn)
 
     def enter(self) -> Traceable:
         """[state.., step.., window pool, weights..] -> mixes, residual, queries, entries' input."""
@@ -149,7 +150,7 @@ class LayerTracer:
         key_pool = contiguous_rows(self.cache.pool("index_keys", index))[0]
         slots = Argument(self._empty(2 * entries.topk, dtype=ints).sample, (0, 1))
         arguments = [
-            self._empty(w.wq_b.weight.shape[0]),
+            self._empty(w.heads.wq_b.weight.shape[0]),
             self._empty(w.compressor.proj.weight.shape[0], dtype=torch.float32),
             self._empty(dtype=ints),
             self._empty(*self.rotary.shape[1:], dtype=torch.float32),
@@ -178,9 +179,10 @@ class LayerTracer:
             tokens, table, rotary = self.step.back(step)
             if read:
                 window, entries = self.step.back_rows(read[1:], tokens, table, layer.attn.window)
-                q_NX, (o_NAC, _) = o_NAC, layer.attn.empty_output(o_NAC)
-                layer.attn.read(q_NX, entries, tokens, rotary, window, o_NAC, None)
-            x = layer.attn.output(o_NAC, None)
+                heads = layer.attn.heads
+                q_NX, (o_NAC, _) = o_NAC, heads.empty_output(o_NAC)
+                layer.attn.read(heads, q_NX, entries, tokens, rotary, window, o_NAC, None)
+            x = layer.attn.heads.output(o_NAC, None)
             x, post, res, residual = layer.cross(x, post, res, residual)
             inputs = StepInputs(token_ids=token_ids, tokens=tokens, tables={})
             out = [layer.ffn.share(x), *layer.ffn.route(x, inputs)]
@@ -190,7 +192,8 @@ class LayerTracer:
             return tuple(t.contiguous() for t in (x, post, res, residual, *out))
 
         attn = self.layer.attn
-        width = (attn.heads, attn.head_dim) if self.step.packed else (attn.heads * attn.head_dim,)
+        heads = attn.heads
+        width = (heads.number, heads.head_dim) if self.step.packed else (heads.width,)
         first = self._empty(*width)
         ids = [self._empty(dtype=torch.int64) for _ in range(2)]
         arguments = [first, *self._mixes(), *ids, *rows, *map(Argument, tensors_of(weights))]
@@ -210,8 +213,8 @@ class LayerTracer:
     def _with_leave_weights(self, weights: tuple[Any, ...]) -> LayerWeights:
         wo_a, wo_b, attn_sink, hc, ffn = weights
         w = self.layer.weights
-        attn = replace(w.attn, wo_a=wo_a, wo_b=wo_b, attn_sink=attn_sink)
-        return replace(w, attn=attn, hc_ffn=hc, ffn=ffn)
+        heads = replace(w.attn.heads, wo_a=wo_a, wo_b=wo_b, attn_sink=attn_sink)
+        return replace(w, attn=replace(w.attn, heads=heads), hc_ffn=hc, ffn=ffn)
 
     def _constants(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
         read = (self.config, self.layer.attn.round_kv, self.step)

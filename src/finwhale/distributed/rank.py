@@ -5,10 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Rank `index` of `size` ranks, counted from 0."""
+    """Rank `index` of `size` ranks, counted from 0.
+
+    Attributes:
+        whole_attention: besides its part of attention's weights, the rank also holds all of them,
+            for its tokens of a step that the ranks divide.
+    """
 
     index: int
     size: int
+    whole_attention: bool = False
 
     def share(self, num_rows: int) -> int:
         """Number of rows of a rank when the ranks divide `num_rows`. The last may have fewer."""

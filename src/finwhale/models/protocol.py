@@ -420,6 +420,11 @@ class Model(Protocol):
         ...
 
     @property
+    def divided_steps(self) -> "DividedSteps | None":
+        """The steps in which a rank computes whole layers for some tokens; None: there are none."""
+        ...
+
+    @property
     def draft_head(self) -> DraftHead | None: ...
     @property
     def vocab_part(self) -> range:
@@ -516,6 +521,21 @@ class RankConfig(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DividedSteps:
+    """Steps of `least` tokens and more, in which each of num_ranks ranks computes its share of the
+    tokens with kernels for other sizes than in smaller steps.
+    """
+
+    least: int
+    num_ranks: int
+    sizes: ModelSizes
+
+    def share(self, num_tokens: int) -> int:
+        """The number of tokens of the first rank, in a step of num_tokens; 0: it is not divided."""
+        return -(-num_tokens // self.num_ranks) if num_tokens >= self.least else 0
+
+
 class WeightSpecs(Protocol):
     def __call__(self, config: Any, rank: Rank = ALONE) -> dict[str, WeightSpec]:
         """Every tensor of a checkpoint by its official name, with the slice that `rank` holds."""
@@ -523,11 +543,19 @@ class WeightSpecs(Protocol):
 
 
 class WeightBytes(Protocol):
-    def __call__(self, config: Any, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
+    def __call__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        ops: Ops,
+        ranks: int = 1,
+        whole_attention: bool = False,
+    ) -> int:
         """Bytes of one rank's weights in the memory layout of the operator table `ops`.
 
         Args:
             dtype: dtype of the activations.
+            whole_attention: see Rank.
         """
         ...
 
@@ -647,6 +675,8 @@ class Architecture:
         describe: describes the parts of the model for users: title and text.
         part_of: returns the part of the model to which a tensor belongs, by the tensor's name.
         weight_bytes: returns the bytes of one rank's weights.
+        fits_whole_attention: returns whether each of several ranks holds attention's weights whole
+            (`Rank.whole_attention`) if nothing says otherwise, on GPUs with so many bytes.
     """
 
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
@@ -662,3 +692,4 @@ class Architecture:
     describe: Callable[[Any], dict[str, str]]
     part_of: Callable[[str], str]
     weight_bytes: WeightBytes
+    fits_whole_attention: Callable[[Any, int], bool]

@@ -75,6 +75,9 @@ class SignatureRun:
         self.device = model.device
         self.drafts = largest.draft_tokens
         self.sizes = LaunchSizes(ops, model.launch_sizes)
+        self.divided = model.divided_steps
+        if self.divided is not None:
+            self.own_sizes = LaunchSizes(ops, self.divided.sizes)
 
     @torch.inference_mode()
     def __call__(self) -> None:
@@ -116,6 +119,10 @@ class SignatureRun:
             decodes |= set(self.sizes.tokens(1, largest.num_seqs))
             prefills |= set(self.sizes.tokens(2, captured))
         prefills |= set(self.sizes.tokens(captured + 1, largest.num_tokens))
+        if self.divided is not None:
+            shares = map(self.divided.share, (self.divided.least, largest.num_tokens))
+            own = self.own_sizes.tokens(*shares)
+            prefills |= {count * self.divided.num_ranks for count in own}
         # Steps with one token of each sequence that are not decodes.
         ones = {n for n in prefills if n <= largest.num_seqs}
         for n in sorted(decodes | ones):
@@ -160,7 +167,14 @@ class SignatureRun:
         found = []
         for query in queries:
             lengths = self.sizes.contexts(num_tokens, self.largest.max_len)
-            key = self.sizes.context_class(num_tokens), query <= MAX_DECODE_QUERY
+            key: tuple[object, ...] = (
+                self.sizes.context_class(num_tokens),
+                query <= MAX_DECODE_QUERY,
+            )
+            own = 0 if self.divided is None else self.divided.share(num_tokens)
+            if own:
+                lengths = sorted({*lengths, *self.own_sizes.contexts(own, self.largest.max_len)})
+                key = *key, self.own_sizes.context_class(own)
             if key in seen:
                 lengths = [min(self.largest.max_len, ORDINARY_CONTEXT)]
             seen.add(key)

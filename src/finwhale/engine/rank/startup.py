@@ -115,7 +115,8 @@ class _Start:
         self.architecture.rank_config(
             model_config, peers.rank.size, round_activations=self.round_activations
         )  # refuses sizes that do not divide
-        self.stream = weights.open(self.device, peers.rank)
+        self.rank = replace(peers.rank, whole_attention=self._holds_whole_attention())
+        self.stream = weights.open(self.device, self.rank)
         serves = _table_serves(self.platform, self.dtype, config, model_config, self.stream)
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
@@ -138,7 +139,7 @@ class _Start:
             ops=self.ops,
             dtype=self.dtype,
             device=self.device,
-            rank=peers.rank,
+            rank=self.rank,
             round_activations=self.round_activations,
             round_wo_a=config.wo_a_input == "fp8",
             storages=dict(self.stream.storages),
@@ -236,6 +237,18 @@ class _Start:
             self.loader if self.compiled_mode is None else None,
             self.arenas,
         )
+
+    def _holds_whole_attention(self) -> bool:
+        """Whether each rank holds attention's weights whole. All ranks decide alike."""
+        config = self.config
+        if self.peers.rank.size == 1:
+            return False
+        if config.whole_attention is not None:
+            return config.whole_attention
+        if self.device.type != "cuda" or config.batch_invariant or config.reference:
+            return False
+        total = torch.cuda.get_device_properties(self.device).total_memory // self.sharers
+        return self.architecture.fits_whole_attention(self.model_config, total)
 
     def _connect(self) -> Collectives:
         if self.peers.store is None:

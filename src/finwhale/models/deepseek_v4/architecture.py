@@ -1,5 +1,6 @@
 """DeepSeek-V4's entry in the registry: the functions that the engine and the commands use."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -11,10 +12,13 @@ from finwhale.models.deepseek_v4.build import WeightBuilder, WeightLoading
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.sharding import rank_config
+from finwhale.models.deepseek_v4.sharding import is_of_heads, rank_config
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.models.protocol import Architecture
 from finwhale.ops import Ops
+
+# Attention's weights are whole on every rank if they take at most this part of a GPU's memory.
+WHOLE_ATTENTION_PART = 24
 
 
 def kernel_obstacles(config: ModelConfig, storages: Mapping[str, Storage]) -> list[str]:
@@ -104,7 +108,9 @@ def part_of(name: str) -> str:
             return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
+def weight_bytes(
+    config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int = 1, whole_attention: bool = False
+) -> int:
     """Bytes of one rank's weights in the operator table's memory layout."""
     return WeightBuilder(
         config,
@@ -112,8 +118,18 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int =
         device=torch.device("meta"),
         round_activations=True,
         ops=ops,
-        rank=Rank(0, ranks),
+        rank=Rank(0, ranks, whole_attention),
     ).num_bytes
+
+
+def fits_whole_attention(config: ModelConfig, total: int) -> bool:
+    """Whether `Rank.whole_attention` adds little to a rank's weights, on GPUs of `total` bytes."""
+    values = sum(
+        math.prod(spec.shape)
+        for spec in weight_specs(config).values()
+        if is_of_heads(spec.name) or spec.name.endswith(".indexer.wq_b.weight")
+    )
+    return values * (1 if config.quantised else 2) * WHOLE_ATTENTION_PART <= total
 
 
 DEEPSEEK_V4 = Architecture(
@@ -130,4 +146,5 @@ DEEPSEEK_V4 = Architecture(
     describe=describe,
     part_of=part_of,
     weight_bytes=weight_bytes,
+    fits_whole_attention=fits_whole_attention,
 )

@@ -1,7 +1,11 @@
 """Attention of one layer: window, C4 or C128, and the grouped output projection.
 
-Legend: N tokens, D hidden, A heads, C head_dim, Q q_lora_rank, G output groups,
-S groups of 128 of A C values.
+The ranks divide the heads. In a step of many tokens they divide the tokens instead, if each rank
+holds the weights of all heads: every rank then reads fewer rows of the cache, and no sum over the
+ranks follows. All ranks compute and write the rows, entries and states of all tokens.
+
+Legend: N tokens, R tokens whose output this rank computes, D hidden, A heads, C head_dim,
+Q q_lora_rank, G output groups, S groups of 128 of A C values.
 """
 
 from dataclasses import dataclass, replace
@@ -28,29 +32,81 @@ COMPRESS_STREAM = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadWeights:
+    """The weights of a rank's heads and their output groups, or of all heads.
+
+    Attributes:
+        wq_b: [A*C, Q]; in C4 layers followed by the indexer's wq_b [I*J, Q].
+        wo_a: [G, o_lora_rank, A*C/G].
+        wo_b: [D, G*o_lora_rank].
+        attn_sink: [A] float32.
+    """
+
+    wq_b: LinearWeight
+    wo_a: LinearWeight
+    wo_b: LinearWeight
+    attn_sink: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWeights:
-    """Weights of attention. Projections with the same input are one matrix. Norms, sink: float32.
+    """Weights of attention. Projections with the same input are one matrix. Norms: float32.
 
     Attributes:
         wq_a_wkv: [Q + C, D]: the checkpoint's wq_a above its wkv.
-        wq_b: [A*C, Q]; in C4 layers followed by the indexer's wq_b [I*J, Q].
-        wo_a: [G, o_lora_rank, A*C/G].
+        heads: this rank's heads.
+        whole: all heads, if the rank holds them too.
     """
 
     wq_a_wkv: LinearWeight
     q_norm: Tensor
-    wq_b: LinearWeight
     kv_norm: Tensor
-    wo_a: LinearWeight
-    wo_b: LinearWeight
-    attn_sink: Tensor
+    heads: HeadWeights
+    whole: HeadWeights | None = None
     compressor: C4Weights | C128Weights | None
 
 
-class Attention:
-    """Maps x [N,D] to [N,D], and writes the layer's window rows, entries and compressor state.
+class Heads:
+    """Some heads with their output groups: the shapes and projections that depend on them."""
 
-    The result is the partial sum over the heads of this rank.
+    def __init__(self, ops: Ops, weights: HeadWeights, head_dim: int) -> None:
+        self.linear = ops.linear
+        self.grouped_linear = ops.grouped_linear
+        self.weights, self.head_dim = weights, head_dim
+        self.rounded_output = ops.grouped_form(weights.wo_a, head_dim)
+        self.number = len(weights.attn_sink)
+        self.width = self.number * head_dim
+        self.groups = len(weights.wo_a.weight)
+
+    def queries(self, q_RX: Tensor) -> Tensor:
+        """The queries of attention [R,A,C] among those of `Attention.project`."""
+        queries: Tensor = q_RX[:, : self.width].unflatten(1, (self.number, self.head_dim))
+        return queries
+
+    def empty_output(self, q_RX: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Allocate the tensors that `Attention.attend` writes and `output` reads: [R,A,C], and
+        scales [R,S].
+
+        The scales are None unless the output projection needs a rounded input.
+        """
+        num_tokens, rounded = q_RX.shape[0], self.rounded_output
+        if rounded is None or num_tokens < rounded.min_tokens:
+            return q_RX.new_empty(num_tokens, self.number, self.head_dim), None
+        o_RGK, scales_RS = rounded.empty(num_tokens)
+        return o_RGK.view(num_tokens, self.number, self.head_dim), scales_RS
+
+    def output(self, o_RAC: Tensor, scales_RS: Tensor | None) -> Tensor:
+        """The grouped output projection: [R,A,C] -> [R,D]."""
+        w = self.weights
+        o_RGK = o_RAC.view(o_RAC.shape[0], self.groups, self.width // self.groups)
+        return self.linear(self.grouped_linear(o_RGK, w.wo_a, scales_RS).flatten(1), w.wo_b)
+
+
+class Attention:
+    """Maps x [N,D] to [R,D], and writes the layer's window rows, entries and compressor state.
+
+    The result is the partial sum over the heads of this rank, of all tokens; or, if `is_whole`, the
+    output of this rank's tokens.
 
     Args:
         config: the sizes of this rank's part.
@@ -67,23 +123,23 @@ class Attention:
         links: RankLinks,
     ) -> None:
         if links.partial_dtype is not None:
-            wo_b = replace(weights.wo_b, out_dtype=links.partial_dtype)
-            weights = replace(weights, wo_b=wo_b)
+            wo_b = replace(weights.heads.wo_b, out_dtype=links.partial_dtype)
+            weights = replace(weights, heads=replace(weights.heads, wo_b=wo_b))
         self.linear = ops.linear
-        self.grouped_linear = ops.grouped_linear
+        self.links = links
+        self.heads = Heads(ops, weights.heads, config.head_dim)
+        self.all_heads: Heads | None = None
+        if weights.whole is not None:
+            self.all_heads = Heads(ops, weights.whole, config.head_dim)
         self.prepare_qkv = ops.prepare_qkv
         self.sparse_attention = ops.sparse_attention
         self.side_streams = side_streams
         self.weights = weights
-        self.rounded_output = ops.grouped_form(weights.wo_a, config.head_dim)
         self.layer = layer
         self.round_kv = round_activations
         self.eps = config.rms_norm_eps
-        self.heads = config.num_attention_heads
-        self.head_dim = config.head_dim
         self.q_lora_rank = config.q_lora_rank
         self.window = config.sliding_window
-        self.groups = config.o_groups
         self.scale = config.head_dim**-0.5
         self.entries: C4Entries | C128Entries | None = None
         if isinstance(weights.compressor, C4Weights):
@@ -102,18 +158,28 @@ class Attention:
         segments: Segments,
     ) -> Tensor:
         compressor, streams = self.entries, self.side_streams
-        rotary = self.rotary(tables)
+        heads, rotary = self.heads_of(inputs), self.rotary(tables)
         projected = None
         if compressor is not None:
             projected = streams.start(
                 COMPRESS_STREAM, lambda: store(compressor, x_ND, inputs, rotary, cache)
             )
-        q_NX = self.project(x_ND, inputs, rotary, cache)
+        q_RX = self.project(x_ND, inputs, rotary, cache)
         if compressor is not None:
             streams.join(COMPRESS_STREAM)
-        o_NAC, scales_NS = self.empty_output(q_NX)
-        segments.eager(self.attend, q_NX, projected, inputs, rotary, cache, o_NAC, scales_NS)
-        return self.output(o_NAC, scales_NS)
+        o_RAC, scales_RS = heads.empty_output(q_RX)
+        segments.eager(self.attend, q_RX, projected, inputs, rotary, cache, o_RAC, scales_RS)
+        return heads.output(o_RAC, scales_RS)
+
+    def is_whole(self, inputs: StepInputs) -> bool:
+        """Whether this rank computes all heads, for its own tokens."""
+        return inputs.own_tokens is not None and self.all_heads is not None
+
+    def heads_of(self, inputs: StepInputs) -> Heads:
+        """The heads that this rank computes in a step."""
+        if inputs.own_tokens is not None and self.all_heads is not None:
+            return self.all_heads
+        return self.heads
 
     def rotary(self, tables: RotaryTables) -> Tensor:
         """The rotary table of this kind of layer."""
@@ -122,7 +188,7 @@ class Attention:
     def project(
         self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
     ) -> Tensor:
-        """Write the window's rows; returns the queries of attention and indexer: [N,X]."""
+        """Write the window's rows; returns the queries of attention and indexer: [R,X]."""
         w = self.weights
         q_kv = self.linear(x_ND, w.wq_a_wkv)
         q_lora = self.prepare_qkv(
@@ -137,84 +203,75 @@ class Attention:
             cache.pool("window", self.layer),
             inputs.tables["window"],
         )
-        return self.linear(q_lora, w.wq_b)
-
-    def empty_output(self, q_NX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Allocate the tensors that `attend` writes and `output` reads: [N,A,C], and scales [N,S].
-
-        The scales are None unless the output projection needs a rounded input.
-        """
-        num_tokens, rounded = q_NX.shape[0], self.rounded_output
-        if rounded is None or num_tokens < rounded.min_tokens:
-            return q_NX.new_empty(num_tokens, self.heads, self.head_dim), None
-        o_NGK, scales_NS = rounded.empty(num_tokens)
-        return o_NGK.view(num_tokens, self.heads, self.head_dim), scales_NS
-
-    def output(self, o_NAC: Tensor, scales_NS: Tensor | None) -> Tensor:
-        """The grouped output projection: [N,A,C] -> [N,D]."""
-        w = self.weights
-        o_NGK = o_NAC.view(o_NAC.shape[0], self.groups, -1)
-        return self.linear(self.grouped_linear(o_NGK, w.wo_a, scales_NS).flatten(1), w.wo_b)
+        if self.is_whole(inputs):
+            q_lora = self.links.own(q_lora)
+        return self.linear(q_lora, self.heads_of(inputs).weights.wq_b)
 
     def attend(
         self,
-        q_NX: Tensor,
+        q_RX: Tensor,
         projected: Tensor | None,
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
-        out_NAC: Tensor,
-        scales_NS: Tensor | None,
+        out_RAC: Tensor,
+        scales_RS: Tensor | None,
     ) -> None:
-        """Select entries and compute attention; writes the tensors from `empty_output`.
+        """Select entries and compute attention; writes the tensors from `Heads.empty_output`.
 
         This is the part of the layer that depends on the sequences' lengths.
         """
-        entries = self.choose(q_NX, projected, inputs, rotary, cache)
+        entries = self.choose(q_RX, projected, inputs, rotary, cache)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
-        self.read(q_NX, entries, inputs.tokens, rotary, window, out_NAC, scales_NS)
+        heads, tokens = self.heads_of(inputs), inputs.tokens
+        if inputs.own_tokens is not None and self.is_whole(inputs):
+            tokens = inputs.own_tokens
+        self.read(heads, q_RX, entries, tokens, rotary, window, out_RAC, scales_RS)
 
     def choose(
         self,
-        q_NX: Tensor,
+        q_RX: Tensor,
         projected: Tensor | None,
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
     ) -> Selected | Complete | None:
         """Select the entries that each token sees; without entries, StepInputs.further_slots."""
+        is_whole = self.is_whole(inputs)
         if self.entries is None or projected is None:
-            if inputs.further_slots is None:
+            slots = inputs.further_slots
+            if slots is None:
                 return None
             rows_per_page = inputs.tables["window"].rows_per_page
-            return Selected(cache.pool("window", self.layer), inputs.further_slots, rows_per_page)
-        width = self.heads * self.head_dim
-        index_q = q_NX[:, width:] if q_NX.shape[1] > width else None
-        return self.entries.visible(projected, index_q, inputs, rotary, cache)
+            slots = self.links.own(slots) if is_whole else slots
+            return Selected(cache.pool("window", self.layer), slots, rows_per_page)
+        width = self.heads_of(inputs).width
+        index_q = q_RX[:, width:] if q_RX.shape[1] > width else None
+        return self.entries.visible(projected, index_q, inputs, rotary, cache, own=is_whole)
 
     def read(
         self,
-        q_NX: Tensor,
+        heads: Heads,
+        q_RX: Tensor,
         entries: Selected | Complete | None,
         tokens: Tokens,
         rotary: Tensor,
         window: Window,
-        out_NAC: Tensor,
-        scales_NS: Tensor | None,
+        out_RAC: Tensor,
+        scales_RS: Tensor | None,
     ) -> None:
-        """Attend to the window and the entries; writes the tensors from `empty_output`."""
-        width = self.heads * self.head_dim
+        """Attend to the window and the entries; writes the tensors from `Heads.empty_output`."""
         self.sparse_attention(
-            q_NX[:, :width].unflatten(1, (self.heads, self.head_dim)),
+            heads.queries(q_RX),
             rotary,
             self.eps,
             tokens,
             window,
             entries,
-            self.weights.attn_sink,
+            heads.weights.attn_sink,
             self.scale,
-            out_NAC,
-            scales_NS,
+            out_RAC,
+            scales_RS,
         )
 
 

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,10 +24,10 @@ from finwhale.checkpoint.formats import (
     scale_to_float32,
 )
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.checkpoint.spec import Slice, Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.attention import AttentionWeights
+from finwhale.models.deepseek_v4.attention import AttentionWeights, HeadWeights
 from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.dspark import DsparkWeights
@@ -34,7 +35,7 @@ from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.deepseek_v4.layer import LayerWeights
 from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
-from finwhale.models.deepseek_v4.sharding import rank_config
+from finwhale.models.deepseek_v4.sharding import rank_config, rank_slice
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.protocol import WeightStream, tensors_of
 from finwhale.ops import Ops
@@ -95,6 +96,8 @@ class WeightBuilder:
         self.targets: dict[str, tuple[Tensor, ...]] = {}
         self.places: dict[str, Tensor] = {}
         self.num_bytes = 0
+        self._rank = rank
+        self._cuts: dict[str, Slice] = {}  # of the weights whose part is being allocated
         layers = tuple(
             self._layer(f"layers.{i}", ratio, config.is_hash_layer(i))
             for i, ratio in enumerate(config.layer_ratios)
@@ -117,8 +120,15 @@ class WeightBuilder:
         self.num_bytes += tensor.nbytes
         return tensor
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """The shape of what the tensors that are being allocated hold of a weight."""
+        spec = self.specs[name]
+        return self._cuts[name].shape_in(spec.shape) if name in self._cuts else spec.local_shape
+
     def _set(self, name: str, setter: Setter, *targets: Tensor) -> None:
         """Add a setter for a tensor. The setter writes to `targets`."""
+        if name in self._cuts:
+            setter = partial(_set_slice, setter, self._cuts[name])
         first = self.setters.get(name)
         self.setters[name] = setter if first is None else _both(first, setter)
         self.targets[name] = (*self.targets.get(name, ()), *targets)
@@ -134,7 +144,7 @@ class WeightBuilder:
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate memory for one tensor that needs no special layout."""
-        tensor = self._empty(self.specs[name].local_shape, dtype)
+        tensor = self._empty(self._shape(name), dtype)
         self._copy_to(name, tensor)
         return tensor
 
@@ -148,12 +158,12 @@ class WeightBuilder:
     def _are_fp8(self, names: tuple[str, ...]) -> bool:
         """Whether all weights are FP8 and no scale block crosses a boundary of the stack."""
         return all(self.storages[name] == "fp8_block" for name in names) and all(
-            self.specs[name].local_shape[0] % FP8_BLOCK == 0 for name in names[:-1]
+            self._shape(name)[0] % FP8_BLOCK == 0 for name in names[:-1]
         )
 
     def _packed_stack(self, names: tuple[str, ...]) -> LinearWeight:
-        rows = [self.specs[name].local_shape[0] for name in names]
-        columns = self.specs[names[0]].local_shape[1]
+        rows = [self._shape(name)[0] for name in names]
+        columns = self._shape(names[0])[1]
         weight, scale = self._packed_fp8((sum(rows), columns))
         start = 0
         for name, count in zip(names, rows, strict=True):
@@ -185,8 +195,8 @@ class WeightBuilder:
         out_dtype: torch.dtype | None = None,
     ) -> LinearWeight:
         """Allocate several matrices as one, stacked along the rows."""
-        rows = [self.specs[name].local_shape[0] for name in names]
-        stacked = self._empty((sum(rows), *self.specs[names[0]].local_shape[1:]), dtype)
+        rows = [self._shape(name)[0] for name in names]
+        stacked = self._empty((sum(rows), *self._shape(names[0])[1:]), dtype)
         w = self.prepare_linear(LinearWeight(stacked, round_input, out_dtype=out_dtype))
         for name, part in zip(names, w.weight.split(rows), strict=True):
             self._copy_to(name, part)
@@ -232,10 +242,8 @@ class WeightBuilder:
 
     def _attention(self, attn: str, ratio: int) -> AttentionWeights:
         compressor: C4Weights | C128Weights | None = None
-        wq_b = [f"{attn}.wq_b"]
         if ratio == 4:
             indexer = f"{attn}.indexer"
-            wq_b.append(f"{indexer}.wq_b")
             compressor = C4Weights(
                 proj=self._in_float32(
                     f"{attn}.compressor.wkv",
@@ -252,20 +260,38 @@ class WeightBuilder:
                 proj=self._in_float32(f"{attn}.compressor.wkv", f"{attn}.compressor.wgate"),
                 mix=self._mix(f"{attn}.compressor", 128),
             )
+        whole = None
+        if self._rank.whole_attention:
+            whole = self._heads(attn, ratio)
+            for name in ("wq_b.weight", "wo_a.weight", "wo_b.weight", "attn_sink"):
+                spec = self.specs[f"{attn}.{name}"]
+                part = rank_slice(spec.name, spec.shape, self._rank)
+                assert part is not None
+                self._cuts[spec.name] = part
+        own = self._heads(attn, ratio)
+        self._cuts = {}
         return AttentionWeights(
             wq_a_wkv=self._projection(f"{attn}.wq_a", f"{attn}.wkv"),
             q_norm=self._tensor(f"{attn}.q_norm.weight"),
-            wq_b=self._projection(*wq_b),
             kv_norm=self._tensor(f"{attn}.kv_norm.weight"),
-            wo_a=self._grouped(f"{attn}.wo_a.weight", self.round_wo_a),
-            wo_b=self._projection(f"{attn}.wo_b"),
-            attn_sink=self._tensor(f"{attn}.attn_sink"),
+            heads=own,
+            whole=whole,
             compressor=compressor,
         )
 
+    def _heads(self, attn: str, ratio: int) -> HeadWeights:
+        wq_b = [f"{attn}.wq_b", *([f"{attn}.indexer.wq_b"] if ratio == 4 else [])]
+        return HeadWeights(
+            wq_b=self._projection(*wq_b),
+            wo_a=self._grouped(f"{attn}.wo_a.weight", self.round_wo_a),
+            wo_b=self._projection(f"{attn}.wo_b"),
+            attn_sink=self._tensor(f"{attn}.attn_sink"),
+        )
+
     def _grouped(self, name: str, round_input: bool) -> LinearWeight:
-        groups = self.config.o_groups
-        rows, columns = self.specs[name].local_shape
+        rows, columns = self._shape(name)
+        # A group has o_lora_rank rows.
+        groups = rows // self.config.o_lora_rank
         if self.quantised and self._are_fp8((name,)) and rows // groups % FP8_BLOCK == 0:
             weight, scale = self._packed_fp8((rows, columns))
             self._set_fp8(name, weight, scale)
@@ -432,6 +458,10 @@ class WeightBuilder:
             ),
             confidence=self._tensor(confidence) if head.enable_confidence_head else None,
         )
+
+
+def _set_slice(setter: Setter, part: Slice, stored: StoredWeight) -> None:
+    setter(stored.sliced(part))
 
 
 def _both(first: Setter, second: Setter) -> Setter:

@@ -89,6 +89,7 @@ class C128Entries:
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
+        own: bool = False,
     ) -> Complete:
         return Complete(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
 
@@ -98,7 +99,7 @@ class C4Entries:
     the best scores.
 
     Every rank has all keys and all index heads. In a step of many tokens, each rank selects for its
-    rows of the tokens, and the ranks gather the selected slots.
+    rows of the tokens. The ranks gather the selected slots, unless a rank attends to its rows only.
     """
 
     def __init__(
@@ -169,29 +170,38 @@ class C4Entries:
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
+        own: bool = False,
     ) -> Selected:
-        """Select entries. index_q [N, I*J]: the indexer's projected queries."""
+        """Select entries.
+
+        Args:
+            index_q: [N, I*J], or with `own` [R, I*J]: the indexer's projected queries.
+            own: select only for this rank's tokens.
+        """
         assert index_q is not None
-        own, table = inputs.own_tokens, inputs.tables["c4"]
-        num_tokens, weights = len(index_q), projected[:, -self.heads :]
-        if own is not None and own.max_len // RATIO <= self.topk:
-            own = None  # every token gets all entries that it sees, without scores
-        if own is not None:
-            index_q, weights = self.links.own(index_q), self.links.own(weights)
+        tokens, table, weights = inputs.tokens, inputs.tables["c4"], projected[:, -self.heads :]
+        gathers = False
+        if inputs.own_tokens is not None:
+            # With few entries, every token gets all that it sees, without scores.
+            gathers = not own and tokens.max_len // RATIO > self.topk
+            if gathers:
+                index_q = self.links.own(index_q)
+            if own or gathers:
+                tokens, weights = inputs.own_tokens, self.links.own(weights)
         slots = self.select_entries(
             index_q.unflatten(1, (self.heads, self.head_dim)),
             weights,
             cache.pool("index_keys", self.layer),
             rotary,
-            inputs.tokens if own is None else own,
+            tokens,
             table,
             self.topk,
             self.score_scale,
             self.round_entries,
         )
-        if own is not None:
+        if gathers:
             # If a rank's tokens see few entries, its slots have fewer columns than other ranks'.
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
-            slots = self.links.whole(slots, num_tokens)
+            slots = self.links.whole(slots, len(inputs.token_ids))
         return Selected(cache.pool("c4", self.layer), slots, table.rows_per_page)

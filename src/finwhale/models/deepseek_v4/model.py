@@ -26,6 +26,7 @@ from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import (
     ChooseDraft,
+    DividedSteps,
     Drafts,
     DraftStart,
     PagedCache,
@@ -167,6 +168,15 @@ class DeepseekV4:
     def launch_sizes(self) -> ModelSizes:
         """The sizes that this rank's launch signatures depend on."""
         return replace(launch_sizes(self.part), num_ranks=self.links.rank.size)
+
+    @property
+    def divided_steps(self) -> DividedSteps | None:
+        """See protocol.Model."""
+        if self.weights.layers[0].attn.whole is None:
+            return None
+        return DividedSteps(
+            self.links.shared_tokens, self.links.rank.size, launch_sizes(self.config)
+        )
 
     @property
     def residual_shape(self) -> tuple[int, int]:

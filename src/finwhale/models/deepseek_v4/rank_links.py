@@ -115,7 +115,7 @@ class RankLinks:
     def without_collectives(self) -> Iterator[None]:
         """Within it, results have the right shapes but do not depend on other ranks."""
         kept = self._collectives
-        self._collectives = _NoCollectives(self.rank)
+        self._collectives = NoCollectives(self.rank)
         try:
             yield
         finally:
@@ -144,7 +144,7 @@ class SampleFromParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _NoCollectives:
+class NoCollectives:
     """Collectives without communication. They return tensors of the right shape."""
 
     rank: Rank

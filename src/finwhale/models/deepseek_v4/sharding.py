@@ -3,6 +3,9 @@
 A rank holds some heads with their output groups, some rows of the LM head and of DSpark's Markov
 head, and a part of every expert's intermediate size. It holds a copy of every other weight. An FP8
 block, an FP4 block and a group of 128 activations that are rounded together never span two ranks.
+
+With `Rank.whole_attention`, a rank loads the weights of all heads, and also keeps a copy of those
+of its own heads (build.py).
 """
 
 import re
@@ -24,6 +27,7 @@ _ROWS = re.compile(
     r"|\.attn\.attn_sink$"
 )
 _COLUMNS = re.compile(r"(\.attn\.wo_b|\.(experts\.\d+|shared_experts)\.w2)\.weight$")
+_HEADS = re.compile(r"\.attn\.((wq_b|wo_a|wo_b)\.weight|attn_sink)$")
 
 
 def sharded_axis(name: str) -> int | None:
@@ -31,6 +35,18 @@ def sharded_axis(name: str) -> int | None:
     if _ROWS.search(name):
         return 0
     return 1 if _COLUMNS.search(name) else None
+
+
+def is_of_heads(name: str) -> bool:
+    """Whether a weight belongs to attention's heads or their output groups."""
+    return _HEADS.search(name) is not None
+
+
+def loaded_slice(name: str, shape: tuple[int, ...], rank: Rank) -> Slice | None:
+    """The slice of a weight that a rank loads; None: the whole weight."""
+    if rank.whole_attention and is_of_heads(name):
+        return None
+    return rank_slice(name, shape, rank)
 
 
 def rank_slice(name: str, shape: tuple[int, ...], rank: Rank) -> Slice | None:

@@ -6,7 +6,7 @@ from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
-from finwhale.models.deepseek_v4.sharding import rank_config, rank_slice
+from finwhale.models.deepseek_v4.sharding import loaded_slice, rank_config
 
 # --- The name table -------------------------------------------------------------------------------
 # D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank, O o_lora_rank,
@@ -19,7 +19,7 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpe
 
     The table omits `.scale` tensors, which belong to their weights. If the configuration is not
     quantised, the storage of every FP8 and FP4 weight is "bf16". `config` describes the whole
-    model; each spec names the slice that `rank` holds.
+    model; each spec names the slice that `rank` loads.
 
     Raises:
         FinwhaleError: this number of ranks cannot divide the model.
@@ -40,7 +40,7 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpe
         specs += _dspark(config, config.dspark)
     if rank.size == 1:
         return {spec.name: spec for spec in specs}
-    return {s.name: replace(s, slice=rank_slice(s.name, s.shape, rank)) for s in specs}
+    return {s.name: replace(s, slice=loaded_slice(s.name, s.shape, rank)) for s in specs}
 
 
 def ignored_prefixes(config: ModelConfig) -> dict[str, str]:
