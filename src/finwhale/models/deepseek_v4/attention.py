@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from finwhale.checkpoint.formats import FP8_BLOCK
 from finwhale.models.deepseek_v4.compressor import (
     C4Entries,
     C4Weights,
@@ -29,6 +30,7 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import Tokens
 
 COMPRESS_STREAM = 0
+QUERY_STREAM = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +105,10 @@ class Heads:
 
 
 class Attention:
-    """Maps x [N,D] to [R,D], and writes the layer's window rows, entries and compressor state.
+    """Maps x to [R,D], and writes the layer's window rows, entries and compressor state.
 
-    The result is the partial sum over the heads of this rank, of all tokens; or, if `is_whole`, the
-    output of this rank's tokens.
+    x and the result are those of all tokens, and the result is the partial sum over the heads of
+    this rank. If `is_whole`, both are those of this rank's tokens, and the result is complete.
 
     Args:
         config: the sizes of this rank's part.
@@ -125,7 +127,7 @@ class Attention:
         if links.partial_dtype is not None:
             wo_b = replace(weights.heads.wo_b, out_dtype=links.partial_dtype)
             weights = replace(weights, heads=replace(weights.heads, wo_b=wo_b))
-        self.linear = ops.linear
+        self.linear, self.rms_norm = ops.linear, ops.rms_norm
         self.links = links
         self.heads = Heads(ops, weights.heads, config.head_dim)
         self.all_heads: Heads | None = None
@@ -151,7 +153,7 @@ class Attention:
 
     def __call__(
         self,
-        x_ND: Tensor,
+        x: Tensor,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
@@ -159,12 +161,20 @@ class Attention:
     ) -> Tensor:
         compressor, streams = self.entries, self.side_streams
         heads, rotary = self.heads_of(inputs), self.rotary(tables)
-        projected = None
+        is_whole, x_ND, projected = self.is_whole(inputs), x, None
+        if is_whole:
+            # While the ranks gather the tokens, each of them computes its own queries.
+            q_RX = streams.start(QUERY_STREAM, lambda: self.own_queries(x))
+            x_ND = self.links.whole(x, len(inputs.token_ids))
         if compressor is not None:
             projected = streams.start(
                 COMPRESS_STREAM, lambda: store(compressor, x_ND, inputs, rotary, cache)
             )
-        q_RX = self.project(x_ND, inputs, rotary, cache)
+        if is_whole:
+            self.write_window(x_ND, inputs, rotary, cache)
+            streams.join(QUERY_STREAM)
+        else:
+            q_RX = self.project(x_ND, inputs, rotary, cache)
         if compressor is not None:
             streams.join(COMPRESS_STREAM)
         o_RAC, scales_RS = heads.empty_output(q_RX)
@@ -188,7 +198,7 @@ class Attention:
     def project(
         self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
     ) -> Tensor:
-        """Write the window's rows; returns the queries of attention and indexer: [R,X]."""
+        """Write the window's rows; returns the queries of attention and indexer: [N,X]."""
         w = self.weights
         q_kv = self.linear(x_ND, w.wq_a_wkv)
         q_lora = self.prepare_qkv(
@@ -203,9 +213,35 @@ class Attention:
             cache.pool("window", self.layer),
             inputs.tables["window"],
         )
-        if self.is_whole(inputs):
-            q_lora = self.links.own(q_lora)
-        return self.linear(q_lora, self.heads_of(inputs).weights.wq_b)
+        return self.linear(q_lora, self.heads.weights.wq_b)
+
+    def own_queries(self, x_RD: Tensor) -> Tensor:
+        """The queries [R,X] of this rank's tokens for all heads and the indexer."""
+        assert self.all_heads is not None
+        w = self.weights
+        q_lora = self.linear(x_RD, _rows(w.wq_a_wkv, 0, self.q_lora_rank))
+        return self.linear(self.rms_norm(q_lora, w.q_norm, self.eps), self.all_heads.weights.wq_b)
+
+    def write_window(
+        self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
+    ) -> None:
+        """Write the window's rows."""
+        w = self.weights
+        rows = w.wq_a_wkv.weight.shape[0]
+        kv = self.linear(x_ND, _rows(w.wq_a_wkv, self.q_lora_rank, rows))
+        # The operator also normalises a query's latent. There is none, so the result is not used.
+        self.prepare_qkv(
+            kv,
+            w.kv_norm,
+            kv,
+            w.kv_norm,
+            rotary,
+            self.eps,
+            self.round_kv,
+            inputs.tokens,
+            cache.pool("window", self.layer),
+            inputs.tables["window"],
+        )
 
     def attend(
         self,
@@ -273,6 +309,14 @@ class Attention:
             out_RAC,
             scales_RS,
         )
+
+
+def _rows(w: LinearWeight, start: int, stop: int) -> LinearWeight:
+    """Some rows of a weight, as views. Blocks that share a scale stay whole."""
+    scale = w.scale
+    if scale is not None:
+        scale = scale[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
+    return replace(w, weight=w.weight[start:stop], scale=scale)
 
 
 def store(

@@ -109,9 +109,11 @@ class DecoderLayer:
         y, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
         if entered is not None:
             entered(residual)
-        y = links.whole(y, num_tokens)
-        attended = self.attn(y, inputs, tables, cache, segments)
-        total = attended if self.attn.is_whole(inputs) else links.sum(attended, y.dtype)
+        if self.attn.is_whole(inputs):
+            total: BlockOutput = self.attn(y, inputs, tables, cache, segments)
+        else:
+            y = links.whole(y, num_tokens)
+            total = links.sum(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.cross(total, post_mix, res_mix, residual)
         y = links.whole(y, num_tokens)
         ffn = self.ffn.terms if links.takes_expert_terms(*y.shape) else self.ffn
