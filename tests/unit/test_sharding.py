@@ -129,7 +129,7 @@ def test_bytes_of_a_rank(model: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_bytes_of_whole_attention(model: str) -> None:
-    """It adds a copy of the weights of all heads, scales included; no other weight changes."""
+    """It adds the weights of the other heads, and copies of some; no other weight changes."""
     config, ops = MODELS[model].with_layers(3), packed_ops()
     for size in (2, 8):
         rank = Rank(size - 1, size, whole_attention=True)
@@ -139,16 +139,21 @@ def test_bytes_of_whole_attention(model: str) -> None:
         ends = ("wq_b.weight", "wo_a.weight", "wo_b.weight", "attn_sink")
         assert whole == {name for name in both if name.endswith(ends) and ".indexer." not in name}
         assert all(both[name].slice is None for name in whole)
-        copied = whole | {name for name in both if name.endswith(".indexer.wq_b.weight")}
-        values = {name: math.prod(both[name].shape) for name in copied}
-        added = sum(
-            count * (4 if name.endswith("attn_sink") else 1 + 4 / 128**2)
-            for name, count in values.items()
-        )
-        sizes = (weight_bytes(config, torch.bfloat16, ops, size, whole) for whole in (True, False))
-        assert next(sizes) - next(sizes) == added
-        assert fits_whole_attention(config, 24 * sum(values.values()))
-        assert not fits_whole_attention(config, 24 * sum(values.values()) - 1)
+        c4 = [i for i, ratio in enumerate(config.layer_ratios) if ratio == 4]
+        assert 0 < len(c4) < 3
+        copied = {name for name in whole if name.endswith("wo_b.weight")}
+        copied |= {f"layers.{i}.attn.wq_b.weight" for i in c4}
+        indexers = {f"layers.{i}.attn.indexer.wq_b.weight" for i in c4}
+        added = 0.0
+        for name in whole | indexers:
+            others = 1.0 if name in copied | indexers else 1 - 1 / size
+            each = 4 if name.endswith("attn_sink") else 1 + 4 / 128**2
+            added += others * each * math.prod(both[name].shape)
+        sizes = [weight_bytes(config, torch.bfloat16, ops, size, whole) for whole in (False, True)]
+        assert sizes[1] - sizes[0] == added
+    values = sum(math.prod(both[name].shape) for name in whole | indexers)
+    assert fits_whole_attention(config, 24 * values)
+    assert not fits_whole_attention(config, 24 * values - 1)
 
 
 def packed_ops() -> Ops:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from finwhale.checkpoint.formats import FP8_BLOCK
 from finwhale.models.deepseek_v4.compressor import (
     C4Entries,
     C4Weights,
@@ -219,7 +218,7 @@ class Attention:
         """The queries [R,X] of this rank's tokens for all heads and the indexer."""
         assert self.all_heads is not None
         w = self.weights
-        q_lora = self.linear(x_RD, _rows(w.wq_a_wkv, 0, self.q_lora_rank))
+        q_lora = self.linear(x_RD, w.wq_a_wkv.rows(0, self.q_lora_rank))
         return self.linear(self.rms_norm(q_lora, w.q_norm, self.eps), self.all_heads.weights.wq_b)
 
     def write_window(
@@ -227,8 +226,8 @@ class Attention:
     ) -> None:
         """Write the window's rows."""
         w = self.weights
-        rows = w.wq_a_wkv.weight.shape[0]
-        kv = self.linear(x_ND, _rows(w.wq_a_wkv, self.q_lora_rank, rows))
+        both = w.wq_a_wkv
+        kv = self.linear(x_ND, both.rows(self.q_lora_rank, len(both.weight)))
         # The operator also normalises a query's latent. There is none, so the result is not used.
         self.prepare_qkv(
             kv,
@@ -309,14 +308,6 @@ class Attention:
             out_RAC,
             scales_RS,
         )
-
-
-def _rows(w: LinearWeight, start: int, stop: int) -> LinearWeight:
-    """Some rows of a weight, as views. Blocks that share a scale stay whole."""
-    scale = w.scale
-    if scale is not None:
-        scale = scale[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
-    return replace(w, weight=w.weight[start:stop], scale=scale)
 
 
 def store(

@@ -260,21 +260,15 @@ class WeightBuilder:
                 proj=self._in_float32(f"{attn}.compressor.wkv", f"{attn}.compressor.wgate"),
                 mix=self._mix(f"{attn}.compressor", 128),
             )
+        heads = self._heads(attn, ratio)
         whole = None
         if self._rank.whole_attention:
-            whole = self._heads(attn, ratio)
-            for name in ("wq_b.weight", "wo_a.weight", "wo_b.weight", "attn_sink"):
-                spec = self.specs[f"{attn}.{name}"]
-                part = rank_slice(spec.name, spec.shape, self._rank)
-                assert part is not None
-                self._cuts[spec.name] = part
-        own = self._heads(attn, ratio)
-        self._cuts = {}
+            heads, whole = self._own_heads(heads, attn, ratio), heads
         return AttentionWeights(
             wq_a_wkv=self._projection(f"{attn}.wq_a", f"{attn}.wkv"),
             q_norm=self._tensor(f"{attn}.q_norm.weight"),
             kv_norm=self._tensor(f"{attn}.kv_norm.weight"),
-            heads=own,
+            heads=heads,
             whole=whole,
             compressor=compressor,
         )
@@ -287,6 +281,32 @@ class WeightBuilder:
             wo_b=self._projection(f"{attn}.wo_b"),
             attn_sink=self._tensor(f"{attn}.attn_sink"),
         )
+
+    def _own_heads(self, whole: HeadWeights, attn: str, ratio: int) -> HeadWeights:
+        """The rank's heads, where possible as views of the whole weights."""
+        sinks = self._own_slice(f"{attn}.attn_sink")
+        groups = self._own_slice(f"{attn}.wo_a.weight").over(self.config.o_lora_rank)
+        queries = self._own_slice(f"{attn}.wq_b.weight")
+        self._cuts[f"{attn}.wo_b.weight"] = self._own_slice(f"{attn}.wo_b.weight")
+        wo_b = self._projection(f"{attn}.wo_b")
+        if ratio == 4:
+            # The rows of the indexer follow.
+            self._cuts[f"{attn}.wq_b.weight"] = queries
+            wq_b = self._projection(f"{attn}.wq_b", f"{attn}.indexer.wq_b")
+        else:
+            wq_b = whole.wq_b.rows(queries.start, queries.stop)
+        self._cuts.clear()
+        return HeadWeights(
+            wq_b=wq_b,
+            wo_a=whole.wo_a.rows(groups.start, groups.stop),
+            wo_b=wo_b,
+            attn_sink=sinks.of(whole.attn_sink),
+        )
+
+    def _own_slice(self, name: str) -> Slice:
+        part = rank_slice(name, self.specs[name].shape, self._rank)
+        assert part is not None
+        return part
 
     def _grouped(self, name: str, round_input: bool) -> LinearWeight:
         rows, columns = self._shape(name)

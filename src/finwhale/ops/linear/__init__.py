@@ -1,13 +1,14 @@
 """Linear layers: the contracts. Legend: N tokens, K input width, M output width, G groups."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 ACTIVATION_GROUP = 128
+SCALE_ROWS = 128  # rows of an E4M3 weight that share their scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,18 @@ class LinearWeight:
     round_input: bool = False
     scale: Tensor | None = None
     out_dtype: torch.dtype | None = None
+
+    def rows(self, start: int, stop: int) -> "LinearWeight":
+        """Rows of a weight [M, K], or groups of one [G, M, K], as views.
+
+        Rows that share a scale are not separated: `start` is a multiple of 128.
+        """
+        scale = self.scale
+        if scale is not None:
+            each = 1 if scale.dim() == 3 else SCALE_ROWS
+            assert start % each == 0, (start, scale.shape)
+            scale = scale[start // each : -(-stop // each)]
+        return replace(self, weight=self.weight[start:stop], scale=scale)
 
 
 class PrepareLinear(Protocol):
