@@ -123,6 +123,9 @@ class SignatureRun:
             shares = map(self.divided.share, (self.divided.least, largest.num_tokens))
             own = self.own_sizes.tokens(*shares)
             prefills |= {count * self.divided.num_ranks for count in own}
+            # Some kernels run on all tokens in these steps only.
+            first = max(captured + 1, self.divided.least)
+            prefills |= set(self.sizes.tokens(first, largest.num_tokens))
         # Steps with one token of each sequence that are not decodes.
         ones = {n for n in prefills if n <= largest.num_seqs}
         for n in sorted(decodes | ones):
