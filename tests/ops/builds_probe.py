@@ -507,7 +507,8 @@ def compare_divided_launches() -> list[tuple[str, str]]:
 
     Each rank attends with all heads to its share of the tokens, and both have the same sizes.
     """
-    config = replace(small_flash(), moe_intermediate_size=256)
+    # The scales of a token's groups lie a multiple of 16 apart, as in real models.
+    config = replace(small_flash(), hidden_size=512, moe_intermediate_size=256)
     largest = replace(LARGEST, num_tokens=1900)
     found = []
     for index, run in enumerate((SignatureRun, DividedSample)):
