@@ -21,8 +21,9 @@ from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.indexer import IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
 
 COMPRESS_STREAM = 0
 
@@ -109,10 +110,11 @@ class Attention:
                 COMPRESS_STREAM, lambda: store(compressor, x_ND, inputs, rotary, cache)
             )
         q_NX = self.project(x_ND, inputs, rotary, cache)
+        index_q = self.prepare_index_q(q_NX, inputs, rotary)
         if compressor is not None:
             streams.join(COMPRESS_STREAM)
-        o_NAC, scales_NS = self.empty_output(q_NX)
-        segments.eager(self.attend, q_NX, projected, inputs, rotary, cache, o_NAC, scales_NS)
+        o_NAC, scales_NS = out = self.empty_output(q_NX)
+        segments.eager(self.attend, q_NX, projected, inputs, rotary, cache, *out, index_q)
         return self.output(o_NAC, scales_NS)
 
     def rotary(self, tables: RotaryTables) -> Tensor:
@@ -138,6 +140,21 @@ class Attention:
             inputs.tables["window"],
         )
         return self.linear(q_lora, w.wq_b)
+
+    def prepare_index_q(
+        self, q_NX: Tensor, inputs: StepInputs, rotary: Tensor
+    ) -> IndexQueries | None:
+        """In a decode, prepare the indexer's queries, which are ready before the entries are.
+
+        A prefill prepares them in `attend`: a captured graph must not depend on its lengths.
+        """
+        entries = self.entries
+        if not isinstance(entries, C4Entries) or inputs.tokens.max_query > MAX_DECODE_QUERY:
+            return None
+        return entries.prepare(self._index_q(q_NX), inputs, rotary)
+
+    def _index_q(self, q_NX: Tensor) -> Tensor:
+        return q_NX[:, self.heads * self.head_dim :]
 
     def empty_output(self, q_NX: Tensor) -> tuple[Tensor, Tensor | None]:
         """Allocate the tensors that `attend` writes and `output` reads: [N,A,C], and scales [N,S].
@@ -165,12 +182,16 @@ class Attention:
         cache: PagedCache,
         out_NAC: Tensor,
         scales_NS: Tensor | None,
+        index_q: IndexQueries | None = None,
     ) -> None:
         """Select entries and compute attention; writes the tensors from `empty_output`.
 
         This is the part of the layer that depends on the sequences' lengths.
+
+        Args:
+            index_q: the indexer's queries if `prepare_index_q` has prepared them.
         """
-        entries = self.choose(q_NX, projected, inputs, rotary, cache)
+        entries = self.choose(q_NX, projected, inputs, rotary, cache, index_q)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
         self.read(q_NX, entries, inputs.tokens, rotary, window, out_NAC, scales_NS)
 
@@ -181,6 +202,7 @@ class Attention:
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
+        index_q: IndexQueries | None = None,
     ) -> Selected | Complete | None:
         """Select the entries that each token sees; without entries, StepInputs.further_slots."""
         if self.entries is None or projected is None:
@@ -188,8 +210,10 @@ class Attention:
                 return None
             rows_per_page = inputs.tables["window"].rows_per_page
             return Selected(cache.pool("window", self.layer), inputs.further_slots, rows_per_page)
-        width = self.heads * self.head_dim
-        index_q = q_NX[:, width:] if q_NX.shape[1] > width else None
+        if isinstance(self.entries, C128Entries):
+            return self.entries.visible(inputs, cache)
+        if index_q is None:
+            index_q = self.entries.prepare(self._index_q(q_NX), inputs, rotary)
         return self.entries.visible(projected, index_q, inputs, rotary, cache)
 
     def read(

@@ -14,8 +14,9 @@ from finwhale.models.protocol import PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected
 from finwhale.ops.compressor import CompressorWeight, CompressPart
-from finwhale.ops.indexer import RATIO
+from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.linear import LinearWeight
+from finwhale.ops.paging import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class C128Entries:
         self.round_entries = round_activations
 
     def project(self, x_ND: Tensor) -> Tensor:
-        """Project x to [N,2C], the argument of `write` and `visible`."""
+        """Project x to [N,2C], the argument of `write`."""
         return self.linear(x_ND, self.weights.proj)
 
     def write(
@@ -82,14 +83,7 @@ class C128Entries:
             self.max_verify_tokens,
         )
 
-    def visible(
-        self,
-        projected: Tensor,
-        index_q: Tensor | None,
-        inputs: StepInputs,
-        rotary: Tensor,
-        cache: PagedCache,
-    ) -> Complete:
+    def visible(self, inputs: StepInputs, cache: PagedCache) -> Complete:
         return Complete(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
 
 
@@ -113,6 +107,7 @@ class C4Entries:
         self.links = links
         self.linear = ops.linear
         self.compress = ops.compress
+        self.prepare_index_queries = ops.prepare_index_queries
         self.select_entries = ops.select_entries
         self.weights = weights
         self.layer = layer
@@ -162,24 +157,41 @@ class C4Entries:
             self.max_verify_tokens,
         )
 
+    def prepare(self, index_q_NX: Tensor, inputs: StepInputs, rotary: Tensor) -> IndexQueries:
+        """Prepare the indexer's projected queries [N, I*J] of the rows that this rank scores."""
+        own = self._own_tokens(inputs)
+        if own is not None:
+            index_q_NX = self.links.own(index_q_NX)
+        return self.prepare_index_queries(
+            index_q_NX.unflatten(1, (self.heads, self.head_dim)),
+            rotary,
+            inputs.tokens if own is None else own,
+            self.topk,
+            self.round_entries,
+        )
+
+    def _own_tokens(self, inputs: StepInputs) -> Tokens | None:
+        """The tokens that this rank scores, if the ranks divide them."""
+        own = inputs.own_tokens
+        if own is not None and own.max_len // RATIO <= self.topk:
+            return None  # every token gets all entries that it sees, without scores
+        return own
+
     def visible(
         self,
         projected: Tensor,
-        index_q: Tensor | None,
+        queries: IndexQueries,
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
     ) -> Selected:
-        """Select entries. index_q [N, I*J]: the indexer's projected queries."""
-        assert index_q is not None
-        own, table = inputs.own_tokens, inputs.tables["c4"]
-        num_tokens, weights = len(index_q), projected[:, -self.heads :]
-        if own is not None and own.max_len // RATIO <= self.topk:
-            own = None  # every token gets all entries that it sees, without scores
+        """Select entries. queries: the result of `prepare`."""
+        own, table = self._own_tokens(inputs), inputs.tables["c4"]
+        num_tokens, weights = len(projected), projected[:, -self.heads :]
         if own is not None:
-            index_q, weights = self.links.own(index_q), self.links.own(weights)
+            weights = self.links.own(weights)
         slots = self.select_entries(
-            index_q.unflatten(1, (self.heads, self.head_dim)),
+            queries,
             weights,
             cache.pool("index_keys", self.layer),
             rotary,
