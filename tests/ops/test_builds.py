@@ -48,7 +48,7 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
     assert report["left out"] == []
     assert report["every"] > 100
     assert report["rounding"] == []
-    assert {"_attend_kernel", "_gate_up_kernel", "tile_kernel", "_prefill_scores_kernel"} <= set(
+    assert {"_attend_kernel", "_gate_up_kernel", "tile_kernel", "_scores_kernel"} <= set(
         report["kernels"]
     )
 

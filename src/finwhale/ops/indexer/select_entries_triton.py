@@ -1,12 +1,12 @@
 """The lightning indexer as Triton kernels: scores of packed keys, then the topk of each token.
 
-A program of the scores' kernels has one token of a decode, or a few of a prefill, and every
+A program of `_scores_kernel` has one token of a decode, or a few of a prefill, and every
 num_splits-th page of their keys. Keys are the rows of the GEMM, so that the sum over heads stays
 within a few threads. The order of that sum does not depend on the batch, the chunk or the split.
 `topk_triton.py` then selects from the scores; in a decode of few tokens with long rows,
 `topk_few_triton.py` does.
 
-Keys are FP4. The kernels unpack them to E4M3 in registers and move the exponents of a key's groups
+Keys are FP4. The kernel unpacks them to E4M3 in registers and moves the exponents of a key's groups
 into its values, relative to the largest exponent, which remains as one factor of the dot product.
 This is exact for every key (layout.py). `prepare_queries_triton.py` treats queries in the same way.
 
@@ -14,8 +14,6 @@ Work for a token that sees E entries: 2 I C E operations at 1.42 PFLOP/s in FP8,
 bytes of keys per sequence at 4.39 TB/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from typing import Any
 
 import torch
 import triton
@@ -183,30 +181,34 @@ def _page_scores(
 
 @triton.jit
 def _store_scores(
-    scores_row_ptr,
+    scores_ptr,
     maxima_row_ptr,
+    score_row_Q,
+    member_Q,
     score,
     tile,
     visible,
     ROWS: tl.constexpr,
     LARGEST_OF: tl.constexpr,
 ):
-    """Store a page's scores [ROWS, 1] of one token.
+    """Store a page's scores [ROWS, BLOCK_Q] of the member tokens.
 
-    LARGEST_OF: if positive, also store the largest key of every LARGEST_OF entries.
+    LARGEST_OF: if positive, also store the largest key of every LARGEST_OF entries of one token.
     """
-    entry = (tile * ROWS + tl.arange(0, ROWS))[:, None]
-    tl.store(scores_row_ptr + entry, score, mask=entry < visible)
+    entry = tile * ROWS + tl.arange(0, ROWS)
+    seen = entry < visible
+    place = score_row_Q[None, :] + entry[:, None]
+    tl.store(scores_ptr + place, score, mask=seen[:, None] & member_Q[None, :])
     if LARGEST_OF > 0:
         COUNT: tl.constexpr = ROWS // LARGEST_OF
-        key = tl.where(entry < visible, to_keys(score), -0x7FFFFFFF - 1)
+        key = tl.where(seen[:, None], to_keys(score), -0x7FFFFFFF - 1)
         largest_key = tl.max(tl.reshape(key, [COUNT, LARGEST_OF]), axis=1)
         group = tile * COUNT + tl.arange(0, COUNT)
         tl.store(maxima_row_ptr + group, largest_key, mask=group * LARGEST_OF < visible)
 
 
-@triton.jit(do_not_specialize=["first_token"])
-def _decode_scores_kernel(
+@triton.jit(do_not_specialize=["first_token", "num_rows"])
+def _scores_kernel(
     q_ptr,
     factors_ptr,
     weights_ptr,
@@ -218,6 +220,7 @@ def _decode_scores_kernel(
     scores_ptr,
     maxima_ptr,
     first_token,
+    num_rows,
     topk,
     scale,
     I,  # noqa: E741
@@ -229,94 +232,19 @@ def _decode_scores_kernel(
     RATIO: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
+    DECODE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
     LARGEST_OF: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Score one token against every num_splits-th page of its sequence's keys.
+    """Score BLOCK_Q tokens against every num_splits-th page of their sequences' keys.
 
+    DECODE: no sequence has more than MAX_QUERY tokens in the step, and BLOCK_Q is 1.
     LARGEST_OF: see `_store_scores`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
-    token = first_token + row
-    position = tl.load(positions_ptr + token)
-    sequence = tl.load(sequence_ptr + token).to(tl.int64)
-    visible = ((position + 1) // RATIO).to(tl.int32)
-    visible = tl.where(visible > topk, visible, 0)
-    num_pages = tl.cdiv(visible, ROWS)
-    table_row_ptr = pages_ptr + sequence * stride_pages - tl.load(first_ptr + sequence)
-    page = tl.load(table_row_ptr + split, mask=split < num_pages, other=0)
-    # This step writes no entry that completed before the sequence's first token in it. A page of
-    # such entries is loaded before the wait.
-    settled = (position - (MAX_QUERY - 1)) // RATIO
-    is_settled = (split < num_pages) & ((split + 1) * ROWS <= settled)
-    codes, word = _load_keys(keys_ptr, page, is_settled, stride_page, C, ROWS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if split >= num_pages:
-        return
-
-    token_Q = token + tl.zeros([1], tl.int64)
-    wanted_Q = token_Q >= 0
-    q, weights = _load_queries(
-        q_ptr, factors_ptr, weights_ptr, token_Q, wanted_Q, scale, I, stride_w, C, 1, BLOCK_I
-    )
-    q_T = tl.trans(q)
-    scores_row_ptr = scores_ptr + row * stride_scores
-    maxima_row_ptr = maxima_ptr + row * stride_maxima
-    if split + num_splits >= num_pages:
-        if not is_settled:
-            codes, word = _load_keys(keys_ptr, page, True, stride_page, C, ROWS)
-        score = _page_scores(codes, word, q_T, weights, C, ROWS, 1, BLOCK_I, ASM)
-        _store_scores(scores_row_ptr, maxima_row_ptr, score, split, visible, ROWS, LARGEST_OF)
-        return
-
-    # With several pages, load the first one again, now from the L2 cache: the registers of its keys
-    # are needed for the others. A tile is a page. Load its number one tile ahead.
-    for tile in tl.range(split, num_pages, num_splits, num_stages=STAGES):
-        tile_page = page
-        following = tile + num_splits
-        page = tl.load(table_row_ptr + following, mask=following < num_pages, other=0)
-        codes, word = _load_keys(keys_ptr, tile_page, True, stride_page, C, ROWS)
-        score = _page_scores(codes, word, q_T, weights, C, ROWS, 1, BLOCK_I, ASM)
-        _store_scores(scores_row_ptr, maxima_row_ptr, score, tile, visible, ROWS, LARGEST_OF)
-
-
-@triton.jit(do_not_specialize=["first_token", "num_rows"])
-def _prefill_scores_kernel(
-    q_ptr,
-    factors_ptr,
-    weights_ptr,
-    keys_ptr,
-    positions_ptr,
-    sequence_ptr,
-    pages_ptr,
-    first_ptr,
-    scores_ptr,
-    first_token,
-    num_rows,
-    topk,
-    scale,
-    I,  # noqa: E741
-    stride_w,
-    stride_page,
-    stride_pages,
-    stride_scores,
-    RATIO: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Score BLOCK_Q tokens against every num_splits-th page of their sequences' keys."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # The last tokens of a chunk see the most entries, so process them first.
@@ -329,9 +257,19 @@ def _prefill_scores_kernel(
     sequence_Q = tl.load(sequence_ptr + token_Q, mask=there, other=-1)
     visible_Q = ((position_Q + 1) // RATIO).to(tl.int32)
     most = tl.max(visible_Q, axis=0)
+    is_wanted = (most > topk) & (split * ROWS < most)
+    if DECODE:
+        # The step writes no entry that ends before the sequence's first token in it, so the keys of
+        # such entries are complete before the wait.
+        complete = (tl.max(position_Q, axis=0) - (MAX_QUERY - 1)) // RATIO
+        is_complete = is_wanted & ((split + 1) * ROWS <= complete)
+        b = tl.maximum(tl.max(sequence_Q, axis=0), 0).to(tl.int64)
+        page_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b) + split
+        page = tl.load(page_ptr, mask=is_wanted, other=0)
+        codes, word = _load_keys(keys_ptr, page, is_complete, stride_page, C, ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if (most <= topk) | (split * ROWS >= most):
+    if not is_wanted:
         return
 
     wanted_Q = visible_Q > topk
@@ -339,8 +277,20 @@ def _prefill_scores_kernel(
         q_ptr, factors_ptr, weights_ptr, token_Q, wanted_Q, scale, I, stride_w, C, BLOCK_Q, BLOCK_I
     )
     q_T = tl.trans(q)
-    lanes = tl.arange(0, ROWS)
     score_row_Q = rows.to(tl.int64) * stride_scores
+    maxima_row_ptr = maxima_ptr + first_row.to(tl.int64) * stride_maxima
+    if DECODE:  # noqa: SIM102 (a constant)
+        if (split + num_splits) * ROWS >= most:
+            if not is_complete:
+                codes, word = _load_keys(keys_ptr, page, True, stride_page, C, ROWS)
+            score = _page_scores(codes, word, q_T, weights, C, ROWS, BLOCK_Q, BLOCK_I, ASM)
+            _store_scores(
+                scores_ptr, maxima_row_ptr, score_row_Q, there, score, split, most, ROWS, LARGEST_OF
+            )
+            return
+
+    # A program with several pages loads the first one again, now from the L2 cache: keeping its
+    # keys would take registers that the other pages need.
     before = -1
     for j in range(BLOCK_Q):
         own = tl.load(
@@ -356,16 +306,23 @@ def _prefill_scores_kernel(
             # A tile is a page. Load its number one tile ahead.
             next_page = tl.load(table_row_ptr + split, mask=split < num_pages, other=0)
             for tile in tl.range(split, num_pages, num_splits, num_stages=STAGES):
-                page = next_page
+                tile_page = next_page
                 following = tile + num_splits
                 next_page = tl.load(table_row_ptr + following, mask=following < num_pages, other=0)
-                codes, word = _load_keys(keys_ptr, page, True, stride_page, C, ROWS)
-                score = _page_scores(codes, word, q_T, weights, C, ROWS, BLOCK_Q, BLOCK_I, ASM)
-                entry = tile * ROWS + lanes
-                tl.store(
-                    scores_ptr + score_row_Q[None, :] + entry[:, None],
+                tile_codes, tile_word = _load_keys(keys_ptr, tile_page, True, stride_page, C, ROWS)
+                score = _page_scores(
+                    tile_codes, tile_word, q_T, weights, C, ROWS, BLOCK_Q, BLOCK_I, ASM
+                )
+                _store_scores(
+                    scores_ptr,
+                    maxima_row_ptr,
+                    score_row_Q,
+                    member_Q,
                     score,
-                    mask=(entry < visible)[:, None] & member_Q[None, :],
+                    tile,
+                    visible,
+                    ROWS,
+                    LARGEST_OF,
                 )
         before = own
 
@@ -433,8 +390,8 @@ def select_entries(
     num_tokens, heads, width = shape
     _check(width, key_pool, table, round_query)
     if isinstance(q_NIC, Tensor):
-        options = {"inline_asm": inline_asm, "early_launch": early_launch}
-        q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query, **options)
+        how = {"inline_asm": inline_asm, "early_launch": early_launch}
+        q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query, **how)
     values, factors = q_NIC.values, q_NIC.factors
     max_entries = tokens.max_len // RATIO
     columns = topk if invariant else min(topk, -(-max_entries // OUT_PAD) * OUT_PAD)
@@ -452,6 +409,8 @@ def select_entries(
     block_i = block_heads(heads)
     block_q = max(1, PREFILL_COLUMNS // block_i) if is_prefill else 1
     limit = PREFILL_SCORE_BYTES if is_prefill else MAX_SCORE_BYTES
+    registers = PREFILL_REGISTERS if is_prefill else DECODE_REGISTERS
+    options = {"maxnreg": registers} if inline_asm else {}
     rows = min(num_tokens, max(block_q, limit // (4 * row_length) // block_q * block_q))
     scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=values.device)
     by_few = not is_prefill and few.takes(num_tokens, topk, max_entries)
@@ -465,7 +424,7 @@ def select_entries(
         groups = triton.cdiv(num_rows, block_q)
         programs = num_multiprocessors * (PREFILL_PROGRAMS if is_prefill else DECODE_PROGRAMS)
         splits = max(1, min(programs // groups, row_length // table.rows_per_page))
-        tensors = (
+        _scores_kernel[(groups, splits)](
             values,
             factors,
             weights_NI,
@@ -475,8 +434,9 @@ def select_entries(
             table.pages,
             table.first,
             scores_NE,
-        )
-        numbers = (
+            maxima_NG,
+            first_token,
+            num_rows,
             topk,
             scale,
             heads,
@@ -484,33 +444,20 @@ def select_entries(
             key_pool.stride(0),
             table.pages.stride(0),
             scores_NE.stride(0),
-        )
-        constants: dict[str, Any] = {
-            "RATIO": RATIO,
-            "C": width,
-            "ROWS": table.rows_per_page,
-            "BLOCK_I": block_i,
-            "STAGES": STAGES,
-            "ASM": inline_asm,
-            "num_warps": 4,
+            maxima_NG.stride(0),
+            RATIO=RATIO,
+            C=width,
+            ROWS=table.rows_per_page,
+            DECODE=not is_prefill,
+            BLOCK_Q=block_q,
+            BLOCK_I=block_i,
+            STAGES=STAGES,
+            LARGEST_OF=few.GROUP if by_few else 0,
+            ASM=inline_asm,
+            num_warps=4,
+            **options,
             **launch_options(early_launch),
-        }
-        if inline_asm:
-            constants["maxnreg"] = PREFILL_REGISTERS if is_prefill else DECODE_REGISTERS
-        if is_prefill:
-            _prefill_scores_kernel[(groups, splits)](
-                *tensors, first_token, num_rows, *numbers, BLOCK_Q=block_q, **constants
-            )
-        else:
-            _decode_scores_kernel[(groups, splits)](
-                *tensors,
-                maxima_NG,
-                first_token,
-                *numbers,
-                maxima_NG.stride(0),
-                LARGEST_OF=few.GROUP if by_few else 0,
-                **constants,
-            )
+        )
         rest = (out_NK, tokens, table, first_token, topk, max_entries, RATIO, early_launch)
         if by_few:
             few.select_topk_few(
