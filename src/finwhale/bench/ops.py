@@ -86,7 +86,7 @@ PAGED = {
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
-# select_entries calls it. Its results differ between tables.
+# It is measured and checked as a part of select_entries: its results differ between tables.
 PREPARES = ("prepare_index_queries",)
 # tests/gpu/test_sampling.py compares their results, which are sort keys, exactly.
 CANDIDATES = ("best_candidates", "merge_candidates")

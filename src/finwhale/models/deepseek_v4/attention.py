@@ -146,7 +146,7 @@ class Attention:
     ) -> IndexQueries | None:
         """In a decode, prepare the indexer's queries, which are ready before the entries are.
 
-        A prefill prepares them in `attend`: a captured graph must not depend on its lengths.
+        A prefill prepares them in `attend`, the part that may depend on the sequences' lengths.
         """
         entries = self.entries
         if not isinstance(entries, C4Entries) or inputs.tokens.max_query > MAX_DECODE_QUERY:
