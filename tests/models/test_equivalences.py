@@ -19,6 +19,8 @@ from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.config import Activations
+from finwhale.models.deepseek_v4.attention import COMPRESS_STREAM
+from finwhale.models.deepseek_v4.compressor import C4Entries
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -99,6 +101,43 @@ def _model(
 
 
 SHORT, LONG = (2, 3, 5), (127, 128, 129)
+
+
+def test_a_decode_prepares_the_indexer_s_queries_while_the_compressors_run(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill prepares them later, in the part of the layer that no graph contains."""
+    layers: Any = model.stepper.runner.model
+    attn = next(a.attn for a in layers.layers if isinstance(a.attn.entries, C4Entries))
+    calls: list[str] = []
+
+    def noted(target: Any, name: str) -> None:
+        run = getattr(target, name)
+
+        def call(*args: Any) -> Any:
+            if name != "join" or args == (COMPRESS_STREAM,):
+                calls.append(name)
+            return run(*args)
+
+        monkeypatch.setattr(target, name, call)
+
+    class Streams:
+        start, join = attn.side_streams.start, attn.side_streams.join
+
+    monkeypatch.setattr(attn, "side_streams", Streams())
+    for target, name in (
+        (attn.side_streams, "join"),
+        (attn.entries, "prepare_index_queries"),
+        (attn.entries, "select_entries"),
+    ):
+        noted(target, name)
+    sequence = model.stepper.sequence(model.text(12))
+    model.stepper.step([(sequence, 11)])
+    assert calls == ["join", "prepare_index_queries", "select_entries"]
+    calls.clear()
+    model.stepper.step([(sequence, 1)])
+    assert calls == ["prepare_index_queries", "join", "select_entries"]
+    model.stepper.release(sequence)
 
 
 @pytest.mark.parametrize("size", [1, *LONG])

@@ -556,6 +556,7 @@ def test_every_operator_is_covered() -> None:
     uncovered = {name for name, _ in REFERENCE.implementations()} - covered
     others = {"prepare_linear", "prepare_experts", "finish_experts", "sample", "grouped_form"}
     others |= {"best_candidates", "merge_candidates"}  # with "sample", in test_sampling.py
+    others.add("prepare_index_queries")  # with "select_entries", which calls it
     # In test_drafts.py.
     others |= {"continue_tokens", "accept_drafts", "make_blocks", "draft_confidences"}
     assert uncovered == others

@@ -39,7 +39,6 @@ CALLS = [
 SPILLING = {
     "compressor.compress_triton._compress_kernel": 8,
     "attention.sparse_attention_triton._attend_kernel": 256,
-    "indexer.select_entries_triton._scores_kernel": 16,
     "attention.sparse_attention_hopper._attend_kernel": 32,
     "moe.experts_hopper._gate_up_kernel": 64,
     "moe.experts_hopper._down_kernel": 64,

@@ -19,10 +19,11 @@ from torch import Tensor
 from finwhale.distributed.rank import Rank
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.case import Args, Draw, OpCase, strided
-from finwhale.ops.indexer import ref, topk_few_triton, topk_triton
+from finwhale.ops.indexer import IndexQueries, ref, topk_few_triton, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.cases import CASES
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
+from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, unscaled_fp4
 
@@ -406,3 +407,88 @@ def test_unpacked_keys_are_refused() -> None:
     q, weights, keys, *rest = next(c for c in CASES if c.args()[0].shape[2] == 128).args()
     with pytest.raises(ValueError, match="packed keys"):
         kernels.select_entries(q, weights, keys, *rest)
+
+
+def prepared_values(queries: IndexQueries) -> Tensor:
+    """The values that prepared queries stand for: a factor is half of its head's."""
+    assert queries.factors is not None
+    return queries.values.view(torch.float8_e4m3fn).float() * queries.factors[..., None] * 2
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_prepared_queries(width: int) -> None:
+    """The reference's values, of strided queries. Padding and tokens of few entries need none."""
+    draw, heads, topk = Draw(), 12, 64
+    positions = torch.tensor((-1, 4 * topk + 2, 4 * topk + 3, 1199, 7))
+    count = len(positions)
+    ints = torch.zeros(count, dtype=torch.int32)
+    tokens = Tokens(positions, ints, torch.tensor([0, count], dtype=torch.int32), 1200, 5)
+    projected = draw.normal(count, 40 + heads * width).bfloat16()
+    q = projected[:, 40:].unflatten(1, (heads, width))
+    rotary = draw.quarter_turns(1200, 16)
+    found = prepare_index_queries(q, rotary, tokens, topk, True)
+    wanted = ref.prepare_index_queries(q, rotary, tokens, topk, True)
+    scored = [2, 3]
+    assert torch.equal(prepared_values(found)[scored], wanted.values[scored].float())
+
+
+def test_short_sequences_need_no_prepared_queries() -> None:
+    """No kernel runs, and the selection takes the result."""
+    case = next(c for c in CASES if c.args()[-1] and c.args()[4].max_len // 4 <= c.args()[6])
+    q, weights, keys, rotary, tokens, table, topk, scale, _ = case.args()
+    queries = prepare_index_queries(q, rotary, tokens, topk, True)
+    assert queries.values is q and queries.factors is None
+    pool = strided(pack_keys(keys, table.rows_per_page))
+    rest = (weights, pool, rotary, tokens, table, topk, scale, True)
+    found, wanted = (kernels.select_entries(given, *rest) for given in (queries, q))
+    assert torch.equal(found, wanted)
+
+
+def test_queries_prepared_before() -> None:
+    """They select what projected queries do, with bounds of a captured batch too."""
+    compared = 0
+    for case in [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]:
+        q, weights, keys, rotary, tokens, table, topk, scale, _ = case.args()
+        pool = strided(pack_keys(keys, table.rows_per_page))
+        wide = replace(tokens, max_len=2**13, cache=StepCache())
+        for given in (tokens, wide):
+            queries = prepare_index_queries(q, rotary, given, topk, True)
+            found, wanted = (
+                kernels.select_entries(x, weights, pool, rotary, given, table, topk, scale, True)
+                for x in (queries, q)
+            )
+            assert torch.equal(found, wanted), str(case)
+            compared += len(found)
+    assert compared > 40
+
+
+def test_keys_that_are_loaded_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token of the step writes into their pages. Most pages of a decode are loaded so early."""
+    pages: dict[str, list[int]] = {"before": [], "later": []}
+    load = kernels._load_keys
+
+    def recorded(keys_ptr: Any, page: Any, there: Any, *rest: Any) -> Any:
+        early = not isinstance(there, bool)
+        if not early or bool(there.handle.data.item()):
+            pages["before" if early else "later"].append(int(page.handle.data.item()))
+        return load(keys_ptr, page, there, *rest)
+
+    monkeypatch.setattr(kernels, "_load_keys", recorded)
+    monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 10**6)
+    for case in [c for c in CASES if c.args()[-1] and c.args()[4].max_query in (1, 8)]:
+        q, weights, keys, rotary, tokens, table, *rest = case.args()
+        if q.shape[2] not in WIDTHS:
+            continue
+        for seen in pages.values():
+            seen.clear()
+        pool = strided(pack_keys(keys, table.rows_per_page))
+        kernels.select_entries(q, weights, pool, rotary, tokens, table, *rest)
+        first = [tokens.host_positions[start] for start in tokens.host_query_start[:-1]]
+        complete = {
+            int(table.pages[b, page])
+            for b, position in enumerate(first)
+            for page in range(position // 4 // table.rows_per_page)
+        }
+        assert set(pages["before"]) <= complete
+        if tokens.max_query == 1 and max(tokens.host_positions) > 600:
+            assert len(pages["before"]) > len(pages["later"]) > 0

@@ -17,6 +17,7 @@ from finwhale.number_formats import E4M3_MAX
 from finwhale.ops import Ops
 from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
 from finwhale.ops.attention.ref import apply_rope
+from finwhale.ops.indexer import IndexQueries
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.moe import Dispatched, ExpertWeight
@@ -62,6 +63,7 @@ def traced(registered: Ops) -> Ops:
         grouped_linear=grouped_linear,
         prepare_qkv=prepare_qkv,
         route_by_score=route_by_score,
+        prepare_index_queries=prepare_index_queries,
         select_entries=select_entries,
         sparse_attention=sparse_attention,
         route_by_hash=route_by_hash,
@@ -298,8 +300,16 @@ def sparse_attention(
     out_NAC.copy_(apply_rope(out, rotation_NR, inverse=True))
 
 
+def prepare_index_queries(
+    q_NIC: Tensor, rotary_LR: Tensor, tokens: Tokens, topk: int, round_query: bool
+) -> IndexQueries:
+    """Prepares the queries for any number of entries, which a graph does not know."""
+    q = apply_rope(q_NIC, tokens.rotation(rotary_LR))
+    return IndexQueries(round_fp4(hadamard(q)) if round_query else q)
+
+
 def select_entries(
-    q_NIC: Tensor,
+    q_NIC: Tensor | IndexQueries,
     weights_NI: Tensor,
     key_pool: Tensor,
     rotary_LR: Tensor,
@@ -312,9 +322,10 @@ def select_entries(
     """Returns slots in order of score, not of position. Reads each token's entries (at least topk
     slots) and their number from the step's cache.
     """
+    if isinstance(q_NIC, Tensor):
+        q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query)
+    q = q_NIC.values
     step = index_step(tokens, table)
-    q = apply_rope(q_NIC, tokens.rotation(rotary_LR))
-    q = round_fp4(hadamard(q)) if round_query else q
     keys_NEC = key_pool[step.entry_slots.clamp(min=0)]
     relu = (q[:, :, None] * keys_NEC[:, None]).sum(-1).relu()
     scores = (relu * (weights_NI * scale)[:, :, None]).sum(1)

@@ -16,7 +16,7 @@ from finwhale.errors import ResourceError
 from finwhale.ops.attention import PrepareQkv, SparseAttention
 from finwhale.ops.compressor import Compress
 from finwhale.ops.drafts import AcceptDrafts, ContinueTokens, DraftConfidences, MakeBlocks
-from finwhale.ops.indexer import SelectEntries
+from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcOfTerms, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import (
@@ -109,6 +109,7 @@ class Ops:
     hc_head: HcHead
     prepare_qkv: PrepareQkv
     compress: Compress
+    prepare_index_queries: PrepareIndexQueries
     select_entries: SelectEntries
     sparse_attention: SparseAttention
     route_by_score: RouteByScore

@@ -25,8 +25,9 @@ from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.indexer import IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
 
 COMPRESS_STREAM = 0
 QUERY_STREAM = 1
@@ -145,7 +146,13 @@ class Attention:
         self.entries: C4Entries | C128Entries | None = None
         if isinstance(weights.compressor, C4Weights):
             self.entries = C4Entries(
-                config, ops, weights.compressor, layer, round_activations, links
+                config,
+                ops,
+                weights.compressor,
+                layer,
+                round_activations,
+                links,
+                gathers=self.all_heads is None,
             )
         elif isinstance(weights.compressor, C128Weights):
             self.entries = C128Entries(config, ops, weights.compressor, layer, round_activations)
@@ -174,10 +181,11 @@ class Attention:
             streams.join(QUERY_STREAM)
         else:
             q_RX = self.project(x_ND, inputs, rotary, cache)
+        index_q = self.prepare_index_q(q_RX, inputs, rotary)
         if compressor is not None:
             streams.join(COMPRESS_STREAM)
-        o_RAC, scales_RS = heads.empty_output(q_RX)
-        segments.eager(self.attend, q_RX, projected, inputs, rotary, cache, o_RAC, scales_RS)
+        o_RAC, scales_RS = out = heads.empty_output(q_RX)
+        segments.eager(self.attend, q_RX, projected, inputs, rotary, cache, *out, index_q)
         return heads.output(o_RAC, scales_RS)
 
     def is_whole(self, inputs: StepInputs) -> bool:
@@ -213,6 +221,18 @@ class Attention:
             inputs.tables["window"],
         )
         return self.linear(q_lora, self.heads.weights.wq_b)
+
+    def prepare_index_q(
+        self, q_RX: Tensor, inputs: StepInputs, rotary: Tensor
+    ) -> IndexQueries | None:
+        """In a decode, prepare the indexer's queries, which are ready before the entries are.
+
+        A prefill prepares them in `attend`, the part that may depend on the sequences' lengths.
+        """
+        entries = self.entries
+        if not isinstance(entries, C4Entries) or inputs.tokens.max_query > MAX_DECODE_QUERY:
+            return None
+        return entries.prepare(q_RX[:, self.heads_of(inputs).width :], inputs, rotary)
 
     def own_queries(self, x_RD: Tensor) -> Tensor:
         """The queries [R,X] of this rank's tokens for all heads and the indexer."""
@@ -251,12 +271,16 @@ class Attention:
         cache: PagedCache,
         out_RAC: Tensor,
         scales_RS: Tensor | None,
+        index_q: IndexQueries | None = None,
     ) -> None:
         """Select entries and compute attention; writes the tensors from `Heads.empty_output`.
 
         This is the part of the layer that depends on the sequences' lengths.
+
+        Args:
+            index_q: the indexer's queries if `prepare_index_q` has prepared them.
         """
-        entries = self.choose(q_RX, projected, inputs, rotary, cache)
+        entries = self.choose(q_RX, projected, inputs, rotary, cache, index_q)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
         heads, tokens = self.heads_of(inputs), inputs.tokens
         if inputs.own_tokens is not None and self.is_whole(inputs):
@@ -270,19 +294,22 @@ class Attention:
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
+        index_q: IndexQueries | None = None,
     ) -> Selected | Complete | None:
         """Select the entries that each token sees; without entries, StepInputs.further_slots."""
-        is_whole = self.is_whole(inputs)
         if self.entries is None or projected is None:
             slots = inputs.further_slots
             if slots is None:
                 return None
             rows_per_page = inputs.tables["window"].rows_per_page
-            slots = self.links.own(slots) if is_whole else slots
+            slots = self.links.own(slots) if self.is_whole(inputs) else slots
             return Selected(cache.pool("window", self.layer), slots, rows_per_page)
-        width = self.heads_of(inputs).width
-        index_q = q_RX[:, width:] if q_RX.shape[1] > width else None
-        return self.entries.visible(projected, index_q, inputs, rotary, cache, own=is_whole)
+        if isinstance(self.entries, C128Entries):
+            return self.entries.visible(inputs, cache)
+        if index_q is None:
+            width = self.heads_of(inputs).width
+            index_q = self.entries.prepare(q_RX[:, width:], inputs, rotary)
+        return self.entries.visible(projected, index_q, inputs, rotary, cache)
 
     def read(
         self,

@@ -14,8 +14,9 @@ from finwhale.models.protocol import PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected
 from finwhale.ops.compressor import CompressorWeight, CompressPart
-from finwhale.ops.indexer import RATIO
+from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.linear import LinearWeight
+from finwhale.ops.paging import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class C128Entries:
         self.round_entries = round_activations
 
     def project(self, x_ND: Tensor) -> Tensor:
-        """Project x to [N,2C], the argument of `write` and `visible`."""
+        """Project x to [N,2C], the argument of `write`."""
         return self.linear(x_ND, self.weights.proj)
 
     def write(
@@ -82,15 +83,7 @@ class C128Entries:
             self.max_verify_tokens,
         )
 
-    def visible(
-        self,
-        projected: Tensor,
-        index_q: Tensor | None,
-        inputs: StepInputs,
-        rotary: Tensor,
-        cache: PagedCache,
-        own: bool = False,
-    ) -> Complete:
+    def visible(self, inputs: StepInputs, cache: PagedCache) -> Complete:
         return Complete(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
 
 
@@ -99,7 +92,11 @@ class C4Entries:
     the best scores.
 
     Every rank has all keys and all index heads. In a step of many tokens, each rank selects for its
-    rows of the tokens. The ranks gather the selected slots, unless a rank attends to its rows only.
+    rows of the tokens.
+
+    Args:
+        gathers: the ranks then gather the selected slots, because each of them attends to all
+            tokens.
     """
 
     def __init__(
@@ -110,10 +107,12 @@ class C4Entries:
         layer: int,
         round_activations: bool,
         links: RankLinks,
+        gathers: bool = True,
     ) -> None:
-        self.links = links
+        self.links, self.gathers = links, gathers
         self.linear = ops.linear
         self.compress = ops.compress
+        self.prepare_index_queries = ops.prepare_index_queries
         self.select_entries = ops.select_entries
         self.weights = weights
         self.layer = layer
@@ -163,45 +162,57 @@ class C4Entries:
             self.max_verify_tokens,
         )
 
+    def prepare(self, index_q: Tensor, inputs: StepInputs, rotary: Tensor) -> IndexQueries:
+        """Prepare the indexer's projected queries of the rows that this rank scores.
+
+        Args:
+            index_q: [N, I*J]; only this rank's rows [R, I*J] if it attends to its tokens only.
+        """
+        own = self._own_tokens(inputs)
+        if own is not None and self.gathers:
+            index_q = self.links.own(index_q)
+        return self.prepare_index_queries(
+            index_q.unflatten(1, (self.heads, self.head_dim)),
+            rotary,
+            inputs.tokens if own is None else own,
+            self.topk,
+            self.round_entries,
+        )
+
+    def _own_tokens(self, inputs: StepInputs) -> Tokens | None:
+        """The tokens that this rank scores, if the ranks divide them."""
+        own = inputs.own_tokens
+        if own is not None and self.gathers and own.max_len // RATIO <= self.topk:
+            return None  # every token gets all entries that it sees, without scores
+        return own
+
     def visible(
         self,
         projected: Tensor,
-        index_q: Tensor | None,
+        queries: IndexQueries,
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
-        own: bool = False,
     ) -> Selected:
-        """Select entries.
-
-        Args:
-            index_q: [N, I*J], or with `own` [R, I*J]: the indexer's projected queries.
-            own: select only for this rank's tokens.
-        """
-        assert index_q is not None
-        tokens, table, weights = inputs.tokens, inputs.tables["c4"], projected[:, -self.heads :]
-        gathers = False
-        if inputs.own_tokens is not None:
-            # With few entries, every token gets all that it sees, without scores.
-            gathers = not own and tokens.max_len // RATIO > self.topk
-            if gathers:
-                index_q = self.links.own(index_q)
-            if own or gathers:
-                tokens, weights = inputs.own_tokens, self.links.own(weights)
+        """Select entries. queries: the result of `prepare`."""
+        own, table = self._own_tokens(inputs), inputs.tables["c4"]
+        num_tokens, weights = len(projected), projected[:, -self.heads :]
+        if own is not None:
+            weights = self.links.own(weights)
         slots = self.select_entries(
-            index_q.unflatten(1, (self.heads, self.head_dim)),
+            queries,
             weights,
             cache.pool("index_keys", self.layer),
             rotary,
-            tokens,
+            inputs.tokens if own is None else own,
             table,
             self.topk,
             self.score_scale,
             self.round_entries,
         )
-        if gathers:
+        if own is not None and self.gathers:
             # If a rank's tokens see few entries, its slots have fewer columns than other ranks'.
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
-            slots = self.links.whole(slots, len(inputs.token_ids))
+            slots = self.links.whole(slots, num_tokens)
         return Selected(cache.pool("c4", self.layer), slots, table.rows_per_page)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from finwhale.ops import cpu_math
 from finwhale.ops.cpu_math import F32, I32, I64, view
+from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
@@ -27,8 +28,18 @@ _BY_FOUR = np.array(2 << 23, np.int32)
 _MAGIC = np.array((22 << 23) + 0x400000, np.int32)
 
 
+def prepare_index_queries(
+    q_NIC: Tensor, rotary_LR: Tensor, tokens: Tokens, topk: int, round_query: bool
+) -> IndexQueries:
+    if tokens.max_len // RATIO <= topk:
+        return IndexQueries(q_NIC)
+    q: F32 = q_NIC.numpy().copy()
+    cpu_math.rotate(q, cpu_math.turns(tokens.rotation(rotary_LR)))
+    return IndexQueries(torch.from_numpy(rotate_to_fp4(q) if round_query else q))
+
+
 def select_entries(
-    q_NIC: Tensor,
+    q_NIC: Tensor | IndexQueries,
     weights_NI: Tensor,
     key_pool: Tensor,
     rotary_LR: Tensor,
@@ -38,18 +49,16 @@ def select_entries(
     scale: float,
     round_query: bool,
 ) -> Tensor:
+    if isinstance(q_NIC, Tensor):
+        q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query)
+    q: F32 = q_NIC.values.numpy()
     step = index_step(tokens, table)
     longest = max(step.max_entries, default=0)
     width = min(topk, padded(longest))
     entry_slots: I64 = view(step.entry_slots)
     num_entries: I64 = view(step.num_entries)
-    out = np.full((q_NIC.shape[0], width), -1, np.int32)
-    if longest > topk:
-        q: F32 = q_NIC.numpy().copy()
-        cpu_math.rotate(q, cpu_math.turns(tokens.rotation(rotary_LR)))
-        if round_query:
-            q = rotate_to_fp4(q)
-        weights = np.multiply(weights_NI.numpy(), cpu_math.constant(scale))
+    out = np.full((len(q), width), -1, np.int32)
+    weights = np.multiply(weights_NI.numpy(), cpu_math.constant(scale))
     for some, sequences in token_groups(step.query_start):
         entries = max(step.max_entries[sequences])
         visible = num_entries[some]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope
+from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import rotate_to_fp4
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
@@ -12,8 +13,17 @@ from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 MAX_SCORES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
+def prepare_index_queries(
+    q_NIC: Tensor, rotary_LR: Tensor, tokens: Tokens, topk: int, round_query: bool
+) -> IndexQueries:
+    if tokens.max_len // RATIO <= topk:
+        return IndexQueries(q_NIC)
+    q_NIC = apply_rope(q_NIC, tokens.rotation(rotary_LR))
+    return IndexQueries(rotate_to_fp4(q_NIC) if round_query else q_NIC)
+
+
 def select_entries(
-    q_NIC: Tensor,
+    q_NIC: Tensor | IndexQueries,
     weights_NI: Tensor,
     key_pool: Tensor,
     rotary_LR: Tensor,
@@ -23,14 +33,14 @@ def select_entries(
     scale: float,
     round_query: bool,
 ) -> Tensor:
+    if isinstance(q_NIC, Tensor):
+        q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query)
+    queries_NIC = q_NIC.values
     step = index_step(tokens, table)
     longest = max(step.max_entries, default=0)
     width = min(topk, padded(longest))
-    slots_NK = step.entry_slots.new_full((q_NIC.shape[0], width), -1, dtype=torch.int32)
-    if longest > topk:
-        q_NIC = apply_rope(q_NIC, tokens.rotation(rotary_LR))
-        q_NIC = rotate_to_fp4(q_NIC) if round_query else q_NIC
-        weights_NI = weights_NI * scale
+    slots_NK = step.entry_slots.new_full((queries_NIC.shape[0], width), -1, dtype=torch.int32)
+    weights_NI = weights_NI * scale
     for some, sequences in token_groups(step.query_start):
         entries = max(step.max_entries[sequences])
         visible = step.num_entries[some]
@@ -43,8 +53,8 @@ def select_entries(
             continue
         keys_SEC = key_pool.index_select(0, slots_SE.clamp(min=0).flatten()).float()
         keys_NEC = keys_SEC.view(*slots_SE.shape, -1).expand(visible.shape[0], -1, -1)
-        q_GIC, weights_GI = q_NIC[some].float(), weights_NI[some]
-        block = max(1, MAX_SCORES[q_NIC.device.type] // (q_NIC.shape[1] * slots_NE.shape[1]))
+        q_GIC, weights_GI = queries_NIC[some].float(), weights_NI[some]
+        block = max(1, MAX_SCORES[q_GIC.device.type] // (q_GIC.shape[1] * slots_NE.shape[1]))
         for start in range(0, visible.shape[0], block):
             part = slice(start, start + block)
             scores = _scores(q_GIC[part], weights_GI[part], keys_NEC[part])

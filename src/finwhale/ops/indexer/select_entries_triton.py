@@ -1,16 +1,14 @@
 """The lightning indexer as Triton kernels: scores of packed keys, then the topk of each token.
 
-A program of `_scores_kernel` has one or a few tokens and every num_splits-th page of their keys. It
-rotates and rounds its queries itself. Keys are the rows of the GEMM, so that the sum over heads
-stays within a few threads. The order of that sum does not depend on the batch, the chunk or the
-split. `topk_triton.py` then selects from the scores; in a decode of few tokens with long rows,
+A program of `_scores_kernel` has one token of a decode, or a few of a prefill, and every
+num_splits-th page of their keys. Keys are the rows of the GEMM, so that the sum over heads stays
+within a few threads. The order of that sum does not depend on the batch, the chunk or the split.
+`topk_triton.py` then selects from the scores; in a decode of few tokens with long rows,
 `topk_few_triton.py` does.
 
 Keys are FP4. The kernel unpacks them to E4M3 in registers and moves the exponents of a key's groups
 into its values, relative to the largest exponent, which remains as one factor of the dot product.
-This is exact for every key (layout.py). The kernel treats queries in the same way, except that a
-group underflows if its scale is less than 2^-12 of its head's largest scale. This changes a product
-by less than 2^-13 of the largest one.
+This is exact for every key (layout.py). `prepare_queries_triton.py` treats queries in the same way.
 
 Work for a token that sees E entries: 2 I C E operations at 1.42 PFLOP/s in FP8, and E (C/2 + C/32)
 bytes of keys per sequence at 4.39 TB/s.
@@ -22,22 +20,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.indexer import RATIO
+from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.indexer import topk_few_triton as few
-from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.indexer.layout import page_bytes
+from finwhale.ops.indexer.prepare_queries_triton import (
+    GROUP,
+    TOP,
+    block_heads,
+    prepare_index_queries,
+)
 from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
-from finwhale.ops.rounding import FP4_GROUP
 
 PAGE_ROWS = (64, 128)
 # Columns of the GEMM: the heads of all queries that share a tile of keys.
 PREFILL_COLUMNS = 128
-# Rows of the GEMM that rotates a query. With fewer rows, a decode would use another instruction
-# than a prefill, and sums could differ in their last bits.
-MIN_HEADS = 64
 STAGES = 4
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200
 # Programs per multiprocessor that fill the GPU; the tiles of a row are split over all of them.
@@ -49,9 +48,7 @@ DECODE_REGISTERS, PREFILL_REGISTERS = 128, 168
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128
-GROUP = tl.constexpr(FP4_GROUP)
-# E4M3 holds values times 2^TOP relative to the largest scale: the largest e2m1 value, 6, is 384.
-TOP = tl.constexpr(6)
+MAX_QUERY = tl.constexpr(MAX_DECODE_QUERY)
 # Eight codes of a word (layout.py) -> two words of E4M3. Three bits of each nibble of prmt's
 # selector choose a byte: 0 .. 3 of `low`, 4 .. 7 of `high`. $3 is subtracted from their exponents.
 UNPACK = tl.constexpr("""{
@@ -67,81 +64,6 @@ shl.b32 signs, $2, 4;
 lop3.b32 $1, signs, 0x80808080, value, 0xEA;
 }""")
 OPERANDS = tl.constexpr("=&r,=&r" + ",r" * 5)
-
-
-@triton.jit
-def _signs(C: tl.constexpr):
-    """The Hadamard matrix of C <= 128 without its factor, in bfloat16.
-
-    The entry at (i, j) is negative if i and j have an odd number of common bits. A thread's rows
-    are known at compile time, so an entry differs from the one above it by one bit only.
-    """
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    signs = 0x3F80 + tl.zeros([C, C], tl.int32)
-    for i in tl.static_range(7):
-        signs ^= ((row >> (6 - i)) & 1) * ((column << (9 + i)) & 0x8000)
-    return signs.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _rounded_queries(
-    q_ptr,
-    weights_ptr,
-    rotary_ptr,
-    token_Q,
-    position_Q,
-    scale,
-    I,  # noqa: E741
-    stride_qn,
-    stride_qi,
-    stride_w,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    SHARE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Returns the queries for scoring, and half of weights * scale * the heads' factors [Q * I].
-
-    The queries are rope(q), rotated by the Hadamard matrix and rounded to FP4, as E4M3 [Q * I, C],
-    with columns in the order of `_unpacked`.
-    """
-    column = tl.arange(0, C)
-    head = tl.arange(0, BLOCK_I)
-    mask_QI = (position_Q >= 0)[:, None] & (head < I)[None, :]
-    row_QI = token_Q[:, None] * stride_qn + head[None, :] * stride_qi
-    weights_QI = tl.load(
-        weights_ptr + token_Q[:, None] * stride_w + head[None, :], mask=mask_QI, other=0.0
-    )
-    q = tl.load(
-        q_ptr + row_QI[:, :, None] + column[None, None, :], mask=mask_QI[:, :, None], other=0.0
-    )
-    # Cosines in even columns, sines in odd ones; 1 and 0 before the rope.
-    rope = column - (C - R)
-    angle_ptr = rotary_ptr + tl.maximum(position_Q, 0)[:, None] * R + rope[None, :]
-    angles = tl.load(angle_ptr, mask=(rope >= 0)[None, :] & (position_Q >= 0)[:, None], other=0.0)
-    angles = tl.where((rope < 0)[None, :], (1 - column % 2)[None, :].to(tl.float32), angles)
-    cos, sin = tl.split(tl.reshape(angles, [BLOCK_Q, 1, C // 2, 2]))
-    even, odd = tl.split(tl.reshape(q, [BLOCK_Q, BLOCK_I, C // 2, 2]).to(tl.float32))
-    dtype = q_ptr.dtype.element_ty
-    even, odd = (even * cos - odd * sin).to(dtype), (odd * cos + even * sin).to(dtype)
-    roped = tl.reshape(tl.join(even, odd), [BLOCK_Q * BLOCK_I, C])
-    rotated = tl.dot(roped, _signs(C).to(dtype), input_precision="ieee") * SHARE
-
-    x = tl.reshape(rotated, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP])
-    exponent = scale_exponent(tl.max(tl.abs(x), axis=2))
-    # The lower bound makes the powers of two below normal numbers.
-    largest = tl.maximum(tl.max(exponent, axis=1), TOP + 2)
-    factor = ((254 - (largest - TOP)) << 23).to(tl.float32, bitcast=True)[:, None, None]
-    x = round_to_scale(x, exponent[:, :, None]) * factor
-    x = tl.reshape(x, [BLOCK_Q * BLOCK_I, C])
-    weights = tl.reshape(weights_QI * scale, [BLOCK_Q * BLOCK_I])
-    weights = weights * ((largest - TOP - 1) << 23).to(tl.float32, bitcast=True)
-    if ASM:
-        x = tl.reshape(x, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP // 8, 2, 4])
-        x = tl.permute(x, [0, 1, 3, 2, 4])
-    return tl.reshape(x.to(tl.float8e4nv), [BLOCK_Q * BLOCK_I, C]), weights
 
 
 @triton.jit
@@ -185,12 +107,112 @@ def _bytes(size, sign, below):
     return (tl.where(size == 0, 0, byte) | (sign << 7)).to(tl.uint8)
 
 
+@triton.jit
+def _load_queries(
+    q_ptr,
+    factors_ptr,
+    weights_ptr,
+    token_Q,
+    wanted_Q,
+    scale,
+    I,  # noqa: E741
+    stride_w,
+    C: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Returns prepared queries, E4M3 [Q * I, C], and half of weights * scale * factors [Q * I].
+
+    The values of tokens that are not wanted are 0: their queries may be uninitialised.
+    """
+    column = tl.arange(0, C)
+    head = tl.arange(0, BLOCK_I)
+    mask_QI = wanted_Q[:, None] & (head < I)[None, :]
+    row_QI = token_Q[:, None] * I + head[None, :]
+    weight_ptr = weights_ptr + token_Q[:, None] * stride_w + head[None, :]
+    weights = tl.load(weight_ptr, mask=mask_QI, other=0.0) * scale
+    weights = weights * tl.load(factors_ptr + row_QI, mask=mask_QI, other=0.0)
+    place = row_QI[:, :, None] * C + column[None, None, :]
+    q = tl.load(q_ptr + place, mask=mask_QI[:, :, None], other=0)
+    q = tl.reshape(q, [BLOCK_Q * BLOCK_I, C]).to(tl.float8e4nv, bitcast=True)
+    return q, tl.reshape(weights, [BLOCK_Q * BLOCK_I])
+
+
+@triton.jit
+def _load_keys(keys_ptr, page, there, stride_page, C: tl.constexpr, ROWS: tl.constexpr):
+    """The codes [ROWS, C/2] of a page's keys, and the exponents of each key's groups as one word.
+
+    there: whether to load them.
+    """
+    WORD: tl.constexpr = tl.int32 if C // GROUP == 4 else tl.int16 if C // GROUP == 2 else tl.uint8
+    lanes = tl.arange(0, ROWS)
+    page_ptr = keys_ptr + page.to(tl.int64) * stride_page
+    code_place = lanes[:, None] * (C // 2) + tl.arange(0, C // 2)[None, :]
+    codes = tl.load(page_ptr + code_place, mask=there, other=0)
+    # Load one word per key, because Triton does not prefetch single bytes.
+    word_ptr = (page_ptr + ROWS * (C // 2)).to(tl.pointer_type(WORD))
+    return codes, tl.load(word_ptr + lanes, mask=there, other=0).to(tl.int32)
+
+
+@triton.jit
+def _page_scores(
+    codes,
+    word,
+    q_T,
+    weights,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Scores [ROWS, BLOCK_Q] of a page's keys, from the results of `_load_keys`."""
+    groups = tl.arange(0, C // GROUP)
+    exponent = (word[:, None] >> (8 * groups)[None, :]) & 255
+    largest = tl.max(exponent, axis=1)
+    keys = _unpacked(codes, largest[:, None] - exponent, C, ROWS, ASM)
+    product = tl.dot(keys, q_T)
+    # x + |x| is 2 relu(x), exactly, in one instruction at full rate, unlike a maximum.
+    product = (product + tl.abs(product)) * weights[None, :]
+    score = tl.sum(tl.reshape(product, [ROWS, BLOCK_Q, BLOCK_I]), axis=2)
+    key_scale = (largest << 23).to(tl.float32, bitcast=True) * (2.0**-TOP)
+    return score * key_scale[:, None]
+
+
+@triton.jit
+def _store_scores(
+    scores_ptr,
+    maxima_row_ptr,
+    score_row_Q,
+    member_Q,
+    score,
+    tile,
+    visible,
+    ROWS: tl.constexpr,
+    LARGEST_OF: tl.constexpr,
+):
+    """Store a page's scores [ROWS, BLOCK_Q] of the member tokens.
+
+    LARGEST_OF: if positive, also store the largest key of every LARGEST_OF entries of one token.
+    """
+    entry = tile * ROWS + tl.arange(0, ROWS)
+    seen = entry < visible
+    place = score_row_Q[None, :] + entry[:, None]
+    tl.store(scores_ptr + place, score, mask=seen[:, None] & member_Q[None, :])
+    if LARGEST_OF > 0:
+        COUNT: tl.constexpr = ROWS // LARGEST_OF
+        key = tl.where(seen[:, None], to_keys(score), -0x7FFFFFFF - 1)
+        largest_key = tl.max(tl.reshape(key, [COUNT, LARGEST_OF]), axis=1)
+        group = tile * COUNT + tl.arange(0, COUNT)
+        tl.store(maxima_row_ptr + group, largest_key, mask=group * LARGEST_OF < visible)
+
+
 @triton.jit(do_not_specialize=["first_token", "num_rows"])
 def _scores_kernel(
     q_ptr,
+    factors_ptr,
     weights_ptr,
     keys_ptr,
-    rotary_ptr,
     positions_ptr,
     sequence_ptr,
     pages_ptr,
@@ -202,8 +224,6 @@ def _scores_kernel(
     topk,
     scale,
     I,  # noqa: E741
-    stride_qn,
-    stride_qi,
     stride_w,
     stride_page,
     stride_pages,
@@ -211,9 +231,8 @@ def _scores_kernel(
     stride_maxima,
     RATIO: tl.constexpr,
     C: tl.constexpr,
-    R: tl.constexpr,
-    SHARE: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DECODE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
@@ -223,7 +242,8 @@ def _scores_kernel(
 ):
     """Score BLOCK_Q tokens against every num_splits-th page of their sequences' keys.
 
-    LARGEST_OF: if positive, also store the largest key of every LARGEST_OF entries of one token.
+    DECODE: no sequence has more than MAX_QUERY tokens in the step, and BLOCK_Q is 1.
+    LARGEST_OF: see `_store_scores`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -237,36 +257,40 @@ def _scores_kernel(
     sequence_Q = tl.load(sequence_ptr + token_Q, mask=there, other=-1)
     visible_Q = ((position_Q + 1) // RATIO).to(tl.int32)
     most = tl.max(visible_Q, axis=0)
+    is_wanted = (most > topk) & (split * ROWS < most)
+    if DECODE:
+        # The step writes no entry that ends before the sequence's first token in it, so the keys of
+        # such entries are complete before the wait.
+        complete = (tl.max(position_Q, axis=0) - (MAX_QUERY - 1)) // RATIO
+        is_complete = is_wanted & ((split + 1) * ROWS <= complete)
+        b = tl.maximum(tl.max(sequence_Q, axis=0), 0).to(tl.int64)
+        page_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b) + split
+        page = tl.load(page_ptr, mask=is_wanted, other=0)
+        codes, word = _load_keys(keys_ptr, page, is_complete, stride_page, C, ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if (most <= topk) | (split * ROWS_PER_PAGE >= most):
+    if not is_wanted:
         return
 
-    q, weights = _rounded_queries(
-        q_ptr,
-        weights_ptr,
-        rotary_ptr,
-        token_Q,
-        position_Q,
-        scale,
-        I,
-        stride_qn,
-        stride_qi,
-        stride_w,
-        C,
-        R,
-        SHARE,
-        BLOCK_Q,
-        BLOCK_I,
-        ASM,
+    wanted_Q = visible_Q > topk
+    q, weights = _load_queries(
+        q_ptr, factors_ptr, weights_ptr, token_Q, wanted_Q, scale, I, stride_w, C, BLOCK_Q, BLOCK_I
     )
     q_T = tl.trans(q)
-    GROUPS: tl.constexpr = C // GROUP
-    WORD: tl.constexpr = tl.int32 if GROUPS == 4 else tl.int16 if GROUPS == 2 else tl.uint8
-    lanes = tl.arange(0, ROWS_PER_PAGE)
-    code_place = lanes[:, None] * (C // 2) + tl.arange(0, C // 2)[None, :]
-    groups = tl.arange(0, GROUPS)
     score_row_Q = rows.to(tl.int64) * stride_scores
+    maxima_row_ptr = maxima_ptr + first_row.to(tl.int64) * stride_maxima
+    if DECODE:  # noqa: SIM102 (a constant)
+        if (split + num_splits) * ROWS >= most:
+            if not is_complete:
+                codes, word = _load_keys(keys_ptr, page, True, stride_page, C, ROWS)
+            score = _page_scores(codes, word, q_T, weights, C, ROWS, BLOCK_Q, BLOCK_I, ASM)
+            _store_scores(
+                scores_ptr, maxima_row_ptr, score_row_Q, there, score, split, most, ROWS, LARGEST_OF
+            )
+            return
+
+    # A program with several pages loads the first one again, now from the L2 cache: keeping its
+    # keys would take registers that the other pages need.
     before = -1
     for j in range(BLOCK_Q):
         own = tl.load(
@@ -276,43 +300,30 @@ def _scores_kernel(
             member_Q = sequence_Q == own
             visible = tl.max(tl.where(member_Q, visible_Q, 0), axis=0)
             visible = tl.where(visible > topk, visible, 0)
-            num_pages = tl.cdiv(visible, ROWS_PER_PAGE)
+            num_pages = tl.cdiv(visible, ROWS)
             b = tl.maximum(own, 0).to(tl.int64)
             table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
             # A tile is a page. Load its number one tile ahead.
             next_page = tl.load(table_row_ptr + split, mask=split < num_pages, other=0)
             for tile in tl.range(split, num_pages, num_splits, num_stages=STAGES):
-                page = next_page.to(tl.int64)
+                tile_page = next_page
                 following = tile + num_splits
                 next_page = tl.load(table_row_ptr + following, mask=following < num_pages, other=0)
-                page_ptr = keys_ptr + page * stride_page
-                codes = tl.load(page_ptr + code_place)
-                # Load one word per key, because Triton does not prefetch single bytes.
-                word_ptr = (page_ptr + ROWS_PER_PAGE * (C // 2)).to(tl.pointer_type(WORD))
-                word = tl.load(word_ptr + lanes).to(tl.int32)
-                exponent = (word[:, None] >> (8 * groups)[None, :]) & 255
-                largest = tl.max(exponent, axis=1)
-                below = largest[:, None] - exponent
-                keys = _unpacked(codes, below, C, ROWS_PER_PAGE, ASM)
-                product = tl.dot(keys, q_T)
-                # x + |x| is 2 relu(x), exactly, in one instruction at full rate, unlike a maximum.
-                product = (product + tl.abs(product)) * weights[None, :]
-                score = tl.sum(tl.reshape(product, [ROWS_PER_PAGE, BLOCK_Q, BLOCK_I]), axis=2)
-                key_scale = (largest << 23).to(tl.float32, bitcast=True) * (2.0**-TOP)
-                score = score * key_scale[:, None]
-                entry = tile * ROWS_PER_PAGE + lanes
-                tl.store(
-                    scores_ptr + score_row_Q[None, :] + entry[:, None],
-                    score,
-                    mask=(entry < visible)[:, None] & member_Q[None, :],
+                tile_codes, tile_word = _load_keys(keys_ptr, tile_page, True, stride_page, C, ROWS)
+                score = _page_scores(
+                    tile_codes, tile_word, q_T, weights, C, ROWS, BLOCK_Q, BLOCK_I, ASM
                 )
-                if LARGEST_OF > 0:
-                    COUNT: tl.constexpr = ROWS_PER_PAGE // LARGEST_OF
-                    key = tl.where((entry < visible)[:, None], to_keys(score), -0x7FFFFFFF - 1)
-                    largest_key = tl.max(tl.reshape(key, [COUNT, LARGEST_OF]), axis=1)
-                    group = tile * COUNT + tl.arange(0, COUNT)
-                    maxima_row_ptr = maxima_ptr + first_row.to(tl.int64) * stride_maxima
-                    tl.store(maxima_row_ptr + group, largest_key, mask=group * LARGEST_OF < visible)
+                _store_scores(
+                    scores_ptr,
+                    maxima_row_ptr,
+                    score_row_Q,
+                    member_Q,
+                    score,
+                    tile,
+                    visible,
+                    ROWS,
+                    LARGEST_OF,
+                )
         before = own
 
 
@@ -334,17 +345,11 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
     return up_to(longest, (count * RATIO + RATIO - 1 for count in entries))
 
 
-def _check(q_NIC: Tensor, key_pool: Tensor, table: PageTable, rope: int, round_query: bool) -> None:
-    width = q_NIC.shape[2]
+def _check(width: int, key_pool: Tensor, table: PageTable, round_query: bool) -> None:
     if key_pool.dtype != torch.uint8 or key_pool.dim() != 2 or not round_query:
         raise ValueError(
             f"these kernels score rounded queries against packed keys (uint8 pages), "
             f"got {key_pool.dtype} {tuple(key_pool.shape)} and round_query {round_query}"
-        )
-    if width not in (32, 64, 128) or rope > width or q_NIC.stride(2) != 1:
-        raise ValueError(
-            f"index heads must have 32, 64 or 128 contiguous values, rope at most all of them: "
-            f"got {tuple(q_NIC.shape)}, strides {q_NIC.stride()}, rope {rope}"
         )
     if table.rows_per_page not in PAGE_ROWS:
         raise ValueError(f"pages must hold {PAGE_ROWS} keys, got {table.rows_per_page}")
@@ -357,7 +362,7 @@ def _check(q_NIC: Tensor, key_pool: Tensor, table: PageTable, rope: int, round_q
 
 
 def select_entries(
-    q_NIC: Tensor,
+    q_NIC: Tensor | IndexQueries,
     weights_NI: Tensor,
     key_pool: Tensor,
     rotary_LR: Tensor,
@@ -381,29 +386,34 @@ def select_entries(
     num_multiprocessors: number in the GPU; it determines the number of programs.
     few_warps: warps of a program that selects for one of few tokens.
     """
-    num_tokens, heads, width = q_NIC.shape
-    _check(q_NIC, key_pool, table, 2 * rotary_LR.shape[1], round_query)
+    shape = q_NIC.shape if isinstance(q_NIC, Tensor) else q_NIC.values.shape
+    num_tokens, heads, width = shape
+    _check(width, key_pool, table, round_query)
+    if isinstance(q_NIC, Tensor):
+        how = {"inline_asm": inline_asm, "early_launch": early_launch}
+        q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query, **how)
+    values, factors = q_NIC.values, q_NIC.factors
     max_entries = tokens.max_len // RATIO
     columns = topk if invariant else min(topk, -(-max_entries // OUT_PAD) * OUT_PAD)
-    out_NK = torch.empty(num_tokens, columns, dtype=torch.int32, device=q_NIC.device)
+    out_NK = torch.empty(num_tokens, columns, dtype=torch.int32, device=values.device)
     if out_NK.numel() == 0:
         return out_NK
     if max_entries <= topk:
-        no_scores = torch.empty(num_tokens, 0, dtype=torch.float32, device=q_NIC.device)
+        no_scores = torch.empty(num_tokens, 0, dtype=torch.float32, device=values.device)
         select_topk(no_scores, out_NK, tokens, table, 0, topk, 0, RATIO, early_launch)
         return out_NK
+    assert factors is not None, "the queries were prepared for shorter sequences"
 
-    block_i = max(MIN_HEADS, triton.next_power_of_2(heads))
-    prefill = tokens.max_query > MAX_DECODE_QUERY
-    block_q = max(1, PREFILL_COLUMNS // block_i) if prefill else 1
-    num_pages = triton.cdiv(max_entries, table.rows_per_page)
-    row_length = num_pages * table.rows_per_page
-    limit = PREFILL_SCORE_BYTES if prefill else MAX_SCORE_BYTES
-    registers = PREFILL_REGISTERS if prefill else DECODE_REGISTERS
+    is_prefill = tokens.max_query > MAX_DECODE_QUERY
+    row_length = triton.cdiv(max_entries, table.rows_per_page) * table.rows_per_page
+    block_i = block_heads(heads)
+    block_q = max(1, PREFILL_COLUMNS // block_i) if is_prefill else 1
+    limit = PREFILL_SCORE_BYTES if is_prefill else MAX_SCORE_BYTES
+    registers = PREFILL_REGISTERS if is_prefill else DECODE_REGISTERS
     options = {"maxnreg": registers} if inline_asm else {}
     rows = min(num_tokens, max(block_q, limit // (4 * row_length) // block_q * block_q))
-    scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=q_NIC.device)
-    by_few = not prefill and few.takes(num_tokens, topk, max_entries)
+    scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=values.device)
+    by_few = not is_prefill and few.takes(num_tokens, topk, max_entries)
     maxima_NG = scores_NE
     if by_few:
         # A row has a multiple of 16 values, so that every length has the same launch signature.
@@ -412,13 +422,13 @@ def select_entries(
     for first_token in range(0, num_tokens, rows):
         num_rows = min(rows, num_tokens - first_token)
         groups = triton.cdiv(num_rows, block_q)
-        programs = num_multiprocessors * (PREFILL_PROGRAMS if prefill else DECODE_PROGRAMS)
-        splits = max(1, min(programs // groups, num_pages))
+        programs = num_multiprocessors * (PREFILL_PROGRAMS if is_prefill else DECODE_PROGRAMS)
+        splits = max(1, min(programs // groups, row_length // table.rows_per_page))
         _scores_kernel[(groups, splits)](
-            q_NIC,
+            values,
+            factors,
             weights_NI,
             key_pool,
-            rotary_LR,
             tokens.positions,
             tokens.sequence,
             table.pages,
@@ -430,8 +440,6 @@ def select_entries(
             topk,
             scale,
             heads,
-            q_NIC.stride(0),
-            q_NIC.stride(1),
             weights_NI.stride(0),
             key_pool.stride(0),
             table.pages.stride(0),
@@ -439,9 +447,8 @@ def select_entries(
             maxima_NG.stride(0),
             RATIO=RATIO,
             C=width,
-            R=2 * rotary_LR.shape[1],
-            SHARE=width**-0.5,
-            ROWS_PER_PAGE=table.rows_per_page,
+            ROWS=table.rows_per_page,
+            DECODE=not is_prefill,
             BLOCK_Q=block_q,
             BLOCK_I=block_i,
             STAGES=STAGES,

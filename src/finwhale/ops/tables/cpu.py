@@ -11,7 +11,7 @@ from finwhale.ops.drafts.ref import (
     draft_confidences,
     make_blocks,
 )
-from finwhale.ops.indexer.cpu import select_entries
+from finwhale.ops.indexer.cpu import prepare_index_queries, select_entries
 from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
 from finwhale.ops.linear.ref import grouped_form
 from finwhale.ops.mhc.cpu import hc_head, mhc_post, mhc_post_pre, mhc_pre
@@ -55,6 +55,7 @@ OPS = Ops(
     hc_head=hc_head,
     prepare_qkv=prepare_qkv,
     compress=compress,
+    prepare_index_queries=prepare_index_queries,
     select_entries=select_entries,
     sparse_attention=sparse_attention,
     route_by_score=route_by_score,

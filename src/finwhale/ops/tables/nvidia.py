@@ -13,6 +13,7 @@ from finwhale.ops.drafts.drafts_triton import (
     draft_confidences,
     make_blocks,
 )
+from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import Options, grouped_linear, linear, swiglu_mlp
 from finwhale.ops.linear.ref import grouped_form, prepare_linear
@@ -47,6 +48,7 @@ def table(platform: Platform) -> Ops:
         hc_head=hc_head,
         prepare_qkv=prepare_qkv,
         compress=compress,
+        prepare_index_queries=prepare_index_queries,
         select_entries=bind(select_entries, num_multiprocessors=num_multiprocessors),
         sparse_attention=sparse_attention,
         route_by_score=route_by_score,

@@ -17,6 +17,7 @@ from finwhale.ops.drafts.drafts_triton import (
     draft_confidences,
     make_blocks,
 )
+from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
 from finwhale.ops.linear import linear_triton
@@ -83,6 +84,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         hc_head=bind(mhc.hc_head, options=mhc_options),
         prepare_qkv=bind(prepare_qkv, early_launch=True),
         compress=bind(compress, early_launch=True),
+        prepare_index_queries=bind(prepare_index_queries, inline_asm=True, early_launch=True),
         select_entries=bind(
             select_entries,
             **invariant,

@@ -11,7 +11,7 @@ from finwhale.ops.drafts.ref import (
     draft_confidences,
     make_blocks,
 )
-from finwhale.ops.indexer.ref import select_entries
+from finwhale.ops.indexer.ref import prepare_index_queries, select_entries
 from finwhale.ops.linear.ref import grouped_form, grouped_linear, linear, prepare_linear
 from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.ref import (
@@ -53,6 +53,7 @@ OPS = Ops(
     hc_head=hc_head,
     prepare_qkv=prepare_qkv,
     compress=compress,
+    prepare_index_queries=prepare_index_queries,
     select_entries=select_entries,
     sparse_attention=sparse_attention,
     route_by_score=route_by_score,
