@@ -1,5 +1,6 @@
 """The memory budget: the largest steps run, touch one page, and are counted."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +12,38 @@ from finwhale.config import EngineConfig
 from finwhale.engine.rank import memory
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, LargestSteps, StepLimits
+from finwhale.models.deepseek_v4.compressor import C4Entries, C128Entries
+from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
+
+
+def test_every_number_of_rows_has_run(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The LM head's and each kind of compressor's GEMM, in steps of eight rows."""
+    model = local_executor(new_llm().engine.executor).runner.model
+    assert isinstance(model, DeepseekV4)
+    ran: dict[object, list[int]] = defaultdict(list)
+
+    def watch(owner: object, name: str, key: object) -> None:
+        run = getattr(owner, name)
+
+        def watching(x: torch.Tensor) -> torch.Tensor:
+            ran[key].append(len(x))
+            return run(x)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(owner, name, watching)
+
+    watch(model, "compute_logits", "head")
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
+        if layer.attn.entries is not None:
+            watch(layer.attn.entries, "project", type(layer.attn.entries))
+    with torch.inference_mode():
+        model.run_library_gemms(17, 40)
+    assert ran.keys() == {"head", C4Entries, C128Entries}
+    assert ran.pop("head") == [1, 9, 17]
+    assert all(rows == [1, 9, 17, 25, 33] for rows in ran.values())
 
 
 @pytest.mark.parametrize("reference", [False, True])

@@ -165,7 +165,8 @@ def test_ranks_that_hold_attention_whole_are_close_to_one_and_equal_each_other(
     found, other = call_ranks(engine.executor, partial(accuracy.compute, given, True))
     assert found.digest == other.digest
     for way, logits in found.logits.items():
-        assert accuracy.compare(logits, alone.logits[way])["relative_error"] < CLOSE, way
+        # The text is longer than above, and the single rank is batch-invariant.
+        assert accuracy.compare(logits, alone.logits[way])["relative_error"] < 1.5 * CLOSE, way
     assert accuracy.overlap(found.selected, alone.selected) > 0.98
     draw = random.Random(0)
     for number in range(30):

@@ -458,6 +458,18 @@ class Model(Protocol):
         """Run only one layer of each kind, which launches every kernel of the forward."""
         ...
 
+    def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
+        """Run the GEMMs of weights that are not quantised, for every number of rows.
+
+        cuBLAS chooses among many kernels by the number of rows. It loads a kernel when it chooses
+        it for the first time, and then waits until the GPU has no work.
+
+        Args:
+            num_rows: the most rows of logits.
+            num_tokens: the most tokens of a step.
+        """
+        ...
+
     def without_collectives(self) -> AbstractContextManager[None]:
         """Within it, the model waits for no other rank, and its results have no meaning.
 

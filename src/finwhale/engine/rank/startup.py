@@ -477,6 +477,9 @@ class _Start:
             return MemoryUse(weights=weights, workspace=0, cache=cache)
         largest = self._largest(runner.max_model_len)
         LargestSteps(runner.model, self.groups, runner.cache).run(largest)
+        with torch.inference_mode():
+            rows = largest.num_seqs * (1 + largest.draft_tokens)
+            runner.model.run_library_gemms(rows, largest.num_tokens)
         vocab_size = self.model_config.vocab_size
         hold_pinned_memory(self.device, largest_transfer(self.groups, largest, vocab_size))
         torch.cuda.synchronize(self.device)

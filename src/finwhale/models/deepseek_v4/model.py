@@ -69,6 +69,8 @@ class ModelWeights:
 
 ALONE = Alone()
 CONTEXT_STREAM = 0
+# cuBLAS has one kernel for 8k + 1 to 8k + 8 rows, seen on an H200.
+GEMM_ROWS = 8
 
 
 class DeepseekV4:
@@ -223,6 +225,20 @@ class DeepseekV4:
                 features.add(layer, streams)
             self.draft_context.write(features, inputs, cache)
         return self.run_layers(self._one_of_each(), streams, inputs, cache, segments)
+
+    def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
+        """See protocol.Model."""
+        streams = torch.zeros(num_rows, *self.residual_shape, dtype=self.dtype, device=self.device)
+        for rows in _sizes(num_rows):
+            self.compute_logits(streams[:rows])
+        x_ND = torch.zeros(
+            num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
+        )
+        for layer in self._one_of_each():
+            entries = layer.attn.entries if isinstance(layer, DecoderLayer) else None
+            if entries is not None:
+                for rows in _sizes(num_tokens):
+                    entries.project(x_ND[:rows])
 
     def without_collectives(self) -> AbstractContextManager[None]:
         """Within it, the model waits for no other rank, and its results have no meaning."""
@@ -393,6 +409,11 @@ class MtpLayer:
             streams = self(inputs, streams, drafts[-1], cache, segments)
             drafts.append(choose(self.compute_logits(streams), step))
         return Drafts(ids=torch.stack(drafts))
+
+
+def _sizes(most: int) -> range:
+    """Numbers of rows up to `most` with which cuBLAS chooses all of its kernels."""
+    return range(1, most + 1, GEMM_ROWS)
 
 
 def launch_sizes(config: ModelConfig) -> ModelSizes:
