@@ -1,14 +1,24 @@
 """Tensor parallelism: how ranks divide a model's sizes, and who is refused."""
 
+import io
 import math
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 
+from finwhale.checkpoint.loading import Inventory
+from finwhale.cli import inspect
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.architecture import fits_whole_attention, weight_bytes
+from finwhale.models.deepseek_v4.architecture import (
+    DEEPSEEK_V4,
+    fits_whole_attention,
+    weight_bytes,
+)
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.sharding import rank_config, sharded_axis
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -154,6 +164,27 @@ def test_bytes_of_whole_attention(model: str) -> None:
     values = sum(math.prod(both[name].shape) for name in whole | indexers)
     assert fits_whole_attention(config, 24 * values)
     assert not fits_whole_attention(config, 24 * values - 1)
+
+
+def test_inspect_leaves_room_for_whole_attention() -> None:
+    config = MODELS["flash"].with_layers(3)
+    storages = {name: spec.storage for name, spec in weight_specs(config).items()}
+    shown = []
+    for fits in (False, True):
+        console = Console(record=True, width=160, file=io.StringIO())
+        architecture = replace(DEEPSEEK_V4, fits_whole_attention=partial(bool_of, fits))
+        inspect._print_ranks(console, config, architecture, Inventory((), (), (), (), storages))
+        shown.append(console.export_text())
+    rows = [re.findall(r"^│ (\d) +│ +([\d.]+ GiB) │ +([\d,]+) ", text, re.M) for text in shown]
+    tokens = [{int(row[0]): int(row[2].replace(",", "")) for row in found} for found in rows]
+    assert tokens[0].keys() == tokens[1].keys() == {1, 2, 4, 8}
+    assert tokens[0][1] == tokens[1][1]
+    assert all(tokens[0][size] > tokens[1][size] for size in (2, 4, 8))
+    assert "--whole-attention" in shown[1] and "--whole-attention" not in shown[0]
+
+
+def bool_of(fits: bool, config: ModelConfig, total: int) -> bool:
+    return fits
 
 
 def packed_ops() -> Ops:

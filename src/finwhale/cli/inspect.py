@@ -178,8 +178,8 @@ def _print_ranks(
     )
     if added:
         console.print(
-            f"of which up to {_size(max(added))} for attention's weights, which each of several "
-            "GPUs with enough memory also holds whole (--whole-attention)",
+            f"each of several GPUs with enough memory also holds attention's weights whole "
+            f"(--whole-attention): up to {_size(max(added))} more",
             highlight=False,
         )
     if refusals:
