@@ -159,9 +159,19 @@ def test_forward(
         assert error(a, b) < BOUNDS[activations]
 
 
-def assert_equal(processes: RankProcesses, size: int, case: Given, *args: Any, **more: Any) -> Ran:
+def assert_equal(
+    processes: RankProcesses,
+    size: int,
+    case: Given,
+    *args: Any,
+    shared_tokens: int | None = None,
+    **more: Any,
+) -> Ran:
     """Run requests on `size` ranks; every bit on every rank is that of one rank with slices."""
-    wanted: Ran = alone(size, "generate", case, *args, **more)
+    whole_from = shared_tokens if case.options.get("whole_attention") else None
+    wanted: Ran = alone(size, "generate", case, *args, whole_from=whole_from, **more)
+    if shared_tokens is not None:
+        case = replace(case, change=partial(share_tokens, least=shared_tokens))
     for rank in processes.run(size, "generate", case, *args, **more):
         assert rank == wanted
     assert not any(error for _, error, _ in wanted.outputs)
@@ -257,7 +267,7 @@ def test_shared_prefixes_and_preemption(processes: RankProcesses, path: Path) ->
 def test_random_schedules(
     processes: RankProcesses, path: Path, seed: int, size: int, activations: str
 ) -> None:
-    """Requests that arrive at random, common beginnings, few pages, drafts."""
+    """Requests that arrive at random, common beginnings, few pages, drafts, shared tokens."""
     draw = random.Random(seed)
     trunk = text(300, seed)
     prompts = [
@@ -275,10 +285,23 @@ def test_random_schedules(
         )
         for i in range(len(prompts))
     ]
-    case = given(path, activations, draft_tokens=draw.choice((0, 0, 1, 3)))
+    shared_tokens = draw.choice((None, 6, 40))
+    case = given(
+        path,
+        activations,
+        draft_tokens=draw.choice((0, 0, 1, 3)),
+        whole_attention=shared_tokens is not None and draw.random() < 0.7,
+    )
     blocks = draw.choice((None, 3))
     ran = assert_equal(
-        processes, size, case, prompts, params, blocks=blocks, arrivals=draw.choice((None, seed))
+        processes,
+        size,
+        case,
+        prompts,
+        params,
+        blocks=blocks,
+        arrivals=draw.choice((None, seed)),
+        shared_tokens=shared_tokens,
     )
     event(f"preempted: {ran.preemptions > 0}")
 
