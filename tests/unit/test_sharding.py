@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from rich.console import Console
 
 from finwhale.checkpoint.loading import Inventory
 from finwhale.cli import inspect
+from finwhale.config import EngineConfig
+from finwhale.distributed.peers import Peers
 from finwhale.distributed.rank import Rank
+from finwhale.engine.rank.startup import _Start
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.architecture import (
     DEEPSEEK_V4,
@@ -164,6 +168,54 @@ def test_bytes_of_whole_attention(model: str) -> None:
     values = sum(math.prod(both[name].shape) for name in whole | indexers)
     assert fits_whole_attention(config, 24 * values)
     assert not fits_whole_attention(config, 24 * values - 1)
+
+
+H200, H100 = 150_000_000_000, 85_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "gpus", "device", "sharers", "wanted"),
+    [
+        ({}, 2, (H200, H200), "cuda", 1, True),
+        ({}, 2, (H200, H100), "cuda", 1, False),  # all ranks decide alike
+        ({}, 2, (H200, H200), "cuda", 2, False),
+        ({}, 4, (H100,) * 4, "cuda", 1, False),
+        ({"whole_attention": True}, 4, (H100,) * 4, "cuda", 1, True),
+        ({"whole_attention": False}, 2, (H200, H200), "cuda", 1, False),
+        ({"batch_invariant": True}, 2, (H200, H200), "cuda", 1, False),
+        ({"reference": True}, 2, (H200, H200), "cuda", 1, False),
+        ({}, 2, (), "cpu", 1, False),
+        ({"whole_attention": True}, 2, (), "cpu", 1, True),
+        ({"whole_attention": True}, 1, (H200,), "cuda", 1, False),
+    ],
+)
+def test_which_ranks_hold_attention_whole(
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, bool],
+    ranks: int,
+    gpus: tuple[int, ...],
+    device: str,
+    sharers: int,
+    wanted: bool,
+) -> None:
+    properties = SimpleNamespace(total_memory=gpus[0] if gpus else 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    start = object.__new__(_Start)
+    start.config = EngineConfig(**options)  # type: ignore[arg-type]
+    start.model_config, start.architecture = MODELS["flash"], DEEPSEEK_V4
+    start.device, start.sharers = torch.device(device), sharers
+
+    class OtherRanks(Peers):
+        def minimum(self, value: int) -> int:
+            return min(value, *(total // sharers for total in gpus))
+
+    start.peers = OtherRanks(Rank(0, ranks))
+    assert start._holds_whole_attention() is wanted
+
+
+def test_whole_attention_with_batch_invariance_is_refused() -> None:
+    with pytest.raises(FinwhaleError, match="leave out whole_attention, or batch_invariant"):
+        EngineConfig(whole_attention=True, batch_invariant=True)
 
 
 def test_inspect_leaves_room_for_whole_attention() -> None:

@@ -248,7 +248,7 @@ class _Start:
         if self.device.type != "cuda" or config.batch_invariant or config.reference:
             return False
         total = torch.cuda.get_device_properties(self.device).total_memory // self.sharers
-        return self.architecture.fits_whole_attention(self.model_config, total)
+        return self.architecture.fits_whole_attention(self.model_config, self.peers.minimum(total))
 
     def _connect(self) -> Collectives:
         if self.peers.store is None:
