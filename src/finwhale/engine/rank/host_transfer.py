@@ -17,8 +17,8 @@ _DTYPES = {
     np.dtype(np.float32): torch.float32,
 }
 ALIGN = 16  # bytes
-# Free blocks of pinned memory of each size: a step sends many small ones and one large one, and
-# while it is prepared, those of the two steps before it may be in use.
+# Blocks of pinned memory that are reserved of each size. A step sends many small ones and one large
+# one. While the host prepares it, those of the two steps before it may be in use.
 SMALL_BYTES, SMALL_BLOCKS, LARGE_BLOCKS = 2**16, 16, 4
 
 
@@ -26,8 +26,7 @@ def hold_pinned_memory(device: torch.device, largest: int) -> None:
     """Reserve pinned memory for transfers of up to `largest` bytes.
 
     torch rounds sizes up to powers of two, and keeps a block for later transfers of its size. If it
-    has no free block, it asks the driver, which may wait until the GPU has no work: two steps long
-    when GPUs map each other's memory.
+    has no free block, it asks the driver, which may wait until the GPU has no work.
     """
     if device.type != "cuda":
         return
