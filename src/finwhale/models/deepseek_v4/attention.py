@@ -207,12 +207,25 @@ class Attention:
     ) -> Tensor:
         """Write the window's rows; returns the queries of attention and indexer: [N,X]."""
         w = self.weights
-        q_kv = self.linear(x_ND, w.wq_a_wkv)
-        q_lora = self.prepare_qkv(
-            q_kv[:, : self.q_lora_rank],
-            w.q_norm,
-            q_kv[:, self.q_lora_rank :],
-            w.kv_norm,
+        q_kv, width = self.linear(x_ND, w.wq_a_wkv), self.q_lora_rank
+        q_lora = self.prepare(q_kv[:, :width], w.q_norm, q_kv[:, width:], inputs, rotary, cache)
+        return self.linear(q_lora, self.heads.weights.wq_b)
+
+    def prepare(
+        self,
+        q_lora_NQ: Tensor,
+        q_norm_Q: Tensor,
+        kv_NC: Tensor,
+        inputs: StepInputs,
+        rotary: Tensor,
+        cache: PagedCache,
+    ) -> Tensor:
+        """Write the window's rows; returns the query's normalised latent."""
+        return self.prepare_qkv(
+            q_lora_NQ,
+            q_norm_Q,
+            kv_NC,
+            self.weights.kv_norm,
             rotary,
             self.eps,
             self.round_kv,
@@ -220,7 +233,6 @@ class Attention:
             cache.pool("window", self.layer),
             inputs.tables["window"],
         )
-        return self.linear(q_lora, self.heads.weights.wq_b)
 
     def prepare_index_q(
         self, q_RX: Tensor, inputs: StepInputs, rotary: Tensor
@@ -249,18 +261,7 @@ class Attention:
         both = w.wq_a_wkv
         kv = self.linear(x_ND, both.rows(self.q_lora_rank, len(both.weight)))
         # The operator also normalises a query's latent. There is none, so the result is not used.
-        self.prepare_qkv(
-            kv,
-            w.kv_norm,
-            kv,
-            w.kv_norm,
-            rotary,
-            self.eps,
-            self.round_kv,
-            inputs.tokens,
-            cache.pool("window", self.layer),
-            inputs.tables["window"],
-        )
+        self.prepare(kv, w.kv_norm, kv, inputs, rotary, cache)
 
     def attend(
         self,
