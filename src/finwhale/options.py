@@ -65,7 +65,7 @@ class Option:
         Args:
             default: the default value for this command.
         """
-        text = self.help
+        text = self.help.replace("%", "%%")  # argparse formats it
         if default is None or default == ():
             text += f" (default: {self.unset})" if self.unset else ""
         elif self.kind is not bool:
