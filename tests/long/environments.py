@@ -14,7 +14,9 @@ def make(directory: Path, *requirements: str) -> Path:
     """An environment with this one's packages and `requirements`; returns its programs."""
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     (site,) = directory.glob("lib/python*/site-packages")
-    (site / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # The parent's own .pth files count too: one of them may say where Finwhale is.
+    parent = sysconfig.get_path("purelib")
+    (site / "parent.pth").write_text(f"import site; site.addsitedir({parent!r})\n")
     programs = directory / "bin"
     install = [str(programs / "python"), "-m", "pip", "install", "--quiet", *requirements]
     subprocess.run(install, check=True)

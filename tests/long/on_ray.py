@@ -33,7 +33,7 @@ def main(path: str, how: str) -> None:
             distributed_executor="ray",
         )
     except FinwhaleError as error:
-        assert how == "too few" and "no room" in str(error), error
+        assert how == "too few" and "has not placed the ranks" in str(error), error
         return
     assert how != "too few"
     states = ray.available_resources()
