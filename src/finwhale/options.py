@@ -65,10 +65,10 @@ class Option:
         Args:
             default: the default value for this command.
         """
-        text = self.help.replace("%", "%%")  # argparse formats it
-        if default is None or default == ():
-            text += f" (default: {self.unset})" if self.unset else ""
-        elif self.kind is not bool:
+        is_unset = default is None or default == ()
+        shown = f" (default: {self.unset})" if is_unset and self.unset else ""
+        text = (self.help + shown).replace("%", "%%")  # argparse formats it
+        if not is_unset and self.kind is not bool:
             text += " (default: %(default)s)"
         found = {"dest": self.name, "default": default, "help": text}
         if self.kind is bool:

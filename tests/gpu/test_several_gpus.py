@@ -110,6 +110,18 @@ def odd_sum(length: int, executor: LocalExecutor) -> None:
     torch.cuda.synchronize()
 
 
+def serve_random(engine: Engine, requests: int) -> None:
+    """Serve prompts of random lengths, which arrive while others run."""
+    draw = random.Random(0)
+    for number in range(requests):
+        length = int(4000 ** draw.random())
+        engine.add_request(f"late-{number}", text(number, length), PARAMS[number % len(PARAMS)])
+        for _ in range(draw.randint(0, 2)):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+
+
 def pinned_blocks(executor: LocalExecutor) -> int:
     """How often this rank has asked the driver for pinned memory."""
     return int(torch.cuda.host_memory_stats()["num_host_alloc"])
@@ -117,16 +129,9 @@ def pinned_blocks(executor: LocalExecutor) -> int:
 
 def test_nothing_is_compiled_or_reserved_late_and_every_rank_counts(two: Engine) -> None:
     """The first test: others launch what the engine would not."""
-    draw = random.Random(0)
     reserved = call_ranks(two.executor, pinned_blocks)
     assert all(reserved)
-    for number in range(60):
-        length = int(4000 ** draw.random())
-        two.add_request(f"late-{number}", text(number, length), PARAMS[number % len(PARAMS)])
-        for _ in range(draw.randint(0, 2)):
-            two.step()
-    while two.has_work:
-        two.step()
+    serve_random(two, 60)
     assert not any(two.executor.late_compilations().values())
     assert call_ranks(two.executor, pinned_blocks) == reserved
     call_ranks(two.executor, partial(odd_sum, 37))
@@ -168,14 +173,7 @@ def test_ranks_that_hold_attention_whole_are_close_to_one_and_equal_each_other(
         # The text is longer than above, and the single rank is batch-invariant.
         assert accuracy.compare(logits, alone.logits[way])["relative_error"] < 1.5 * CLOSE, way
     assert accuracy.overlap(found.selected, alone.selected) > 0.98
-    draw = random.Random(0)
-    for number in range(30):
-        length = int(4000 ** draw.random())
-        engine.add_request(f"{number}", text(number, length), PARAMS[number % len(PARAMS)])
-        for _ in range(draw.randint(0, 2)):
-            engine.step()
-    while engine.has_work:
-        engine.step()
+    serve_random(engine, 30)
     assert call_ranks(engine.executor, captured_prefills) == [[True] * 3] * 2
     assert not any(engine.executor.late_compilations().values())
     engine.executor.close()

@@ -65,7 +65,7 @@ def test_it_compiles_and_fits(module: str, call: str, sm90: Compile) -> None:
 
 
 def test_few_tokens_experts_stream_their_weights(sm90: Compile) -> None:
-    """Every TMA load of these kernels has an L2 policy. No TMA load of another kernel has one."""
+    """These kernels give every TMA load an L2 policy; the other kernels give it to none."""
     calls = ("flash-hopper-16-1", "flash-hopper-16-8", "flash-hopper-16-8192")
     for report in (found for call in calls for found in sm90("sm90_experts", call)):
         hints = [load.endswith("L2::cache_hint") for load in report["tma_loads"]]

@@ -22,6 +22,7 @@ from finwhale.models.deepseek_v4.architecture import (
     DEEPSEEK_V4,
     fits_whole_attention,
     weight_bytes,
+    whole_attention_bytes,
 )
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.sharding import rank_config, sharded_axis
@@ -163,8 +164,7 @@ def test_bytes_of_whole_attention(model: str) -> None:
             others = 1.0 if name in copied | indexers else 1 - 1 / size
             each = 4 if name.endswith("attn_sink") else 1 + 4 / 128**2
             added += others * each * math.prod(both[name].shape)
-        sizes = [weight_bytes(config, torch.bfloat16, ops, size, whole) for whole in (False, True)]
-        assert sizes[1] - sizes[0] == added
+        assert whole_attention_bytes(config, torch.bfloat16, ops, size) == added
     values = sum(math.prod(both[name].shape) for name in whole | indexers)
     assert fits_whole_attention(config, 24 * values)
     assert not fits_whole_attention(config, 24 * values - 1)

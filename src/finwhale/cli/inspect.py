@@ -163,11 +163,11 @@ def _print_ranks(
         weights = architecture.weight_bytes(config, dtype, ops, size)
         left = [int(share * total) - weights - WORKSPACE_BYTES for total in gpus.values()]
         if is_packed and size > 1:
-            whole = architecture.weight_bytes(config, dtype, ops, size, whole_attention=True)
+            whole = architecture.whole_attention_bytes(config, dtype, ops, size)
             for i, total in enumerate(gpus.values()):
                 if architecture.fits_whole_attention(config, total):
-                    left[i] -= whole - weights
-                    added.append(whole - weights)
+                    left[i] -= whole
+                    added.append(whole)
         tokens = [_capacity_tokens(config, architecture, dtype, ops, room) for room in left]
         table.add_row(str(size), _size(weights), *(f"{n:,}" if n else "no room" for n in tokens))
     console.print(table)

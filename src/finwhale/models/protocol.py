@@ -555,19 +555,11 @@ class WeightSpecs(Protocol):
 
 
 class WeightBytes(Protocol):
-    def __call__(
-        self,
-        config: Any,
-        dtype: torch.dtype,
-        ops: Ops,
-        ranks: int = 1,
-        whole_attention: bool = False,
-    ) -> int:
+    def __call__(self, config: Any, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
         """Bytes of one rank's weights in the memory layout of the operator table `ops`.
 
         Args:
             dtype: dtype of the activations.
-            whole_attention: see Rank.
         """
         ...
 
@@ -687,6 +679,7 @@ class Architecture:
         describe: describes the parts of the model for users: title and text.
         part_of: returns the part of the model to which a tensor belongs, by the tensor's name.
         weight_bytes: returns the bytes of one rank's weights.
+        whole_attention_bytes: returns the bytes that `Rank.whole_attention` adds to them.
         fits_whole_attention: returns whether each of several ranks holds attention's weights whole
             (`Rank.whole_attention`) if nothing says otherwise, on GPUs with so many bytes.
     """
@@ -704,4 +697,5 @@ class Architecture:
     describe: Callable[[Any], dict[str, str]]
     part_of: Callable[[str], str]
     weight_bytes: WeightBytes
+    whole_attention_bytes: WeightBytes
     fits_whole_attention: Callable[[Any, int], bool]

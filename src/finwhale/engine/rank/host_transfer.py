@@ -17,8 +17,8 @@ _DTYPES = {
     np.dtype(np.float32): torch.float32,
 }
 ALIGN = 16  # bytes
-# Blocks of pinned memory that are reserved of each size. A step sends many small ones and one large
-# one. While the host prepares it, those of the two steps before it may be in use.
+# The start reserves so many blocks of pinned memory of each size. A step needs many small blocks
+# and one large block. While the host prepares it, two earlier steps may still use theirs.
 SMALL_BYTES, SMALL_BLOCKS, LARGE_BLOCKS = 2**16, 16, 4
 
 

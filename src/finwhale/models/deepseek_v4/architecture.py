@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -108,17 +109,27 @@ def part_of(name: str) -> str:
             return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
 
 
-def weight_bytes(
-    config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int = 1, whole_attention: bool = False
-) -> int:
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
     """Bytes of one rank's weights in the operator table's memory layout."""
+    return _bytes_of(config, dtype, ops, Rank(0, ranks))
+
+
+def whole_attention_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
+    """Bytes that `Rank.whole_attention` adds to the weights of one of several ranks."""
+    # It does not depend on the experts, and fewer of them take less time.
+    config = replace(config, n_routed_experts=config.num_experts_per_tok)
+    part, both = (_bytes_of(config, dtype, ops, Rank(0, ranks, whole)) for whole in (False, True))
+    return both - part
+
+
+def _bytes_of(config: ModelConfig, dtype: torch.dtype, ops: Ops, rank: Rank) -> int:
     return WeightBuilder(
         config,
         dtype=dtype,
         device=torch.device("meta"),
         round_activations=True,
         ops=ops,
-        rank=Rank(0, ranks, whole_attention),
+        rank=rank,
     ).num_bytes
 
 
@@ -146,5 +157,6 @@ DEEPSEEK_V4 = Architecture(
     describe=describe,
     part_of=part_of,
     weight_bytes=weight_bytes,
+    whole_attention_bytes=whole_attention_bytes,
     fits_whole_attention=fits_whole_attention,
 )

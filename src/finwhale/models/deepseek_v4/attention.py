@@ -85,6 +85,10 @@ class Heads:
         queries: Tensor = q_RX[:, : self.width].unflatten(1, (self.number, self.head_dim))
         return queries
 
+    def index_queries(self, q_RX: Tensor) -> Tensor:
+        """The projected queries of the indexer [R,I*J], which follow those of attention."""
+        return q_RX[:, self.width :]
+
     def empty_output(self, q_RX: Tensor) -> tuple[Tensor, Tensor | None]:
         """Allocate the tensors that `Attention.attend` writes and `output` reads: [R,A,C], and
         scales [R,S].
@@ -190,7 +194,7 @@ class Attention:
 
     def is_whole(self, inputs: StepInputs) -> bool:
         """Whether this rank computes all heads, for its own tokens."""
-        return inputs.own_tokens is not None and self.all_heads is not None
+        return self.heads_of(inputs) is not self.heads
 
     def heads_of(self, inputs: StepInputs) -> Heads:
         """The heads that this rank computes in a step."""
@@ -244,7 +248,7 @@ class Attention:
         entries = self.entries
         if not isinstance(entries, C4Entries) or inputs.tokens.max_query > MAX_DECODE_QUERY:
             return None
-        return entries.prepare(q_RX[:, self.heads_of(inputs).width :], inputs, rotary)
+        return entries.prepare(self.heads_of(inputs).index_queries(q_RX), inputs, rotary)
 
     def own_queries(self, x_RD: Tensor) -> Tensor:
         """The queries [R,X] of this rank's tokens for all heads and the indexer."""
@@ -283,9 +287,9 @@ class Attention:
         """
         entries = self.choose(q_RX, projected, inputs, rotary, cache, index_q)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
-        heads, tokens = self.heads_of(inputs), inputs.tokens
-        if inputs.own_tokens is not None and self.is_whole(inputs):
-            tokens = inputs.own_tokens
+        heads = self.heads_of(inputs)
+        tokens = inputs.own_tokens if self.is_whole(inputs) else inputs.tokens
+        assert tokens is not None
         self.read(heads, q_RX, entries, tokens, rotary, window, out_RAC, scales_RS)
 
     def choose(
@@ -308,8 +312,8 @@ class Attention:
         if isinstance(self.entries, C128Entries):
             return self.entries.visible(inputs, cache)
         if index_q is None:
-            width = self.heads_of(inputs).width
-            index_q = self.entries.prepare(q_RX[:, width:], inputs, rotary)
+            index_q_RX = self.heads_of(inputs).index_queries(q_RX)
+            index_q = self.entries.prepare(index_q_RX, inputs, rotary)
         return self.entries.visible(projected, index_q, inputs, rotary, cache)
 
     def read(

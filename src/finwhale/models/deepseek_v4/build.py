@@ -97,7 +97,7 @@ class WeightBuilder:
         self.places: dict[str, Tensor] = {}
         self.num_bytes = 0
         self._rank = rank
-        self._cuts: dict[str, Slice] = {}  # of the weights whose part is being allocated
+        self._cuts: dict[str, Slice] = {}  # of the projections whose part is being allocated
         layers = tuple(
             self._layer(f"layers.{i}", ratio, config.is_hash_layer(i))
             for i, ratio in enumerate(config.layer_ratios)
@@ -121,7 +121,7 @@ class WeightBuilder:
         return tensor
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of what the tensors that are being allocated hold of a weight."""
+        """The shape of the part of a weight that the projection being allocated holds."""
         spec = self.specs[name]
         return self._cuts[name].shape_in(spec.shape) if name in self._cuts else spec.local_shape
 
@@ -144,7 +144,7 @@ class WeightBuilder:
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate memory for one tensor that needs no special layout."""
-        tensor = self._empty(self._shape(name), dtype)
+        tensor = self._empty(self.specs[name].local_shape, dtype)
         self._copy_to(name, tensor)
         return tensor
 
@@ -309,7 +309,7 @@ class WeightBuilder:
         return part
 
     def _grouped(self, name: str, round_input: bool) -> LinearWeight:
-        rows, columns = self._shape(name)
+        rows, columns = self.specs[name].local_shape
         # A group has o_lora_rank rows.
         groups = rows // self.config.o_lora_rank
         if self.quantised and self._are_fp8((name,)) and rows // groups % FP8_BLOCK == 0:

@@ -23,7 +23,7 @@ from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
 BLOCK_N = 128  # tokens of a program that continues a step
-# A program computes one confidence. It reads this many values of each residual stream at a time.
+# A program that computes a confidence loads this many values of each residual stream at a time.
 BLOCK_D = 512
 
 
@@ -234,20 +234,20 @@ def _confidence_kernel(
 def continue_tokens(
     planned: PlannedTokens, last_2LW: Tensor, ids_N: Tensor, positions_N: Tensor
 ) -> None:
-    given = (planned.ids_S, planned.sources_N, planned.positions_N, planned.links_N, last_2LW)
-    check_contiguous(
-        ids_S=planned.ids_S,
-        sources_N=planned.sources_N,
-        planned_positions_N=planned.positions_N,
-        links_N=planned.links_N,
-        last_2LW=last_2LW,
-        ids_N=ids_N,
-        positions_N=positions_N,
-    )
+    tensors = {
+        "ids_S": planned.ids_S,
+        "sources_N": planned.sources_N,
+        "planned_positions_N": planned.positions_N,
+        "links_N": planned.links_N,
+        "last_2LW": last_2LW,
+        "ids_N": ids_N,
+        "positions_N": positions_N,
+    }
+    check_contiguous(**tensors)
     num_tokens, (_, rows, width) = len(ids_N), last_2LW.shape
     if num_tokens:
         _continue_kernel[(triton.cdiv(num_tokens, BLOCK_N),)](
-            *(*given, ids_N, positions_N),
+            *tensors.values(),
             *(num_tokens, (rows - 1) * width, rows * width),
             BLOCK_N=BLOCK_N,
             num_warps=4,
@@ -258,23 +258,22 @@ def accept_drafts(
     chosen_N: Tensor, step: VerifiedStep, next_ids_BW: Tensor, advanced_BW: Tensor
 ) -> tuple[Tensor, Tensor]:
     count, most = step.places_BP.shape
-    given = (chosen_N, step.ids_N, step.positions_N, step.first_B, step.places_BP)
-    tensors = (*given, next_ids_BW, advanced_BW)
-    check_contiguous(
-        chosen_N=chosen_N,
-        ids_N=step.ids_N,
-        positions_N=step.positions_N,
-        first_B=step.first_B,
-        places_BP=step.places_BP,
-        next_ids_BW=next_ids_BW,
-        advanced_BW=advanced_BW,
-    )
+    tensors = {
+        "chosen_N": chosen_N,
+        "ids_N": step.ids_N,
+        "positions_N": step.positions_N,
+        "first_B": step.first_B,
+        "places_BP": step.places_BP,
+        "next_ids_BW": next_ids_BW,
+        "advanced_BW": advanced_BW,
+    }
+    check_contiguous(**tensors)
     if next_ids_BW.shape != (count, most + 1) or advanced_BW.shape != (count, most + 1):
         raise ValueError(f"{most} drafts need results of shape {(count, most + 1)}")
     last_B, positions_B = torch.empty_like(step.first_B), torch.empty_like(step.first_B)
     if count:
         _accept_kernel[(count,)](
-            *tensors,
+            *tensors.values(),
             last_B,
             positions_B,
             len(chosen_N),

@@ -140,7 +140,7 @@ def _load_queries(
 
 @triton.jit
 def _load_keys(keys_ptr, page, there, stride_page, C: tl.constexpr, ROWS: tl.constexpr):
-    """The codes [ROWS, C/2] of a page's keys, and the exponents of each key's groups as one word.
+    """Load a page's keys: their codes [ROWS, C/2], and one word with the exponents of each key.
 
     there: whether to load them.
     """

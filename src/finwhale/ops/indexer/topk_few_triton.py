@@ -53,7 +53,7 @@ FEWER_WARPS = 16  # on GPUs whose warps may have 64 threads: a program has at mo
 
 @triton.jit
 def _bins(keys, low, shift):
-    """Return the bin of each key.
+    """Return the number of the bin that each key belongs to.
 
     Bin 0 has the keys below low. Bins 1 to 30 are 2^shift wide; bin 30 also has all larger keys.
     """
