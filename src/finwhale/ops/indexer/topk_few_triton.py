@@ -43,6 +43,7 @@ LEAST_ENTRIES = 4096  # shorter rows take topk_triton.py
 GROUP = 8  # entries of which the kernel of the scores stores the largest key
 TILE = 16384  # entries that a program holds
 COLUMNS = tl.constexpr(128)  # adjacent entries of a tile that are counted together
+NO_SCORES = tl.constexpr(-(0x7FFFFF << 32) - 0x800000)  # minus infinity, twice
 MAXIMA = 2048  # that a program compares; in a longer row, each is the largest of several
 CANDIDATES = 2  # that a program holds, as a multiple of topk
 BLOCK = 1024  # entries of a pass over a whole row
@@ -211,25 +212,38 @@ def _copy_groups(
 
 
 @triton.jit
-def _keep_entries(scores, entries, floor, candidates_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Store the numbers of the entries that reach the floor; returns how many, and the first SIZE.
+def _keep_entries(pairs, floor, candidates_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Store the entries that reach the floor; returns how many, and the first SIZE.
 
-    A NaN and the padding of a row may be among them.
+    pairs [TILE/COLUMNS, COLUMNS/2] int64: the scores of two adjacent entries each. A candidate is
+    an int64, too: its score in the high half, its entry in the low half. A NaN and the padding of a
+    row may be among the candidates.
     """
-    reach = tl.where(scores < from_keys(floor), 0, 1)
+    ROWS: tl.constexpr = TILE // COLUMNS
+    PAIRS: tl.constexpr = COLUMNS // 2
+    low, high = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
+    least = from_keys(floor)
+    reach_low = tl.where(low.to(tl.float32, bitcast=True) < least, 0, 1)
+    reach_high = tl.where(high.to(tl.float32, bitcast=True) < least, 0, 1)
+    reach = reach_low + reach_high
     sums = tl.sum(reach, axis=1)
     before = tl.cumsum(sums, axis=0) - sums
     place = before[:, None] + tl.cumsum(reach, axis=1) - reach
+    second = place + reach_low
     # The hint keeps entries in their threads. It is not true, but cannot do harm: the mask differs
     # between neighbours, so each entry is a store of its own.
-    place = tl.max_contiguous(tl.multiple_of(place, [1, 4]), [1, 4])
-    tl.store(candidates_ptr + place, entries, mask=reach > 0)
-    ROWS: tl.constexpr = TILE // COLUMNS
+    place = tl.max_contiguous(tl.multiple_of(place, [1, 2]), [1, 2])
+    second = tl.max_contiguous(tl.multiple_of(second, [1, 2]), [1, 2])
+    entries = tl.arange(0, ROWS)[:, None] * COLUMNS + 2 * tl.arange(0, PAIRS)[None, :]
+    low_word = (low.to(tl.int64) << 32) | entries.to(tl.int64)
+    high_word = (high.to(tl.int64) << 32) | (entries + 1).to(tl.int64)
+    tl.store(candidates_ptr + place, low_word, mask=reach_low > 0)
+    tl.store(candidates_ptr + second, high_word, mask=reach_high > 0)
     at = candidates_ptr + TILE + tl.zeros([ROWS], tl.int32)
-    tl.store(at, before + sums, mask=tl.arange(0, ROWS) == ROWS - 1)
+    tl.store(at, (before + sums).to(tl.int64), mask=tl.arange(0, ROWS) == ROWS - 1)
     # The stores of all threads precede the loads.
     tl.debug_barrier()
-    total = tl.load(candidates_ptr + TILE, cache_modifier=".cg")
+    total = tl.load(candidates_ptr + TILE, cache_modifier=".cg").to(tl.int32)
     return total, tl.load(candidates_ptr + tl.arange(0, SIZE), cache_modifier=".cg")
 
 
@@ -315,10 +329,13 @@ def _select_few_kernel(
 
     maxima = _first_maxima(maxima_row_ptr, num_groups, MAXIMA)
     # A short row's scores arrive while the program finds the floor. A row is allocated in groups.
-    lines = tl.arange(0, TILE // COLUMNS)[:, None] * COLUMNS
-    entries = lines + tl.arange(0, COLUMNS)[None, :]
-    whole = (entries // GROUP * GROUP < length) & (not is_long)
-    scores = tl.load(scores_row_ptr + entries, mask=whole, other=-float("inf"))
+    # A pair of scores is loaded as one number.
+    lines = tl.arange(0, TILE // COLUMNS)[:, None] * (COLUMNS // 2)
+    pair = lines + tl.arange(0, COLUMNS // 2)[None, :]
+    group = pair // (GROUP // 2)
+    whole = (group * GROUP < length) & (not is_long)
+    pair_ptr = scores_row_ptr.to(tl.pointer_type(tl.int64)) + pair
+    pairs = tl.load(pair_ptr, mask=whole, other=NO_SCORES)
     if num_groups > topk:
         floor, high = _floor(maxima_row_ptr, maxima, num_groups, topk, MAXIMA)
     else:
@@ -341,26 +358,25 @@ def _select_few_kernel(
             tl.debug_barrier()
             last = tl.load(groups_ptr + count - 1, cache_modifier=".cg")
             length = (count - 1) * GROUP + tl.minimum(visible - last * GROUP, GROUP)
-            whole = entries // GROUP < count
-            scores = tl.load(
-                copy_ptr + entries, mask=whole, other=-float("inf"), cache_modifier=".cg"
-            )
+            pair_ptr = copy_ptr.to(tl.pointer_type(tl.int64)) + pair
+            pairs = tl.load(pair_ptr, mask=group < count, other=NO_SCORES, cache_modifier=".cg")
     slots = out_row_ptr, table_row_ptr
     total = SIZE + 1
     ranks = tl.arange(0, SIZE)
-    candidates = ranks
+    candidates = ranks.to(tl.int64)
     if length <= TILE:
-        total, candidates = _keep_entries(scores, entries, floor, candidates_ptr, SIZE, TILE)
+        total, candidates = _keep_entries(pairs, floor, candidates_ptr, SIZE, TILE)
     if total > SIZE:
         _select_streamed(scores_row_ptr, visible, floor, high, topk, slots, ROWS_PER_PAGE, BLOCK)
         return
-    there = (ranks < total) & (candidates < length)
-    entries = tl.where(there, candidates, 0)
+    entries = candidates.to(tl.int32)
+    there = (ranks < total) & (entries < length)
+    entries = tl.where(there, entries, 0)
+    scores = (candidates >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    keys = tl.where(there, to_keys(scores), LOWEST)
     if is_long:
         groups = tl.load(groups_ptr + entries // GROUP, mask=there, other=0, cache_modifier=".cg")
         entries = groups * GROUP + entries % GROUP
-    keys = to_keys(tl.load(scores_row_ptr + entries, mask=there, other=0.0))
-    keys = tl.where(there, keys, LOWEST)
     page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=there, other=0)
     threshold, reached, above = _search(keys, floor, high, topk, topk)
     chosen, place = choose(keys, threshold, tl.where(reached <= topk, topk, topk - above))
@@ -396,7 +412,7 @@ def select_topk_few(
     them has a multiple of 16 values.
     """
     num_rows, size = scores_NE.shape[0], max(32, CANDIDATES * triton.next_power_of_2(topk))
-    candidates = out_NK.new_empty(num_rows * (TILE + 16))
+    candidates = out_NK.new_empty(num_rows * (TILE + 16), dtype=torch.int64)
     groups, copy = out_NK, scores_NE
     if max_entries > TILE:
         groups = out_NK.new_empty((num_rows, triton.cdiv(max_entries, 16 * GROUP) * 16))
