@@ -31,6 +31,7 @@ from finwhale.ops.indexer.topk_triton import (
     store_all,
     store_slots,
     sums_before,
+    sums_of_earlier,
     to_keys,
     token_row,
 )
@@ -227,20 +228,23 @@ def _keep_entries(pairs, floor, candidates_ptr, SIZE: tl.constexpr, TILE: tl.con
     reach_high = tl.where(high.to(tl.float32, bitcast=True) < least, 0, 1)
     reach = reach_low + reach_high
     sums = tl.sum(reach, axis=1)
-    before = tl.cumsum(sums, axis=0) - sums
+    before = sums_of_earlier(sums)
     place = before[:, None] + tl.cumsum(reach, axis=1) - reach
     second = place + reach_low
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PAIRS)[None, :]
+    is_last = (row == ROWS - 1) & (column == PAIRS - 1)
+    end = tl.where(is_last, TILE, place)
     # The hint keeps entries in their threads. It is not true, but cannot do harm: the mask differs
     # between neighbours, so each entry is a store of its own.
     place = tl.max_contiguous(tl.multiple_of(place, [1, 2]), [1, 2])
     second = tl.max_contiguous(tl.multiple_of(second, [1, 2]), [1, 2])
-    entries = tl.arange(0, ROWS)[:, None] * COLUMNS + 2 * tl.arange(0, PAIRS)[None, :]
+    end = tl.max_contiguous(tl.multiple_of(end, [1, 2]), [1, 2])
+    entries = row * COLUMNS + 2 * column
     low_word = (low.to(tl.int64) << 32) | entries.to(tl.int64)
     high_word = (high.to(tl.int64) << 32) | (entries + 1).to(tl.int64)
     tl.store(candidates_ptr + place, low_word, mask=reach_low > 0)
     tl.store(candidates_ptr + second, high_word, mask=reach_high > 0)
-    at = candidates_ptr + TILE + tl.zeros([ROWS], tl.int32)
-    tl.store(at, (before + sums).to(tl.int64), mask=tl.arange(0, ROWS) == ROWS - 1)
+    tl.store(candidates_ptr + end, (second + reach_high).to(tl.int64), mask=is_last)
     # The stores of all threads precede the loads.
     tl.debug_barrier()
     total = tl.load(candidates_ptr + TILE, cache_modifier=".cg").to(tl.int32)

@@ -95,13 +95,24 @@ def _narrowed(probe, count, low, high, reached, above, least):
 
 
 @triton.jit
+def sums_of_earlier(sums):
+    """Returns, for each of few rows, the sum of the sums of all rows before it.
+
+    A warp reads all sums at once and adds those that it needs. A scan would exchange values between
+    the warps once more.
+    """
+    row = tl.arange(0, sums.shape[0])
+    return tl.sum(tl.where(row[None, :] < row[:, None], sums[None, :], 0), axis=1)
+
+
+@triton.jit
 def sums_before(counts):
     """Returns, for each count, the sum of all counts before it."""
     SIZE: tl.constexpr = counts.shape[0]
     # Rows of a warp, so that few sums cross warps.
     rows = tl.reshape(counts, [SIZE // 32, 32])
     totals = tl.sum(rows, axis=1)
-    before = (tl.cumsum(totals, axis=0) - totals)[:, None] + tl.cumsum(rows, axis=1) - rows
+    before = sums_of_earlier(totals)[:, None] + tl.cumsum(rows, axis=1) - rows
     return tl.reshape(before, [SIZE])
 
 
