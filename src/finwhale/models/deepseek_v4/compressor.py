@@ -16,7 +16,7 @@ from finwhale.ops.attention import Complete, Selected
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,4 +215,8 @@ class C4Entries:
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
             slots = self.links.whole(slots, num_tokens)
-        return Selected(cache.pool("c4", self.layer), slots, table.rows_per_page)
+        scored_from = None
+        if own is None and inputs.tokens.max_query <= MAX_DECODE_QUERY:
+            # A token at this position sees topk + 1 entries.
+            scored_from = RATIO * (self.topk + 1) - 1
+        return Selected(cache.pool("c4", self.layer), slots, table.rows_per_page, scored_from)

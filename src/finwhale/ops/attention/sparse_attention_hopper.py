@@ -44,6 +44,7 @@ from finwhale.ops.attention.sparse_attention_hopper_parts import (
     store_heads,
 )
 from finwhale.ops.attention.sparse_attention_triton import (
+    SELECTED,
     AttendPlan,
     Problem,
     check_problem,
@@ -87,7 +88,7 @@ def _consume(
     (
         q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
         position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
+        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss, is_prepared,
     ) = work
     # fmt: on
     H: gl.constexpr = 64
@@ -98,7 +99,8 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16]
     )
-    prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
+    if not is_prepared:
+        prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa, False)
 
     stat_head = head0 + gl.arange(0, H, gl.SliceLayout(1, SCORES))
     is_stat = stat_head < num_heads
@@ -196,6 +198,7 @@ def _attend_kernel(
     ENTRY_ROWS: gl.constexpr,
     ENTRIES: gl.constexpr,
     RATIO: gl.constexpr,
+    READY_FROM: gl.constexpr,  # see `ready_from`
     SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_S: gl.constexpr,
@@ -229,6 +232,15 @@ def _attend_kernel(
     window_first = gl.load(window_first_ptr + sequence)
     entry_first = 0
     num_entries = 0
+    rotary_ptr += gl.maximum(position, 0).to(gl.int64) * 64
+    q_ptr += token * stride_qn
+    q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, C], SHARED)
+    is_prepared = False
+    if READY_FROM is not None:
+        is_prepared = position >= READY_FROM
+        if is_prepared:
+            # Load from the L2 cache: this kernel has not waited, so L1 may hold old values.
+            prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa, True)
     if ENTRIES == 1:
         # An earlier kernel of this step wrote the slots.
         wait_for_last(PDL)
@@ -248,12 +260,9 @@ def _attend_kernel(
     begin = split * share
     end = gl.minimum(begin + share, tiles)
 
-    rotary_ptr += gl.maximum(position, 0).to(gl.int64) * 64
-    q_ptr += token * stride_qn
     out_ptr += token * stride_on
     scales_ptr += token * stride_sn
 
-    q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, C], SHARED)
     buffers = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, C], SHARED)
     words = buffers._reinterpret(gl.int32, [2, BLOCK_K, C // 2], WORDS)
     p_shared = gl.allocate_shared_memory(gl.bfloat16, [H, BLOCK_K], SHARED_P)
@@ -265,7 +274,7 @@ def _attend_kernel(
     heads = (
         q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
         position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
+        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss, is_prepared,
     )  # fmt: skip
     keys = (
         words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
@@ -363,6 +372,21 @@ def invariant_plan(p: Problem) -> AttendPlan:
     )
 
 
+def ready_from(p: Problem) -> int | None:
+    """From which position on the kernel prepares queries before it waits; None: of no token.
+
+    This is safe for each token by itself. For a token from this position on, the kernel of the
+    scores has programs that let the next kernel start only after their own wait. A kernel starts
+    when all programs of the one before it have let it start, so the selection, and then this
+    kernel, start after such a wait. It ends when all kernels before the scores have ended,
+    including those that write the queries.
+    """
+    # Another compilation might give other bits, so an invariant problem has only one.
+    if p.invariant or p.kind != SELECTED or not isinstance(p.entries, Selected):
+        return None
+    return p.entries.scored_from
+
+
 def attend(p: Problem, plan: AttendPlan) -> None:
     """Like sparse_attention_triton.attend, for heads of 512 with rope 64.
 
@@ -374,6 +398,7 @@ def attend(p: Problem, plan: AttendPlan) -> None:
     part, stats = p.workspace(plan.splits)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
         **p.arguments(part, stats),
+        READY_FROM=ready_from(p),
         SPLITS=plan.splits,
         BLOCK_K=plan.block_k,
         ROWS=rows,
