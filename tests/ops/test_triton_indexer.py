@@ -181,6 +181,18 @@ def test_thresholds_of_few_tokens(kind: str, maxima: int, monkeypatch: pytest.Mo
     check_selection(scores_of_kind(kind, 703), visible, topk, 1, select)
 
 
+@pytest.mark.parametrize("kind", ["equal", "together", "wide", "not finite"])
+def test_few_tokens_and_tiles_of_the_models_size(kind: str) -> None:
+    """The counts of a full line fill their byte."""
+
+    def select(scores: Tensor, *rest: Any) -> None:
+        topk_few_triton.select_topk_few(scores, maxima_of(scores, rest[1].positions), *rest)
+
+    length = topk_few_triton.TILE + 300
+    scores = scores_of_kind(kind, length)
+    check_selection(scores, torch.tensor((length - 300, length, 4500)), 512, 1, select)
+
+
 @pytest.mark.parametrize("visible", [(703, 690, 257)])
 def test_a_floor_that_rises(visible: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Maxima that are compared as one keep too many groups; the second floor keeps few enough."""

@@ -43,14 +43,21 @@ FEW_ROWS = 16
 LEAST_ENTRIES = 4096  # shorter rows take topk_triton.py
 GROUP = 8  # entries of which the kernel of the scores stores the largest key
 TILE = 16384  # entries that a program holds
-COLUMNS = tl.constexpr(128)  # adjacent entries of a tile that are counted together
+LINES = tl.constexpr(4)  # of a tile, whose entries are counted in the bytes of one number
 NO_SCORES = tl.constexpr(-(0x7FFFFF << 32) - 0x800000)  # minus infinity, twice
+NOT_LOW = tl.constexpr(-(1 << 32))  # the high half of an int64
 MAXIMA = 2048  # that a program compares; in a longer row, each is the largest of several
 CANDIDATES = 2  # that a program holds, as a multiple of topk
 BLOCK = 1024  # entries of a pass over a whole row
 # On an H200 with 16 warps, attention, which follows, is 2 us slower at short contexts.
 NUM_WARPS = 32
 FEWER_WARPS = 16  # on GPUs whose warps may have 64 threads: a program has at most 1024
+
+
+@triton.constexpr_function
+def _columns(tile):
+    """Adjacent entries of a tile that are a line."""
+    return min(128, tile // 4)
 
 
 @triton.jit
@@ -213,38 +220,70 @@ def _copy_groups(
 
 
 @triton.jit
+def _load_pairs(scores_ptr, num_groups, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Load the scores of the first groups, two adjacent scores as one int64.
+
+    Returns LINES tensors [TILE/COLUMNS/LINES, COLUMNS/2]. Row r of tensor i is line LINES * r + i
+    of COLUMNS scores: a warp that holds row r of each tensor has adjacent lines.
+    """
+    COLUMNS: tl.constexpr = _columns(TILE)
+    rows = tl.arange(0, TILE // COLUMNS // LINES)[:, None] * LINES
+    column = tl.arange(0, COLUMNS // 2)[None, :]
+    pairs = ()
+    for i in tl.static_range(LINES):
+        pair = (rows + i) * (COLUMNS // 2) + column
+        pair_ptr = scores_ptr.to(tl.pointer_type(tl.int64)) + pair
+        there = pair // (GROUP // 2) < num_groups
+        pairs += (tl.load(pair_ptr, mask=there, other=NO_SCORES, cache_modifier=".cg"),)  # type: ignore[assignment]
+    return pairs
+
+
+@triton.jit
+def _reaches(pairs, SHIFT: tl.constexpr, least):
+    """1 where a score of a pair is not below `least`, otherwise 0."""
+    scores = (pairs >> SHIFT).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(scores < least, 0, 1)
+
+
+@triton.jit
 def _keep_entries(pairs, floor, candidates_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
     """Store the entries that reach the floor; returns how many, and the first SIZE.
 
-    pairs [TILE/COLUMNS, COLUMNS/2] int64: the scores of two adjacent entries each. A candidate is
-    an int64, too: its score in the high half, its entry in the low half. A NaN and the padding of a
-    row may be among the candidates.
+    pairs: from `_load_pairs`. A candidate is an int64, too: its score in the high half, its entry
+    in the low half. A NaN and the padding of a row may be among the candidates.
     """
-    ROWS: tl.constexpr = TILE // COLUMNS
+    COLUMNS: tl.constexpr = _columns(TILE)
+    ROWS: tl.constexpr = TILE // COLUMNS // LINES
     PAIRS: tl.constexpr = COLUMNS // 2
-    low, high = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
     least = from_keys(floor)
-    reach_low = tl.where(low.to(tl.float32, bitcast=True) < least, 0, 1)
-    reach_high = tl.where(high.to(tl.float32, bitcast=True) < least, 0, 1)
-    reach = reach_low + reach_high
-    sums = tl.sum(reach, axis=1)
-    before = sums_of_earlier(sums)
-    place = before[:, None] + tl.cumsum(reach, axis=1) - reach
-    second = place + reach_low
+    # Count all lines of a row at once, each in one byte: at most COLUMNS, which is 128.
+    counts = tl.zeros([ROWS, PAIRS], tl.int32)
+    for i in tl.static_range(LINES):
+        counts += (_reaches(pairs[i], 0, least) + _reaches(pairs[i], 32, least)) << (8 * i)
+    sums = tl.sum(counts, axis=1)
+    through = tl.cumsum(counts, axis=1)
+    total = tl.zeros([ROWS], tl.int32)
+    for i in tl.static_range(LINES):
+        total += (sums >> (8 * i)) & 255
+    before = sums_of_earlier(total)
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PAIRS)[None, :]
+    for i in tl.static_range(LINES):
+        low, high = _reaches(pairs[i], 0, least), _reaches(pairs[i], 32, least)
+        second = before[:, None] + ((through >> (8 * i)) & 255) - high
+        first = second - low
+        # The hint keeps entries in their threads. It is not true, but cannot do harm: the mask
+        # differs between neighbours, so each entry is a store of its own.
+        first = tl.max_contiguous(tl.multiple_of(first, [1, 2]), [1, 2])
+        second = tl.max_contiguous(tl.multiple_of(second, [1, 2]), [1, 2])
+        entries = ((row * LINES + i) * COLUMNS + column * 2).to(tl.int64)
+        tl.store(candidates_ptr + first, (pairs[i] << 32) | entries, mask=low > 0)
+        tl.store(candidates_ptr + second, (pairs[i] & NOT_LOW) | (entries + 1), mask=high > 0)
+        before += (sums >> (8 * i)) & 255
     is_last = (row == ROWS - 1) & (column == PAIRS - 1)
-    end = tl.where(is_last, TILE, place)
-    # The hint keeps entries in their threads. It is not true, but cannot do harm: the mask differs
-    # between neighbours, so each entry is a store of its own.
-    place = tl.max_contiguous(tl.multiple_of(place, [1, 2]), [1, 2])
-    second = tl.max_contiguous(tl.multiple_of(second, [1, 2]), [1, 2])
+    end = tl.where(is_last, TILE, row)
     end = tl.max_contiguous(tl.multiple_of(end, [1, 2]), [1, 2])
-    entries = row * COLUMNS + 2 * column
-    low_word = (low.to(tl.int64) << 32) | entries.to(tl.int64)
-    high_word = (high.to(tl.int64) << 32) | (entries + 1).to(tl.int64)
-    tl.store(candidates_ptr + place, low_word, mask=reach_low > 0)
-    tl.store(candidates_ptr + second, high_word, mask=reach_high > 0)
-    tl.store(candidates_ptr + end, (second + reach_high).to(tl.int64), mask=is_last)
+    count = tl.broadcast_to(before[:, None], [ROWS, PAIRS])
+    tl.store(candidates_ptr + end, count.to(tl.int64), mask=is_last)
     # The stores of all threads precede the loads.
     tl.debug_barrier()
     total = tl.load(candidates_ptr + TILE, cache_modifier=".cg").to(tl.int32)
@@ -333,13 +372,7 @@ def _select_few_kernel(
 
     maxima = _first_maxima(maxima_row_ptr, num_groups, MAXIMA)
     # A short row's scores arrive while the program finds the floor. A row is allocated in groups.
-    # A pair of scores is loaded as one number.
-    lines = tl.arange(0, TILE // COLUMNS)[:, None] * (COLUMNS // 2)
-    pair = lines + tl.arange(0, COLUMNS // 2)[None, :]
-    group = pair // (GROUP // 2)
-    whole = (group * GROUP < length) & (not is_long)
-    pair_ptr = scores_row_ptr.to(tl.pointer_type(tl.int64)) + pair
-    pairs = tl.load(pair_ptr, mask=whole, other=NO_SCORES)
+    pairs = _load_pairs(scores_row_ptr, tl.where(is_long, 0, num_groups), GROUP, TILE)
     if num_groups > topk:
         floor, high = _floor(maxima_row_ptr, maxima, num_groups, topk, MAXIMA)
     else:
@@ -362,8 +395,7 @@ def _select_few_kernel(
             tl.debug_barrier()
             last = tl.load(groups_ptr + count - 1, cache_modifier=".cg")
             length = (count - 1) * GROUP + tl.minimum(visible - last * GROUP, GROUP)
-            pair_ptr = copy_ptr.to(tl.pointer_type(tl.int64)) + pair
-            pairs = tl.load(pair_ptr, mask=group < count, other=NO_SCORES, cache_modifier=".cg")
+            pairs = _load_pairs(copy_ptr, count, GROUP, TILE)
     slots = out_row_ptr, table_row_ptr
     total = SIZE + 1
     ranks = tl.arange(0, SIZE)
