@@ -83,13 +83,16 @@ def _shift(low, high):
 def _narrowed(counts, number, low, shift, least, highest):
     """The bin that contains the least-th largest key, and how many keys reach and pass it.
 
-    number: the sum of the counts.
+    number: the sum of the counts, at least `least` and less than 2^26.
     """
     # A reverse cumsum would take three times as many shuffles.
     totals = number - tl.cumsum(counts, axis=0) + counts
     enough = totals >= least
-    place = tl.sum(enough.to(tl.int32)) - 1
-    reached = tl.min(tl.where(enough, totals, 0x7FFFFFFF))
+    # The last bin that enough keys reach has the least total. One reduction finds both.
+    bins = tl.arange(0, 32)
+    least_total = tl.min(tl.where(enough, totals * 32 + 31 - bins, 0x7FFFFFFF))
+    place = 31 - (least_total & 31)
+    reached = least_total >> 5
     above = tl.max(tl.where(enough, 0, totals))
     first = low + ((place - 1).to(tl.uint32) << shift).to(tl.int32, bitcast=True)
     room = (highest - low).to(tl.uint32, bitcast=True)
