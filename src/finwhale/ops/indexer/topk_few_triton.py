@@ -223,21 +223,28 @@ def _copy_groups(
 
 
 @triton.jit
-def _load_pairs(scores_ptr, num_groups, GROUP: tl.constexpr, TILE: tl.constexpr):
+def _load_pairs(scores_ptr, num_groups, GROUP: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr):
     """Load the scores of the first groups, two adjacent scores as one int64.
 
     Returns LINES tensors [TILE/COLUMNS/LINES, COLUMNS/2]. Row r of tensor i is line LINES * r + i
     of COLUMNS scores: a warp that holds row r of each tensor has adjacent lines.
+
+    OWN: the program itself has stored the scores.
     """
     COLUMNS: tl.constexpr = _columns(TILE)
-    rows = tl.arange(0, TILE // COLUMNS // LINES)[:, None] * LINES
-    column = tl.arange(0, COLUMNS // 2)[None, :]
+    line = tl.arange(0, TILE // COLUMNS // LINES)[:, None] * LINES
+    first = line * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
+    first_ptr = scores_ptr.to(tl.pointer_type(tl.int64)) + first
     pairs = ()
     for i in tl.static_range(LINES):
-        pair = (rows + i) * (COLUMNS // 2) + column
-        pair_ptr = scores_ptr.to(tl.pointer_type(tl.int64)) + pair
-        there = pair // (GROUP // 2) < num_groups
-        pairs += (tl.load(pair_ptr, mask=there, other=NO_SCORES, cache_modifier=".cg"),)  # type: ignore[assignment]
+        there = first // (GROUP // 2) < num_groups - i * (COLUMNS // GROUP)
+        pair = tl.load(
+            first_ptr + i * (COLUMNS // 2),
+            mask=there,
+            other=NO_SCORES,
+            cache_modifier=".cg" if OWN else "",
+        )
+        pairs += (pair,)  # type: ignore[assignment]
     return pairs
 
 
@@ -375,7 +382,7 @@ def _select_few_kernel(
 
     maxima = _first_maxima(maxima_row_ptr, num_groups, MAXIMA)
     # A short row's scores arrive while the program finds the floor. A row is allocated in groups.
-    pairs = _load_pairs(scores_row_ptr, tl.where(is_long, 0, num_groups), GROUP, TILE)
+    pairs = _load_pairs(scores_row_ptr, tl.where(is_long, 0, num_groups), GROUP, TILE, False)
     if num_groups > topk:
         floor, high = _floor(maxima_row_ptr, maxima, num_groups, topk, MAXIMA)
     else:
@@ -398,7 +405,7 @@ def _select_few_kernel(
             tl.debug_barrier()
             last = tl.load(groups_ptr + count - 1, cache_modifier=".cg")
             length = (count - 1) * GROUP + tl.minimum(visible - last * GROUP, GROUP)
-            pairs = _load_pairs(copy_ptr, count, GROUP, TILE)
+            pairs = _load_pairs(copy_ptr, count, GROUP, TILE, True)
     slots = out_row_ptr, table_row_ptr
     total = SIZE + 1
     ranks = tl.arange(0, SIZE)
