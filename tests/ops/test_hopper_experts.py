@@ -3,13 +3,14 @@
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
-from finwhale.ops.moe.experts_hopper import PLANS, _cut, _down_steps
+from finwhale.ops.moe.experts_hopper import PLANS, _cut
 from finwhale.ops.moe.experts_hopper_few import (
     PROGRAM_BYTES,
     STAGES,
     _stages,
     takes_one_launch,
 )
+from finwhale.ops.moe.experts_hopper_parts import down_steps
 
 from .conftest import Compile
 
@@ -27,8 +28,9 @@ def test_a_rank_of_several_has_as_long_programs_as_one_rank() -> None:
     """Blocks of weights that a program of the down GEMM loads, with I of 1, 2, 4 and 8 ranks."""
     for _, plan in PLANS:
         for inners in ((2048, 1024, 512, 256), (3072, 1536, 768, 384)):
-            whole, *ranks = [_down_steps(plan, inner) * inner // 128 for inner in inners]
-            assert whole == plan.down[0] * inners[0] // 128
+            steps = plan.down[0]
+            whole, *ranks = [down_steps(steps, inner) * inner // 128 for inner in inners]
+            assert whole == steps * inners[0] // 128
             assert all(whole / 4 <= blocks <= whole for blocks in ranks)
 
 

@@ -48,6 +48,7 @@ from finwhale.ops.moe.experts_hopper_parts import (
     WORDS,
     barriers,
     decode,
+    down_steps,
     mma,
     ring,
     swiglu,
@@ -578,7 +579,7 @@ class HopperPlan:
         block_rows: pairs of one expert in a program.
         groups: groups of warps in a program.
         gate_up, down: for each GEMM, (steps of a program through the rows of weights, tiles of the
-            ring). A down program takes more steps if I is short (`_down_steps`).
+            ring). A down program takes more steps if I is short (`down_steps`).
     """
 
     block_rows: int
@@ -595,12 +596,6 @@ PLANS = (
     (104, HopperPlan(128, 4, (2, 4), (2, 4))),
     (math.inf, HopperPlan(256, 2, (1, 4), (4, 4))),
 )
-
-
-# A program of the down GEMM should load at least DOWN_BLOCKS blocks of weights, in up to MAX_STEPS
-# steps, because starting a program costs as much as about four blocks.
-DOWN_BLOCKS = 16
-MAX_STEPS = 8
 
 
 def plan(num_pairs: int, num_experts: int) -> HopperPlan:
@@ -708,14 +703,6 @@ def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
     return groups, tiles, rows // (groups * tiles)
 
 
-def _down_steps(plan: HopperPlan, inner: int) -> int:
-    """Steps of a program through the rows of w2: more for a short I, as on one of several ranks."""
-    steps, blocks = plan.down[0], inner // 128
-    while 2 * steps <= MAX_STEPS and 2 * steps * blocks <= plan.down[0] * DOWN_BLOCKS:
-        steps *= 2
-    return steps
-
-
 def _gate_up(
     x_PD: Tensor,
     x_scale: Tensor,
@@ -767,7 +754,7 @@ def _down(
     """
     width, inner = each_NKD.shape[2], hidden_PI.shape[1]
     w2, steps2, unit2 = w.down()
-    groups, tiles, programs = _cut(width // 64, plan.groups, _down_steps(plan, inner))
+    groups, tiles, programs = _cut(width // 64, plan.groups, down_steps(plan.down[0], inner))
     _down_kernel[(programs, len(pairs.blocks))](
         *_descriptors(hidden_PI, hidden_scale, w2, steps2, plan.block_rows),
         pairs.order,

@@ -7,7 +7,8 @@ are those of experts_hopper.py. If several tokens have the same expert, its weig
 each of them; few tokens seldom do.
 
 Each program reads the whole row, 8 KiB from L2, and rounds it to 1 KiB of shared memory per block
-of 128 values. A token of Flash has 384 programs.
+of 128 values. A token of Flash has 384 programs. On one of several ranks, a program of the down
+GEMM computes several tiles (`down_steps`).
 
 One launch computes gate and up, and one down. If all programs of one token fit on the GPU at once,
 as Flash's do, one launch computes both. Each program computes a tile of both. While it waits for
@@ -21,6 +22,7 @@ that of gate and up has longer rings, so that as many bytes are in flight.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ from finwhale.ops.launch.streamed_loads import stream_tma_loads
 from finwhale.ops.moe.experts_hopper_parts import (
     barriers,
     decode,
+    down_steps,
     mma,
     ring,
     swiglu,
@@ -98,33 +101,68 @@ def _round_row(
 
 
 @gluon.jit
-def _multiply(rings, first, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """w x^T [64,8] before the rows' factors: sums over 128 values, which are added in float32.
+def _after(slot, phase, STAGES: gl.constexpr):
+    """The ring's next tile, and its phase."""
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
 
-    first: number of the tiles that the program has read from the ring before.
-    """
-    w_ring, steps_ring, full, empty = rings
+
+@gluon.jit
+def _start_part(rings, slot, x, k):
+    """Start the product [64,8] of a tile of the ring and block k of the row."""
+    w_ring, steps_ring, _, _ = rings
     operand: gl.constexpr = gl.DotOperandLayout(0, mma(_columns()), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     zero = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
-    total = zero
+    steps = steps_ring.index(slot)._reinterpret(gl.int32, [64], plain)
+    a = decode(w_ring.index(slot), steps, operand)
+    return warpgroup_mma(a, x.index(k).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scaled(part, scales, k):
+    """A product times the factor of block k of the row."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scale = scales.index(k)._reinterpret(gl.float32, [_columns()], plain)
+    return part * gl.expand_dims(scale.load(gl.SliceLayout(0, mma(_columns()))), 0)
+
+
+@gluon.jit
+def _multiply(
+    rings, first, x, scales, TWO: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr
+):
+    """w x^T [64,8] before the rows' factors: sums over 128 values, which are added in float32.
+
+    first: number of the tiles that the program has read from the ring before.
+    TWO: decode a block while the tensor cores multiply the one before. That shortens a program. It
+        helps where few programs run at once, as those of one token.
+    """
+    _, _, full, empty = rings
+    total = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
     slot = first % STAGES
     phase = (first // STAGES) & 1
-    for k in range(BLOCKS):
+    if TWO:
+        for i in range(BLOCKS // 2):
+            other, other_phase = _after(slot, phase, STAGES)
+            mbarrier.wait(full.index(slot), phase)
+            mbarrier.wait(full.index(other), other_phase)
+            part = _start_part(rings, slot, x, 2 * i)
+            other_part = _start_part(rings, other, x, 2 * i + 1)
+            part, other_part = warpgroup_mma_wait(0, deps=[part, other_part])
+            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(other), count=1)
+            total += _scaled(part, scales, 2 * i)
+            total += _scaled(other_part, scales, 2 * i + 1)
+            slot, phase = _after(other, other_phase, STAGES)
+    for k in range(BLOCKS // 2 * 2 if TWO else 0, BLOCKS):
         mbarrier.wait(full.index(slot), phase)
-        steps = steps_ring.index(slot)._reinterpret(gl.int32, [64], plain)
-        a = decode(w_ring.index(slot), steps, operand)
-        tile = x.index(k).permute((1, 0))
-        part = warpgroup_mma(a, tile, zero, use_acc=False, is_async=True)
-        part = warpgroup_mma_wait(0, deps=[part])
-        scale = scales.index(k)._reinterpret(gl.float32, [_columns()], plain)
-        scale = scale.load(gl.SliceLayout(0, mma(_columns())))
-        total += part * gl.expand_dims(scale, 0)
+        part = warpgroup_mma_wait(0, deps=[_start_part(rings, slot, x, k)])
+        total += _scaled(part, scales, k)
         mbarrier.arrive(empty.index(slot), count=1)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+        slot, phase = _after(slot, phase, STAGES)
     return total
 
 
@@ -149,16 +187,25 @@ def _load(descs, rings, first, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr)
 
 
 @gluon.jit
-def _store_hidden(total, hidden):
-    """Store 32 values of I, times the routing weight."""
-    hidden_ptr, weight, limit = hidden
-    _store_first(hidden_ptr, swiglu(total, limit) * weight)
+def _load_tiles(
+    descs, rings, tile, TILES: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr
+):
+    """The work of one warp: load the weights of adjacent tiles."""
+    for i in range(TILES):
+        _load(descs, rings, i * BLOCKS, tile + i, BLOCKS, STAGES)
 
 
 @gluon.jit
-def _store_out(total, out_ptr):
-    """Store 64 values of D."""
-    _store_first(out_ptr, total.to(gl.bfloat16))
+def _store_hidden(total, hidden, i):
+    """Store 32 values of I, the i-th of a program, times the routing weight."""
+    hidden_ptr, weight, limit = hidden
+    _store_first(hidden_ptr + i * 32, swiglu(total, limit) * weight)
+
+
+@gluon.jit
+def _store_out(total, out_ptr, i):
+    """Store 64 values of D, the i-th of a program."""
+    _store_first(out_ptr + i * 64, total.to(gl.bfloat16))
 
 
 @gluon.jit
@@ -196,18 +243,24 @@ def _group(
     result,
     STORE: gl.constexpr,
     WAIT: gl.constexpr,
+    TWO: gl.constexpr,
+    TILES: gl.constexpr,
     BLOCKS: gl.constexpr,
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
     TOP: gl.constexpr,
     LEAST: gl.constexpr,
 ):
-    """The work of four warps: round the row, then multiply 64 rows of weights with it."""
-    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
+    """The work of four warps: round the row, then multiply 64 rows of weights with it a tile."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, mma(_columns())))
+    unit = gl.load(unit_ptr + row)
     wait_for_last(WAIT)
     _round_row(x_ptr, x, scales, BLOCKS, CHUNK, TOP, LEAST)
-    total = _multiply(rings, 0, x, scales, BLOCKS, STAGES)
-    STORE(total * gl.expand_dims(unit, 1), result)
+    for i in range(TILES):
+        next_unit = gl.load(unit_ptr + gl.minimum(i + 1, TILES - 1) * 64 + row)
+        total = _multiply(rings, i * BLOCKS, x, scales, TWO, BLOCKS, STAGES)
+        STORE(total * gl.expand_dims(unit, 1), result, i)
+        unit = next_unit
 
 
 @gluon.jit
@@ -217,6 +270,8 @@ def _run(
     expert,
     STORE: gl.constexpr,
     WAIT: gl.constexpr,
+    TWO: gl.constexpr,
+    TILES: gl.constexpr,
     BLOCKS: gl.constexpr,
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -224,15 +279,15 @@ def _run(
     LEAST: gl.constexpr,
 ):
     x_ptr, unit_ptr, result = arguments
-    tile = expert * gl.num_programs(0) + gl.program_id(0)
+    tile = (expert * gl.num_programs(0) + gl.program_id(0)) * TILES
     rings, x, scales = _shared_memory(descs, BLOCKS, STAGES)
     unit_ptr += tile * 64
     # fmt: off
     gl.warp_specialize(
         [
-            (_group, (rings, x, scales, x_ptr, unit_ptr, result, STORE, WAIT, BLOCKS, CHUNK,
-                      STAGES, TOP, LEAST)),
-            (_load, (descs, rings, 0, tile, BLOCKS, STAGES)),
+            (_group, (rings, x, scales, x_ptr, unit_ptr, result, STORE, WAIT, TWO, TILES, BLOCKS,
+                      CHUNK, STAGES, TOP, LEAST)),
+            (_load_tiles, (descs, rings, tile, TILES, BLOCKS, STAGES)),
         ],
         [1],
         [24],
@@ -252,6 +307,7 @@ def _few_gate_up_kernel(
     hidden_ptr,
     limit,
     TOPK: gl.constexpr,
+    TWO: gl.constexpr,
     BLOCKS: gl.constexpr,
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -276,6 +332,8 @@ def _few_gate_up_kernel(
             expert,
             _store_hidden,
             False,
+            TWO,
+            1,
             BLOCKS,
             CHUNK,
             STAGES,
@@ -292,6 +350,8 @@ def _few_down_kernel(
     steps_desc,
     unit_ptr,
     out_ptr,
+    TWO: gl.constexpr,
+    TILES: gl.constexpr,
     BLOCKS: gl.constexpr,
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -305,7 +365,7 @@ def _few_down_kernel(
     pair = gl.program_id(1)
     expert = gl.load(ids_ptr + pair, cache_modifier=".cg").to(gl.int32)
     hidden_ptr += pair * (BLOCKS * 128)
-    out_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 64
+    out_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * (64 * TILES)
     if expert >= 0:
         arguments = hidden_ptr, unit_ptr, out_ptr
         _run(
@@ -314,6 +374,8 @@ def _few_down_kernel(
             expert,
             _store_out,
             PDL,
+            TWO,
+            TILES,
             BLOCKS,
             CHUNK,
             STAGES,
@@ -347,8 +409,8 @@ def _group_of_both(
     if up_expert >= 0:
         unit = gl.load(up_unit_ptr + gl.arange(0, 64, rows))
         _round_row(x_ptr, x, scales, UP_BLOCKS, UP_CHUNK, TOP, LEAST)
-        total = _multiply(rings, 0, x, scales, UP_BLOCKS, STAGES)
-        _store_hidden(total * gl.expand_dims(unit, 1), (hidden_ptr, weight, limit))
+        total = _multiply(rings, 0, x, scales, True, UP_BLOCKS, STAGES)
+        _store_hidden(total * gl.expand_dims(unit, 1), (hidden_ptr, weight, limit), 0)
         _barrier()
         gl.atomic_add(stored_ptr, 1, sem="release", scope="gpu")
     if down_expert >= 0:
@@ -358,8 +420,8 @@ def _group_of_both(
             arrived = gl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
         _round_row(row_ptr, x, scales, DOWN_BLOCKS, DOWN_CHUNK, TOP, LEAST)
         first = (up_expert >= 0).to(gl.int32) * UP_BLOCKS
-        total = _multiply(rings, first, x, scales, DOWN_BLOCKS, STAGES)
-        _store_out(total * gl.expand_dims(unit, 1), out_ptr)
+        total = _multiply(rings, first, x, scales, True, DOWN_BLOCKS, STAGES)
+        _store_out(total * gl.expand_dims(unit, 1), out_ptr, 0)
         waited = gl.atomic_add(arrived_ptr + MOST_PAIRS, 1, sem="relaxed", scope="gpu")
         if waited == UP_BLOCKS * 2 - 1:
             gl.store(arrived_ptr, 0)
@@ -536,9 +598,11 @@ def launch(
     up_programs, down_programs = inner // 32 * topk, width // 64 * topk
     if num_tokens > 1:  # one launch signature for any number of them
         up_programs = down_programs = MANY_PROGRAMS
+    two = num_tokens == 1
     _few_gate_up_kernel[(inner // 32, num_pairs)](
-        x, x.stride(0), *gate_up, TOPK=topk, **_options(width, up_programs)
+        x, x.stride(0), *gate_up, TOPK=topk, TWO=two, **_options(width, up_programs)
     )
-    _few_down_kernel[(width // 64, num_pairs)](
-        *(hidden, ids, *down), **_options(inner, down_programs)
+    tiles = 1 if num_tokens == 1 else math.gcd(down_steps(1, inner), width // 64)
+    _few_down_kernel[(width // 64 // tiles, num_pairs)](
+        *(hidden, ids, *down), TWO=two, TILES=tiles, **_options(inner, down_programs)
     )

@@ -12,6 +12,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 NIBBLES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+# A program of the down GEMM should load at least DOWN_BLOCKS blocks of weights, in up to MAX_STEPS
+# steps, because starting a program costs as much as about four blocks.
+DOWN_BLOCKS = 16
+MAX_STEPS = 8
 
 
 @gluon.jit
@@ -108,3 +112,14 @@ def weight_descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, Tens
         TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
         TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
     )
+
+
+def down_steps(steps: int, inner: int) -> int:
+    """Steps of a program through the rows of w2: more for a short I, as on one of several ranks.
+
+    steps: of one rank.
+    """
+    most, blocks = steps * DOWN_BLOCKS, inner // 128
+    while 2 * steps <= MAX_STEPS and 2 * steps * blocks <= most:
+        steps *= 2
+    return steps
