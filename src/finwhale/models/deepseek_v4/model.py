@@ -69,7 +69,8 @@ class ModelWeights:
 
 ALONE = Alone()
 CONTEXT_STREAM = 0
-# cuBLAS has one kernel for 8k + 1 to 8k + 8 rows, seen on an H200.
+# cuBLAS has one kernel for 8k + 1 to 8k + 8 rows, and others for some multiples of 8 alone, such as
+# 2,752 (seen on H200s).
 GEMM_ROWS = 8
 
 
@@ -411,9 +412,9 @@ class MtpLayer:
         return Drafts(ids=torch.stack(drafts))
 
 
-def _sizes(most: int) -> range:
+def _sizes(most: int) -> list[int]:
     """Numbers of rows up to `most` with which cuBLAS chooses all of its kernels."""
-    return range(1, most + 1, GEMM_ROWS)
+    return [rows for rows in range(1, most + 1) if rows % GEMM_ROWS in (0, 1)]
 
 
 def launch_sizes(config: ModelConfig) -> ModelSizes:
