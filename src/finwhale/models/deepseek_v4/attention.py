@@ -171,20 +171,17 @@ class Attention:
     ) -> Tensor:
         compressor, streams = self.entries, self.side_streams
         heads, rotary = self.heads_of(inputs), self.rotary(tables)
-        is_whole, x_ND, projected = self.is_whole(inputs), x, None
-        if is_whole:
-            # While the ranks gather the tokens, each of them computes its own queries.
+        projected = None
+        if self.is_whole(inputs):
             q_RX = streams.start(QUERY_STREAM, lambda: self.own_queries(x))
-            x_ND = self.links.whole(x, len(inputs.token_ids))
-        if compressor is not None:
-            projected = streams.start(
-                COMPRESS_STREAM, lambda: store(compressor, x_ND, inputs, rotary, cache)
-            )
-        if is_whole:
-            self.write_window(x_ND, inputs, rotary, cache)
+            projected = self.gather_and_store(x, inputs, rotary, cache)
             streams.join(QUERY_STREAM)
         else:
-            q_RX = self.project(x_ND, inputs, rotary, cache)
+            if compressor is not None:
+                projected = streams.start(
+                    COMPRESS_STREAM, lambda: store(compressor, x, inputs, rotary, cache)
+                )
+            q_RX = self.project(x, inputs, rotary, cache)
         index_q = self.prepare_index_q(q_RX, inputs, rotary)
         if compressor is not None:
             streams.join(COMPRESS_STREAM)
@@ -257,15 +254,28 @@ class Attention:
         q_lora = self.linear(x_RD, w.wq_a_wkv.rows(0, self.q_lora_rank))
         return self.linear(self.rms_norm(q_lora, w.q_norm, self.eps), self.all_heads.weights.wq_b)
 
-    def write_window(
-        self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
-    ) -> None:
-        """Write the window's rows."""
-        w = self.weights
+    def gather_and_store(
+        self, x_RD: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
+    ) -> Tensor | None:
+        """Write the rows, entries and state of all tokens; returns the argument of `visible`.
+
+        A rank projects its own tokens, and the ranks gather the results. A token has about as many
+        bytes of them, on average over the layers, as of x.
+        """
+        compressor, links, num_tokens = self.entries, self.links, len(inputs.token_ids)
+        w, projected = self.weights, None
         both = w.wq_a_wkv
-        kv = self.linear(x_ND, both.rows(self.q_lora_rank, len(both.weight)))
+        kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
+        if compressor is not None:
+            projected_NX = projected = links.whole(compressor.project(x_RD), num_tokens)
+            self.side_streams.start(
+                COMPRESS_STREAM,
+                lambda: compressor.write(projected_NX, inputs, rotary, cache),
+            )
+        kv = links.whole(kv_RC, num_tokens)
         # The operator also normalises a query's latent. There is none, so the result is not used.
         self.prepare(kv, w.kv_norm, kv, inputs, rotary, cache)
+        return projected
 
     def attend(
         self,
