@@ -139,6 +139,10 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
     assert prefill_sizes(60) == [16, 32, 60]
     assert prefill_sizes(1500)[-2:] == [1280, 1500]
     assert prefill_sizes(2048)[-1] == prefill_sizes(8192)[-1] == 2048
+    assert prefill_sizes(2048, 4) == prefill_sizes(2048)
+    assert prefill_sizes(8192, 2)[-3:] == [2048, 3072, 4096]
+    assert prefill_sizes(5000, 4)[-4:] == [2048, 3072, 4096, 5000]
+    assert prefill_sizes(8192, 4)[-2:] == [7168, 8192]
 
 
 def test_a_replay_bounds_every_input_that_was_recorded() -> None:

@@ -163,14 +163,16 @@ def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> N
     check_selection(scores_of_kind(kind, 703), visible, 100, 11, topk_triton.select_topk)
 
 
-@pytest.mark.parametrize("maxima", (64, 256))
+@pytest.mark.parametrize(("tile", "maxima"), [(512, 64), (512, 256), (256, 64)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_thresholds_of_few_tokens(kind: str, maxima: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that a program holds, and longer ones; candidates that it holds, and more; maxima of
-    one group and of several; rows of fewer groups than topk.
+def test_thresholds_of_few_tokens(
+    kind: str, tile: int, maxima: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one tile, of two and of more; candidates that a program holds, and more; maxima of
+    one group, of two and of several; rows of fewer groups than topk.
     """
     few, topk = topk_few_triton, 30
-    for name, value in (("LEAST_ENTRIES", 128), ("TILE", 512), ("MAXIMA", maxima)):
+    for name, value in (("LEAST_ENTRIES", 128), ("TILE", tile), ("MAXIMA", maxima)):
         monkeypatch.setattr(few, name, value)
     assert few.takes(11, topk, 703)
 
@@ -188,9 +190,10 @@ def test_few_tokens_and_tiles_of_the_models_size(kind: str) -> None:
     def select(scores: Tensor, *rest: Any) -> None:
         topk_few_triton.select_topk_few(scores, maxima_of(scores, rest[1].positions), *rest)
 
-    length = topk_few_triton.TILE + 300
-    scores = scores_of_kind(kind, length)
-    check_selection(scores, torch.tensor((length - 300, length, 4500)), 512, 1, select)
+    tile = topk_few_triton.TILE
+    scores = scores_of_kind(kind, 2 * tile + 300)
+    visible = torch.tensor((tile, tile + 1, 2 * tile, 2 * tile + 300, 4500))
+    check_selection(scores, visible, 512, 1, select)
 
 
 @pytest.mark.parametrize("visible", [(703, 690, 257)])

@@ -31,11 +31,13 @@ Forward = Callable[[StepInputs, Segments], Tensor]
 
 WARM_UP_STEPS = 1  # allocates memory that outlives a step; the kernels are built before
 # Numbers of tokens of a step with prefill. In larger steps a graph gains nothing: the kernels run
-# longer than the host takes to launch them, about 2.5 ms a layer.
+# longer than the host takes to launch them, about 2.5 ms a layer. Several ranks share the kernels'
+# work, so for each rank more, steps of 2048 tokens more are captured.
 PREFILL_SIZES = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048),
 )
+LARGE_STEP = 1024  # between numbers of tokens above those
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -44,15 +46,16 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def prefill_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens to capture for steps with prefill, within those of PREFILL_SIZES.
+def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
+    """Numbers of tokens to capture for steps with prefill.
 
-    Smaller steps are not captured: with few tokens, mHC may leave work on a side stream until its
-    next operator, which is in another segment.
+    Steps smaller than PREFILL_SIZES are not captured: with few tokens, mHC may leave work on a side
+    stream until its next operator, which is in another segment.
     """
-    sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
-    within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1]
-    return [*sizes, max_num_tokens] if within else sizes
+    least, most = PREFILL_SIZES[0], PREFILL_SIZES[-1] * num_ranks
+    large = range(PREFILL_SIZES[-1] + LARGE_STEP, most + 1, LARGE_STEP)
+    sizes = [size for size in (*PREFILL_SIZES, *large) if size < max_num_tokens]
+    return [*sizes, max_num_tokens] if least <= max_num_tokens <= most else sizes
 
 
 class GraphMemory:

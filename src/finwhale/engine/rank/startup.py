@@ -541,7 +541,7 @@ def step_limits(
         if config.draft_tokens:
             verifies = config.graph_sizes or verification_sizes(config.max_num_seqs)
         if config.graph_sizes is None:
-            prefills = tuple(prefill_sizes(most))
+            prefills = tuple(prefill_sizes(most, config.tensor_parallel_size or 1))
     return StepLimits(
         num_tokens=most,
         num_seqs=config.max_num_seqs,

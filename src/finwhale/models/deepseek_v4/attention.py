@@ -30,7 +30,6 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
 
 COMPRESS_STREAM = 0
-QUERY_STREAM = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +172,8 @@ class Attention:
         heads, rotary = self.heads_of(inputs), self.rotary(tables)
         projected = None
         if self.is_whole(inputs):
-            q_RX = streams.start(QUERY_STREAM, lambda: self.own_queries(x))
             projected = self.gather_and_store(x, inputs, rotary, cache)
-            streams.join(QUERY_STREAM)
+            q_RX = self.own_queries(x)
         else:
             if compressor is not None:
                 projected = streams.start(

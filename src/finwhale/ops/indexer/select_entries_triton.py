@@ -348,6 +348,7 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
         *BLOCKS,
         few.LEAST_ENTRIES,
         few.TILE,
+        2 * few.TILE,
     }
     return up_to(longest, (count * RATIO + RATIO - 1 for count in entries))
 

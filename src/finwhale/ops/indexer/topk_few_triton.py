@@ -13,8 +13,8 @@ A search sorts the keys into 32 bins, and then those of one bin again, until few
 With 32 bins, the lanes of every warp hold all counts, so that the warps exchange nothing to choose
 a bin.
 
-A row of more than TILE entries keeps groups whose maxima reach the floor before it keeps entries.
-If there are too many groups, the floor rises. If there are too many candidates (equal scores, many
+A row of more than TILE entries has a second tile. A row of more than two tiles keeps groups whose
+maxima reach the floor before it keeps entries. If there are too many groups, the floor rises. If there are too many candidates (equal scores, many
 neighbours), the program reads the whole row for each pass.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -42,7 +42,7 @@ from finwhale.ops.paging import PageTable, Tokens
 FEW_ROWS = 16
 LEAST_ENTRIES = 4096  # shorter rows take topk_triton.py
 GROUP = 8  # entries of which the kernel of the scores stores the largest key
-TILE = 16384  # entries that a program holds
+TILE = 16384  # entries that a program holds at once
 LINES = tl.constexpr(4)  # of a tile, whose entries are counted in the bytes of one number
 NO_SCORES = tl.constexpr(-(0x7FFFFF << 32) - 0x800000)  # minus infinity, twice
 NOT_LOW = tl.constexpr(-(1 << 32))  # the high half of an int64
@@ -150,11 +150,13 @@ def _search_row(row_ptr, count, low, high, least, most, SCORES: tl.constexpr, BL
 
 @triton.jit
 def _first_maxima(maxima_row_ptr, num_groups, MAXIMA: tl.constexpr):
-    """The first maxima of a row, and a sample of 32, which every warp holds."""
+    """The first maxima of a row, the next ones, and a sample of 32, which every warp holds."""
     first = tl.arange(0, MAXIMA)
     # A row of maxima is allocated in multiples of 16: a thread loads four at once.
     keys = tl.load(maxima_row_ptr + first, mask=first // 4 * 4 < num_groups, other=0)
-    return keys, tl.load(maxima_row_ptr + tl.arange(0, 32) * (num_groups // 32))
+    there = first // 4 * 4 + MAXIMA < num_groups
+    next_keys = tl.load(maxima_row_ptr + MAXIMA + first, mask=there, other=0)
+    return keys, next_keys, tl.load(maxima_row_ptr + tl.arange(0, 32) * (num_groups // 32))
 
 
 @triton.jit
@@ -182,11 +184,12 @@ def _floor_of_few(scores_row_ptr, visible, topk, SMALL: tl.constexpr):
 def _floor(maxima_row_ptr, maxima, num_groups, topk, MAXIMA: tl.constexpr):
     """A key that at least topk of the num_groups maxima reach, and one that few reach."""
     LOWEST: tl.constexpr = -0x7FFFFFFF - 1
-    keys, sample = maxima
+    keys, next_keys, sample = maxima
     fold = tl.cdiv(num_groups, MAXIMA)
     first = tl.arange(0, MAXIMA)
     keys = tl.where(first < num_groups, keys, LOWEST)
-    for i in range(1, fold):
+    keys = tl.maximum(keys, tl.where(first + MAXIMA < num_groups, next_keys, LOWEST))
+    for i in range(2, fold):
         at = first + i * MAXIMA
         keys = tl.maximum(keys, tl.load(maxima_row_ptr + at, mask=at < num_groups, other=LOWEST))
     low, high = _window(sample, 2 * topk * fold <= num_groups)
@@ -256,11 +259,14 @@ def _reaches(pairs, SHIFT: tl.constexpr, least):
 
 
 @triton.jit
-def _keep_entries(pairs, floor, candidates_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Store the entries that reach the floor; returns how many, and the first SIZE.
+def _keep_entries(pairs, floor, candidates_ptr, first_entry, before_tile, TILE: tl.constexpr):
+    """Store the entries of a tile that reach the floor, and after 2 TILE candidates their number.
 
     pairs: from `_load_pairs`. A candidate is an int64, too: its score in the high half, its entry
     in the low half. A NaN and the padding of a row may be among the candidates.
+    first_entry: of the tile. before_tile: the number of candidates of earlier tiles.
+
+    Returns the number of this tile's candidates in each row of the tile.
     """
     COLUMNS: tl.constexpr = _columns(TILE)
     ROWS: tl.constexpr = TILE // COLUMNS // LINES
@@ -275,7 +281,7 @@ def _keep_entries(pairs, floor, candidates_ptr, SIZE: tl.constexpr, TILE: tl.con
     total = tl.zeros([ROWS], tl.int32)
     for i in tl.static_range(LINES):
         total += (sums >> (8 * i)) & 255
-    before = sums_of_earlier(total)
+    before = before_tile + sums_of_earlier(total)
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PAIRS)[None, :]
     for i in tl.static_range(LINES):
         low, high = _reaches(pairs[i], 0, least), _reaches(pairs[i], 32, least)
@@ -285,18 +291,24 @@ def _keep_entries(pairs, floor, candidates_ptr, SIZE: tl.constexpr, TILE: tl.con
         # differs between neighbours, so each entry is a store of its own.
         first = tl.max_contiguous(tl.multiple_of(first, [1, 2]), [1, 2])
         second = tl.max_contiguous(tl.multiple_of(second, [1, 2]), [1, 2])
-        entries = ((row * LINES + i) * COLUMNS + column * 2).to(tl.int64)
+        entries = (first_entry + (row * LINES + i) * COLUMNS + column * 2).to(tl.int64)
         tl.store(candidates_ptr + first, (pairs[i] << 32) | entries, mask=low > 0)
         tl.store(candidates_ptr + second, (pairs[i] & NOT_LOW) | (entries + 1), mask=high > 0)
         before += (sums >> (8 * i)) & 255
     is_last = (row == ROWS - 1) & (column == PAIRS - 1)
-    end = tl.where(is_last, TILE, row)
+    end = tl.where(is_last, 2 * TILE, row)
     end = tl.max_contiguous(tl.multiple_of(end, [1, 2]), [1, 2])
     count = tl.broadcast_to(before[:, None], [ROWS, PAIRS])
     tl.store(candidates_ptr + end, count.to(tl.int64), mask=is_last)
+    return total
+
+
+@triton.jit
+def _load_candidates(candidates_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """How many candidates the program has stored, and the first SIZE."""
     # The stores of all threads precede the loads.
     tl.debug_barrier()
-    total = tl.load(candidates_ptr + TILE, cache_modifier=".cg").to(tl.int32)
+    total = tl.load(candidates_ptr + 2 * TILE, cache_modifier=".cg").to(tl.int32)
     return total, tl.load(candidates_ptr + tl.arange(0, SIZE), cache_modifier=".cg")
 
 
@@ -373,11 +385,11 @@ def _select_few_kernel(
 
     scores_row_ptr = scores_ptr + row * stride_scores
     maxima_row_ptr = maxima_ptr + row * stride_maxima
-    candidates_ptr += row * (TILE + 16)
+    candidates_ptr += row * (2 * TILE + 16)
     groups_ptr += row * stride_groups
     copy_ptr += row * TILE
     num_groups = tl.cdiv(visible, GROUP)
-    is_long = visible > TILE
+    is_long = visible > 2 * TILE
     length = visible
 
     maxima = _first_maxima(maxima_row_ptr, num_groups, MAXIMA)
@@ -399,7 +411,7 @@ def _select_few_kernel(
             count = _keep_groups(maxima_row_ptr, groups_ptr, num_groups, floor, 4 * BLOCK)
             turn += 1
         tl.debug_barrier()
-        length = TILE + 1
+        length = 2 * TILE + 1
         if count <= GROUPS:
             _copy_groups(scores_row_ptr, groups_ptr, copy_ptr, count, GROUP, 4 * BLOCK)
             tl.debug_barrier()
@@ -410,8 +422,12 @@ def _select_few_kernel(
     total = SIZE + 1
     ranks = tl.arange(0, SIZE)
     candidates = ranks.to(tl.int64)
-    if length <= TILE:
-        total, candidates = _keep_entries(pairs, floor, candidates_ptr, SIZE, TILE)
+    if length <= 2 * TILE:
+        kept = _keep_entries(pairs, floor, candidates_ptr, 0, 0, TILE)
+        if length > TILE:
+            pairs = _load_pairs(scores_row_ptr + TILE, num_groups - GROUPS, GROUP, TILE, False)
+            _keep_entries(pairs, floor, candidates_ptr, TILE, tl.sum(kept), TILE)
+        total, candidates = _load_candidates(candidates_ptr, SIZE, TILE)
     if total > SIZE:
         _select_streamed(scores_row_ptr, visible, floor, high, topk, slots, ROWS_PER_PAGE, BLOCK)
         return
@@ -458,9 +474,9 @@ def select_topk_few(
     them has a multiple of 16 values.
     """
     num_rows, size = scores_NE.shape[0], max(32, CANDIDATES * triton.next_power_of_2(topk))
-    candidates = out_NK.new_empty(num_rows * (TILE + 16), dtype=torch.int64)
+    candidates = out_NK.new_empty(num_rows * (2 * TILE + 16), dtype=torch.int64)
     groups, copy = out_NK, scores_NE
-    if max_entries > TILE:
+    if max_entries > 2 * TILE:
         groups = out_NK.new_empty((num_rows, triton.cdiv(max_entries, 16 * GROUP) * 16))
         copy = torch.empty((num_rows, TILE), dtype=torch.float32, device=out_NK.device)
     _select_few_kernel[(num_rows,)](
