@@ -14,8 +14,9 @@ With 32 bins, the lanes of every warp hold all counts, so that the warps exchang
 a bin.
 
 A row of more than TILE entries has a second tile. A row of more than two tiles keeps groups whose
-maxima reach the floor before it keeps entries. If there are too many groups, the floor rises. If there are too many candidates (equal scores, many
-neighbours), the program reads the whole row for each pass.
+maxima reach the floor before it keeps entries. If there are too many groups, the floor rises; if
+that does not help, the program reads the whole row for each pass. If there are too many candidates
+for the registers (many neighbours, equal scores), the program reads them again for each pass.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -44,10 +45,11 @@ LEAST_ENTRIES = 4096  # shorter rows take topk_triton.py
 GROUP = 8  # entries of which the kernel of the scores stores the largest key
 TILE = 16384  # entries that a program holds at once
 LINES = tl.constexpr(4)  # of a tile, whose entries are counted in the bytes of one number
+KEYS, SCORES, CANDIDATES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_SCORES = tl.constexpr(-(0x7FFFFF << 32) - 0x800000)  # minus infinity, twice
 NOT_LOW = tl.constexpr(-(1 << 32))  # the high half of an int64
 MAXIMA = 2048  # that a program compares; in a longer row, each is the largest of several
-CANDIDATES = 2  # that a program holds, as a multiple of topk
+MOST_CANDIDATES = 2  # that a program holds, as a multiple of topk
 BLOCK = 1024  # entries of a pass over a whole row
 # On an H200 with 16 warps, attention, which follows, is 2 us slower at short contexts.
 NUM_WARPS = 32
@@ -125,8 +127,41 @@ def _search(keys, low, high, least, most):
 
 
 @triton.jit
-def _search_row(row_ptr, count, low, high, least, most, SCORES: tl.constexpr, BLOCK: tl.constexpr):
-    """Like `_search`, among `count` scores or keys in memory."""
+def _read_keys(ptr, at, count, length, KIND: tl.constexpr):
+    """Read keys, scores or candidates of a row, and return the keys, their entries and which exist.
+
+    KIND: see `_search_row`. A key that does not exist is the lowest.
+    """
+    LOWEST: tl.constexpr = -0x7FFFFFFF - 1
+    there = at < count
+    if KIND == CANDIDATES:
+        found = tl.load(ptr + at, mask=there, other=0, cache_modifier=".cg")
+        entries, keys, there = _opened(found, there, length)
+    else:
+        values = tl.load(ptr + at, mask=there, other=0)
+        entries = at
+        keys = tl.where(there, to_keys(values) if KIND == SCORES else values, LOWEST)
+    return keys, entries, there
+
+
+@triton.jit
+def _opened(candidates, there, length):
+    """The entries and keys of candidates, and which are entries; padding of a row is none."""
+    entries = candidates.to(tl.int32)
+    there = there & (entries < length)
+    scores = (candidates >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    keys = tl.where(there, to_keys(scores), -0x7FFFFFFF - 1)
+    return tl.where(there, entries, 0), keys, there
+
+
+@triton.jit
+def _search_row(
+    row_ptr, count, length, low, high, least, most, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Like `_search`, among `count` keys, scores or candidates in memory.
+
+    KIND: KEYS, SCORES or CANDIDATES. length: entries of the row that candidates are from.
+    """
     LOWEST: tl.constexpr = -0x7FFFFFFF - 1
     lowest = tl.zeros([], tl.int32) + LOWEST
     highest = tl.zeros([], tl.int32) + 0x7FFFFFFF
@@ -136,9 +171,7 @@ def _search_row(row_ptr, count, low, high, least, most, SCORES: tl.constexpr, BL
         shift = _shift(low, high)
         counts = tl.zeros([32], tl.int32)
         for start in range(0, count, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            values = tl.load(row_ptr + at, mask=at < count, other=0)
-            keys = tl.where(at < count, to_keys(values) if SCORES else values, LOWEST)
+            keys, _, _ = _read_keys(row_ptr, start + tl.arange(0, BLOCK), count, length, KIND)
             counts += tl.histogram(_bins(keys, low, shift), 32)
         place, first, highest, reached, above = _narrowed(
             counts, tl.cdiv(count, BLOCK) * BLOCK, low, shift, least, highest
@@ -314,23 +347,46 @@ def _load_candidates(candidates_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _select_streamed(
-    row_ptr, visible, low, high, topk, slots, ROWS_PER_PAGE: tl.constexpr, BLOCK: tl.constexpr
+    row_ptr,
+    count,
+    length,
+    groups_ptr,
+    low,
+    high,
+    topk,
+    slots,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS_PER_PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Select among all entries of a row, BLOCK at a time."""
+    """Select among all scores of a row, or all candidates, BLOCK at a time.
+
+    groups_ptr: if given, candidates' entries are those of a copy of these groups.
+    """
     out_row_ptr, table_row_ptr = slots
-    threshold, reached, above = _search_row(row_ptr, visible, low, high, topk, topk, True, BLOCK)
+    threshold, reached, above = _search_row(
+        row_ptr, count, length, low, high, topk, topk, KIND, BLOCK
+    )
     ties = tl.where(reached <= topk, topk, topk - above)
     placed = 0
-    for start in range(0, visible, BLOCK):
+    for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        there = at < visible
-        keys = to_keys(tl.load(row_ptr + at, mask=there, other=0.0))
-        keys = tl.where(there, keys, -0x7FFFFFFF - 1)
+        keys, entries, there = _read_keys(row_ptr, at, count, length, KIND)
         chosen, place = choose(keys, threshold, ties)
         chosen = chosen & there
-        store_slots(out_row_ptr, table_row_ptr, at, chosen, placed + place, ROWS_PER_PAGE)
+        if groups_ptr is not None:
+            entries = _of_groups(entries, groups_ptr, chosen, GROUP)
+        store_slots(out_row_ptr, table_row_ptr, entries, chosen, placed + place, ROWS_PER_PAGE)
         placed += tl.sum(chosen.to(tl.int32))
         ties -= tl.sum((chosen & (keys == threshold)).to(tl.int32))
+
+
+@triton.jit
+def _of_groups(entries, groups_ptr, there, GROUP: tl.constexpr):
+    """The entries of a row that are these entries of a copy of its groups."""
+    groups = tl.load(groups_ptr + entries // GROUP, mask=there, other=0, cache_modifier=".cg")
+    return groups * GROUP + entries % GROUP
 
 
 @triton.jit(do_not_specialize=["first_token"])
@@ -368,7 +424,6 @@ def _select_few_kernel(
 
     SIZE: the candidates that a program holds. SMALL: at least GROUP * topk.
     """
-    LOWEST: tl.constexpr = -0x7FFFFFFF - 1
     GROUPS: tl.constexpr = TILE // GROUP
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
@@ -405,7 +460,7 @@ def _select_few_kernel(
         while (count > GROUPS) & (turn < 2):
             if turn > 0:
                 floor, _, _ = _search_row(
-                    maxima_row_ptr, num_groups, floor, high, topk, GROUPS, False, BLOCK
+                    maxima_row_ptr, num_groups, 0, floor, high, topk, GROUPS, KEYS, BLOCK
                 )
             tl.debug_barrier()
             count = _keep_groups(maxima_row_ptr, groups_ptr, num_groups, floor, 4 * BLOCK)
@@ -419,26 +474,33 @@ def _select_few_kernel(
             length = (count - 1) * GROUP + tl.minimum(visible - last * GROUP, GROUP)
             pairs = _load_pairs(copy_ptr, count, GROUP, TILE, True)
     slots = out_row_ptr, table_row_ptr
-    total = SIZE + 1
-    ranks = tl.arange(0, SIZE)
-    candidates = ranks.to(tl.int64)
-    if length <= 2 * TILE:
-        kept = _keep_entries(pairs, floor, candidates_ptr, 0, 0, TILE)
-        if length > TILE:
-            pairs = _load_pairs(scores_row_ptr + TILE, num_groups - GROUPS, GROUP, TILE, False)
-            _keep_entries(pairs, floor, candidates_ptr, TILE, tl.sum(kept), TILE)
-        total, candidates = _load_candidates(candidates_ptr, SIZE, TILE)
-    if total > SIZE:
-        _select_streamed(scores_row_ptr, visible, floor, high, topk, slots, ROWS_PER_PAGE, BLOCK)
+    if length > 2 * TILE:
+        _select_streamed(
+            scores_row_ptr, visible, visible, None, floor, high, topk, slots,
+            SCORES, GROUP, ROWS_PER_PAGE, BLOCK,
+        )  # fmt: skip
         return
-    entries = candidates.to(tl.int32)
-    there = (ranks < total) & (entries < length)
-    entries = tl.where(there, entries, 0)
-    scores = (candidates >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    keys = tl.where(there, to_keys(scores), LOWEST)
+    kept = _keep_entries(pairs, floor, candidates_ptr, 0, 0, TILE)
+    if length > TILE:
+        pairs = _load_pairs(scores_row_ptr + TILE, num_groups - GROUPS, GROUP, TILE, False)
+        _keep_entries(pairs, floor, candidates_ptr, TILE, tl.sum(kept), TILE)
+    total, candidates = _load_candidates(candidates_ptr, SIZE, TILE)
+    if total > SIZE:
+        if is_long:
+            _select_streamed(
+                candidates_ptr, total, length, groups_ptr, floor, high, topk, slots,
+                CANDIDATES, GROUP, ROWS_PER_PAGE, BLOCK,
+            )  # fmt: skip
+        else:
+            _select_streamed(
+                candidates_ptr, total, length, None, floor, high, topk, slots,
+                CANDIDATES, GROUP, ROWS_PER_PAGE, BLOCK,
+            )  # fmt: skip
+        return
+    ranks = tl.arange(0, SIZE)
+    entries, keys, there = _opened(candidates, ranks < total, length)
     if is_long:
-        groups = tl.load(groups_ptr + entries // GROUP, mask=there, other=0, cache_modifier=".cg")
-        entries = groups * GROUP + entries % GROUP
+        entries = _of_groups(entries, groups_ptr, there, GROUP)
     page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=there, other=0)
     threshold, reached, above = _search(keys, floor, high, topk, topk)
     chosen, place = choose(keys, threshold, tl.where(reached <= topk, topk, topk - above))
@@ -473,7 +535,7 @@ def select_topk_few(
     maxima [n,G] int32: the largest key of every GROUP adjacent entries that a token sees. A row of
     them has a multiple of 16 values.
     """
-    num_rows, size = scores_NE.shape[0], max(32, CANDIDATES * triton.next_power_of_2(topk))
+    num_rows, size = scores_NE.shape[0], max(32, MOST_CANDIDATES * triton.next_power_of_2(topk))
     candidates = out_NK.new_empty(num_rows * (2 * TILE + 16), dtype=torch.int64)
     groups, copy = out_NK, scores_NE
     if max_entries > 2 * TILE:
