@@ -13,6 +13,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.ranks import first_rank
+from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
@@ -58,7 +59,9 @@ def open_engine(
     options["max_model_len"] = min(longest, config.max_position_embeddings)
     start = time.perf_counter()
     engine = start_engine(read_options(args, EngineConfig, **options), config, weights, tokenizer)
-    return engine, round(time.perf_counter() - start, 1)
+    took = round(time.perf_counter() - start, 1)
+    freeze_heap()  # as finwhale serve does
+    return engine, took
 
 
 def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:

@@ -14,7 +14,6 @@ with all operations in FP8.
 """
 
 import argparse
-import gc
 import logging
 import random
 import time
@@ -370,7 +369,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     longest = max(_room(shape, args.steps, args.max_num_batched_tokens) for shape in shapes) + 8
     num_seqs = max(1, *(shape.batch for shape in shapes))
     engine, load_s = open_engine(args, longest, max_num_seqs=num_seqs)
-    gc.collect()
     if args.verbose:
         console.print(f"loaded and captured in {load_s} s")
     bench = Bench(engine, args.steps)

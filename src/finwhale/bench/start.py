@@ -27,7 +27,7 @@ from finwhale.bench.timing import seconds_of
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.start_times import freeze_heap, process_start, whole_start
+from finwhale.engine.rank.start_times import process_start, whole_start
 from finwhale.request import SamplingParams
 
 REPORT = "finwhale-start "  # Each start's process prints its results on a line with this prefix.
@@ -41,7 +41,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         args = argparse.Namespace(**vars(args) | {"model": DEMO_PATH})
     tokenizer = Tokenizer.open(DEMO_PATH) if demo else None
     engine, _ = open_engine(args, args.max_model_len, tokenizer)
-    freeze_heap()  # as finwhale serve does
     phases = whole_start(engine.start_seconds, began)
     ready = time.monotonic()
     first = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)

@@ -22,7 +22,6 @@ from finwhale.bench.engine import measured, memory, open_engine
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, percentile, stamp, summary
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.request import RequestOutput, SamplingParams
 
 # Number of steps between two other requests of each kind, and the tokens that each one generates.
@@ -159,7 +158,6 @@ def main(argv: Sequence[str]) -> int:
     load = Load(args.requests, args.prompt_tokens, args.output_tokens)
     longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * OTHER_TOKENS
     engine, start_s = open_engine(args, longest)
-    freeze_heap()  # as finwhale serve does
     draw = np.random.default_rng(0)
     serve(engine, draw, Load(load.requests, load.prompt_tokens, max(2, load.output_tokens // 8)))
     rows = {"alone": serve(engine, draw, load)}
