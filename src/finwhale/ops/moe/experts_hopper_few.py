@@ -7,8 +7,8 @@ are those of experts_hopper.py. If several tokens have the same expert, its weig
 each of them; few tokens seldom do.
 
 Each program reads the whole row, 8 KiB from L2, and rounds it to 1 KiB of shared memory per block
-of 128 values. A token of Flash has 384 programs. On one of several ranks, a program of the down
-GEMM computes several tiles (`down_steps`).
+of 128 values. A token of Flash has 384 programs. With several tokens on one of several ranks, a
+program of the down GEMM computes several tiles (`down_steps`).
 
 One launch computes gate and up, and one down. If all programs of one token fit on the GPU at once,
 as Flash's do, one launch computes both. Each program computes a tile of both. While it waits for
@@ -251,7 +251,7 @@ def _group(
     TOP: gl.constexpr,
     LEAST: gl.constexpr,
 ):
-    """The work of four warps: round the row, then multiply 64 rows of weights with it a tile."""
+    """The work of four warps: round the row, then multiply TILES tiles of weights with it."""
     row = gl.arange(0, 64, gl.SliceLayout(1, mma(_columns())))
     unit = gl.load(unit_ptr + row)
     wait_for_last(WAIT)
