@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
 from finwhale.bench.printing import new_table
 from finwhale.bench.record import summary
 from finwhale.config import DraftTokens, EngineConfig
@@ -186,11 +187,12 @@ def measure(
         engine = start_engine(replace(config, draft_tokens=drafts), *model, None)
         if drafts:
             call_ranks(engine.executor, partial(_draft_on_device, engine.config))
-        size = first_rank(engine.executor).collectives.rank.size
+        rank = first_rank(engine.executor).collectives.rank
+        floor = DecodeBytes(model[0], rank)
         for batch in batches:
             for rate in rates if drafts else (None,):
                 row: dict[str, Any] = {"batch": batch, "draft_tokens": drafts, "accept": rate}
-                row["tensor_parallel_size"] = size
+                row["tensor_parallel_size"] = rank.size
                 # The engine begins anew to choose numbers of drafts.
                 engine.reset()
                 call_ranks(engine.executor, partial(force_acceptance, rate, drafts == "auto"))
@@ -200,6 +202,7 @@ def measure(
                 # The tokens of a step; "auto" is measured for as many tokens as plain decoding.
                 most = 1 if draft_tokens == "auto" else 1 + engine.scheduler.drafting.draft_tokens
                 row |= _decode(engine, batch, max(1, context - steps * most // 2), steps)
+                row |= floors(floor, context, batch, row["rows"])
                 other = plain.setdefault(batch, row)
                 step_ms, other_ms = row["step_ms"]["median"], other["step_ms"]["median"]
                 row["step_over_plain"] = round(step_ms / other_ms, 3)
@@ -299,10 +302,28 @@ def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str,
     }
 
 
+def floors(floor: DecodeBytes, context: int, batch: int, rows: float) -> dict[str, float]:
+    """The least milliseconds of a step, and of its verification and drafts.
+
+    The tokens of a step are taken to choose their experts evenly.
+
+    Args:
+        rows: mean number of tokens of a sequence in a step; all but one are drafts.
+    """
+    experts = expected_experts(floor.config, batch * rows)
+    verification = read_ms(floor.step(context, batch, experts))
+    drafts = read_ms(floor.drafts(rows - 1, batch))
+    return {
+        "floor_ms": round(verification + drafts, 4),
+        "verification_floor_ms": verification,
+        "draft_floor_ms": drafts,
+    }
+
+
 def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """Print the rows of `measure` as a table."""
-    names = ("batch", "drafts", "accept", "tokens/s", "speed", "a step", "rows", "step ms", "time")
-    table = new_table("decoding with drafts; medians", *names, "verify ms", "draft ms")
+    names = ("batch", "drafts", "accept", "tokens/s", "speed", "a step", "rows", "step ms", "floor")
+    table = new_table("decoding with drafts; medians", *names, "time", "verify ms", "draft ms")
     for row in rows:
         forced = "" if not row["draft_tokens"] else "model's" if row["accept"] is None else None
         table.add_row(
@@ -314,12 +335,16 @@ def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             f"{row['tokens_per_step']:.2f}",
             f"{row['rows']:.2f}",
             f"{row['step_ms']['median']:,.3f}",
+            f"{row['floor_ms']:,.3f}",
             f"{row['step_over_plain']:.2f}",
             f"{row.get('verification_ms', '')}",
             f"{row.get('draft_ms', '')}",
         )
     console.print(table)
-    console.print("speed, time: tokens/s and the time of a step as multiples of plain decoding's")
+    console.print(
+        "floor: the time to read a step's weights and rows at an H200's rate\n"
+        "speed, time: tokens/s and the time of a step as multiples of plain decoding's"
+    )
     adaptive = [row for row in rows if row["draft_tokens"] == "auto"]
     if adaptive:
         worst = min(adaptive, key=lambda row: row["speed_over_plain"])

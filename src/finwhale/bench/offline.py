@@ -29,6 +29,7 @@ from rich.console import Console
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.engine import measured, memory, open_engine, source
+from finwhale.bench.floors import DecodeBytes, read_ms
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, seconds_of
@@ -43,13 +44,10 @@ from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.ops.case import BF16_RATE, FP8_RATE, READ_RATE
-from finwhale.ops.moe.cases import FP4_BYTES
+from finwhale.ops.case import BF16_RATE, FP8_RATE
 from finwhale.options import read_options
 from finwhale.request import SamplingParams
 
-FP8_BLOCK_BYTES = 4 / 128**2
-ROW_BYTES, KEY_BYTES = 584, 68
 WARM_UP = 5
 # The default numbers of timed steps. "auto" changes the number of drafts from time to time, and one
 # such probe takes as long as about ten plain steps.
@@ -79,6 +77,7 @@ class Bench:
         self.rank, self.runner = rank.collectives.rank, rank.runner
         self.steps = steps
         self.config = engine.model_config
+        self.bytes = DecodeBytes(self.config, self.rank)
         self.random = random.Random(0)
         self.count = 0
 
@@ -119,7 +118,7 @@ class Bench:
         )
         hit = (hit + self._experts_hit()) / 2
         result["experts_hit"] = round(hit, 1)
-        result["floor_ms"] = round(1e3 * self._decode_bytes(shape, hit) / READ_RATE, 4)
+        result["floor_ms"] = read_ms(self.bytes.step(shape.tokens, shape.batch, hit))
         for name in names:
             engine.abort(name)
         return result
@@ -222,34 +221,6 @@ class Bench:
     def _experts_hit(self) -> float:
         """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
         return call_ranks(self.engine.executor, partial(experts_hit, self._plan()))[0]
-
-    def _weight_bytes(self) -> tuple[float, float]:
-        """Bytes of a rank's weights that every decode reads, and of one expert in every layer."""
-        others = expert = 0.0
-        for name, spec in weight_specs(self.config.without_draft_head(), self.rank).items():
-            numel = torch.Size(spec.local_shape).numel()
-            if name == "embed.weight" or name.endswith("tid2eid"):
-                continue
-            if ".experts." in name:
-                expert += numel * FP4_BYTES / self.config.n_routed_experts
-            elif spec.storage == "fp8_block":
-                others += numel * (1 + FP8_BLOCK_BYTES)
-            else:
-                others += numel * (2 if spec.storage == "bf16" else 4)
-        return others, expert
-
-    def _decode_bytes(self, shape: Shape, hit: float) -> float:
-        others, expert = self._weight_bytes()
-        rows = 0.0
-        for ratio in self.config.layer_ratios:
-            rows += min(shape.tokens, self.config.sliding_window) * ROW_BYTES
-            if ratio == 4:
-                entries = shape.tokens // 4
-                rows += min(entries, self.config.index_topk) * ROW_BYTES
-                rows += entries * KEY_BYTES * (entries > self.config.index_topk)
-            elif ratio == 128:
-                rows += shape.tokens // 128 * ROW_BYTES
-        return others + hit * expert + shape.batch * rows
 
     def _prefill_ops(self, tokens: int) -> tuple[float, float]:
         """A rank's operations in a prefill, in FP8 and in bfloat16, with attention and indexer."""

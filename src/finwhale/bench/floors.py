@@ -1,0 +1,94 @@
+"""The least time of a decode step: that of reading a rank's weights, and the rows of its cache."""
+
+import torch
+
+from finwhale.checkpoint.spec import WeightSpec
+from finwhale.distributed.rank import Rank
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.ops.case import READ_RATE
+from finwhale.ops.moe.cases import FP4_BYTES
+
+FP8_BLOCK_BYTES = 4 / 128**2
+ROW_BYTES, KEY_BYTES = 584, 68
+
+
+def read_ms(num_bytes: float) -> float:
+    """Milliseconds in which an H200 reads bytes from its memory."""
+    return round(1e3 * num_bytes / READ_RATE, 4)
+
+
+def expected_experts(config: ModelConfig, tokens: float) -> float:
+    """How many different experts a layer uses on average, if tokens choose them evenly."""
+    unused = 1 - config.num_experts_per_tok / config.n_routed_experts
+    return float(config.n_routed_experts * (1 - unused**tokens))
+
+
+class DecodeBytes:
+    """Bytes that a rank must read in a decode step.
+
+    Attributes:
+        others: of the model's weights besides experts, without a draft head.
+        expert: of one expert in every layer of the model.
+    """
+
+    def __init__(self, config: ModelConfig, rank: Rank) -> None:
+        self.config = config
+        specs = weight_specs(config.without_draft_head(), rank)
+        whole = weight_specs(config, rank)
+        self.others, self.expert = _sums(config, specs)
+        head = {name: spec for name, spec in whole.items() if name not in specs}
+        # A draft looks up one row of the Markov head's first matrix, and reads all of the second.
+        head = {name: spec for name, spec in head.items() if not name.endswith("markov_w1.weight")}
+        markov = {name: spec for name, spec in head.items() if ".markov_head." in name}
+        once = {name: spec for name, spec in head.items() if name not in markov}
+        self._head, self._head_expert = _sums(config, once)
+        self._markov, _ = _sums(config, markov)
+        self._logits, _ = _sums(config, {"head.weight": specs["head.weight"]})
+
+    def step(self, context: int, sequences: int, experts: float) -> float:
+        """Of a step of the model.
+
+        Args:
+            context: tokens that each sequence sees.
+            experts: different experts that a layer uses.
+        """
+        c, rows = self.config, 0.0
+        for ratio in c.layer_ratios:
+            rows += min(context, c.sliding_window) * ROW_BYTES
+            if ratio == 4:
+                entries = context // 4
+                rows += min(entries, c.index_topk) * ROW_BYTES
+                rows += entries * KEY_BYTES * (entries > c.index_topk)
+            elif ratio == 128:
+                rows += context // 128 * ROW_BYTES
+        return self.others + experts * self.expert + sequences * rows
+
+    def drafts(self, count: float, sequences: int) -> float:
+        """Of `count` drafts of each sequence, without the rows of the head's windows.
+
+        The MTP layer runs once for each draft. The layers of DSpark run once for a whole block, and
+        then each draft reads the Markov head.
+        """
+        c = self.config
+        if not count or c.draft_head is None:
+            return 0.0
+        tokens = sequences * max(1, c.draft_block_tokens)
+        run = self._head + self._head_expert * expected_experts(c, tokens) + self._logits
+        return run + count * self._markov if c.draft_head == "dspark" else run * count
+
+
+def _sums(config: ModelConfig, specs: dict[str, WeightSpec]) -> tuple[float, float]:
+    """Bytes of the weights besides experts, and of one expert of each layer."""
+    others = expert = 0.0
+    for name, spec in specs.items():
+        numel = torch.Size(spec.local_shape).numel()
+        if name == "embed.weight" or name.endswith("tid2eid"):
+            continue
+        if ".experts." in name:
+            expert += numel * FP4_BYTES / config.n_routed_experts
+        elif spec.storage == "fp8_block":
+            others += numel * (1 + FP8_BLOCK_BYTES)
+        else:
+            others += numel * (2 if spec.storage == "bf16" else 4)
+    return others, expert

@@ -1,0 +1,42 @@
+"""The least bytes of decode steps, for `finwhale bench offline`."""
+
+import pytest
+
+from finwhale.bench.drafting import floors
+from finwhale.bench.floors import DecodeBytes, expected_experts
+from finwhale.distributed.rank import Rank
+from finwhale.models.deepseek_v4.config import ModelConfig
+
+FLASH, DSPARK = ModelConfig.preset("flash"), ModelConfig.preset("flash-0731")
+
+
+def test_experts_of_few_and_of_many_tokens() -> None:
+    assert expected_experts(FLASH, 1) == pytest.approx(6)
+    assert 33 < expected_experts(FLASH, 6) < 36
+    assert 255 < expected_experts(FLASH, 512) < 256
+
+
+def test_ranks_read_the_model_s_experts_together() -> None:
+    whole = DecodeBytes(FLASH, Rank(0, 1))
+    parts = [DecodeBytes(FLASH, Rank(index, 4)) for index in range(4)]
+    assert sum(part.expert for part in parts) == pytest.approx(whole.expert)
+    # What heads share, such as the first projections, is on every rank.
+    assert whole.others / 4 < parts[0].others < whole.others
+
+
+def test_a_step_of_flash_on_two_gpus() -> None:
+    """Its experts and other weights, and few rows: 1.43 ms, as in the project's tables."""
+    found = floors(DecodeBytes(DSPARK, Rank(0, 2)), 1024, 1, 1.0)
+    assert found["floor_ms"] == found["verification_floor_ms"] == pytest.approx(1.427, abs=1e-3)
+    assert found["draft_floor_ms"] == 0
+
+
+def test_drafts() -> None:
+    """Each draft of DSpark reads a part of the Markov head again; the MTP layer runs again."""
+    dspark, mtp = DecodeBytes(DSPARK, Rank(0, 2)), DecodeBytes(FLASH, Rank(0, 2))
+    assert dspark.drafts(5, 1) - dspark.drafts(4, 1) == 129280 / 2 * 256 * 2
+    assert mtp.drafts(3, 1) == 3 * mtp.drafts(1, 1) > 3 * 129280 / 2 * 4096 * 2
+    assert DecodeBytes(FLASH.without_draft_head(), Rank(0, 2)).drafts(1, 1) == 0
+    found = floors(dspark, 1024, 1, 6.0)
+    parts = found["verification_floor_ms"] + found["draft_floor_ms"]
+    assert found["floor_ms"] == pytest.approx(parts) == pytest.approx(3.61, abs=0.01)
