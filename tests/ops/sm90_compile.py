@@ -189,6 +189,7 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
         compiled = stage(compiled, metadata)
         if name == "ptx":
             loads = re.findall(r"cp\.async\.bulk\.tensor\S*complete_tx::bytes\S*", compiled)
+            streamed = len(re.findall(r"ld\.global\S*evict_first", compiled))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled)
         file.flush()
@@ -201,6 +202,7 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared": metadata["shared"],
         "tma_loads": loads,
+        "streamed_loads": streamed,
     }
 
 

@@ -1,5 +1,7 @@
 """Every Triton kernel compiles for SM90 with the models' sizes and fits; what spills is known."""
 
+import re
+
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
@@ -51,6 +53,12 @@ if triton.__version__ < "3.7":  # it allocates a few more registers
         "moe.experts_hopper._gate_up_kernel": 80,
         "sampling.draw_triton._least_kernel": 8,
     }
+STREAMING = {
+    "linear.gemm_triton.row_kernel",
+    "mhc.residual_streams_triton.streams_few_kernel",
+    "moe.router_triton._gate_few_kernel",
+    "moe.router_triton._hash_kernel",
+}
 SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90
 
 
@@ -74,6 +82,23 @@ def test_few_tokens_experts_stream_their_weights(sm90: Compile) -> None:
             assert all(hints), report
         else:
             assert not any(hints), report
+
+
+def test_few_tokens_weights_leave_the_rest_of_the_l2_cache_alone(sm90: Compile) -> None:
+    """Kernels whose weights a step reads once load them as the first to be evicted."""
+    calls = ("linear-flash-1", "linear-flash-8", "mhc-flash-2", "activations-flash-8")
+    reports = [found for call in calls for found in sm90("sm90_compile", call)]
+    assert {report["kernel"] for report in reports if report["streamed_loads"]} == STREAMING
+
+
+def test_projections_of_few_tokens_have_a_multiprocessor_each(sm90: Compile) -> None:
+    """A ring of six leaves no room for a second program; the shared expert's has room for one."""
+    shared: dict[str, list[int]] = {"5": [], "6": []}
+    for report in sm90("sm90_compile", "linear-flash-8"):
+        stages = re.search(r"'ROUND': True.*'STAGES': ([56])", report["constants"])
+        if report["kernel"].endswith("tile_kernel") and stages:
+            shared[stages[1]].append(report["shared"])
+    assert min(shared["6"]) > SHARED_LIMIT / 2 > max(shared["5"])
 
 
 def test_every_kernel_is_compiled(sm90: Compile) -> None:
