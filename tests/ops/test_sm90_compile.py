@@ -53,6 +53,8 @@ if triton.__version__ < "3.7":  # it allocates a few more registers
         "moe.experts_hopper._gate_up_kernel": 80,
         "sampling.draw_triton._least_kernel": 8,
     }
+else:
+    SPILLING |= {"indexer.topk_few_triton._select_few_kernel": 8}
 STREAMING = {
     "linear.gemm_triton.row_kernel",
     "mhc.residual_streams_triton.streams_few_kernel",
