@@ -2,7 +2,8 @@
 
 import random
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.graphs import _Captured, decode_sizes, prefill_sizes
+from finwhale.engine.rank.graphs import (
+    Graphs,
+    _Captured,
+    always_captured,
+    decode_sizes,
+    prefill_sizes,
+)
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.protocol import StepInputs
@@ -140,9 +147,23 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
     assert prefill_sizes(1500)[-2:] == [1280, 1500]
     assert prefill_sizes(2048)[-1] == prefill_sizes(8192)[-1] == 2048
     assert prefill_sizes(2048, 4) == prefill_sizes(2048)
-    assert prefill_sizes(8192, 2)[-3:] == [2048, 3072, 4096]
-    assert prefill_sizes(5000, 4)[-4:] == [2048, 3072, 4096, 5000]
-    assert prefill_sizes(8192, 4)[-2:] == [7168, 8192]
+    assert prefill_sizes(8192, 2)[-1] == 2048
+    assert prefill_sizes(5000, 4)[-2:] == [2048, 5000]
+    assert prefill_sizes(8192, 4)[-2:] == [2048, 8192]
+
+
+def test_a_large_step_takes_the_graph_of_a_full_step_only_with_little_padding() -> None:
+    sizes = prefill_sizes(8192, 4)
+    graphs = object.__new__(Graphs)
+    graphs.sizes, graphs.decode = sizes, False
+    graphs.static = cast(Any, SimpleNamespace(num_seqs=8))
+
+    def fits(num_tokens: int, num_seqs: int = 1) -> bool:
+        return graphs.fits(cast(Any, SimpleNamespace(num_tokens=num_tokens, slots=[0] * num_seqs)))
+
+    assert always_captured(sizes) == 2048 and always_captured([16, 64]) == 64
+    assert fits(3) and fits(1281) and fits(2048) and fits(7680) and fits(8192)
+    assert not (fits(2049) or fits(7679) or fits(8193) or fits(8192, 9))
 
 
 def test_a_replay_bounds_every_input_that_was_recorded() -> None:

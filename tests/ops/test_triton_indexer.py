@@ -192,7 +192,7 @@ def test_few_tokens_and_tiles_of_the_models_size(kind: str) -> None:
 
     tile = topk_few_triton.TILE
     scores = scores_of_kind(kind, 2 * tile + 300)
-    visible = torch.tensor((tile, tile + 1, 2 * tile, 2 * tile + 300, 4500))
+    visible = torch.tensor((tile, tile + 1, 2 * tile, 2 * tile + 1, 2 * tile + 300, 4500))
     check_selection(scores, visible, 512, 1, select)
 
 

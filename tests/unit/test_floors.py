@@ -40,3 +40,5 @@ def test_drafts() -> None:
     found = floors(dspark, 1024, 1, 6.0)
     parts = found["verification_floor_ms"] + found["draft_floor_ms"]
     assert found["floor_ms"] == pytest.approx(parts) == pytest.approx(3.61, abs=0.01)
+    four = floors(DecodeBytes(DSPARK, Rank(0, 4)), 1024, 1, 6.0)
+    assert four["floor_ms"] == pytest.approx(1.96, abs=0.01)

@@ -35,6 +35,7 @@ from finwhale.engine.rank.call_ranks import call_ranks
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.ranks import first_rank
+from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import draft_on_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import Weights
@@ -187,8 +188,9 @@ def measure(
         engine = start_engine(replace(config, draft_tokens=drafts), *model, None)
         if drafts:
             call_ranks(engine.executor, partial(_draft_on_device, engine.config))
+        freeze_heap()  # as finwhale serve does
         rank = first_rank(engine.executor).collectives.rank
-        floor = DecodeBytes(model[0], rank)
+        read = DecodeBytes(model[0], rank)
         for batch in batches:
             for rate in rates if drafts else (None,):
                 row: dict[str, Any] = {"batch": batch, "draft_tokens": drafts, "accept": rate}
@@ -202,13 +204,15 @@ def measure(
                 # The tokens of a step; "auto" is measured for as many tokens as plain decoding.
                 most = 1 if draft_tokens == "auto" else 1 + engine.scheduler.drafting.draft_tokens
                 row |= _decode(engine, batch, max(1, context - steps * most // 2), steps)
-                row |= floors(floor, context, batch, row["rows"])
+                if drafts != "auto":  # its steps differ
+                    row |= floors(read, context, batch, row["rows"])
                 other = plain.setdefault(batch, row)
                 step_ms, other_ms = row["step_ms"]["median"], other["step_ms"]["median"]
                 row["step_over_plain"] = round(step_ms / other_ms, 3)
                 row["speed_over_plain"] = round(row["tokens_per_s"] / other["tokens_per_s"], 3)
                 rows.append(row)
         # The memory is too small for two engines, so free this one before the next.
+        gc.unfreeze()
         del engine
         gc.collect()
         if torch.cuda.is_available():
@@ -302,17 +306,19 @@ def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str,
     }
 
 
-def floors(floor: DecodeBytes, context: int, batch: int, rows: float) -> dict[str, float]:
+def floors(read: DecodeBytes, context: int, batch: int, rows: float) -> dict[str, float]:
     """The least milliseconds of a step, and of its verification and drafts.
 
     The tokens of a step are taken to choose their experts evenly.
 
     Args:
-        rows: mean number of tokens of a sequence in a step; all but one are drafts.
+        read: what the steps read.
+        context: tokens that each sequence sees.
+        rows: number of tokens of a sequence in each step; all but one are drafts.
     """
-    experts = expected_experts(floor.config, batch * rows)
-    verification = read_ms(floor.step(context, batch, experts))
-    drafts = read_ms(floor.drafts(rows - 1, batch))
+    experts = expected_experts(read.config, batch * rows)
+    verification = read_ms(read.step(context, batch, experts))
+    drafts = read_ms(read.drafts(rows - 1, batch))
     return {
         "floor_ms": round(verification + drafts, 4),
         "verification_floor_ms": verification,
@@ -335,7 +341,7 @@ def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             f"{row['tokens_per_step']:.2f}",
             f"{row['rows']:.2f}",
             f"{row['step_ms']['median']:,.3f}",
-            f"{row['floor_ms']:,.3f}",
+            f"{row['floor_ms']:,.3f}" if "floor_ms" in row else "",
             f"{row['step_over_plain']:.2f}",
             f"{row.get('verification_ms', '')}",
             f"{row.get('draft_ms', '')}",

@@ -10,7 +10,7 @@ from finwhale.ops.case import READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
 
 FP8_BLOCK_BYTES = 4 / 128**2
-ROW_BYTES, KEY_BYTES = 584, 68
+ROW_BYTES, KEY_BYTES = 584, 68  # of a row of the cache, and of an index key, both packed
 
 
 def read_ms(num_bytes: float) -> float:
@@ -47,7 +47,7 @@ class DecodeBytes:
         self._logits, _ = _sums(config, {"head.weight": specs["head.weight"]})
 
     def step(self, context: int, sequences: int, experts: float) -> float:
-        """Of a step of the model.
+        """Bytes that a rank reads in a step of the model, without drafts.
 
         Args:
             context: tokens that each sequence sees.
@@ -65,7 +65,7 @@ class DecodeBytes:
         return self.others + experts * self.expert + sequences * rows
 
     def drafts(self, count: float, sequences: int) -> float:
-        """Of `count` drafts of each sequence, without the rows of the head's windows.
+        """Bytes that a rank reads for `count` drafts of each sequence, without the windows' rows.
 
         The MTP layer runs once for each draft. The layers of DSpark run once for a whole block, and
         then each draft reads the Markov head.

@@ -30,14 +30,15 @@ T = TypeVar("T")
 Forward = Callable[[StepInputs, Segments], Tensor]
 
 WARM_UP_STEPS = 1  # allocates memory that outlives a step; the kernels are built before
-# Numbers of tokens of a step with prefill. In larger steps a graph gains nothing: the kernels run
-# longer than the host takes to launch them, about 2.5 ms a layer. Several ranks share the kernels'
-# work, so for each rank more, steps of 2048 tokens more are captured.
+# Numbers of tokens of captured steps with prefill. In larger steps of one GPU, a graph gains
+# nothing: the kernels run longer than the host takes to launch them, about 2.5 ms a layer. N ranks
+# divide that work, so they also capture a full step of up to N times as many tokens.
 PREFILL_SIZES = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048),
 )
-LARGE_STEP = 1024  # between numbers of tokens above those
+# A larger step than PREFILL_SIZES takes the graph of a full step if at most this part is padding.
+MOST_PADDING = 1 / 16
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -47,15 +48,19 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
-    """Numbers of tokens to capture for steps with prefill.
+    """Numbers of tokens to capture for steps with prefill of up to max_num_tokens.
 
     Steps smaller than PREFILL_SIZES are not captured: with few tokens, mHC may leave work on a side
     stream until its next operator, which is in another segment.
     """
-    least, most = PREFILL_SIZES[0], PREFILL_SIZES[-1] * num_ranks
-    large = range(PREFILL_SIZES[-1] + LARGE_STEP, most + 1, LARGE_STEP)
-    sizes = [size for size in (*PREFILL_SIZES, *large) if size < max_num_tokens]
-    return [*sizes, max_num_tokens] if least <= max_num_tokens <= most else sizes
+    sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
+    within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1] * num_ranks
+    return [*sizes, max_num_tokens] if within else sizes
+
+
+def always_captured(sizes: Items[int]) -> int:
+    """The most tokens up to which every captured step with prefill of these sizes fits a graph."""
+    return max((size for size in sizes if size <= PREFILL_SIZES[-1]), default=0)
 
 
 class GraphMemory:
@@ -221,7 +226,11 @@ class Graphs:
         """Whether a captured graph can run the step."""
         if self.decode:
             return plan.decodes and len(plan.slots) <= self.sizes[-1]
-        return len(plan.slots) <= self.static.num_seqs and plan.num_tokens <= self.sizes[-1]
+        if len(plan.slots) > self.static.num_seqs or plan.num_tokens > self.sizes[-1]:
+            return False
+        size = self._size(plan.num_tokens)
+        padding = size - plan.num_tokens
+        return size <= PREFILL_SIZES[-1] or padding <= MOST_PADDING * size
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
@@ -236,5 +245,8 @@ class Graphs:
         assert self.decode
         self._of(num_tokens).replay(lambda inputs: inputs)
 
+    def _size(self, num_tokens: int) -> int:
+        return self.sizes[bisect.bisect_left(self.sizes, num_tokens)]
+
     def _of(self, num_tokens: int) -> _Captured:
-        return self._captured[self.sizes[bisect.bisect_left(self.sizes, num_tokens)]]
+        return self._captured[self._size(num_tokens)]

@@ -14,6 +14,7 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
+from finwhale.engine.rank.graphs import always_captured
 from finwhale.engine.rank.memory import (
     PAGE,
     StepLimits,
@@ -112,7 +113,7 @@ class SignatureRun:
         """
         largest, seen = self.largest, set[tuple[object, ...]]()
         decodes, prefills = set(largest.decode_graphs), set(largest.prefill_graphs)
-        captured = max(prefills, default=0)
+        captured = always_captured(largest.prefill_graphs)
         # The draft head is not captured: it runs on any number of tokens.
         free = self.eager or self.drafts > 0
         if free:

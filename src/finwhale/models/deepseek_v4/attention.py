@@ -257,8 +257,8 @@ class Attention:
     ) -> Tensor | None:
         """Write the rows, entries and state of all tokens; returns the argument of `visible`.
 
-        A rank projects its own tokens, and the ranks gather the results. A token has about as many
-        bytes of them, on average over the layers, as of x.
+        A rank projects its own tokens, and the ranks gather the results. For Flash, averaged over
+        the layers, a token's results take about as many bytes as its x.
         """
         compressor, links, num_tokens = self.entries, self.links, len(inputs.token_ids)
         w, projected = self.weights, None

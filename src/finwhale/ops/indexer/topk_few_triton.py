@@ -44,7 +44,7 @@ FEW_ROWS = 16
 LEAST_ENTRIES = 4096  # shorter rows take topk_triton.py
 GROUP = 8  # entries of which the kernel of the scores stores the largest key
 TILE = 16384  # entries that a program holds at once
-LINES = tl.constexpr(4)  # of a tile, whose entries are counted in the bytes of one number
+LINES = tl.constexpr(4)  # of a tile that are counted together, each in one byte of an int32
 KEYS, SCORES, CANDIDATES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_SCORES = tl.constexpr(-(0x7FFFFF << 32) - 0x800000)  # minus infinity, twice
 NOT_LOW = tl.constexpr(-(1 << 32))  # the high half of an int64
@@ -58,7 +58,7 @@ FEWER_WARPS = 16  # on GPUs whose warps may have 64 threads: a program has at mo
 
 @triton.constexpr_function
 def _columns(tile):
-    """Adjacent entries of a tile that are a line."""
+    """Number of adjacent entries in a line of a tile."""
     return min(128, tile // 4)
 
 
@@ -293,7 +293,9 @@ def _reaches(pairs, SHIFT: tl.constexpr, least):
 
 @triton.jit
 def _keep_entries(pairs, floor, candidates_ptr, first_entry, before_tile, TILE: tl.constexpr):
-    """Store the entries of a tile that reach the floor, and after 2 TILE candidates their number.
+    """Store the entries of a tile that reach the floor as candidates.
+
+    Also store the number of candidates so far, at index 2 * TILE.
 
     pairs: from `_load_pairs`. A candidate is an int64, too: its score in the high half, its entry
     in the low half. A NaN and the padding of a row may be among the candidates.
@@ -384,7 +386,7 @@ def _select_streamed(
 
 @triton.jit
 def _of_groups(entries, groups_ptr, there, GROUP: tl.constexpr):
-    """The entries of a row that are these entries of a copy of its groups."""
+    """Map entries of the copy of kept groups to entries of the row."""
     groups = tl.load(groups_ptr + entries // GROUP, mask=there, other=0, cache_modifier=".cg")
     return groups * GROUP + entries % GROUP
 
@@ -448,7 +450,8 @@ def _select_few_kernel(
     length = visible
 
     maxima = _first_maxima(maxima_row_ptr, num_groups, MAXIMA)
-    # A short row's scores arrive while the program finds the floor. A row is allocated in groups.
+    # Unless the row is long, its first tile arrives while the program finds the floor. A row is
+    # allocated in groups.
     pairs = _load_pairs(scores_row_ptr, tl.where(is_long, 0, num_groups), GROUP, TILE, False)
     if num_groups > topk:
         floor, high = _floor(maxima_row_ptr, maxima, num_groups, topk, MAXIMA)

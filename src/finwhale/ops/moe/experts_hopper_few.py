@@ -359,7 +359,10 @@ def _few_down_kernel(
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[pair] = w2 hidden. The kernel loads w2 and ids before the previous kernel has ended."""
+    """out[pair] = w2 hidden. The kernel loads w2 and ids before the previous kernel has ended.
+
+    TILES: adjacent tiles of 64 rows that a program computes.
+    """
     stream_tma_loads()
     start_next(PDL)
     pair = gl.program_id(1)

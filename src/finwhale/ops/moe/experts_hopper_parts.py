@@ -12,8 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 NIBBLES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-# A program of the down GEMM should load at least DOWN_BLOCKS blocks of weights, in up to MAX_STEPS
-# steps, because starting a program costs as much as about four blocks.
+# Starting a program of the down GEMM costs as much as about four blocks of weights. So with a short
+# I, a program takes up to MAX_STEPS steps, as long as it loads at most DOWN_BLOCKS blocks for each
+# step that it takes when one rank holds all of I.
 DOWN_BLOCKS = 16
 MAX_STEPS = 8
 
@@ -117,7 +118,9 @@ def weight_descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, Tens
 def down_steps(steps: int, inner: int) -> int:
     """Steps of a program through the rows of w2: more for a short I, as on one of several ranks.
 
-    steps: of one rank.
+    Args:
+        steps: number of steps when one rank holds all of I.
+        inner: this rank's I.
     """
     most, blocks = steps * DOWN_BLOCKS, inner // 128
     while 2 * steps <= MAX_STEPS and 2 * steps * blocks <= most:
