@@ -169,7 +169,7 @@ def test_ranks_that_hold_attention_whole_are_close_to_one_and_equal_each_other(
     assert isinstance(engine.executor, Ranks)
     serve_random(engine, 30)
     assert not any(engine.executor.late_compilations().values())
-    # What follows also launches steps from the host that the engine would not launch.
+    # The comparisons below also run steps that the engine never runs, so they compile kernels.
     found, other = call_ranks(engine.executor, partial(accuracy.compute, given, True))
     assert found.digest == other.digest
     for way, logits in found.logits.items():

@@ -35,7 +35,7 @@ BOUNDED = {
     ("indexer.topk_triton._select_kernel", "out_ptr"),
     # The place of an entry is a sum of marks of at most topk entries.
     ("indexer.topk_few_triton._select_few_kernel", "out_ptr"),
-    # A byte of these sums counts the entries of a line: together at most those of a tile.
+    # Each byte of a sum counts entries of one line. All lines of a tile have at most TILE entries.
     ("indexer.topk_few_triton._select_few_kernel", "candidates_ptr"),
     # The kernel loads numbers of groups that it has stored.
     ("indexer.topk_few_triton._select_few_kernel", "scores_ptr"),

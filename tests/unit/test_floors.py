@@ -20,7 +20,7 @@ def test_ranks_read_the_model_s_experts_together() -> None:
     whole = DecodeBytes(FLASH, Rank(0, 1))
     parts = [DecodeBytes(FLASH, Rank(index, 4)) for index in range(4)]
     assert sum(part.expert for part in parts) == pytest.approx(whole.expert)
-    # What heads share, such as the first projections, is on every rank.
+    # Every rank holds the weights that all heads share, such as the first projections.
     assert whole.others / 4 < parts[0].others < whole.others
 
 

@@ -10,6 +10,8 @@ from finwhale.ops.case import READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
 
 FP8_BLOCK_BYTES = 4 / 128**2
+# A step reads single rows of these tables.
+LOOKED_UP = ("embed.weight", "tid2eid", "markov_w1.weight")
 ROW_BYTES, KEY_BYTES = 584, 68  # of a row of the cache, and of an index key, both packed
 
 
@@ -34,17 +36,18 @@ class DecodeBytes:
 
     def __init__(self, config: ModelConfig, rank: Rank) -> None:
         self.config = config
-        specs = weight_specs(config.without_draft_head(), rank)
-        whole = weight_specs(config, rank)
-        self.others, self.expert = _sums(config, specs)
-        head = {name: spec for name, spec in whole.items() if name not in specs}
-        # A draft looks up one row of the Markov head's first matrix, and reads all of the second.
-        head = {name: spec for name, spec in head.items() if not name.endswith("markov_w1.weight")}
-        markov = {name: spec for name, spec in head.items() if ".markov_head." in name}
-        once = {name: spec for name, spec in head.items() if name not in markov}
-        self._head, self._head_expert = _sums(config, once)
-        self._markov, _ = _sums(config, markov)
-        self._logits, _ = _sums(config, {"head.weight": specs["head.weight"]})
+        parts: dict[str, dict[str, WeightSpec]] = {"model": {}, "head": {}, "markov": {}}
+        for name, spec in weight_specs(config, rank).items():
+            if ".markov_head." in name:
+                parts["markov"][name] = spec
+            elif name.startswith("mtp."):
+                parts["head"][name] = spec
+            else:
+                parts["model"][name] = spec
+        self.others, self.expert = _sums(config, parts["model"])
+        self._head, self._head_expert = _sums(config, parts["head"])
+        self._markov, _ = _sums(config, parts["markov"])
+        self._logits, _ = _sums(config, {"head.weight": parts["model"]["head.weight"]})
 
     def step(self, context: int, sequences: int, experts: float) -> float:
         """Bytes that a rank reads in a step of the model, without drafts.
@@ -65,7 +68,7 @@ class DecodeBytes:
         return self.others + experts * self.expert + sequences * rows
 
     def drafts(self, count: float, sequences: int) -> float:
-        """Bytes that a rank reads for `count` drafts of each sequence, without the windows' rows.
+        """Bytes of weights that a rank reads for `count` drafts of each sequence.
 
         The MTP layer runs once for each draft. The layers of DSpark run once for a whole block, and
         then each draft reads the Markov head.
@@ -79,11 +82,11 @@ class DecodeBytes:
 
 
 def _sums(config: ModelConfig, specs: dict[str, WeightSpec]) -> tuple[float, float]:
-    """Bytes of the weights besides experts, and of one expert of each layer."""
+    """Return the bytes of all weights except experts, and those of one expert of every layer."""
     others = expert = 0.0
     for name, spec in specs.items():
         numel = torch.Size(spec.local_shape).numel()
-        if name == "embed.weight" or name.endswith("tid2eid"):
+        if name.endswith(LOOKED_UP):
             continue
         if ".experts." in name:
             expert += numel * FP4_BYTES / config.n_routed_experts

@@ -37,7 +37,8 @@ PREFILL_SIZES = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048),
 )
-# A larger step than PREFILL_SIZES takes the graph of a full step if at most this part is padding.
+# A step with more tokens than PREFILL_SIZES takes the graph of a full step only if at most this
+# part of the full step is padding.
 MOST_PADDING = 1 / 16
 
 
@@ -59,7 +60,10 @@ def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
 
 
 def always_captured(sizes: Items[int]) -> int:
-    """The most tokens up to which every captured step with prefill of these sizes fits a graph."""
+    """Return the largest number of tokens up to which every step with prefill has a graph.
+
+    sizes: those of the captured steps.
+    """
     return max((size for size in sizes if size <= PREFILL_SIZES[-1]), default=0)
 
 

@@ -17,8 +17,9 @@ _DTYPES = {
     np.dtype(np.float32): torch.float32,
 }
 ALIGN = 16  # bytes
-# The start reserves so many blocks of pinned memory of each size. A step needs many small blocks
-# and one large block. While the host prepares it, two earlier steps may still use theirs.
+# When an engine starts, it reserves pinned memory: SMALL_BLOCKS blocks of every size up to
+# SMALL_BYTES, and LARGE_BLOCKS of every larger size. A step needs many small blocks and one large
+# block. While the host prepares a step, the two steps before it may still use their blocks.
 SMALL_BYTES, SMALL_BLOCKS, LARGE_BLOCKS = 2**16, 16, 4
 
 

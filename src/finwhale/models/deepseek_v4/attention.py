@@ -9,6 +9,7 @@ Q q_lora_rank, G output groups, S groups of 128 of A C values.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -265,11 +266,9 @@ class Attention:
         both = w.wq_a_wkv
         kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
         if compressor is not None:
-            projected_NX = projected = links.whole(compressor.project(x_RD), num_tokens)
-            self.side_streams.start(
-                COMPRESS_STREAM,
-                lambda: compressor.write(projected_NX, inputs, rotary, cache),
-            )
+            projected = links.whole(compressor.project(x_RD), num_tokens)
+            write = partial(compressor.write, projected, inputs, rotary, cache)
+            self.side_streams.start(COMPRESS_STREAM, write)
         kv = links.whole(kv_RC, num_tokens)
         # The operator also normalises a query's latent. There is none, so the result is not used.
         self.prepare(kv, w.kv_norm, kv, inputs, rotary, cache)

@@ -66,7 +66,9 @@ NUM_WARPS = 8
 # time.
 FEW_TOKENS, FEW_ROWS, FEW_KEYS = 2, 16, 32
 STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
-EARLY_QUERY_TOKENS = 1  # steps of at most so many prepare queries early (`ready_from`)
+# A step of at most this many tokens prepares its queries early (see `ready_from`). Six tokens at a
+# context of 65,536 are slower that way: 9.6 us after the selection, not 8.1 (H200).
+EARLY_QUERY_TOKENS = 1
 # Up to FEW_HEADS heads, keys are the rows of the MMA, with these warps and producers' registers.
 FEW_HEADS, FEW_HEADS_WARPS, FEW_HEADS_REGISTERS = 32, 4, 136
 
@@ -376,8 +378,6 @@ def invariant_plan(p: Problem) -> AttendPlan:
 def ready_from(p: Problem) -> int | None:
     """From which position on the kernel prepares queries before it waits; None: all after it.
 
-    Six tokens at 65,536 are slower that way: 9.6 us after the selection, not 8.1 (H200).
-
     This is safe for each token by itself. For a token from this position on, the kernel of the
     scores has programs that let the next kernel start only after their own wait. A kernel starts
     when all programs of the one before it have let it start, so the selection, and then this
@@ -385,9 +385,9 @@ def ready_from(p: Problem) -> int | None:
     including those that write the queries.
     """
     # Another compilation might give other bits, so an invariant problem has only one.
-    if p.invariant or p.kind != SELECTED or not isinstance(p.entries, Selected):
+    if p.invariant or len(p.q) > EARLY_QUERY_TOKENS:
         return None
-    if len(p.q) > EARLY_QUERY_TOKENS:
+    if p.kind != SELECTED or not isinstance(p.entries, Selected):
         return None
     return p.entries.scored_from
 

@@ -23,7 +23,7 @@ from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
 BLOCK_N = 128  # tokens of a program that continues a step
-# A program that computes a confidence loads this many values of each residual stream at a time.
+# The kernel of the confidences loads this many values of each residual stream at a time.
 BLOCK_D = 512
 
 

@@ -140,9 +140,10 @@ def _load_queries(
 
 @triton.jit
 def _load_keys(keys_ptr, page, there, stride_page, C: tl.constexpr, ROWS: tl.constexpr):
-    """Load a page's keys: their codes [ROWS, C/2], and one word with the exponents of each key.
+    """Load the keys of a page. Return their codes [ROWS, C/2] and a word for each key [ROWS].
 
-    there: whether to load them.
+    The word of a key contains its exponents, one byte for each group.
+    there: if false, load nothing and return zeros.
     """
     WORD: tl.constexpr = tl.int32 if C // GROUP == 4 else tl.int16 if C // GROUP == 2 else tl.uint8
     lanes = tl.arange(0, ROWS)

@@ -353,6 +353,7 @@ def _select_streamed(
     count,
     length,
     groups_ptr,
+    is_copy,
     low,
     high,
     topk,
@@ -364,7 +365,7 @@ def _select_streamed(
 ):
     """Select among all scores of a row, or all candidates, BLOCK at a time.
 
-    groups_ptr: if given, candidates' entries are those of a copy of these groups.
+    is_copy: the candidates' entries are those of a copy of the groups at groups_ptr.
     """
     out_row_ptr, table_row_ptr = slots
     threshold, reached, above = _search_row(
@@ -377,8 +378,9 @@ def _select_streamed(
         keys, entries, there = _read_keys(row_ptr, at, count, length, KIND)
         chosen, place = choose(keys, threshold, ties)
         chosen = chosen & there
-        if groups_ptr is not None:
-            entries = _of_groups(entries, groups_ptr, chosen, GROUP)
+        if KIND == CANDIDATES:
+            of_row = _of_groups(entries, groups_ptr, chosen & is_copy, GROUP)
+            entries = tl.where(is_copy, of_row, entries)
         store_slots(out_row_ptr, table_row_ptr, entries, chosen, placed + place, ROWS_PER_PAGE)
         placed += tl.sum(chosen.to(tl.int32))
         ties -= tl.sum((chosen & (keys == threshold)).to(tl.int32))
@@ -479,7 +481,7 @@ def _select_few_kernel(
     slots = out_row_ptr, table_row_ptr
     if length > 2 * TILE:
         _select_streamed(
-            scores_row_ptr, visible, visible, None, floor, high, topk, slots,
+            scores_row_ptr, visible, visible, groups_ptr, False, floor, high, topk, slots,
             SCORES, GROUP, ROWS_PER_PAGE, BLOCK,
         )  # fmt: skip
         return
@@ -489,16 +491,10 @@ def _select_few_kernel(
         _keep_entries(pairs, floor, candidates_ptr, TILE, tl.sum(kept), TILE)
     total, candidates = _load_candidates(candidates_ptr, SIZE, TILE)
     if total > SIZE:
-        if is_long:
-            _select_streamed(
-                candidates_ptr, total, length, groups_ptr, floor, high, topk, slots,
-                CANDIDATES, GROUP, ROWS_PER_PAGE, BLOCK,
-            )  # fmt: skip
-        else:
-            _select_streamed(
-                candidates_ptr, total, length, None, floor, high, topk, slots,
-                CANDIDATES, GROUP, ROWS_PER_PAGE, BLOCK,
-            )  # fmt: skip
+        _select_streamed(
+            candidates_ptr, total, length, groups_ptr, is_long, floor, high, topk, slots,
+            CANDIDATES, GROUP, ROWS_PER_PAGE, BLOCK,
+        )  # fmt: skip
         return
     ranks = tl.arange(0, SIZE)
     entries, keys, there = _opened(candidates, ranks < total, length)
