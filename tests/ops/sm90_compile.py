@@ -39,7 +39,7 @@ from finwhale.ops.drafts import drafts_triton as drafts
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import select_entries_triton as indexer
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
-from finwhale.ops.linear import LinearWeight, quantise_triton
+from finwhale.ops.linear import LinearWeight, few_tokens_hopper, quantise_triton
 from finwhale.ops.linear import linear_triton as linear
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc import mhc_triton as mhc
@@ -315,6 +315,20 @@ def e4m3(*shape: int) -> LinearWeight:
     return LinearWeight(meta(*shape, dtype=torch.float8_e4m3fn), True, f32(*blocks))
 
 
+FEW = linear.Options(early_launch=True, few_tokens=few_tokens_hopper.launch)
+
+
+def call_few_tokens(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
+    """The linear layers with E4M3 weights of one model, for N tokens on Hopper GPUs."""
+    groups = A // 8
+    for rows, width in ((Q + 512, D), (A * 512 + 8192, Q), (D, groups * 1024)):
+        linear.linear(meta(N, width), e4m3(rows, width), options=FEW)
+    linear.grouped_linear(meta(N, groups, 4096), e4m3(groups, 1024, 4096), options=FEW)
+    w13, w2 = e4m3(2 * I, D), e4m3(D, I)
+    shared = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
+    linear.swiglu_mlp(meta(N, D), shared, 10.0, options=FEW)
+
+
 def call_linear(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
     """The linear layers of one model, for N tokens."""
     groups = A // 8
@@ -443,6 +457,8 @@ def calls() -> dict[str, Callable[[], None]]:
             )
     for N in (1, 8):  # of one of eight ranks
         found[f"linear-flash-rank-{N}"] = partial(call_linear, 4096, 8, 1024, 256, N)
+    for N in (8, 16):  # of one of two ranks
+        found[f"linear-flash-few-{N}"] = partial(call_few_tokens, 4096, 32, 1024, 1024, N)
     for sizes in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):  # width, heads, topk
         for step in ((8, 2**20, 1), (8192, 8192, 8192), (8192, 65536, 8192)):
             found[f"indexer-{sizes[2]}-{step[0]}-{step[1]}"] = partial(call_indexer, *sizes, *step)

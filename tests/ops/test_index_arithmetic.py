@@ -22,6 +22,7 @@ FEW = [
         "linear-pro-1",
         "linear-pro-8",
         "linear-pro-64",
+        "linear-flash-few-8",
         "indexer-1024-8-1048576",
     )
 ] + [("sm90_experts", call) for call in FEW_EXPERTS]

@@ -74,12 +74,13 @@ def test_it_compiles_and_fits(module: str, call: str, sm90: Compile) -> None:
         assert report["shared"] <= SHARED_LIMIT, report
 
 
-def test_few_tokens_experts_stream_their_weights(sm90: Compile) -> None:
+def test_few_tokens_weights_are_streamed_by_tma(sm90: Compile) -> None:
     """These kernels give every TMA load an L2 policy; the other kernels give it to none."""
-    calls = ("flash-hopper-16-1", "flash-hopper-16-8", "flash-hopper-16-8192")
-    for report in (found for call in calls for found in sm90("sm90_experts", call)):
+    calls = [("sm90_experts", f"flash-hopper-16-{n}") for n in (1, 8, 8192)]
+    calls.append(("sm90_compile", "linear-flash-few-8"))
+    for report in (found for call in calls for found in sm90(*call)):
         hints = [load.endswith("L2::cache_hint") for load in report["tma_loads"]]
-        if "experts_hopper_few" in report["kernel"]:
+        if "experts_hopper_few" in report["kernel"] or "few_tokens_hopper" in report["kernel"]:
             assert hints, report
             assert all(hints), report
         else:
@@ -101,6 +102,15 @@ def test_projections_of_few_tokens_have_a_multiprocessor_each(sm90: Compile) -> 
         if report["kernel"].endswith("tile_kernel") and stages:
             shared[stages[1]].append(report["shared"])
     assert min(shared["6"]) > SHARED_LIMIT / 2 > max(shared["5"])
+
+
+def test_two_programs_with_all_their_weights_share_a_multiprocessor(sm90: Compile) -> None:
+    """And with the largest parts, not three: the next kernel's programs find room."""
+    reports = [found for n in (8, 16) for found in sm90("sm90_compile", f"linear-flash-few-{n}")]
+    shared = [r["shared"] + 1024 for r in reports if r["kernel"].endswith("few_tokens_kernel")]
+    assert len(shared) >= 6
+    assert max(shared) <= SHARED_LIMIT / 2
+    assert min(shared) < SHARED_LIMIT / 4
 
 
 def test_every_kernel_is_compiled(sm90: Compile) -> None:

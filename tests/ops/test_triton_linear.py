@@ -319,3 +319,92 @@ def test_unsupported_arguments_are_refused() -> None:
         kernels.linear(x[:, :128], w)
     with pytest.raises(ValueError, match="without a scale"):
         kernels.linear(x, LinearWeight(w.weight, True))
+
+
+def few_tokens(
+    x_NGK: Tensor,
+    weight_GMK: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    steps: int,
+    columns: int,
+    early_launch: bool,
+) -> None:
+    """A stand-in for few_tokens_hopper.py: the contract of `FewTokens` with torch."""
+    num_tokens, _, width = x_NGK.shape
+    assert num_tokens <= columns and columns % 8 == 0
+    scale = scale.repeat_interleave(128, 1)[:, : weight_GMK.shape[1]].repeat_interleave(128, 2)
+    wide, x = weight_GMK.float() * scale, round_e4m3(x_NGK.float(), 128)
+    if out.dim() == 3:
+        assert steps == width // 128
+        out.copy_(torch.einsum("ngk,gmk->ngm", x, wide))
+        return
+    out.fill_(torch.nan)
+    for part in range(out.shape[0]):
+        own = slice(part * steps * 128, (part + 1) * steps * 128)
+        result = torch.einsum("ngk,gmk->gmn", x[..., own], wide[..., own])
+        out[part, ..., :num_tokens] = result
+
+
+def few_options(called: list[tuple[int, ...]], **options: Any) -> kernels.Options:
+    def launch(*args: Any) -> None:
+        called.append((*args[1].shape, *args[4:6]))
+        few_tokens(*args)
+
+    return kernels.Options(num_multiprocessors=8, few_tokens=launch, **options)
+
+
+@pytest.mark.parametrize("num_tokens, columns", [(2, 8), (8, 8), (9, 16), (16, 16)])
+def test_few_tokens_of_parts_and_of_whole_weights(num_tokens: int, columns: int) -> None:
+    """The kernel gets the plan of the tiles' kernel, and its parts are added as theirs."""
+    inputs, called = Inputs(), list[tuple[int, ...]]()
+    options = few_options(called)
+    for rows, width in ((256, 1024), (1024, 512), (192, 1152)):
+        w, wide = e4m3_weight(inputs, rows, width)
+        x = inputs.outliers(num_tokens, width, dtype=torch.bfloat16)
+        found = kernels.linear.func(x, w, options=options)  # type: ignore[attr-defined]
+        assert_close(found, product(x, wide, True).bfloat16())
+    w, wide = e4m3_weight(inputs, 2, 128, 512)
+    x = inputs.normal(num_tokens, 2, 512, dtype=torch.bfloat16)
+    found = kernels.grouped_linear.func(x, w, options=options)  # type: ignore[attr-defined]
+    wanted = [product(x[:, g], wide[g], True).bfloat16() for g in range(2)]
+    assert_close(found, torch.stack(wanted, 1))
+    steps = [one[3] for one in called]
+    assert [one[:3] for one in called] == [
+        (1, 256, 1024),
+        (1, 1024, 512),
+        (1, 192, 1152),
+        (2, 128, 512),
+    ]
+    assert {one[4] for one in called} == {columns}
+    assert 1 in steps or 2 in steps, "some weight is in parts"
+    assert 4 in steps, "some weight is whole"
+
+
+def test_few_tokens_of_the_shared_expert() -> None:
+    inputs, called = Inputs(), list[tuple[int, ...]]()
+    w13, _ = e4m3_weight(inputs, 256, 256)
+    w2, _ = e4m3_weight(inputs, 192, 128)
+    w = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
+    x = inputs.normal(6, 256, dtype=torch.bfloat16)
+    found = kernels.swiglu_mlp.func(x, w, 2.0, options=few_options(called))  # type: ignore[attr-defined]
+    assert_close(found, kernels.swiglu_mlp(x, w, 2.0))
+    assert [one[:3] for one in called] == [(1, 256, 256), (1, 192, 128)]
+
+
+def test_problems_that_the_kernel_of_few_tokens_does_not_take() -> None:
+    inputs, called = Inputs(), list[tuple[int, ...]]()
+    w, _ = e4m3_weight(inputs, 128, 512)
+    x = inputs.normal(17, 512, dtype=torch.bfloat16)
+    linear = kernels.linear.func  # type: ignore[attr-defined]
+    options = few_options(called)
+    linear(x[:1], w, options=options)  # row_kernel
+    linear(x, w, options=options)
+    linear(x[:6], w, options=few_options(called, invariant=True))
+    linear(x[:6], replace(w, round_input=False), options=options)
+    linear(x[:6], LinearWeight(w.weight.bfloat16(), True), options=options)
+    long, _ = e4m3_weight(inputs, 1024, 2048)  # 16 steps in one part
+    linear(inputs.normal(6, 2048, dtype=torch.bfloat16), long, options=options)
+    narrow, _ = e4m3_weight(inputs, 200, 256)
+    linear(x[:6, :256], narrow, options=options)
+    assert not called

@@ -20,9 +20,13 @@ from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
 from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import PageTable, Tokens
 
 VALUES_PER_WARP = 512
+# Up to this many tokens, the next kernel loads its weights while it waits. With more tokens, it
+# would only take the room of the compressors' kernels on a side stream.
+NEXT_FIRST_TOKENS = 8
 
 
 @triton.jit
@@ -114,6 +118,11 @@ def _prepare_qkv_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return up_to(most, {NEXT_FIRST_TOKENS})
+
+
 def prepare_qkv(
     q_lora_NQ: Tensor,
     q_norm_Q: Tensor,
@@ -170,9 +179,7 @@ def prepare_qkv(
         GROUP=NOPE_GROUP,
         BLOCK_Q=block_q,
         BLOCK_C=block_c,
-        # With one token, the next kernel prefetches its weights into registers. With more tokens,
-        # it would only take the room of the compressors' kernels on a side stream.
-        NEXT_FIRST=num_tokens == 1,
+        NEXT_FIRST=num_tokens <= NEXT_FIRST_TOKENS,
         num_warps=max(1, min(4, max(block_q, block_c) // VALUES_PER_WARP)),
         **launch_options(early_launch),
     )

@@ -7,14 +7,16 @@
    It rounds up to ROUNDED_TOKENS itself; for more, a separate kernel rounds first. Up to
    SPLIT_TOKENS, K is split into parts, which `sum_kernel` adds in order. With more tokens, torch
    multiplies unscaled weights.
+3. `Options.few_tokens`, where a table has it, replaces `tile_kernel` for up to ROUNDED_TOKENS
+   tokens and E4M3 weights whose parts are short. Its bits are the same.
 
 A token's bits do not depend on the other tokens, nor on the number of tokens within a class: one
 token, or two with an unscaled weight; up to SPLIT_TOKENS; more. The split and the order of sums
 over K follow from K and M.
 
-With `early_launch`, a kernel starts before the previous kernel ends and already loads its weight
-and scales, so the previous kernel must not write them. It reads everything else after that kernel
-ends.
+With `early_launch`, a kernel starts before the previous kernel ends. All but `tile_kernel` already
+load their weight and scales, so the previous kernel must not write them. They read everything else
+after that kernel ends.
 With `invariant`, a token's bits do not depend on the number of tokens at all: one token is computed
 as two, and any number of tokens uses the tiles for 2 to SPLIT_TOKENS.
 
@@ -25,6 +27,7 @@ the weight is converted to bfloat16, which is exact.
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import triton
@@ -61,8 +64,34 @@ MAX_ROW = 8192
 SPLIT_TOKENS = 64
 ROUNDED_TOKENS = 16
 SHORT_STEPS = 12
+# Options.few_tokens: the most steps of a part, and the tokens of its programs.
+FEW_STEPS = 8
+FEW_ROWS = 64  # the rows of a weight must be a multiple of that
 MANY_ROWS = 16384  # with this many rows of a plain weight, 64 tokens use tiles of 128 rows
 SUM_ROWS = 32
+
+
+class FewTokens(Protocol):
+    """Launch a kernel for few tokens that has room for all weights of its programs.
+
+    Args:
+        x: [N, G, K] bfloat16, with strided tokens and groups.
+        weight, scale: [G, M, K] E4M3, and a float32 for each block of 128x128.
+        out: float32 parts [split, G, M, columns], or [N, G, M].
+        steps: 128 values of K each, of a part of K; all steps if `out` is not in parts.
+        columns: number of tokens that the kernel computes: a multiple of 8, at least N.
+    """
+
+    def __call__(
+        self,
+        x_NGK: Tensor,
+        weight_GMK: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        steps: int,
+        columns: int,
+        early_launch: bool,
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +102,13 @@ class Options:
         invariant: the bits of a token do not depend on the number of tokens.
         early_launch: launch kernels early (`launch_options`).
         num_multiprocessors: number in the GPU; work is split over this many programs.
+        few_tokens: see above; None: `tile_kernel` always runs.
     """
 
     invariant: bool = False
     early_launch: bool = False
     num_multiprocessors: int = NUM_MULTIPROCESSORS
+    few_tokens: FewTokens | None = None
 
 
 DEFAULT = Options()
@@ -175,6 +206,11 @@ class TilePlan:
         num_warps = 4 if short or plain or p.round_input else 8
         return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
 
+    def steps(self, p: Problem) -> int:
+        """Number of steps of a part of K."""
+        steps: int = triton.cdiv(triton.cdiv(p.x.shape[2], self.block_k), self.split)
+        return steps
+
 
 def tile_tokens(num_tokens: int) -> int:
     """Number of tokens of a tile."""
@@ -182,10 +218,16 @@ def tile_tokens(num_tokens: int) -> int:
     return tokens
 
 
+def few_columns(num_tokens: int) -> int:
+    """Number of tokens that `Options.few_tokens` computes."""
+    return 8 if num_tokens <= 8 else ROUNDED_TOKENS
+
+
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
     rows = {1, ROW_TOKENS, ROUNDED_TOKENS, SPLIT_TOKENS}
     rows |= last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
+    rows |= last_of_classes(few_columns, ROUNDED_TOKENS)
     each = {per_token for per_token, _, _ in model.linears}
     found = {row // per_token for row in rows for per_token in each}
     return up_to(most, found) | quantise_tokens(model, most)
@@ -220,13 +262,9 @@ def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
 def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Tensor:
     num_tokens, groups, width = p.x.shape
     rows = p.weight.shape[1]
-    in_parts = plan.split > 1 or p.limit is not None
     blocks = triton.cdiv(num_tokens, plan.block_n)
-    padded = blocks * plan.block_n
-    out = parts = p.empty()
-    if in_parts:
-        shape = (plan.split, groups, rows, padded)
-        parts = torch.empty(shape, dtype=torch.float32, device=p.x.device)
+    out = p.empty()
+    parts = _empty_parts(p, plan, blocks * plan.block_n)
     scales = p.x.new_empty(0) if x_scale is None else x_scale
     strides = (0, 0, 0) if x_scale is None else x_scale.stride()
     tile_kernel[(triton.cdiv(rows, plan.block_m) * blocks, plan.split, groups)](
@@ -234,18 +272,18 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         scales,
         p.weight,
         p.weight if p.scale is None else p.scale,
-        parts,
+        out if parts is None else parts,
         num_tokens,
         rows,
         width,
         p.x.stride(0),
         p.x.stride(1),
         *strides,
-        triton.cdiv(triton.cdiv(width, plan.block_k), plan.split),
+        plan.steps(p),
         SCALED=p.scale is not None,
         ROUND=p.round_input,
         QUANTISED=x_scale is not None,
-        PARTS=in_parts,
+        PARTS=parts is not None,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
@@ -254,7 +292,38 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         num_warps=plan.num_warps,
         **launch_options(p.options.early_launch),
     )
-    if in_parts:
+    if parts is not None:
+        _sum(p, parts, out, plan)
+    return out
+
+
+def _empty_parts(p: Problem, plan: TilePlan, columns: int) -> Tensor | None:
+    """Allocate the parts [split, G, rows of the weight, columns]; None: the output has no parts."""
+    if plan.split == 1 and p.limit is None:
+        return None
+    groups, rows, _ = p.weight.shape
+    shape = (plan.split, groups, rows, columns)
+    return torch.empty(shape, dtype=torch.float32, device=p.x.device)
+
+
+def _takes_few_tokens(p: Problem, plan: TilePlan) -> bool:
+    """Whether `Options.few_tokens` computes this problem."""
+    options = p.options
+    if options.few_tokens is None or options.invariant or p.scale is None or not p.round_input:
+        return False
+    fits = p.weight.shape[1] % FEW_ROWS == 0 and p.x.dtype == torch.bfloat16
+    return fits and p.x.shape[0] <= ROUNDED_TOKENS and plan.steps(p) <= FEW_STEPS
+
+
+def _run_few_tokens(p: Problem, plan: TilePlan) -> Tensor:
+    assert p.options.few_tokens is not None and p.scale is not None
+    out, columns = p.empty(), few_columns(p.x.shape[0])
+    parts = _empty_parts(p, plan, columns)
+    target = out if parts is None else parts
+    p.options.few_tokens(
+        p.x, p.weight, p.scale, target, plan.steps(p), columns, p.options.early_launch
+    )
+    if parts is not None:
         _sum(p, parts, out, plan)
     return out
 
@@ -326,7 +395,9 @@ def run(p: Problem) -> Tensor:
 
 
 def _round_and_run_tiles(p: Problem, plan: TilePlan) -> Tensor:
-    """Run `tile_kernel`, after a separate kernel that rounds the tokens if `_rounded_before`."""
+    """Run the tiles' kernel, after a kernel that rounds the tokens if `_rounded_before`."""
+    if _takes_few_tokens(p, plan):
+        return _run_few_tokens(p, plan)
     if p.scale is None or not _rounded_before(p):
         return _run_tiles(p, plan)
     x, x_scale = quantise(p.x, early_launch=p.options.early_launch)

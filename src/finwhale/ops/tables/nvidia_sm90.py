@@ -20,7 +20,7 @@ from finwhale.ops.drafts.drafts_triton import (
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
-from finwhale.ops.linear import linear_triton
+from finwhale.ops.linear import few_tokens_hopper, linear_triton
 from finwhale.ops.linear import ref as linear_ref
 from finwhale.ops.mhc import MhcOfTerms
 from finwhale.ops.mhc import mhc_triton as mhc
@@ -51,7 +51,10 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
     if deepgemm is not None and batch_invariant:
         grouped_form = bind(grouped_form, min_tokens=1)
     linear_options = linear_triton.Options(
-        **invariant, early_launch=True, num_multiprocessors=num_multiprocessors
+        **invariant,
+        early_launch=True,
+        num_multiprocessors=num_multiprocessors,
+        few_tokens=few_tokens_hopper.launch,
     )
     mhc_options = mhc.Options(
         # Two kernels may compute the same mixes with other last bits.

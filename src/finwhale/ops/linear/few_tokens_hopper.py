@@ -1,0 +1,178 @@
+"""Linear layers of few tokens with E4M3 weights on Hopper GPUs, in Gluon.
+
+`tile_kernel` (gemm_triton.py) loads its first weights after the previous kernel has ended. Here a
+program has room for all of its weights, and requests them while it waits. After the wait it only
+rounds the tokens, multiplies, and stores the result or its part of the sums. The parts of K, the
+order of all sums, and therefore the bits are those of `tile_kernel`.
+
+Two programs share a multiprocessor, with 64 KiB of weights each. So the GPU requests 17 MB at once,
+which is what a rank of two holds of wq_b, of wo_a or of wo_b.
+
+Legend: N tokens, K input width, M output width, G groups; a step is 128 values of K.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from finwhale.number_formats import E4M3_MAX
+from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
+from finwhale.ops.launch.streamed_loads import stream_tma_loads
+from finwhale.ops.rounding import MIN_AMAX
+
+ROWS = 64  # of the weight, for each program
+# The program waits for the weights of so many steps at a time.
+STEPS_AT_ONCE = 4
+E4M3_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+@gluon.constexpr_function
+def _product(columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+
+
+@gluon.jit(do_not_specialize=["N"])
+def few_tokens_kernel(
+    x_ptr,
+    w_desc,
+    scale_ptr,
+    out_ptr,
+    N,
+    M,
+    K,
+    stride_xn,
+    stride_xg,
+    STEPS: gl.constexpr,
+    PADDED_STEPS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PARTS: gl.constexpr,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Compute 64 rows of the weight times up to COLUMNS tokens, over STEPS steps of K.
+
+    PARTS: write float32 parts [split, G, M, COLUMNS]; otherwise out [N, G, M].
+    """
+    stream_tma_loads()
+    start_next(PDL)
+    tile = gl.program_id(0)
+    part = gl.program_id(1)
+    g = gl.program_id(2)
+    tiled: gl.constexpr = w_desc.layout
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LOADS: gl.constexpr = (STEPS + AT_ONCE - 1) // AT_ONCE
+    weights = gl.allocate_shared_memory(gl.float8e4nv, [STEPS, 64, 128], tiled)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [PADDED_STEPS * COLUMNS, 128], tiled)
+    scales = gl.allocate_shared_memory(gl.float32, [PADDED_STEPS * COLUMNS], plain)
+    ready = gl.allocate_shared_memory(gl.int64, [LOADS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LOADS):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    row = g * M + tile * 64
+    for i in gl.static_range(STEPS):
+        if i % AT_ONCE == 0:
+            mbarrier.expect(ready.index(i // AT_ONCE), min(AT_ONCE, STEPS - i) * 64 * 128)
+        k = (part * STEPS + i) * 128  # past the end of K, the weights are 0
+        tma.async_copy_global_to_shared(
+            w_desc, [row, k], ready.index(i // AT_ONCE), weights.index(i)
+        )
+    all_steps = K // 128
+    scale_ptr += (g * ((M + 127) // 128) + tile // 2) * all_steps
+    factors = ()
+    for i in gl.static_range(STEPS):
+        step = part * STEPS + i
+        factor = gl.load(scale_ptr + step, mask=step < all_steps, other=0.0)
+        factors += (factor,)  # type: ignore[assignment]
+    wait_for_last(PDL)
+
+    # A line is a step's values of a token. Lines past the last token or step repeat another line:
+    # nothing reads their products, or the weights are 0.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    line = gl.arange(0, PADDED_STEPS * COLUMNS, gl.SliceLayout(1, layout))
+    token = gl.minimum(line % COLUMNS, N - 1)
+    step = gl.minimum(part * STEPS + gl.minimum(line // COLUMNS, STEPS - 1), all_steps - 1)
+    source = x_ptr + g * stride_xg + gl.expand_dims(token.to(gl.int64) * stride_xn + step * 128, 1)
+    source += gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, layout)), 0)
+    value = gl.load(source).to(gl.float32)
+    amax = gl.maximum(gl.max(gl.abs(value), axis=1), LEAST)
+    bits = (amax * (1.0 / TOP)).to(gl.int32, bitcast=True)
+    bits = (bits + 0x7FFFFF) & 0x7F800000
+    inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 1)
+    x.store((value * inverse).to(gl.float8e4nv))
+    scales.store(bits.to(gl.float32, bitcast=True))
+    fence_async_shared()
+
+    product: gl.constexpr = _product(COLUMNS)
+    zero = gl.full([64, COLUMNS], 0.0, gl.float32, product)
+    products = ()
+    for i in gl.static_range(STEPS):
+        if i % AT_ONCE == 0:
+            mbarrier.wait(ready.index(i // AT_ONCE), 0)
+        tokens = x.slice(i * COLUMNS, COLUMNS, 0).permute((1, 0))
+        one = warpgroup_mma(weights.index(i), tokens, zero, use_acc=False, is_async=True)
+        products += (one,)  # type: ignore[assignment]
+    products = warpgroup_mma_wait(0, deps=products)
+    total = zero
+    for i in gl.static_range(STEPS):
+        scale = scales.slice(i * COLUMNS, COLUMNS, 0).load(gl.SliceLayout(0, product))
+        total += products[i] * gl.expand_dims(scale * factors[i], 0)
+
+    if PARTS:
+        at = gl.expand_dims(tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, product)), 1)
+        token = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, product)), 0)
+        first = (part * gl.num_programs(2) + g).to(gl.int64) * M
+        gl.store(out_ptr + (first + at) * COLUMNS + token, total)
+    else:
+        # Adjacent threads store adjacent rows.
+        across: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+        value = gl.convert_layout(total.to(out_ptr.dtype.element_ty), across)
+        at = gl.expand_dims(tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, across)), 1)
+        token = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, across)), 0)
+        first = (token.to(gl.int64) * gl.num_programs(2) + g) * M
+        gl.store(out_ptr + first + at, value, mask=token < N)
+
+
+def launch(
+    x_NGK: Tensor,
+    weight_GMK: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    steps: int,
+    columns: int,
+    early_launch: bool,
+) -> None:
+    """See linear_triton.FewTokens."""
+    (num_tokens, groups, width), rows = x_NGK.shape, weight_GMK.shape[1]
+    in_parts = out.dim() == 4
+    few_tokens_kernel[(rows // ROWS, out.shape[0] if in_parts else 1, groups)](
+        x_NGK,
+        TensorDescriptor.from_tensor(weight_GMK.view(-1, width), [ROWS, 128], E4M3_TILE),
+        scale,
+        out,
+        num_tokens,
+        rows,
+        width,
+        x_NGK.stride(0),
+        x_NGK.stride(1),
+        STEPS=steps,
+        PADDED_STEPS=1 << (steps - 1).bit_length(),
+        AT_ONCE=STEPS_AT_ONCE,
+        COLUMNS=columns,
+        PARTS=in_parts,
+        TOP=E4M3_MAX,
+        LEAST=MIN_AMAX,
+        num_warps=4,
+        **launch_options(early_launch),
+    )

@@ -1,0 +1,47 @@
+"""Linear layers of few tokens: the kernel that holds its weights has the bits of the tiles' kernel.
+
+The sizes are those of Flash and Pro on one, two, four and eight ranks.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from finwhale.ops.linear import few_tokens_hopper
+from finwhale.ops.linear import linear_triton as kernels
+
+TILES = kernels.Options(early_launch=True)
+FEW = replace(TILES, few_tokens=few_tokens_hopper.launch)
+FLASH = [(1, 1536, 4096), (1, 40960, 1024), (1, 24576, 1024), (1, 16384, 1024), (4, 1024, 4096)]
+FLASH += [(2, 1024, 4096), (1, 1024, 4096), (1, 4096, 4096), (1, 4096, 2048), (1, 4096, 1024)]
+FLASH += [(1, 4096, 512), (1, 4096, 256), (1, 512, 4096)]
+PRO = [(1, 2048, 7168), (1, 7168, 768)]  # the other layers have longer parts
+TOKENS = (2, 3, 6, 8, 9, 12, 16)
+
+
+@pytest.mark.parametrize("limit", [None, 10.0])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("groups, rows, width", sorted({*FLASH, *PRO}))
+@torch.inference_mode()
+def test_same_bits(
+    groups: int, rows: int, width: int, out_dtype: torch.dtype, limit: float | None
+) -> None:
+    if limit is not None and (groups > 1 or rows % 256):
+        pytest.skip("not a gated layer")
+    draw = torch.Generator("cuda").manual_seed(rows + width)
+    weight = torch.randn(groups, rows, width, device="cuda", generator=draw)
+    blocks = groups, -(-rows // 128), width // 128
+    scale = 2.0 ** torch.randint(-3, 3, blocks, device="cuda", generator=draw).float()
+    x = torch.randn(16, groups, width + 64, device="cuda", generator=draw).bfloat16()[..., :width]
+    x[3] *= 1000
+    x[5] = 0
+    taken = 0
+    for count in TOKENS:
+        weights = (weight.to(torch.float8_e4m3fn), scale, True, out_dtype, limit)
+        p = kernels.Problem(x[:count], *weights, options=FEW)
+        taken += kernels._takes_few_tokens(p, kernels.TilePlan.of(p))
+        found = kernels.run(p)
+        assert torch.equal(found, kernels.run(replace(p, options=TILES)))
+        assert torch.equal(found, kernels.run(p))
+    assert taken == len(TOKENS)
