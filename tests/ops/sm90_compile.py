@@ -459,6 +459,8 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"linear-flash-rank-{N}"] = partial(call_linear, 4096, 8, 1024, 256, N)
     for N in (8, 16):  # of one of two ranks
         found[f"linear-flash-few-{N}"] = partial(call_few_tokens, 4096, 32, 1024, 1024, N)
+    # Of one of eight ranks, some parts have a single step.
+    found["linear-flash-few-rank-8"] = partial(call_few_tokens, 4096, 8, 1024, 256, 8)
     for sizes in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):  # width, heads, topk
         for step in ((8, 2**20, 1), (8192, 8192, 8192), (8192, 65536, 8192)):
             found[f"indexer-{sizes[2]}-{step[0]}-{step[1]}"] = partial(call_indexer, *sizes, *step)

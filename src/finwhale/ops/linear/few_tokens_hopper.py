@@ -123,7 +123,9 @@ def few_tokens_kernel(
         tokens = x.slice(i * COLUMNS, COLUMNS, 0).permute((1, 0))
         one = warpgroup_mma(weights.index(i), tokens, zero, use_acc=False, is_async=True)
         products += (one,)  # type: ignore[assignment]
-    products = warpgroup_mma_wait(0, deps=products)
+    waited = warpgroup_mma_wait(0, deps=products)
+    # A single result comes without a tuple.
+    products = waited if STEPS > 1 else (waited,)  # type: ignore[assignment]
     total = zero
     for i in gl.static_range(STEPS):
         scale = scales.slice(i * COLUMNS, COLUMNS, 0).load(gl.SliceLayout(0, product))
