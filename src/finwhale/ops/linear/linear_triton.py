@@ -7,8 +7,8 @@
    It rounds up to ROUNDED_TOKENS itself; for more, a separate kernel rounds first. Up to
    SPLIT_TOKENS, K is split into parts, which `sum_kernel` adds in order. With more tokens, torch
    multiplies unscaled weights.
-3. `Options.few_tokens`, where a table has it, replaces `tile_kernel` for up to ROUNDED_TOKENS
-   tokens and E4M3 weights whose parts are short. Its bits are the same.
+3. `FewTokens`, where a table has one, replaces `tile_kernel` for up to ROUNDED_TOKENS tokens and
+   E4M3 weights whose parts have at most FEW_STEPS steps. Its bits are the same.
 
 A token's bits do not depend on the other tokens, nor on the number of tokens within a class: one
 token, or two with an unscaled weight; up to SPLIT_TOKENS; more. The split and the order of sums
@@ -64,9 +64,9 @@ MAX_ROW = 8192
 SPLIT_TOKENS = 64
 ROUNDED_TOKENS = 16
 SHORT_STEPS = 12
-# Options.few_tokens: the most steps of a part, and the tokens of its programs.
+# `FewTokens`: the most steps of a part, and what the number of the weight's rows is a multiple of.
 FEW_STEPS = 8
-FEW_ROWS = 64  # the rows of a weight must be a multiple of that
+FEW_ROWS = 64
 MANY_ROWS = 16384  # with this many rows of a plain weight, 64 tokens use tiles of 128 rows
 SUM_ROWS = 32
 
@@ -79,7 +79,9 @@ class FewTokens(Protocol):
         weight, scale: [G, M, K] E4M3, and a float32 for each block of 128x128.
         out: float32 parts [split, G, M, columns], or [N, G, M].
         steps: 128 values of K each, of a part of K; all steps if `out` is not in parts.
-        columns: number of tokens that the kernel computes: a multiple of 8, at least N.
+        columns: number of tokens that the kernel computes: a multiple of 8, at least N. Those past
+            N have no meaning.
+        early_launch: see `launch_options`; the kernel then requests the weight before it waits.
     """
 
     def __call__(
@@ -102,7 +104,7 @@ class Options:
         invariant: the bits of a token do not depend on the number of tokens.
         early_launch: launch kernels early (`launch_options`).
         num_multiprocessors: number in the GPU; work is split over this many programs.
-        few_tokens: see above; None: `tile_kernel` always runs.
+        few_tokens: computes what `tile_kernel` computes, for few tokens; None: `tile_kernel` does.
     """
 
     invariant: bool = False
@@ -219,7 +221,7 @@ def tile_tokens(num_tokens: int) -> int:
 
 
 def few_columns(num_tokens: int) -> int:
-    """Number of tokens that `Options.few_tokens` computes."""
+    """Number of tokens that `FewTokens` computes."""
     return 8 if num_tokens <= 8 else ROUNDED_TOKENS
 
 
@@ -307,7 +309,7 @@ def _empty_parts(p: Problem, plan: TilePlan, columns: int) -> Tensor | None:
 
 
 def _takes_few_tokens(p: Problem, plan: TilePlan) -> bool:
-    """Whether `Options.few_tokens` computes this problem."""
+    """Whether `FewTokens` computes this problem."""
     options = p.options
     if options.few_tokens is None or options.invariant or p.scale is None or not p.round_input:
         return False
