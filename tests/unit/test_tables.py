@@ -142,6 +142,16 @@ def test_no_warning_where_a_table_was_measured(
     assert warnings(Platform("nvidia", "sm80"), caplog, reference=True) == ""
 
 
+def test_implementations_read_the_same_in_every_process() -> None:
+    """Compiled layers are cached by this text, so it has no addresses."""
+    tables = [load_ops(platform) for platform in PLATFORMS]
+    tables.append(load_ops(Platform("nvidia", "sm90"), batch_invariant=True))
+    for ops in tables:
+        assert not [shown for _, shown in ops.implementations() if " at 0x" in shown]
+    shown = dict(load_ops(Platform("nvidia", "sm90")).implementations())
+    assert "few_tokens=few_tokens_hopper.launch" in shown["linear"]
+
+
 def test_the_table_has_the_gpu_s_number_of_multiprocessors() -> None:
     """And shows it beside the other options of its operators, where it is not an H200's."""
     for arch in ("sm90", "sm100"):

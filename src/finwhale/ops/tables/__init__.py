@@ -40,6 +40,13 @@ def _shown(options: Mapping[str, Any]) -> Iterator[str]:
         if is_dataclass(value):
             for field in fields(value):
                 if getattr(value, field.name) != field.default:
-                    yield f"{field.name}={getattr(value, field.name)!r}"
+                    yield f"{field.name}={_text(getattr(value, field.name))}"
         else:
-            yield f"{name}={value!r}"
+            yield f"{name}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    """The value as text that is the same in every process: a function's name, not its address."""
+    if callable(value):
+        return f"{value.__module__.rpartition('.')[2]}.{value.__qualname__}"
+    return repr(value)
