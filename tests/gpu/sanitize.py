@@ -27,8 +27,6 @@ from finwhale.platform import Platform
 TOKENS = (1, 3, 40, 140, 200)
 # The same and what meets every plan of the experts: 0.75 to 150 pairs each.
 EXPERTS = 8
-# Called for the weights of `experts`, and has no cases of its own.
-PREPARES_EXPERTS = "finish_experts"
 # The operators that have other sizes on one of several ranks.
 CUT = ("linear", "grouped_linear", "sparse_attention", "experts", "swiglu_mlp")
 EXPERTS_TOKENS = (*TOKENS, 60, 120)
@@ -67,8 +65,7 @@ def run_sizes(operator: str, table: Ops, sizes: Sizes) -> int:
 def main() -> int:
     table, reference = load_ops(Platform.detect()), load_ops(Platform.detect(), reference=True)
     wrong = 0
-    operators = [name for name in bench.kernels(table) if name != PREPARES_EXPERTS]
-    for operator in sys.argv[1:] or operators:
+    for operator in sys.argv[1:] or bench.kernels(table):
         ran, failed = run_cases(operator, table, reference)
         wrong += failed
         ran += run_sizes(operator, table, CONFIGS["demo"])

@@ -318,28 +318,30 @@ def e4m3(*shape: int) -> LinearWeight:
 FEW = linear.Options(early_launch=True, few_tokens=few_tokens_hopper.launch)
 
 
-def call_few_tokens(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
-    """The linear layers with E4M3 weights of one model, for N tokens on Hopper GPUs."""
+def call_e4m3(
+    D: int,
+    A: int,
+    Q: int,
+    I: int,  # noqa: E741
+    N: int,
+    options: linear.Options = linear.DEFAULT,
+) -> None:
+    """The linear layers of one model that have E4M3 weights and rounded inputs, for N tokens."""
     groups = A // 8
     for rows, width in ((Q + 512, D), (A * 512 + 8192, Q), (D, groups * 1024)):
-        linear.linear(meta(N, width), e4m3(rows, width), options=FEW)
-    linear.grouped_linear(meta(N, groups, 4096), e4m3(groups, 1024, 4096), options=FEW)
+        linear.linear(meta(N, width), e4m3(rows, width), options=options)
+    linear.grouped_linear(meta(N, groups, 4096), e4m3(groups, 1024, 4096), options=options)
     w13, w2 = e4m3(2 * I, D), e4m3(D, I)
     shared = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
-    linear.swiglu_mlp(meta(N, D), shared, 10.0, options=FEW)
+    linear.swiglu_mlp(meta(N, D), shared, 10.0, options=options)
 
 
 def call_linear(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
     """The linear layers of one model, for N tokens."""
+    call_e4m3(D, A, Q, I, N)
     groups = A // 8
-    for rows, width in ((Q + 512, D), (A * 512 + 8192, Q), (D, groups * 1024)):
-        linear.linear(meta(N, width), e4m3(rows, width))
-    wo_a = e4m3(groups, 1024, 4096)
-    for w in (wo_a, replace(wo_a, round_input=False)):
-        linear.grouped_linear(meta(N, groups, 4096), w)
-    w13, w2 = e4m3(2 * I, D), e4m3(D, I)
-    shared = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
-    linear.swiglu_mlp(meta(N, D), shared, 10.0)
+    wo_a = replace(e4m3(groups, 1024, 4096), round_input=False)
+    linear.grouped_linear(meta(N, groups, 4096), wo_a)
     for rounded in (False, True):
         w = LinearWeight(meta(2624, D), rounded, out_dtype=torch.float32)
         linear.linear(meta(N, D), w)
@@ -458,9 +460,9 @@ def calls() -> dict[str, Callable[[], None]]:
     for N in (1, 8):  # of one of eight ranks
         found[f"linear-flash-rank-{N}"] = partial(call_linear, 4096, 8, 1024, 256, N)
     for N in (8, 16):  # of one of two ranks
-        found[f"linear-flash-few-{N}"] = partial(call_few_tokens, 4096, 32, 1024, 1024, N)
+        found[f"linear-flash-few-{N}"] = partial(call_e4m3, 4096, 32, 1024, 1024, N, FEW)
     # Of one of eight ranks, some parts have a single step.
-    found["linear-flash-few-rank-8"] = partial(call_few_tokens, 4096, 8, 1024, 256, 8)
+    found["linear-flash-few-rank-8"] = partial(call_e4m3, 4096, 8, 1024, 256, 8, FEW)
     for sizes in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):  # width, heads, topk
         for step in ((8, 2**20, 1), (8192, 8192, 8192), (8192, 65536, 8192)):
             found[f"indexer-{sizes[2]}-{step[0]}-{step[1]}"] = partial(call_indexer, *sizes, *step)

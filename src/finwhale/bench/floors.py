@@ -10,7 +10,7 @@ from finwhale.ops.case import READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
 
 FP8_BLOCK_BYTES = 4 / 128**2
-# A step reads single rows of these tables.
+# Floors ignore these tables: a step reads only one row of each table for each token.
 LOOKED_UP = ("embed.weight", "tid2eid", "markov_w1.weight")
 ROW_BYTES, KEY_BYTES = 584, 68  # of a row of the cache, and of an index key, both packed
 
@@ -68,7 +68,7 @@ class DecodeBytes:
         return self.others + experts * self.expert + sequences * rows
 
     def drafts(self, count: float, sequences: int) -> float:
-        """Bytes of weights that a rank reads for `count` drafts of each sequence.
+        """Bytes of weights that a rank reads to draft `count` tokens for each sequence.
 
         The MTP layer runs once for each draft. The layers of DSpark run once for a whole block, and
         then each draft reads the Markov head.

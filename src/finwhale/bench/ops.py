@@ -86,8 +86,9 @@ PAGED = {
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
-# It is measured and checked as a part of select_entries: its results differ between tables.
-PREPARES = ("prepare_index_queries",)
+# These are measured and checked as parts of select_entries and experts: their results differ
+# between tables.
+PREPARES = ("prepare_index_queries", "finish_experts")
 # tests/gpu/test_sampling.py compares their results, which are sort keys, exactly.
 CANDIDATES = ("best_candidates", "merge_candidates")
 # Only steps that verify drafts call them. tests/ops/test_triton_drafts.py compares their results.

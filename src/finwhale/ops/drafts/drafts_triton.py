@@ -23,7 +23,7 @@ from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
 BLOCK_N = 128  # tokens of a program that continues a step
-# The kernel of the confidences loads this many values of each residual stream at a time.
+# `_confidence_kernel` loads each residual stream in blocks of BLOCK_D values.
 BLOCK_D = 512
 
 

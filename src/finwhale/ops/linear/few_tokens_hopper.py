@@ -28,10 +28,10 @@ from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
+from finwhale.ops.linear.linear_triton import FEW_ROWS
 from finwhale.ops.rounding import MIN_AMAX
 
-ROWS = 64  # of the weight, for each program
-# The program waits for the weights of so many steps at a time.
+# One mbarrier announces the weights of this many steps.
 STEPS_AT_ONCE = 4
 E4M3_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
@@ -158,9 +158,9 @@ def launch(
     """See linear_triton.FewTokens."""
     (num_tokens, groups, width), rows = x_NGK.shape, weight_GMK.shape[1]
     in_parts = out.dim() == 4
-    few_tokens_kernel[(rows // ROWS, out.shape[0] if in_parts else 1, groups)](
+    few_tokens_kernel[(rows // FEW_ROWS, out.shape[0] if in_parts else 1, groups)](
         x_NGK,
-        TensorDescriptor.from_tensor(weight_GMK.view(-1, width), [ROWS, 128], E4M3_TILE),
+        TensorDescriptor.from_tensor(weight_GMK.view(-1, width), [FEW_ROWS, 128], E4M3_TILE),
         scale,
         out,
         num_tokens,

@@ -64,7 +64,7 @@ MAX_ROW = 8192
 SPLIT_TOKENS = 64
 ROUNDED_TOKENS = 16
 SHORT_STEPS = 12
-# `FewTokens`: the most steps of a part, and what the number of the weight's rows is a multiple of.
+# `FewTokens`: a part has at most FEW_STEPS steps, and a program computes FEW_ROWS rows.
 FEW_STEPS = 8
 FEW_ROWS = 64
 MANY_ROWS = 16384  # with this many rows of a plain weight, 64 tokens use tiles of 128 rows
