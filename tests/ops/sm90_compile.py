@@ -369,7 +369,8 @@ def call_drafts(D: int, B: int, K: int) -> None:
     for markov in (None, meta(129280, 256)):
         proj = f32(1, D + (0 if markov is None else 256))
         w = ConfidenceWeight(head, proj, markov)
-        drafts.draft_confidences(streams, newest, ids(B, K), w, MhcParams(20, 1e-6, 1e-6))
+        scores = drafts.score_streams(streams, w, MhcParams(20, 1e-6, 1e-6))
+        drafts.draft_confidences(scores, newest, ids(B, K), w)
 
 
 def step_tokens(N: int, max_len: int, max_query: int) -> Tokens:

@@ -92,7 +92,13 @@ PREPARES = ("prepare_index_queries", "finish_experts")
 # tests/gpu/test_sampling.py compares their results, which are sort keys, exactly.
 CANDIDATES = ("best_candidates", "merge_candidates")
 # Only steps that verify drafts call them. tests/ops/test_triton_drafts.py compares their results.
-DRAFTS = ("continue_tokens", "accept_drafts", "make_blocks", "draft_confidences")
+DRAFTS = (
+    "continue_tokens",
+    "accept_drafts",
+    "make_blocks",
+    "score_streams",
+    "draft_confidences",
+)
 # These are timed and checked as one operator: their intermediate results differ between tables.
 EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}

@@ -15,7 +15,13 @@ from torch import Tensor
 from finwhale.errors import ResourceError
 from finwhale.ops.attention import PrepareQkv, SparseAttention
 from finwhale.ops.compressor import Compress
-from finwhale.ops.drafts import AcceptDrafts, ContinueTokens, DraftConfidences, MakeBlocks
+from finwhale.ops.drafts import (
+    AcceptDrafts,
+    ContinueTokens,
+    DraftConfidences,
+    MakeBlocks,
+    ScoreStreams,
+)
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcOfTerms, MhcPost, MhcPostPre, MhcPre
@@ -124,6 +130,7 @@ class Ops:
     continue_tokens: ContinueTokens
     accept_drafts: AcceptDrafts
     make_blocks: MakeBlocks
+    score_streams: ScoreStreams
     draft_confidences: DraftConfidences
 
     def experts(

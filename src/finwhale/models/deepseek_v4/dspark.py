@@ -29,6 +29,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
+from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import (
     ChooseDraft,
     Drafts,
@@ -41,6 +42,9 @@ from finwhale.ops import Ops
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
+
+# The side stream of the drafts' scores, beside the LM head.
+SCORE_STREAM = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +183,7 @@ class DsparkHead:
         embed: Tensor,
         head: LinearWeight,
         run_layers: RunLayers,
+        side_streams: SideStreams,
     ) -> None:
         assert config.dspark is not None
         self.config, self.weights, self.links = config.dspark, weights, links
@@ -187,7 +192,9 @@ class DsparkHead:
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
         self.params = mhc_params(config)
         self.num_streams = config.hc_mult
-        self.make_blocks, self.draft_confidences = ops.make_blocks, ops.draft_confidences
+        self.make_blocks, self.score_streams = ops.make_blocks, ops.score_streams
+        self.draft_confidences = ops.draft_confidences
+        self.side_streams = side_streams
         self._shape = BlockShape(
             num_tokens=self.config.num_rows,
             noise_id=self.config.noise_token_id,
@@ -233,6 +240,11 @@ class DsparkHead:
         streams_BGHD = self.run_block(start, cache, segments)
         first = self.config.num_rows - self.config.block_size
         streams = streams_BGHD[:, first : first + num_drafts]
+        confidence, scores = self._confidence, None
+        if confidence is not None:
+            scores = self.side_streams.start(
+                SCORE_STREAM, lambda: self.score_streams(streams, confidence, self.params)
+            )
         logits = self.compute_logits(streams.flatten(0, 1)).unflatten(0, streams.shape[:2])
         ids: list[Tensor] = []
         for k in range(num_drafts):
@@ -241,10 +253,9 @@ class DsparkHead:
             markov_logits = self.linear(markov, self.weights.markov_w2).float()
             ids.append(choose(logits[:, k] + markov_logits, k))
         ids_BK, confidences = torch.stack(ids, 1), None
-        if self._confidence is not None:
-            confidences = self.draft_confidences(
-                streams, start.newest_ids, ids_BK, self._confidence, self.params
-            ).T
+        if confidence is not None and scores is not None:
+            self.side_streams.join(SCORE_STREAM)
+            confidences = self.draft_confidences(scores, start.newest_ids, ids_BK, confidence).T
         return Drafts(ids=ids_BK.T, confidences=confidences)
 
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:

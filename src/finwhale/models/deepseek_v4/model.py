@@ -140,6 +140,7 @@ class DeepseekV4:
                 weights.embed,
                 weights.head,
                 self.run_layers,
+                self.side_streams,
             )
             self.draft_context = DsparkContext(
                 config, ops, weights.dspark, round_activations, self.links, self.tables

@@ -155,25 +155,35 @@ class ConfidenceWeight:
     markov_w1: Tensor | None
 
 
-class DraftConfidences(Protocol):
-    """sigmoid(proj . (sum_i (sigmoid(m_i * scale + base_i) + eps) X_i, markov_w1[before])).
+class ScoreStreams(Protocol):
+    """proj[:D] . sum_i (sigmoid(m_i * scale + base_i) + eps) X_i, with m as in HcHead.
 
-    m is that of HcHead, and `before` is the token before the draft. On a GPU, a confidence's bits
-    depend only on its draft, never on the batch.
+    This is the part of the drafts' confidences that does not depend on the drafts. On a GPU, a
+    score's bits depend only on its residual streams, never on the batch.
+    """
+
+    def __call__(self, streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Tensor:
+        """Returns the scores [B,K] float32.
+
+        Args:
+            streams_BKHD: the residual streams that predict each draft.
+        """
+        ...
+
+
+class DraftConfidences(Protocol):
+    """sigmoid(score + proj[D:] . markov_w1[before]), where `before` is the token before the draft.
+
+    On a GPU, a confidence's bits depend only on its draft, never on the batch.
     """
 
     def __call__(
-        self,
-        streams_BKHD: Tensor,
-        newest_B: Tensor,
-        ids_BK: Tensor,
-        w: ConfidenceWeight,
-        params: MhcParams,
+        self, scores_BK: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight
     ) -> Tensor:
         """Returns the confidences [B,K] float32.
 
         Args:
-            streams_BKHD: the residual streams that predict each draft.
+            scores_BK: the result of `ScoreStreams`.
             newest_B: int64: the token before the first draft.
             ids_BK: int64: the drafts.
         """

@@ -162,33 +162,24 @@ def _block_kernel(
     tl.store(out, tl.where(there, slot, -1).to(tl.int32), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["stride_newest"],
-    do_not_specialize_on_alignment=["newest_ptr", "drafts_ptr", "out_ptr"],
-)
-def _confidence_kernel(
+@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
+def _score_kernel(
     streams_ptr,
     fn_ptr,
     scale_ptr,
     base_ptr,
     proj_ptr,
-    markov_ptr,
-    newest_ptr,
-    drafts_ptr,
     out_ptr,
     stride_b,
     stride_k,
-    stride_newest,
     eps,
     rms_eps,
     H: tl.constexpr,
     D: tl.constexpr,
-    R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
-    """Estimate a draft's confidence. R is 0 if it does not read the Markov head's row.
+    """Score the residual streams of a draft.
 
     The projection is applied to each residual stream, before the streams are weighted and added, so
     that one pass over them is enough.
@@ -218,14 +209,36 @@ def _confidence_kernel(
     base = tl.load(base_ptr + h, mask=h < H, other=0.0)
     shares = tl.sigmoid(mixes * tl.load(scale_ptr) + base) + eps
     score = tl.sum(tl.where(h < H, shares * tl.sum(projected, axis=1), 0.0), axis=0)
+    tl.store(out_ptr + b * tl.num_programs(1) + k, score)
+
+
+@triton.jit(
+    do_not_specialize=["stride_newest", "D"],
+    do_not_specialize_on_alignment=["scores_ptr", "newest_ptr", "drafts_ptr", "out_ptr"],
+)
+def _confidence_kernel(
+    scores_ptr,
+    proj_ptr,
+    markov_ptr,
+    newest_ptr,
+    drafts_ptr,
+    out_ptr,
+    stride_newest,
+    D,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Estimate a draft's confidence. R is 0 if it does not read the Markov head's row."""
+    b, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    draft = b * tl.num_programs(1) + k
+    score = tl.load(scores_ptr + draft)
     if R > 0:
         before = tl.load(newest_ptr + b * stride_newest)
-        draft = b * tl.num_programs(1) + k
         before = tl.where(k > 0, tl.load(drafts_ptr + draft - 1, mask=k > 0, other=0), before)
         r = tl.arange(0, BLOCK_R)
         markov = tl.load(markov_ptr + before * R + r, mask=r < R, other=0.0).to(tl.float32)
         score += tl.sum(markov * tl.load(proj_ptr + D + r, mask=r < R, other=0.0), axis=0)
-    tl.store(out_ptr + b * tl.num_programs(1) + k, tl.sigmoid(score))
+    tl.store(out_ptr + draft, tl.sigmoid(score))
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -322,32 +335,45 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
     return DraftBlock(ids, tokens, slots)
 
 
-def draft_confidences(
-    streams_BKHD: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight, params: MhcParams
-) -> Tensor:
+def score_streams(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Tensor:
     count, num_drafts, streams, width = streams_BKHD.shape
-    head, markov = w.hc_head, w.markov_w1
-    check_contiguous(fn=head.fn, base=head.base, proj=w.proj, ids_BK=ids_BK)
-    if markov is not None:
-        check_contiguous(markov_w1=markov)
+    head = w.hc_head
+    check_contiguous(fn=head.fn, base=head.base, proj=w.proj)
     if streams_BKHD.stride()[2:] != (width, 1):
         raise ValueError(f"a draft's streams are contiguous, got strides {streams_BKHD.stride()}")
     out_BK = torch.empty((count, num_drafts), dtype=torch.float32, device=streams_BKHD.device)
     if out_BK.numel() == 0:
         return out_BK
     block_d = min(BLOCK_D, triton.next_power_of_2(width))
-    _confidence_kernel[(count, num_drafts)](
-        *(streams_BKHD, head.fn, head.scale, head.base, w.proj),
-        w.proj if markov is None else markov,
-        *(newest_B, ids_BK, out_BK),
-        *(streams_BKHD.stride(0), streams_BKHD.stride(1), newest_B.stride(0)),
+    _score_kernel[(count, num_drafts)](
+        *(streams_BKHD, head.fn, head.scale, head.base, w.proj, out_BK),
+        *(streams_BKHD.stride(0), streams_BKHD.stride(1)),
         *(params.eps, params.rms_eps),
         H=streams,
         D=width,
-        R=0 if markov is None else markov.shape[1],
         BLOCK_H=triton.next_power_of_2(streams),
         BLOCK_D=block_d,
-        BLOCK_R=1 if markov is None else triton.next_power_of_2(markov.shape[1]),
         num_warps=max(1, block_d // 32),
+    )
+    return out_BK
+
+
+def draft_confidences(
+    scores_BK: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight
+) -> Tensor:
+    check_contiguous(scores_BK=scores_BK, ids_BK=ids_BK, proj=w.proj)
+    markov, rank = w.markov_w1, 0
+    if markov is not None:
+        check_contiguous(markov_w1=markov)
+        rank = markov.shape[1]
+    out_BK = torch.empty_like(scores_BK)
+    if out_BK.numel() == 0:
+        return out_BK
+    _confidence_kernel[tuple(scores_BK.shape)](
+        *(scores_BK, w.proj, w.proj if markov is None else markov, newest_B, ids_BK, out_BK),
+        *(newest_B.stride(0), w.proj.shape[1] - rank),
+        R=rank,
+        BLOCK_R=triton.next_power_of_2(max(1, rank)),
+        num_warps=1,
     )
     return out_BK

@@ -71,9 +71,7 @@ def further_offsets(shape: BlockShape, device: torch.device) -> Tensor:
     return torch.where(j < later, k + 1 + j, k - shape.window - (j - later))
 
 
-def draft_confidences(
-    streams_BKHD: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight, params: MhcParams
-) -> Tensor:
+def score_streams(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Tensor:
     head = w.hc_head
     streams = streams_BKHD.float()
     flat = streams.flatten(2)
@@ -81,9 +79,14 @@ def draft_confidences(
     mixes = flat @ head.fn.T * scale
     shares = torch.sigmoid(mixes * head.scale + head.base) + params.eps
     hidden = torch.einsum("bkh,bkhd->bkd", shares, streams)
-    width = hidden.shape[2]
-    scores_BK = torch.matmul(hidden, w.proj[0, :width])
+    return torch.matmul(hidden, w.proj[0, : hidden.shape[2]])
+
+
+def draft_confidences(
+    scores_BK: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight
+) -> Tensor:
     if w.markov_w1 is not None:
+        width = w.proj.shape[1] - w.markov_w1.shape[1]
         before_BK = torch.cat((newest_B[:, None], ids_BK[:, :-1]), 1)
         markov_BKR = w.markov_w1[before_BK]
         scores_BK = scores_BK + (markov_BKR * w.proj[0, width:]).sum(-1)

@@ -10,6 +10,7 @@ from finwhale.ops.drafts.ref import (
     continue_tokens,
     draft_confidences,
     make_blocks,
+    score_streams,
 )
 from finwhale.ops.indexer.cpu import prepare_index_queries, select_entries
 from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
@@ -70,5 +71,6 @@ OPS = Ops(
     continue_tokens=continue_tokens,
     accept_drafts=accept_drafts,
     make_blocks=make_blocks,
+    score_streams=score_streams,
     draft_confidences=draft_confidences,
 )

@@ -12,6 +12,7 @@ from finwhale.ops.drafts.drafts_triton import (
     continue_tokens,
     draft_confidences,
     make_blocks,
+    score_streams,
 )
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
@@ -63,5 +64,6 @@ def table(platform: Platform) -> Ops:
         continue_tokens=continue_tokens,
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
+        score_streams=score_streams,
         draft_confidences=draft_confidences,
     )

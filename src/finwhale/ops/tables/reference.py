@@ -10,6 +10,7 @@ from finwhale.ops.drafts.ref import (
     continue_tokens,
     draft_confidences,
     make_blocks,
+    score_streams,
 )
 from finwhale.ops.indexer.ref import prepare_index_queries, select_entries
 from finwhale.ops.linear.ref import grouped_form, grouped_linear, linear, prepare_linear
@@ -68,5 +69,6 @@ OPS = Ops(
     continue_tokens=continue_tokens,
     accept_drafts=accept_drafts,
     make_blocks=make_blocks,
+    score_streams=score_streams,
     draft_confidences=draft_confidences,
 )
