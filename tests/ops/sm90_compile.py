@@ -36,6 +36,7 @@ from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.compressor import compress_triton as compressor
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight, PlannedTokens, VerifiedStep
 from finwhale.ops.drafts import drafts_triton as drafts
+from finwhale.ops.drafts import markov_triton as markov
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import select_entries_triton as indexer
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
@@ -47,6 +48,7 @@ from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import router_triton as moe
 from finwhale.ops.norm import rms_norm_triton as norm
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.sampling import SamplingBatch
 from finwhale.ops.sampling import sample_triton as sampling
 
 from .index_ranges import Range, Ranges
@@ -304,10 +306,13 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
     sampling.greedy(f32(N, 129280))
     logits = f32(N, 129280)
     every = replace(all_sampling_options(N, 129280, logits.device), logprobs=())
-    sampling.sample(logits, every)
-    for first in (0, 64640):
-        sampling.best_candidates(logits, without_filters(every), first)
-    sampling.merge_candidates(meta(N, 8, dtype=torch.int64))
+    for early in (False, True):
+        sampling.sample(logits, every, early_launch=early)
+        for batch in (without_filters(every), SamplingBatch()):
+            sampling.best_candidates(logits[:, :64640], batch, 64640, early_launch=early)
+        for count in (8, 128, 1024):
+            candidates = meta(N, count, dtype=torch.int64)
+            sampling.merge_candidates(candidates, early_launch=early)
 
 
 def e4m3(*shape: int) -> LinearWeight:
@@ -364,13 +369,25 @@ def call_drafts(D: int, B: int, K: int) -> None:
     drafts.accept_drafts(ids(N), step, ids(B, W), ids(B, W))
     newest, last = ids(B, W)[:, 0], step_tokens(B, 2**20, 1)
     drafts.make_blocks(newest, last, page_table(B, 64), BlockShape(K, 2**17, 128))
+    for early in (False, True):
+        call_markov(newest, K, linear.Options(early_launch=early))
     head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
     streams = meta(B, K + 1, 4, D)[:, 1:]
-    for markov in (None, meta(129280, 256)):
-        proj = f32(1, D + (0 if markov is None else 256))
-        w = ConfidenceWeight(head, proj, markov)
+    for w1 in (None, meta(129280, 256)):
+        proj = f32(1, D + (0 if w1 is None else 256))
+        w = ConfidenceWeight(head, proj, w1)
         scores = drafts.score_streams(streams, w, MhcParams(20, 1e-6, 1e-6))
         drafts.draft_confidences(scores, newest, ids(B, K), w)
+
+
+def call_markov(newest: Tensor, K: int, options: linear.Options) -> None:
+    """The Markov head's correction on one of 1, 2 and 4 ranks."""
+    for X in (129280, 64640, 32320):
+        logits = f32(len(newest), K, X)[:, 1]
+        for dtype in (torch.bfloat16, torch.float32):
+            w1 = meta(129280, 256, dtype=dtype)
+            w2 = LinearWeight(meta(X, 256, dtype=dtype), out_dtype=torch.float32)
+            markov.markov_logits(logits, newest, w1, w2, options=options)
 
 
 def step_tokens(N: int, max_len: int, max_query: int) -> Tokens:
@@ -450,7 +467,7 @@ def calls() -> dict[str, Callable[[], None]]:
     for name, (D, A, Q, E) in MODELS.items():
         for N in (8, 8192):
             found[f"activations-{name}-{N}"] = partial(call_all, D, A, Q, E, N)
-        for N in (1, 256):
+        for N in (1, 2, 16, 256):
             found[f"drafts-{name}-{N}"] = partial(call_drafts, D, N, 5)
         for N in (2, 1024, 8192):
             found[f"mhc-{name}-{N}"] = partial(call_mhc, D, N)

@@ -56,6 +56,7 @@ if triton.__version__ < "3.7":  # it allocates a few more registers
 else:
     SPILLING |= {"indexer.topk_few_triton._select_few_kernel": 8}
 STREAMING = {
+    "drafts.markov_triton._rows_kernel",
     "linear.gemm_triton.row_kernel",
     "mhc.residual_streams_triton.streams_few_kernel",
     "moe.router_triton._gate_few_kernel",
@@ -89,7 +90,8 @@ def test_few_tokens_weights_are_streamed_by_tma(sm90: Compile) -> None:
 
 def test_few_tokens_weights_leave_the_rest_of_the_l2_cache_alone(sm90: Compile) -> None:
     """Kernels whose weights a step reads once load them as the first to be evicted."""
-    calls = ("linear-flash-1", "linear-flash-8", "mhc-flash-2", "activations-flash-8")
+    calls = ["linear-flash-1", "linear-flash-8", "mhc-flash-2", "activations-flash-8"]
+    calls += ["drafts-flash-1", "drafts-flash-2"]
     reports = [found for call in calls for found in sm90("sm90_compile", call)]
     assert {report["kernel"] for report in reports if report["streamed_loads"]} == STREAMING
 

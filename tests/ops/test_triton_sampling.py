@@ -16,8 +16,8 @@ from torch import Tensor
 
 from finwhale.ops.sampling import Filters, SamplingBatch, cases, cpu, draw_triton, ref
 from finwhale.ops.sampling import sample_triton as kernels
-from finwhale.ops.sampling.cases import GREEDY, Row
-from finwhale.ops.sampling.noise import of_bits
+from finwhale.ops.sampling.cases import GREEDY, VOCAB_SIZE, Row
+from finwhale.ops.sampling.noise import HALF, of_bits
 
 from .kernels_support import Inputs
 
@@ -332,12 +332,49 @@ def test_candidates_of_shards_give_the_token_of_the_whole_row(shards: int) -> No
             for first in range(0, vocab_size, width):
                 part = logits[:, first : first + width]
                 parts.append(kernels.best_candidates(part, batch, first))
-                assert torch.equal(parts[-1], ref.best_candidates(part, batch, first))
+                best = parts[-1].amax(1, keepdim=True)
+                assert torch.equal(best, ref.best_candidates(part, batch, first))
+            assert len({part.shape for part in parts}) == 1
             together = torch.cat(parts, 1)
             found, wanted = kernels.merge_candidates(together), ref.sample(logits, batch)
             assert torch.equal(found.ids_S, ref.merge_candidates(together).ids_S)
             assert torch.equal(found.valid_S, wanted.valid_S)
             assert found.ids_S[found.valid_S].tolist() == wanted.ids_S[wanted.valid_S].tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_exchange_as_many_candidates(ranks: int) -> None:
+    """Whatever they draw; without an extra part for a first token within a pair of tiles."""
+    width = VOCAB_SIZE // ranks
+    for num_rows in (1, 2, 64, 65, 100, 200, 5000):
+        parts = kernels._parts_of_rank(num_rows, width)
+        for rank in range(ranks):
+            needed = width + rank * width % (2 * HALF)
+            assert parts.count * parts.steps * parts.block >= needed
+        assert parts.count == kernels._parts(num_rows, width).count
+        assert num_rows * parts.count <= kernels.PROGRAMS + num_rows
+
+
+def test_parts_without_a_token() -> None:
+    """A row's only part with tokens holds nothing but -inf, and still has the best candidate."""
+    logits = torch.full((2, 3000), -torch.inf)
+    logits[1] = torch.nan
+    draws = cases.batch([Row(), Row()], 3000 * 4)
+    for batch in (BATCH, draws):
+        found = kernels.best_candidates(logits, batch, 9000)
+        assert found.shape == (2, 4)
+        assert torch.equal(found.amax(1, keepdim=True), ref.best_candidates(logits, batch, 9000))
+    few = kernels.best_candidates(logits[:, :900], BATCH, 900)
+    assert few.shape == (2, 2) and (few[:, 1] < few[:, 0]).all()
+    merged = kernels.merge_candidates(torch.cat((few[:, 1:], few), 1))
+    assert merged.ids_S.tolist() == [900, 900] and merged.valid_S.tolist() == [False, False]
+
+
+def test_the_best_of_many_candidates() -> None:
+    """With several warps, and with parts that lie anywhere."""
+    candidates = torch.randint(-(2**62), 2**62, (3, 700), generator=Inputs().generator)
+    found, wanted = kernels.merge_candidates(candidates), ref.merge_candidates(candidates)
+    assert torch.equal(found.ids_S, wanted.ids_S) and torch.equal(found.valid_S, wanted.valid_S)
 
 
 def test_a_row_of_temperature_0_is_greedy() -> None:
@@ -379,3 +416,5 @@ def test_unsupported_arguments_are_refused() -> None:
         kernels.sample(torch.zeros(1, 8).bfloat16(), cases.batch([Row()], 8))
     with pytest.raises(ValueError, match="part of the vocabulary"):
         kernels.best_candidates(torch.zeros(1, 8), cases.batch([Row(top_k=2)], 8), 0)
+    with pytest.raises(ValueError, match="a multiple of its 8 tokens, got 12"):
+        kernels.best_candidates(torch.zeros(1, 8), BATCH, 12)

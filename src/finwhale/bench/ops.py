@@ -91,11 +91,13 @@ NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
 PREPARES = ("prepare_index_queries", "finish_experts")
 # tests/gpu/test_sampling.py compares their results, which are sort keys, exactly.
 CANDIDATES = ("best_candidates", "merge_candidates")
-# Only steps that verify drafts call them. tests/ops/test_triton_drafts.py compares their results.
+# Only steps that verify or make drafts call them. tests/ops/test_triton_drafts.py compares their
+# results.
 DRAFTS = (
     "continue_tokens",
     "accept_drafts",
     "make_blocks",
+    "markov_logits",
     "score_streams",
     "draft_confidences",
 )

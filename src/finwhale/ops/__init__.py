@@ -20,6 +20,7 @@ from finwhale.ops.drafts import (
     ContinueTokens,
     DraftConfidences,
     MakeBlocks,
+    MarkovLogits,
     ScoreStreams,
 )
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
@@ -131,6 +132,7 @@ class Ops:
     accept_drafts: AcceptDrafts
     make_blocks: MakeBlocks
     score_streams: ScoreStreams
+    markov_logits: MarkovLogits
     draft_confidences: DraftConfidences
 
     def experts(

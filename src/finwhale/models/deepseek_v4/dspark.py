@@ -192,8 +192,8 @@ class DsparkHead:
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
         self.params = mhc_params(config)
         self.num_streams = config.hc_mult
-        self.make_blocks, self.score_streams = ops.make_blocks, ops.score_streams
-        self.draft_confidences = ops.draft_confidences
+        self.make_blocks, self.markov_logits = ops.make_blocks, ops.markov_logits
+        self.score_streams, self.draft_confidences = ops.score_streams, ops.draft_confidences
         self.side_streams = side_streams
         self._shape = BlockShape(
             num_tokens=self.config.num_rows,
@@ -249,9 +249,10 @@ class DsparkHead:
         ids: list[Tensor] = []
         for k in range(num_drafts):
             newest = ids[-1] if ids else start.newest_ids
-            markov = self.weights.markov_w1.index_select(0, newest)
-            markov_logits = self.linear(markov, self.weights.markov_w2).float()
-            ids.append(choose(logits[:, k] + markov_logits, k))
+            corrected = self.markov_logits(
+                logits[:, k], newest, self.weights.markov_w1, self.weights.markov_w2
+            )
+            ids.append(choose(corrected, k))
         ids_BK, confidences = torch.stack(ids, 1), None
         if confidence is not None and scores is not None:
             self.side_streams.join(SCORE_STREAM)

@@ -126,8 +126,8 @@ class SampleFromParts:
     """Samples from logits of which each rank has some columns (a Sample).
 
     Every rank gets the tokens that `ops.sample` chooses from the whole rows. If no row needs its
-    whole logits, the ranks exchange only their best candidates, 8 bytes a row. Otherwise they join
-    the logits of all rows.
+    whole logits, the ranks exchange only their best candidates, 8 bytes for each part of their
+    vocabulary. Otherwise they join the logits of all rows.
 
     Args:
         first: the token id of this rank's first column.
@@ -139,8 +139,8 @@ class SampleFromParts:
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         if batch.needs_whole_rows:
             return self._ops.sample(self._links.join(logits_SV), batch)
-        candidates_S1 = self._ops.best_candidates(logits_SV, batch, self._first)
-        return self._ops.merge_candidates(self._links.join(candidates_S1))
+        candidates_SC = self._ops.best_candidates(logits_SV, batch, self._first)
+        return self._ops.merge_candidates(self._links.join(candidates_SC))
 
 
 @dataclass(frozen=True, slots=True)

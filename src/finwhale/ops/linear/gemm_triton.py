@@ -15,7 +15,7 @@ from finwhale.ops.linear.quantise_triton import clamped_swiglu, e4m3_scale, roun
 
 
 @triton.jit
-def _load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load whole rows of the weight, in tensors of BLOCK_K columns.
 
     The rows are read once, so they should not displace other data from the L2 cache.
@@ -35,7 +35,7 @@ def _load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _load_scales(scales, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the scales of a row of the weight's blocks, in chunks like `_load_rows`."""
+    """Load the scales of a row of the weight's blocks, in chunks like `load_rows`."""
     groups = tl.arange(0, BLOCK_K // 128)
     chunks = ()
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
@@ -45,7 +45,7 @@ def _load_scales(scales, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _load_token(
+def load_token(
     source,
     scales,
     K: tl.constexpr,
@@ -53,7 +53,7 @@ def _load_token(
     ROUND: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Load a token in chunks of BLOCK_K values, like `_load_rows`.
+    """Load a token in chunks of BLOCK_K values, like `load_rows`.
 
     ROUND: round it to E4M3. SCALED: multiply it by `scales`.
     """
@@ -74,7 +74,7 @@ def _load_token(
 
 
 @triton.jit
-def _dot_rows(weights, tokens, n: tl.constexpr, CHUNKS: tl.constexpr):
+def dot_rows(weights, tokens, n: tl.constexpr, CHUNKS: tl.constexpr):
     """The rows times the n-th token of CHUNKS chunks."""
     products = weights[0].to(tl.float32) * tokens[n * CHUNKS][None, :]
     for i in tl.static_range(1, CHUNKS):
@@ -116,9 +116,9 @@ def row_kernel(
     base = weight_ptr + tl.cast(g * HALVES, tl.int64) * M * K
     base_up = base + tl.cast(M, tl.int64) * K
     row = first + tl.arange(0, BLOCK_M)
-    next_gate = _load_rows(base, row, M, K, BLOCK_K)
+    next_gate = load_rows(base, row, M, K, BLOCK_K)
     if GATED:
-        next_up = _load_rows(base_up, row, M, K, BLOCK_K)
+        next_up = load_rows(base_up, row, M, K, BLOCK_K)
     # The scales come from memory, too: later, their loads would wait behind other programs' rows.
     scales, scales_up = (), ()
     if SCALED:
@@ -132,23 +132,23 @@ def row_kernel(
     source = x_ptr + g * stride_xg
     tokens = ()
     for n in tl.static_range(TOKENS):
-        tokens = tokens + _load_token(source + n * stride_xn, scales, K, BLOCK_K, ROUND, SCALED)
+        tokens = tokens + load_token(source + n * stride_xn, scales, K, BLOCK_K, ROUND, SCALED)
     tokens_up = tokens
     if GATED and SCALED:
-        tokens_up = _load_token(source, scales_up, K, BLOCK_K, ROUND, SCALED)
+        tokens_up = load_token(source, scales_up, K, BLOCK_K, ROUND, SCALED)
     for block in tl.static_range(BLOCKS):
         gate = next_gate
         row = first + block * BLOCK_M + tl.arange(0, BLOCK_M)
         if GATED:
             up = next_up
         if block + 1 < BLOCKS:
-            next_gate = _load_rows(base, row + BLOCK_M, M, K, BLOCK_K)
+            next_gate = load_rows(base, row + BLOCK_M, M, K, BLOCK_K)
             if GATED:
-                next_up = _load_rows(base_up, row + BLOCK_M, M, K, BLOCK_K)
+                next_up = load_rows(base_up, row + BLOCK_M, M, K, BLOCK_K)
         for n in tl.static_range(TOKENS):
-            total = _dot_rows(gate, tokens, n, CHUNKS)
+            total = dot_rows(gate, tokens, n, CHUNKS)
             if GATED:
-                total = clamped_swiglu(total, _dot_rows(up, tokens_up, n, CHUNKS), limit)
+                total = clamped_swiglu(total, dot_rows(up, tokens_up, n, CHUNKS), limit)
             line = (n * tl.num_programs(1) + g) * M
             tl.store(out_ptr + line + row, total.to(out_ptr.dtype.element_ty), mask=row < M)
 

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.launch import launch_options
 from finwhale.ops.sampling import Filters, SamplingBatch
 from finwhale.ops.sampling.noise import HALF
 
@@ -413,8 +414,12 @@ def _draw_kernel(
     BLOCK_C: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Find the candidate of a part of a row. The row's first logit belongs to token `first`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     r = row
     if R > 0:
@@ -553,14 +558,21 @@ def find_kept(
 
 
 def draw(
-    logits_SV: Tensor, parts: Parts, batch: SamplingBatch, kept: Kept | None = None, first: int = 0
+    logits_SV: Tensor,
+    parts: Parts,
+    batch: SamplingBatch,
+    kept: Kept | None = None,
+    first: int = 0,
+    *,
+    early_launch: bool = False,
 ) -> Tensor:
     """Find each part's candidate [S,P] (see `BestCandidates`); P is parts.count.
 
     Args:
         logits_SV: [S,V] float32, S above 0, of the tokens from `first` on; rows may be strided.
-        parts: of V + first % (2 * HALF) tokens, in blocks that are a multiple of 2 * HALF.
+        parts: of at least V + first % (2 * HALF) tokens, in blocks that are a multiple of 2 * HALF.
         kept: None: there are no filters.
+        early_launch: see `launch_options`.
     """
     f = batch.filters
     assert f is not None and batch.positions_R is not None
@@ -581,5 +593,6 @@ def draw(
         ROWS=ROWS,
         num_warps=4,
         enable_fp_fusion=False,  # the noise rounds each operation separately
+        **launch_options(early_launch),
     )
     return keys_SP

@@ -5,18 +5,24 @@ Penalties, bias and allowed tokens are one kernel each, on a copy of the logits.
 1. A program finds the candidate of one part of the vocabulary in one row, as one integer. In a
    greedy batch, `_best_kernel` finds the largest logit with its lowest id. Otherwise draw_triton.py
    finds the candidates; for filters, `_best_kernel` runs first and also finds the smallest logit.
-2. `_pick_kernel` takes the best candidate of each row.
+2. `_pick_kernel` takes the best candidate of each row: those of all parts, and of all ranks.
+
+With `early_launch`, these three kernels start before the previous kernel ends, and read nothing
+until it has ended.
 
 A greedy step reads the logits once. The floors at 4.39 TB/s, in microseconds for 1, 128 and 256
 rows of 129280 float32 logits, are 0.1, 15 and 30.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, find_kept, finite, order
@@ -25,6 +31,7 @@ from finwhale.ops.sampling.noise import HALF
 BLOCK_V = 1024
 BLOCK_N = 256
 PROGRAMS = 4096  # enough programs to hide the latency of memory
+PICKED_BY_A_WARP = 256  # candidates of a row that a warp compares
 # Do not specialise on integers that differ between batches or on small tensors' alignment.
 _changes_kernel = triton.jit(
     do_not_specialize=["N", "stride_w"],
@@ -35,11 +42,26 @@ _changes_kernel = triton.jit(
 )
 
 
-@triton.jit(do_not_specialize=["steps"])
+@triton.jit(do_not_specialize=["first", "steps"])
 def _best_kernel(
-    logits_ptr, best_ptr, low_ptr, V, stride_s, steps, BLOCK_V: tl.constexpr, LOW: tl.constexpr
+    logits_ptr,
+    best_ptr,
+    low_ptr,
+    V,
+    first,
+    stride_s,
+    steps,
+    BLOCK_V: tl.constexpr,
+    LOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Find the largest logit of a part of a row. LOW: also the smallest finite one."""
+    """Find the largest logit of a part of a row. LOW: also the smallest finite one.
+
+    The row's first logit belongs to token `first`.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     offsets = tl.arange(0, BLOCK_V)
@@ -57,14 +79,18 @@ def _best_kernel(
             low = tl.where(finite(place), tl.minimum(low, place), low)
     top = tl.max(best, axis=0)
     lowest = tl.min(tl.where(best == top, ids, 0x7FFFFFFF), axis=0)
-    key = (top.to(tl.int64) << 32) | (0x7FFFFFFF - lowest).to(tl.int64)
+    # A part without a token has the least key.
+    key = (top.to(tl.int64) << 32) | tl.maximum(0x7FFFFFFF - lowest - first, 0).to(tl.int64)
     tl.store(best_ptr + row * tl.num_programs(1) + part, key)
     if LOW:
         tl.store(low_ptr + row * tl.num_programs(1) + part, tl.min(low, axis=0))
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _pick_kernel(best_ptr, ids_ptr, valid_ptr, parts, BLOCK_P: tl.constexpr):
+def _pick_kernel(best_ptr, ids_ptr, valid_ptr, parts, BLOCK_P: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)
     keys = tl.load(best_ptr + row * parts + part, mask=part < parts, other=-0x8000000000000000)
@@ -125,7 +151,7 @@ def _restrict_kernel(logits_ptr, rows_ptr, words_ptr, V, stride_s, stride_w, BLO
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def greedy(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+def greedy(logits_SV: Tensor, *, early_launch: bool = False) -> tuple[Tensor, Tensor]:
     """Find the largest logit of each row; the lowest id wins ties.
 
     Args:
@@ -136,18 +162,23 @@ def greedy(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_rows = _check(logits_SV)
     if num_rows == 0:
-        return _pick(torch.empty((0, 1), dtype=torch.int64, device=logits_SV.device))
-    return _pick(_best(logits_SV, _parts(num_rows, logits_SV.shape[1]), low=False)[0])
+        return _pick(torch.empty((0, 1), dtype=torch.int64, device=logits_SV.device), early_launch)
+    parts = _parts(num_rows, logits_SV.shape[1])
+    return _pick(_best(logits_SV, parts, early_launch=early_launch)[0], early_launch)
 
 
-def _pick(candidates_SC: Tensor) -> tuple[Tensor, Tensor]:
+def _pick(candidates_SC: Tensor, early_launch: bool) -> tuple[Tensor, Tensor]:
     """The ids of each row's best candidates, and whether they are valid."""
     (num_rows, count), device = candidates_SC.shape, candidates_SC.device
     ids_S = torch.empty(num_rows, dtype=torch.int64, device=device)
     valid_S = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows:
+        block = triton.next_power_of_2(count)
         _pick_kernel[(num_rows,)](
-            candidates_SC, ids_S, valid_S, count, BLOCK_P=triton.next_power_of_2(count), num_warps=1
+            *(candidates_SC, ids_S, valid_S, count),
+            BLOCK_P=block,
+            num_warps=max(1, block // PICKED_BY_A_WARP),
+            **launch_options(early_launch),
         )
     return ids_S, valid_S
 
@@ -168,21 +199,42 @@ def _parts(num_rows: int, vocab_size: int) -> Parts:
     return Parts(count=triton.cdiv(blocks, steps), block=BLOCK_V, steps=steps)
 
 
+def _parts_of_rank(num_rows: int, num_tokens: int) -> Parts:
+    """The parts of a rank's tokens: as many on every rank, and of each kind of batch.
+
+    `draw` also counts the tokens before the first one that share a pair of tiles with it. A rank's
+    first token is a multiple of `num_tokens`, so this is the largest number that any rank has.
+    """
+    before = 2 * HALF - math.gcd(num_tokens, 2 * HALF)
+    return _parts(num_rows, num_tokens + before)
+
+
 def launch_rows(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    return last_of_classes(lambda rows: _parts(rows, model.vocab_size), most)
+    num_tokens = model.vocab_size // model.num_ranks
+    found = last_of_classes(lambda rows: _parts(rows, model.vocab_size), most)
+    return found | last_of_classes(lambda rows: _parts_of_rank(rows, num_tokens), most)
 
 
-def _best(logits_SV: Tensor, parts: Parts, *, low: bool) -> tuple[Tensor, Tensor]:
+def _best(
+    logits_SV: Tensor,
+    parts: Parts,
+    *,
+    first: int = 0,
+    low: bool = False,
+    early_launch: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Each part's candidate in a greedy batch [S,P]; low: also its smallest finite logit."""
     shape, device = (logits_SV.shape[0], parts.count), logits_SV.device
     best_SP = torch.empty(shape, dtype=torch.int64, device=device)
     low_SP = torch.empty(shape, dtype=torch.int32, device=device) if low else best_SP
     _best_kernel[shape](
-        *(logits_SV, best_SP, low_SP, logits_SV.shape[1], logits_SV.stride(0), parts.steps),
+        *(logits_SV, best_SP, low_SP),
+        *(logits_SV.shape[1], first, logits_SV.stride(0), parts.steps),
         BLOCK_V=BLOCK_V,
         LOW=low,
         num_warps=4,
+        **launch_options(early_launch),
     )
     return best_SP, low_SP
 
@@ -228,43 +280,47 @@ def _change(logits_SV: Tensor, batch: SamplingBatch) -> Tensor:
     return x_SV
 
 
-def _drawn(x_SV: Tensor, batch: SamplingBatch) -> Tensor:
+def _drawn(x_SV: Tensor, batch: SamplingBatch, early_launch: bool) -> Tensor:
     """The candidates [S,P] of a batch in which rows draw."""
     filters, kept = batch.filters, None
     parts = _parts(*x_SV.shape)
     if filters is not None and filters.active:
-        kept = find_kept(x_SV, *_best(x_SV, parts, low=True), parts, filters)
-    return draw(x_SV, parts, batch, kept)
+        best = _best(x_SV, parts, low=True, early_launch=early_launch)
+        kept = find_kept(x_SV, *best, parts, filters)
+    return draw(x_SV, parts, batch, kept, early_launch=early_launch)
 
 
-def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
+def sample(logits_SV: Tensor, batch: SamplingBatch, *, early_launch: bool = False) -> SampledTokens:
     if not batch.plain:
         if logits_SV.dtype != torch.float32:
             raise ValueError(f"sampling takes float32 logits, got {logits_SV.dtype}")
         _check(logits_SV)
     x_SV = _change(logits_SV, batch)
     if batch.filters is not None and len(batch.filters.temperature_R):
-        ids_S, valid_S = _pick(_drawn(x_SV, batch))
+        ids_S, valid_S = _pick(_drawn(x_SV, batch, early_launch), early_launch)
     else:
-        ids_S, valid_S = greedy(x_SV)
+        ids_S, valid_S = greedy(x_SV, early_launch=early_launch)
     logprobs = ref.measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
     return SampledTokens(ids_S=ids_S, valid_S=valid_S, logprobs=logprobs)
 
 
-def best_candidates(logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
+def best_candidates(
+    logits_SV: Tensor, batch: SamplingBatch, first: int, *, early_launch: bool = False
+) -> Tensor:
     if batch.needs_whole_rows:
         raise ValueError("candidates of a part of the vocabulary need a batch without filters")
     num_rows, count = logits_SV.shape
     _check(logits_SV)
+    if first % count:
+        raise ValueError(f"a rank's first token is a multiple of its {count} tokens, got {first}")
     if num_rows == 0:
         return torch.empty((0, 1), dtype=torch.int64, device=logits_SV.device)
+    parts = _parts_of_rank(num_rows, count)
     if batch.filters is None:
-        best_SP, _ = _best(logits_SV, _parts(num_rows, count), low=False)
-        return best_SP.amax(dim=1, keepdim=True) - first
-    parts = _parts(num_rows, count + first % (2 * HALF))
-    return draw(logits_SV, parts, batch, first=first).amax(dim=1, keepdim=True)
+        return _best(logits_SV, parts, first=first, early_launch=early_launch)[0]
+    return draw(logits_SV, parts, batch, first=first, early_launch=early_launch)
 
 
-def merge_candidates(candidates_SC: Tensor) -> SampledTokens:
-    ids_S, valid_S = _pick(candidates_SC.contiguous())
+def merge_candidates(candidates_SC: Tensor, *, early_launch: bool = False) -> SampledTokens:
+    ids_S, valid_S = _pick(candidates_SC.contiguous(), early_launch)
     return SampledTokens(ids_S=ids_S, valid_S=valid_S)

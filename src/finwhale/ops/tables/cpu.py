@@ -5,6 +5,7 @@ import torch
 from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.cpu import compress
+from finwhale.ops.drafts.cpu import markov_logits
 from finwhale.ops.drafts.ref import (
     accept_drafts,
     continue_tokens,
@@ -72,5 +73,6 @@ OPS = Ops(
     accept_drafts=accept_drafts,
     make_blocks=make_blocks,
     score_streams=score_streams,
+    markov_logits=markov_logits,
     draft_confidences=draft_confidences,
 )

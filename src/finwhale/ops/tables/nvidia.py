@@ -14,6 +14,7 @@ from finwhale.ops.drafts.drafts_triton import (
     make_blocks,
     score_streams,
 )
+from finwhale.ops.drafts.markov_triton import markov_logits
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import Options, grouped_linear, linear, swiglu_mlp
@@ -65,5 +66,6 @@ def table(platform: Platform) -> Ops:
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
         score_streams=score_streams,
+        markov_logits=bind(markov_logits, options=options),
         draft_confidences=draft_confidences,
     )

@@ -18,6 +18,7 @@ from finwhale.ops.drafts.drafts_triton import (
     make_blocks,
     score_streams,
 )
+from finwhale.ops.drafts.markov_triton import markov_logits
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
@@ -106,12 +107,13 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         experts_compute=bind(compute, num_multiprocessors=num_multiprocessors),
         experts_combine=bind(combine, early_launch=True),
         swiglu_mlp=bind(linears.swiglu_mlp, options=linear_options),
-        sample=sample,
-        best_candidates=best_candidates,
-        merge_candidates=merge_candidates,
+        sample=bind(sample, early_launch=True),
+        best_candidates=bind(best_candidates, early_launch=True),
+        merge_candidates=bind(merge_candidates, early_launch=True),
         continue_tokens=continue_tokens,
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
         score_streams=score_streams,
+        markov_logits=bind(markov_logits, options=linear_options),
         draft_confidences=draft_confidences,
     )

@@ -10,6 +10,7 @@ from finwhale.ops.drafts.ref import (
     continue_tokens,
     draft_confidences,
     make_blocks,
+    markov_logits,
     score_streams,
 )
 from finwhale.ops.indexer.ref import prepare_index_queries, select_entries
@@ -70,5 +71,6 @@ OPS = Ops(
     accept_drafts=accept_drafts,
     make_blocks=make_blocks,
     score_streams=score_streams,
+    markov_logits=markov_logits,
     draft_confidences=draft_confidences,
 )
