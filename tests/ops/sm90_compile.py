@@ -341,6 +341,14 @@ def call_e4m3(
     linear.swiglu_mlp(meta(N, D), shared, 10.0, options=options)
 
 
+def call_few(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
+    """The linear layers of one model that FewTokens computes, for N tokens."""
+    call_e4m3(D, A, Q, I, N, FEW)
+    for rows in (2624, 1024):
+        w = LinearWeight(meta(rows, D), out_dtype=torch.float32)
+        linear.linear(meta(N, D), w, options=FEW)
+
+
 def call_linear(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
     """The linear layers of one model, for N tokens."""
     call_e4m3(D, A, Q, I, N)
@@ -478,7 +486,7 @@ def calls() -> dict[str, Callable[[], None]]:
     for N in (1, 8):  # of one of eight ranks
         found[f"linear-flash-rank-{N}"] = partial(call_linear, 4096, 8, 1024, 256, N)
     for N in (8, 16):  # of one of two ranks
-        found[f"linear-flash-few-{N}"] = partial(call_e4m3, 4096, 32, 1024, 1024, N, FEW)
+        found[f"linear-flash-few-{N}"] = partial(call_few, 4096, 32, 1024, 1024, N)
     # Of one of eight ranks, some parts have a single step.
     found["linear-flash-few-rank-8"] = partial(call_e4m3, 4096, 8, 1024, 256, 8, FEW)
     for sizes in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):  # width, heads, topk

@@ -328,6 +328,7 @@ def few_tokens(
     out: Tensor,
     steps: int,
     columns: int,
+    early_steps: int,
     early_launch: bool,
 ) -> None:
     """A stand-in for few_tokens_hopper.py: the contract of `FewTokens` with torch."""
@@ -348,7 +349,7 @@ def few_tokens(
 
 def few_options(called: list[tuple[int, ...]], **options: Any) -> kernels.Options:
     def launch(*args: Any) -> None:
-        called.append((*args[1].shape, *args[4:6]))
+        called.append((*args[1].shape, *args[4:7]))
         few_tokens(*args)
 
     return kernels.Options(num_multiprocessors=8, few_tokens=launch, **options)
@@ -376,7 +377,7 @@ def test_few_tokens_of_parts_and_of_whole_weights(num_tokens: int, columns: int)
         (1, 192, 1152),
         (2, 128, 512),
     ]
-    assert {one[4] for one in called} == {columns}
+    assert {one[4:] for one in called} == {(columns, kernels.EARLY_STEPS)}
     assert 1 in steps or 2 in steps, "some weight is in parts"
     assert 4 in steps, "some weight is whole"
 
@@ -390,6 +391,7 @@ def test_few_tokens_of_the_shared_expert() -> None:
     found = kernels.swiglu_mlp.func(x, w, 2.0, options=few_options(called))  # type: ignore[attr-defined]
     assert_close(found, kernels.swiglu_mlp(x, w, 2.0))
     assert [one[:3] for one in called] == [(1, 256, 256), (1, 192, 128)]
+    assert [one[5] for one in called] == [0, 0], "no weight is requested early"
 
 
 def test_problems_that_the_kernel_of_few_tokens_does_not_take() -> None:
@@ -408,3 +410,46 @@ def test_problems_that_the_kernel_of_few_tokens_does_not_take() -> None:
     narrow, _ = e4m3_weight(inputs, 200, 256)
     linear(x[:6, :256], narrow, options=options)
     assert not called
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "num_tokens", "split"),
+    [
+        (2624, 4096, 3, 8),  # the compressors of Flash: C4 and C128
+        (1024, 4096, 8, 8),
+        (1024, 7168, 8, 14),  # and of Pro
+        (2624, 7168, 8, None),  # more programs than fit at once
+        (1024, 4096, 9, None),
+        (64640, 4096, 6, None),  # the LM head of one of two ranks
+        (1000, 4096, 6, None),
+        (1024, 512, 6, None),  # one part
+        (1024, 4224, 6, None),
+    ],
+)
+def test_small_plain_weights_of_few_tokens(
+    rows: int,
+    width: int,
+    num_tokens: int,
+    split: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which unscaled weights FewTokens computes, and in how many parts."""
+    launched: list[dict[str, Any]] = []
+
+    def few_tokens(x: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, *how: Any) -> None:
+        launched.append({"scale": scale, "parts": out.shape, "how": how})
+
+    options = kernels.Options(few_tokens=few_tokens, early_launch=False)
+    x = torch.empty(num_tokens, 1, width, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(1, rows, width, dtype=torch.bfloat16, device="meta")
+    p = kernels.Problem(x, weight, None, False, torch.float32, options=options)
+    plan = kernels.few_plan(p)
+    if split is None:
+        assert plan is None
+        return
+    assert plan is not None and plan.split == split
+    assert plan.steps(p) == kernels.PLAIN_STEPS
+    monkeypatch.setattr(kernels, "_sum", lambda *_: None)
+    kernels.run(p)
+    shape = (split, 1, rows, 8)
+    assert launched == [{"scale": None, "parts": shape, "how": (4, 8, kernels.EARLY_STEPS, False)}]

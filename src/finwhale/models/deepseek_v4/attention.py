@@ -31,6 +31,10 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
 
 COMPRESS_STREAM = 0
+# With these numbers of tokens, the projection of a C4 layer's compressor runs before that of
+# queries and kv: its kernel then requests its weight while the kernels before attention run.
+# Otherwise it runs on the side stream, as a C128 layer's does, whose weight is smaller.
+COMPRESSOR_FIRST_TOKENS = range(3, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +180,11 @@ class Attention:
             projected = self.gather_and_store(x, inputs, rotary, cache)
             q_RX = self.own_queries(x)
         else:
-            if compressor is not None:
+            if isinstance(compressor, C4Entries) and len(x) in COMPRESSOR_FIRST_TOKENS:
+                projected = compressor.project(x)
+                write = partial(compressor.write, projected, inputs, rotary, cache)
+                streams.start(COMPRESS_STREAM, write)
+            elif compressor is not None:
                 projected = streams.start(
                     COMPRESS_STREAM, lambda: store(compressor, x, inputs, rotary, cache)
                 )

@@ -8,15 +8,17 @@
    SPLIT_TOKENS, K is split into parts, which `sum_kernel` adds in order. With more tokens, torch
    multiplies unscaled weights.
 3. `FewTokens`, where a table has one, replaces `tile_kernel` for up to ROUNDED_TOKENS tokens and
-   E4M3 weights whose parts have at most FEW_STEPS steps. Its bits are the same.
+   E4M3 weights whose parts have at most FEW_STEPS steps. Its bits are the same. For up to
+   PLAIN_TOKENS tokens, it also computes unscaled weights that are small enough. It splits K into
+   shorter parts then, so its last bits may differ from those of `tile_kernel`.
 
 A token's bits do not depend on the other tokens, nor on the number of tokens within a class: one
-token, or two with an unscaled weight; up to SPLIT_TOKENS; more. The split and the order of sums
-over K follow from K and M.
+token, or two with an unscaled weight; with a small unscaled weight, up to PLAIN_TOKENS; up to
+SPLIT_TOKENS; more. The split and the order of sums over K follow from K and M.
 
 With `early_launch`, a kernel starts before the previous kernel ends. All but `tile_kernel` already
-load their weight and scales, so the previous kernel must not write them. They read everything else
-after that kernel ends.
+load some of their weight and scales, so the previous kernel must not write them. They read
+everything else after that kernel ends.
 With `invariant`, a token's bits do not depend on the number of tokens at all: one token is computed
 as two, and any number of tokens uses the tiles for 2 to SPLIT_TOKENS.
 
@@ -67,6 +69,12 @@ SHORT_STEPS = 12
 # `FewTokens`: a part has at most FEW_STEPS steps, and a program computes FEW_ROWS rows.
 FEW_STEPS = 8
 FEW_ROWS = 64
+EARLY_STEPS = 6
+# `FewTokens` with a bfloat16 weight, up to PLAIN_TOKENS tokens: a part has PLAIN_STEPS steps, and
+# three programs fit a multiprocessor. All of them must run at once.
+PLAIN_TOKENS = 8
+PLAIN_STEPS = 4
+PLAIN_PROGRAMS = 3
 MANY_ROWS = 16384  # with this many rows of a plain weight, 64 tokens use tiles of 128 rows
 SUM_ROWS = 32
 
@@ -76,22 +84,25 @@ class FewTokens(Protocol):
 
     Args:
         x: [N, G, K] bfloat16, with strided tokens and groups.
-        weight, scale: [G, M, K] E4M3, and a float32 for each block of 128x128.
+        weight, scale: [G, M, K] E4M3, and a float32 for each block of 128x128; or bfloat16 and
+            None: then `out` is in parts, and they divide K evenly.
         out: float32 parts [split, G, M, columns], or [N, G, M].
         steps: 128 values of K each, of a part of K; all steps if `out` is not in parts.
         columns: number of tokens that the kernel computes: a multiple of 8, at least N. Those past
             N have no meaning.
-        early_launch: see `launch_options`; the kernel then requests the weight before it waits.
+        early_steps: see `Options`.
+        early_launch: see `launch_options`.
     """
 
     def __call__(
         self,
         x_NGK: Tensor,
         weight_GMK: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         out: Tensor,
         steps: int,
         columns: int,
+        early_steps: int,
         early_launch: bool,
     ) -> None: ...
 
@@ -105,12 +116,15 @@ class Options:
         early_launch: launch kernels early (`launch_options`).
         num_multiprocessors: number in the GPU; work is split over this many programs.
         few_tokens: computes what `tile_kernel` computes, for few tokens; None: `tile_kernel` does.
+        early_steps: number of steps of a part whose E4M3 weights `FewTokens` requests before it
+            waits. If it requested all, the loads of the kernels before it would take longer.
     """
 
     invariant: bool = False
     early_launch: bool = False
     num_multiprocessors: int = NUM_MULTIPROCESSORS
     few_tokens: FewTokens | None = None
+    early_steps: int = EARLY_STEPS
 
 
 DEFAULT = Options()
@@ -220,6 +234,26 @@ def tile_tokens(num_tokens: int) -> int:
     return tokens
 
 
+def few_plan(p: Problem) -> TilePlan | None:
+    """The plan with which `FewTokens` computes this problem; None: it does not."""
+    options, num_tokens = p.options, p.x.shape[0]
+    if options.few_tokens is None or options.invariant or p.x.dtype != torch.bfloat16:
+        return None
+    groups, rows, width = p.weight.shape
+    if num_tokens > ROUNDED_TOKENS or rows % FEW_ROWS:
+        return None
+    plan = TilePlan.of(p)
+    if p.scale is not None:
+        return plan if p.round_input and plan.steps(p) <= FEW_STEPS else None
+    split, rest = divmod(width, PLAIN_STEPS * ACTIVATION_GROUP)
+    programs = groups * rows // FEW_ROWS * split
+    plain = p.weight.dtype == torch.bfloat16 and not p.round_input and p.limit is None
+    if not plain or num_tokens > PLAIN_TOKENS or rest or split < 2:
+        return None
+    fits = programs <= PLAIN_PROGRAMS * options.num_multiprocessors
+    return replace(plan, split=split) if fits else None
+
+
 def few_columns(num_tokens: int) -> int:
     """Number of tokens that `FewTokens` computes."""
     return 8 if num_tokens <= 8 else ROUNDED_TOKENS
@@ -227,7 +261,7 @@ def few_columns(num_tokens: int) -> int:
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    rows = {1, ROW_TOKENS, ROUNDED_TOKENS, SPLIT_TOKENS}
+    rows = {1, ROW_TOKENS, PLAIN_TOKENS, ROUNDED_TOKENS, SPLIT_TOKENS}
     rows |= last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
     rows |= last_of_classes(few_columns, ROUNDED_TOKENS)
     each = {per_token for per_token, _, _ in model.linears}
@@ -308,22 +342,21 @@ def _empty_parts(p: Problem, plan: TilePlan, columns: int) -> Tensor | None:
     return torch.empty(shape, dtype=torch.float32, device=p.x.device)
 
 
-def _takes_few_tokens(p: Problem, plan: TilePlan) -> bool:
-    """Whether `FewTokens` computes this problem."""
-    options = p.options
-    if options.few_tokens is None or options.invariant or p.scale is None or not p.round_input:
-        return False
-    fits = p.weight.shape[1] % FEW_ROWS == 0 and p.x.dtype == torch.bfloat16
-    return fits and p.x.shape[0] <= ROUNDED_TOKENS and plan.steps(p) <= FEW_STEPS
-
-
 def _run_few_tokens(p: Problem, plan: TilePlan) -> Tensor:
-    assert p.options.few_tokens is not None and p.scale is not None
+    options = p.options
+    assert options.few_tokens is not None
     out, columns = p.empty(), few_columns(p.x.shape[0])
     parts = _empty_parts(p, plan, columns)
     target = out if parts is None else parts
-    p.options.few_tokens(
-        p.x, p.weight, p.scale, target, plan.steps(p), columns, p.options.early_launch
+    options.few_tokens(
+        p.x,
+        p.weight,
+        p.scale,
+        target,
+        plan.steps(p),
+        columns,
+        options.early_steps,
+        options.early_launch,
     )
     if parts is not None:
         _sum(p, parts, out, plan)
@@ -393,13 +426,12 @@ def run(p: Problem) -> Tensor:
         return _run_rows(p, RowPlan.of(p))
     if p.scale is None and num_tokens > SPLIT_TOKENS and p.limit is None:
         return _run_many(p)
-    return _round_and_run_tiles(p, TilePlan.of(p))
+    few = few_plan(p)
+    return _round_and_run_tiles(p, TilePlan.of(p)) if few is None else _run_few_tokens(p, few)
 
 
 def _round_and_run_tiles(p: Problem, plan: TilePlan) -> Tensor:
     """Run the tiles' kernel, after a kernel that rounds the tokens if `_rounded_before`."""
-    if _takes_few_tokens(p, plan):
-        return _run_few_tokens(p, plan)
     if p.scale is None or not _rounded_before(p):
         return _run_tiles(p, plan)
     x, x_scale = quantise(p.x, early_launch=p.options.early_launch)
@@ -476,7 +508,10 @@ def swiglu_mlp(
 ) -> Tensor:
     """x [N, D], w13 [2I, D], w2 [D, I], with scale13 and scale2 if E4M3; returns [N, D].
 
-    The hidden values are rounded to x's dtype, and then to E4M3 like any input.
+    The hidden values are rounded to x's dtype, and then to E4M3 like any input. Up to
+    ROUNDED_TOKENS tokens, no weight is requested early: these layers have time, because they run
+    beside the router and the experts.
     """
+    options = replace(options, early_steps=0)
     hidden = run(gated_problem(x_ND, w, limit, options)).squeeze(1)
     return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2), options=options)
