@@ -149,7 +149,8 @@ class RunTwice:
         found = [logits.clone(), step.streams[:count].clone()]
         found += [step.inputs.token_ids.clone(), step.inputs.tokens.positions.clone()]
         self.restore(before)
-        again, streams = self.verifications._verify(step.inputs, Inline())
+        assert plan.draft is not None
+        again, streams = self.verifications._verify(step.inputs, Inline(), plan.draft.head)
         others = [again[:count], streams[:count]]
         others += [step.inputs.token_ids, step.inputs.tokens.positions]
         for one, other in zip(found, others, strict=True):

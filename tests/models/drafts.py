@@ -50,13 +50,13 @@ class RandomDrafts:
     """Any kind of step, and any numbers of drafts that fit into it.
 
     Args:
-        head: run the draft head in every step.
-        block: the head's pass makes all drafts at once. It runs in every step.
+        head: fill the draft head's window in every step.
+        block: the head's pass makes all drafts at once.
     """
 
     def __init__(self, most: int, seed: int, *, head: bool = False, block: bool = False) -> None:
         self.kind = FILL
-        self.kinds = [*step_kinds(most, block=block), *[PLAIN] * (not head and not block)]
+        self.kinds = [*step_kinds(most, block=block), *[PLAIN] * (not head)]
         self.draw = random.Random(seed)
         self.seen: set[tuple[int, ...]] = set()
 

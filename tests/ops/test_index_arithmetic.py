@@ -23,6 +23,8 @@ FEW = [
         "linear-pro-8",
         "linear-pro-64",
         "linear-flash-few-8",
+        "drafts-flash-2",
+        "drafts-flash-16",
         "indexer-1024-8-1048576",
     )
 ] + [("sm90_experts", call) for call in FEW_EXPERTS]

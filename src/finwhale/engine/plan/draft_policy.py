@@ -31,8 +31,8 @@ MARGIN = 0.01
 # Probes may cost this fraction of all time. Probes of kinds without a measured time may cost
 # GRANT_SECONDS more in total.
 PROBE_SHARE, GRANT_SECONDS = 0.01, 1.0
-# When drafting stops paying, the draft head still computes HEAD_STEPS steps. After a pause it must
-# compute HEAD_STEPS steps before it drafts, because its window is 128 tokens.
+# When drafting stops paying, HEAD_STEPS steps still fill the draft head's window. After a pause,
+# HEAD_STEPS steps must fill it before the head drafts, because the window is 128 tokens.
 HEAD_STEPS = 128
 
 
@@ -43,7 +43,7 @@ class StepKind(NamedTuple):
         width: the step's tokens for each sequence, on average and rounded up: the known token and
             the drafts that it verifies.
         drafts: number of drafts that each sequence gets after the step.
-        head: the draft head computes the step's tokens, so that it can draft later.
+        head: the step fills the draft head's window, so that the head can draft later.
     """
 
     width: int
@@ -161,8 +161,6 @@ class DraftPolicy:
     def __init__(self, max_drafts: int, *, block: bool = False, sizes: Items[int] = ()) -> None:
         self.estimates = DraftEstimates(max_drafts)
         self.kinds = step_kinds(max_drafts, block=block)
-        # A block head writes its window during the model's forward.
-        self._can_skip_head = not block
         self._sizes = tuple(sizes)
         self._measured: dict[int, _SizeMeasurements] = {}
         self._probe: _Probe | None = None
@@ -252,7 +250,7 @@ class DraftPolicy:
         if wanted.drafts and self._filled < HEAD_STEPS:
             self._filled += 1
             return FILL
-        if wanted.drafts or not self._can_skip_head:
+        if wanted.drafts:
             return wanted
         if self._plain > HEAD_STEPS:
             self._filled = 0
@@ -306,7 +304,7 @@ class DraftPolicy:
             if min(self._tokens(batch, kind), batch * (1 + kind.drafts)) <= rate * fastest:
                 continue
             lost = (SAMPLES + 1) * max(0.0, time - tokens[kind] / rate)
-            if self._can_skip_head and self._filled < HEAD_STEPS:
+            if self._filled < HEAD_STEPS:
                 fill, plain = size.time(FILL), size.time(PLAIN)
                 if fill is not None and plain is not None:
                     lost += HEAD_STEPS * max(0.0, fill - plain)

@@ -128,7 +128,7 @@ class DraftPlan(NamedTuple):
         links: None: the plan has all tokens. Otherwise the result of the previous step is not known
             yet, and the entry is the chunk's row in that step. The chunk begins as many tokens
             later as that row has accepted drafts, and its token and drafts are on the device.
-        head: the draft head computes the step's tokens. False: no chunk gets drafts.
+        head: the step fills the draft head's window. False: no chunk gets drafts.
     """
 
     drafts: tuple[tuple[int, ...], ...]

@@ -53,7 +53,7 @@ def verification_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The graphs of a batch size and a width, with the tensors that they read and write.
+    """The graphs of a kind of step, with the tensors that they read and write.
 
     Attributes:
         inputs: inputs of the model's forward.
@@ -154,7 +154,8 @@ class VerificationSteps:
         self._positions, self._chosen = integers(tokens), integers(tokens)
         self._noise = StaticDraftNoise(rows, longest - 1, device)
         self._ordinal = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._captured: dict[tuple[int, int], _Step] = {}
+        # By batch size, width, and whether the draft head may read the step's tokens later.
+        self._captured: dict[tuple[int, int, bool], _Step] = {}
         self._step: _Step | None = None
         self._lengths: tuple[int, ...] = ()
         if memory is not None:
@@ -212,14 +213,15 @@ class VerificationSteps:
         self._static.fill(plan, decode=False)
         self._send_layout(plan.lengths, plan.draft, size, num_tokens)
         self._noise.fill(plan.slots, settings)
+        for_drafts = plan.draft.head or not self._model.writes_draft_context
         if self._memory is None:
             self._step = None  # free its logits
             further = 0 if plan.draft.links is None else self._longest - 1
             max_len = min(self._max_len, further + max(plan.ends))
             inputs = self._inputs(size, num_tokens, max_len)
-            self._step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
+            self._step = _Step(inputs, None, {}, *self._verify(inputs, Inline(), for_drafts))
         else:
-            self._step = self._captured[size, width]
+            self._step = self._captured[size, width, for_drafts]
             assert self._step.verifying is not None
             self._step.verifying.replay()
         return self._step.logits[: sum(plan.lengths)]
@@ -296,10 +298,12 @@ class VerificationSteps:
             tables={name: _first_rows(table, size) for name, table in given.tables.items()},
         )
 
-    def _verify(self, inputs: StepInputs, segments: Segments) -> tuple[Tensor, Tensor]:
+    def _verify(
+        self, inputs: StepInputs, segments: Segments, for_drafts: bool
+    ) -> tuple[Tensor, Tensor]:
         """Run the model's forward after the last step; returns logits and residual streams."""
         self._take_over(inputs)
-        return self._model.forward_with_logits(inputs, self._cache, segments)
+        return self._model.forward_with_logits(inputs, self._cache, segments, for_drafts)
 
     def _take_over(self, inputs: StepInputs) -> None:
         """Take ids and positions from the host, or from the last step where a row is linked."""
@@ -360,8 +364,12 @@ class VerificationSteps:
         for size, width in self.description.captured():
             inputs = self._inputs(size, size * width, self._max_len)
             torch.cuda.synchronize(self._device)
+            # A step that verifies no draft may be one of a pause, in which the head reads nothing.
+            pauses = width == 1 and self._model.writes_draft_context
             with torch.cuda.stream(memory.stream):
-                self._captured[size, width] = self._capture(inputs, width, memory)
+                for for_drafts in (True, False) if pauses else (True,):
+                    step = self._capture(inputs, width, memory, for_drafts)
+                    self._captured[size, width, for_drafts] = step
         torch.cuda.synchronize(self._device)
         # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
         torch.cuda.empty_cache()
@@ -370,10 +378,14 @@ class VerificationSteps:
         self._advanced.zero_()
 
     @torch.inference_mode()
-    def _capture(self, inputs: StepInputs, width: int, memory: GraphMemory) -> _Step:
+    def _capture(
+        self, inputs: StepInputs, width: int, memory: GraphMemory, for_drafts: bool
+    ) -> _Step:
         numbers = [drafts for other, drafts in self.description.kinds if other == width]
+        if not for_drafts:
+            numbers = []
         for _ in range(WARM_UP_STEPS):
-            step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
+            step = _Step(inputs, None, {}, *self._verify(inputs, Inline(), for_drafts))
             for drafts in numbers:
                 self._draft(step, drafts, Inline())
         del step
@@ -382,7 +394,8 @@ class VerificationSteps:
             # A capture cannot use memory that torch cached during the warm-up.
             torch.cuda.empty_cache()
         verifying = Recorder(False, memory.pool)
-        logits, streams = verifying.record(self._verify, inputs)
+        verify = partial(self._verify, for_drafts=for_drafts)
+        logits, streams = verifying.record(verify, inputs)
         step = _Step(inputs, None, {}, logits, streams)
         graphs = {}
         for drafts in numbers:

@@ -386,10 +386,9 @@ class _Start:
         packed = self.capabilities.packed_cache
         arena = self.arenas.get("cache")
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed, arena)
-        if self.config.draft_tokens == "auto" and not self.model_config.draft_block_tokens:
-            # "auto" skips the MTP layer where drafting does not pay. A later draft may then read
-            # rows that were never written, so these must be finite. (The model's own forward writes
-            # the window of a head that drafts in blocks.)
+        if self.config.draft_tokens == "auto":
+            # "auto" skips the draft head where drafting does not pay. A later draft may then read
+            # rows that were never written, so these must be finite.
             cache.pages["window"].zero_()
         return ModelRunner(
             platform=self.platform,
