@@ -43,8 +43,8 @@ from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import RequestOutput, SamplingParams
 
 WARM_UP = 8
-# Steps in which "auto" measures step times and acceptance, before the benchmark measures. The MTP
-# layer stops after 128 steps in which drafting does not pay.
+# Steps in which "auto" measures step times and acceptance, before the benchmark measures. The head
+# pauses after 128 steps in which drafting does not pay.
 ADAPT_STEPS = 320
 # The least speed of "auto", as a multiple of the speed of plain decoding.
 LEAST_SPEED = 0.98

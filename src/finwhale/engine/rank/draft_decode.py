@@ -24,7 +24,7 @@ from torch import Tensor
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.rank.draft_noise import StaticDraftNoise
-from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
+from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder, without_holding
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs
@@ -396,6 +396,9 @@ class VerificationSteps:
         verifying = Recorder(False, memory.pool)
         verify = partial(self._verify, for_drafts=for_drafts)
         logits, streams = verifying.record(verify, inputs)
+        if not for_drafts:
+            # No draft graph reads the results, so the next graph may use their memory.
+            logits, streams = without_holding(logits), without_holding(streams)
         step = _Step(inputs, None, {}, logits, streams)
         graphs = {}
         for drafts in numbers:

@@ -107,7 +107,7 @@ class Recorder:
             fn(*args, **kwargs)
             return
         self._close()
-        held = (_without_holding(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        held = (without_holding(arg) if isinstance(arg, Tensor) else arg for arg in args)
         self.parts.append((fn, tuple(held), kwargs))
         self._open()
 
@@ -135,7 +135,7 @@ class _Memory:
         }
 
 
-def _without_holding(tensor: Tensor) -> Tensor:
+def without_holding(tensor: Tensor) -> Tensor:
     """A view of the tensor that does not own its memory.
 
     The pool can reuse the memory as soon as the forward frees the tensor: for the next layer's
@@ -220,7 +220,7 @@ class Graphs:
                     torch.cuda.empty_cache()
                 recorder = Recorder(not decode, memory.pool)
                 out = recorder.record(whole, inputs)
-            self._captured[size] = _Captured(inputs, recorder.parts, _without_holding(out))
+            self._captured[size] = _Captured(inputs, recorder.parts, without_holding(out))
             del out
         torch.cuda.synchronize(device)
         # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
