@@ -5,8 +5,8 @@ program has room for all of its weights, and requests most of them while it wait
 rounds the tokens, multiplies, and stores the result or its part of the sums. The parts of K, the
 order of all sums, and therefore the bits are those of `tile_kernel`.
 
-Two programs share a multiprocessor, with 64 KiB of weights each. So the GPU requests 17 MB at once,
-which is what a rank of two holds of wq_b, of wo_a or of wo_b.
+Two programs share a multiprocessor, with 64 KiB of weights each. So the GPU has room for 17 MB at
+once, which is what a rank of two holds of wq_b, of wo_a or of wo_b.
 
 Legend: N tokens, K input width, M output width, G groups; a step is 128 values of K.
 """
