@@ -87,7 +87,7 @@ def microseconds(graph: Any) -> float:
 
 
 def timelines(graph: Any) -> Iterator[list[Kernel]]:
-    """The kernels of each replay, by start."""
+    """Yield the kernels of each replay, in the order in which they started."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED):
             graph.replay()
@@ -108,7 +108,10 @@ def timelines(graph: Any) -> Iterator[list[Kernel]]:
 
 
 def ends_by_layer(graph: Any) -> Mapping[str, Mapping[str, float]]:
-    """For each kind of layer, the median time from the layer's begin to the end of each kernel."""
+    """Return when each kernel ends, in microseconds after its layer begins.
+
+    The times are medians over all layers of a kind (the outer key) and over the replays.
+    """
     times: dict[str, dict[str, list[float]]] = {}
     for kernels in timelines(graph):
         last = [i for i, one in enumerate(kernels) if one.name.startswith(LAST_OF_LAYER)]

@@ -152,7 +152,7 @@ def test_numbers_of_drafts_follow_the_confidences(
 
 
 class Planned:
-    """Runs the given numbers of steps of each kind, and then drafts in every step."""
+    """A draft policy that chooses the given kinds of steps in turn, and then always drafts."""
 
     def __init__(self, *runs: tuple[int, StepKind]) -> None:
         self._kinds = [kind for count, kind in runs for _ in range(count)]

@@ -149,14 +149,29 @@ def markov_logits(
     options: Options = DEFAULT,
 ) -> Tensor:
     _check(logits_BX, newest_B, markov_w1, markov_w2)
-    args = logits_BX, newest_B, markov_w1, markov_w2.weight
     plan = _plan(len(newest_B), markov_w1, markov_w2, options)
+    if plan is None:
+        linear_layer = partial(linear, options=options)
+        return corrected_logits(logits_BX, newest_B, markov_w1, markov_w2, linear_layer)
+    num_drafts, num_tokens = logits_BX.shape
+    out_BX = torch.empty_like(logits_BX, memory_format=torch.contiguous_format)
+    tensors = logits_BX, newest_B, markov_w1, markov_w2.weight, out_BX
+    strides = logits_BX.stride(0), newest_B.stride(0)
+    grid = (triton.cdiv(num_tokens, plan.block_m),)
+    shared = {
+        "R": markov_w1.shape[1],
+        "BLOCK_X": plan.block_m,
+        "BLOCK_R": plan.block_k,
+        "num_warps": plan.num_warps,
+        **launch_options(options.early_launch),
+    }
     if isinstance(plan, RowPlan):
-        return _run_rows(*args, plan, options)
-    if isinstance(plan, TilePlan):
-        return _run_tiles(*args, plan, options)
-    linear_layer = partial(linear, options=options)
-    return corrected_logits(logits_BX, newest_B, markov_w1, markov_w2, linear_layer)
+        _rows_kernel[grid](*tensors, num_tokens, *strides, DRAFTS=num_drafts, **shared)
+    else:
+        sizes = num_drafts, num_tokens
+        blocks = {"BLOCK_B": plan.block_n, "STAGES": plan.stages}
+        _tile_kernel[grid](*tensors, *sizes, *strides, **blocks, **shared)
+    return out_BX
 
 
 def _plan(
@@ -185,50 +200,3 @@ def _check(logits_BX: Tensor, newest_B: Tensor, markov_w1: Tensor, markov_w2: Li
             f"logits must be float32 {list(shape)} with contiguous rows, got {logits_BX.dtype} "
             f"{list(logits_BX.shape)} with strides {logits_BX.stride()}"
         )
-
-
-def _run_rows(
-    logits_BX: Tensor,
-    newest_B: Tensor,
-    markov_w1: Tensor,
-    weight: Tensor,
-    plan: RowPlan,
-    options: Options,
-) -> Tensor:
-    (num_drafts, num_tokens), width = logits_BX.shape, weight.shape[1]
-    out_BX = torch.empty_like(logits_BX, memory_format=torch.contiguous_format)
-    _rows_kernel[(triton.cdiv(num_tokens, plan.block_m),)](
-        *(logits_BX, newest_B, markov_w1, weight, out_BX),
-        *(num_tokens, logits_BX.stride(0), newest_B.stride(0)),
-        R=width,
-        DRAFTS=num_drafts,
-        BLOCK_X=plan.block_m,
-        BLOCK_R=plan.block_k,
-        num_warps=plan.num_warps,
-        **launch_options(options.early_launch),
-    )
-    return out_BX
-
-
-def _run_tiles(
-    logits_BX: Tensor,
-    newest_B: Tensor,
-    markov_w1: Tensor,
-    weight: Tensor,
-    plan: TilePlan,
-    options: Options,
-) -> Tensor:
-    (num_drafts, num_tokens), width = logits_BX.shape, weight.shape[1]
-    out_BX = torch.empty_like(logits_BX, memory_format=torch.contiguous_format)
-    _tile_kernel[(triton.cdiv(num_tokens, plan.block_m),)](
-        *(logits_BX, newest_B, markov_w1, weight, out_BX),
-        *(num_drafts, num_tokens, logits_BX.stride(0), newest_B.stride(0)),
-        R=width,
-        BLOCK_X=plan.block_m,
-        BLOCK_B=plan.block_n,
-        BLOCK_R=plan.block_k,
-        STAGES=plan.stages,
-        num_warps=plan.num_warps,
-        **launch_options(options.early_launch),
-    )
-    return out_BX

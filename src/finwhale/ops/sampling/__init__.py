@@ -200,7 +200,7 @@ class Sample(Protocol):
 
 
 class BestCandidates(Protocol):
-    """Find the best tokens of each row in a part of the vocabulary.
+    """Find candidates for the best token of each row, in a part of the vocabulary.
 
     A candidate is one int64, which is larger for a better token. Its upper 32 bits have the value
     (the logit or, for rows that draw, logit + temperature * noise) as an int32 of the same order,
@@ -208,7 +208,7 @@ class BestCandidates(Protocol):
     """
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-        """Return the candidates [S,C] of C parts of these tokens, C >= 1.
+        """Split these tokens into C >= 1 parts and return the best token of each, as [S,C] int64.
 
         C depends only on S and V, so all ranks have as many. A part without a token has a candidate
         below all others.

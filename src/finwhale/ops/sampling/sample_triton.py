@@ -200,7 +200,9 @@ def _parts(num_rows: int, vocab_size: int) -> Parts:
 
 
 def _parts_of_rank(num_rows: int, num_tokens: int) -> Parts:
-    """The parts of a rank's tokens: as many on every rank, and of each kind of batch.
+    """Return the parts of a rank's tokens.
+
+    All ranks have the same number of parts, and a batch that draws has as many as a greedy batch.
 
     `draw` also counts the tokens before the first one that share a pair of tiles with it. A rank's
     first token is a multiple of `num_tokens`, so this is the largest number that any rank has.
