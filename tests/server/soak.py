@@ -97,11 +97,16 @@ class Soak:
             bodies = [self._body(random.Random(f"{self._seed}/{i}")) for i in range(self._kinds)]
             for body in bodies:
                 self._alone[json.dumps(body)] = await self._ask(session, body)
-            end = time.monotonic() + seconds
-            await asyncio.gather(
-                self._watch(session, end),
-                *(self._client(session, bodies, end, f"{self._seed}/{i}") for i in range(clients)),
-            )
+            # The watched stream starts first, because the clients may keep the server full.
+            started, stop = asyncio.Event(), asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch(session, started, stop))
+                await started.wait()
+                end = time.monotonic() + seconds
+                await asyncio.gather(
+                    *(self._client(session, bodies, end, i, clients) for i in range(clients))
+                )
+                stop.set()
         return self.report
 
     def _body(self, draw: random.Random) -> dict[str, Any]:
@@ -117,11 +122,16 @@ class Soak:
         }
 
     async def _client(
-        self, session: aiohttp.ClientSession, bodies: list[dict[str, Any]], end: float, seed: str
+        self,
+        session: aiohttp.ClientSession,
+        bodies: list[dict[str, Any]],
+        end: float,
+        index: int,
+        clients: int,
     ) -> None:
-        draw = random.Random(f"client {seed}")
+        draw = random.Random(f"client {self._seed}/{index}")
+        kind = index / clients  # The clients begin with requests of every kind.
         while time.monotonic() < end:
-            kind = draw.random()
             try:
                 if kind < 0.08:
                     await self._malformed(session, draw)
@@ -141,6 +151,7 @@ class Soak:
                         self.report.counts["answered"] += 1
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 self.report.complain(f"{type(error).__name__}: {error}")
+            kind = draw.random()
 
     async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> str:
         """The texts of all choices, joined; "429" where the server was full."""
@@ -218,13 +229,15 @@ class Soak:
             pass
         self.report.counts["hostile"] += 1
 
-    async def _watch(self, session: aiohttp.ClientSession, end: float) -> None:
-        """Streams until the end, and measures the pauses."""
+    async def _watch(
+        self, session: aiohttp.ClientSession, started: asyncio.Event, stop: asyncio.Event
+    ) -> None:
+        """Streams until `stop`, and measures the pauses. Sets `started` after the first piece."""
         body = {
             "model": self._model, "prompt": "Once", "max_tokens": 400, "ignore_eos": True,
             "stream": True, "priority": -1,
         }  # fmt: skip
-        while time.monotonic() < end:
+        while not stop.is_set():
             before = None
             async with session.post(f"{self._url}/v1/completions", json=body) as response:
                 if response.status == 429:
@@ -236,7 +249,8 @@ class Soak:
                         pause = now - before
                         self.report.longest_pause_s = max(self.report.longest_pause_s, pause)
                     before = now
-                    if now > end:
+                    started.set()
+                    if stop.is_set():
                         break
 
     def _check_error(self, body: bytes, path: str, status: int) -> None:
