@@ -64,7 +64,7 @@ long-replicas:
 long-rollouts:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_rollouts.py tests/long/test_rollout_endpoints.py
 
-# Clients of other projects, each in its own environment, against the demo model. Needs npm.
+# Clients of other projects, each in its own environment, against the embedded model. Needs npm.
 long-clients:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_clients.py tests/long/test_measuring_clients.py tests/long/test_agents.py
 

@@ -2,9 +2,9 @@
 
     python tools/screenshots.py [--out docs/images]
 
-The demo model answers, so the pictures show what a reader sees after installing Finwhale. They are
-made in headless Chromium, which Playwright installs where there is none. All pictures together must
-stay below MAX_BYTES, because they are part of the repository.
+The embedded model answers, so the pictures show what a reader sees after installing Finwhale. They
+are made in headless Chromium, which Playwright installs where there is none. All pictures together
+must stay below MAX_BYTES, because they are part of the repository.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 STAGES = 3
 BLOCK_SIZE = 5
 MARKOV_RANK = 64
-NOISE_TOKEN = 18  # a marker of DeepSeek's tokenizer that no text of the demo model contains
+NOISE_TOKEN = 18  # a marker of DeepSeek's tokenizer that no text of the embedded model contains
 
 
 @dataclass(frozen=True, kw_only=True)

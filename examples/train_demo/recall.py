@@ -1,4 +1,4 @@
-"""Measures how well the demo model recalls earlier parts of the prompt, near and far, with
+"""Measures how well the embedded model recalls earlier parts of the prompt, near and far, with
 finwhale's own engine.
 
 python recall.py --work FOLDER            the folder that data.py filled; prints JSON

@@ -1,4 +1,4 @@
-"""The demo model's byte-level BPE tokenizer: DeepSeek-V4's special tokens and splitting rules, a vocabulary of 4,096.
+"""The embedded model's byte-level BPE tokenizer: DeepSeek-V4's special tokens and splitting rules, a vocabulary of 4,096.
 
 It differs from DeepSeek's in one rule: digits stand alone, which makes sums learnable for a small model.
 """

@@ -1,4 +1,4 @@
-"""Trains the demo model on one GPU, for a given time.
+"""Trains the embedded model on one GPU, for a given time.
 
     python train.py --data FOLDER --out FOLDER --seconds 480 [--start CHECKPOINT]
 

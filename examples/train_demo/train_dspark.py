@@ -1,4 +1,4 @@
-"""Trains a DSpark draft head for a frozen demo model, on one GPU or a CPU, for a given time.
+"""Trains a DSpark draft head for a frozen embedded model, on one GPU or a CPU, for a given time.
 
     python train_dspark.py --base CHECKPOINT --data FOLDER --out FOLDER --seconds 480
 

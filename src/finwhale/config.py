@@ -100,8 +100,8 @@ class EngineConfig:
     max_num_batched_tokens: int = option(
         2048,
         "maximum number of tokens in one forward pass, prefill chunks and decodes together. With "
-        "8192, two or four H200s read long prompts 30% faster, and other requests wait longer for "
-        "their next tokens meanwhile",
+        "8192, prefill of long prompts is faster, and other requests wait longer for their next "
+        "tokens meanwhile",
         metavar="N",
     )
     gpu_memory_utilization: float = option(
@@ -151,9 +151,9 @@ class EngineConfig:
     )
     draft_tokens: DraftTokens = option(
         0,
-        "number of tokens that the draft head drafts in each step, at most 3 with MTP and the "
-        "block size, usually 5, with DSpark; auto chooses it from the acceptance rate and the "
-        "step times. Drafts do not change the output",
+        "number of tokens that the draft head drafts in each step: at most 3 with MTP; with "
+        "DSpark, at most the block size (usually 5); auto chooses it from the acceptance rate and "
+        "the step times. Drafts do not change the distribution of the output",
         metavar="N|auto",
     )
     watchdog_seconds: float | None = option(

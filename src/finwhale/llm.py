@@ -258,7 +258,7 @@ class LLM(LoadedModel):
 
     Args:
         path: directory of a checkpoint, or the id of a repository on the Hugging Face Hub, which
-            is downloaded unless the cache has it; None: the embedded demo model.
+            is downloaded unless the cache has it; None: the embedded model.
         revision: branch, tag or commit of the repository; None: its main branch.
         progress: called with (bytes read, total bytes) while weights load.
 

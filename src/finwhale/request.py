@@ -80,7 +80,7 @@ class SamplingParams:
         False, "keep the stop string, or the text of the stop token, in the output"
     )
     skip_special_tokens: bool = option(
-        True, "leave special tokens out of the text", flag="--no-skip-special-tokens"
+        True, "keep special tokens in the text", flag="--no-skip-special-tokens"
     )
     ignore_eos: bool = option(False, "continue past the model's end of sequence")
     seed: int | None = option(

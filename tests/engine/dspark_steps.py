@@ -82,7 +82,7 @@ def write_model(path: Path) -> dict[str, Any]:
 
 
 def demo_with_dspark() -> Path | None:
-    """The demo model with a DSpark head; None: the package has none."""
+    """The embedded model with a DSpark head; None: the package has none."""
     for file in sorted(DEMO_PATH.parent.glob("demo*/**/config.json")):
         if "dspark_block_size" in json.loads(file.read_text(encoding="utf-8")):
             return file.parent

@@ -4,8 +4,8 @@ compute-sanitizer --tool memcheck --kernel-name kns=_kernel python tests/gpu/san
 compute-sanitizer --tool racecheck --kernel-name kns=_kernel python tests/gpu/sanitize.py
 
 The shared cases, compared with the references, and the operators at the sizes of Flash and of the
-demo model for a few tokens, padding included; what is meant for thousands of tokens begins at a few
-hundred here. Every tensor gets memory of its own, so that what lies past its end is noticed.
+embedded model for a few tokens, padding included; what is meant for thousands of tokens begins at a
+few hundred here. Every tensor gets memory of its own, so that what lies past its end is noticed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The AMD table on an NVIDIA GPU, with what is NVIDIA's alone switched off: the demo model."""
+"""The AMD table on an NVIDIA GPU, with what is NVIDIA's alone switched off: the embedded model."""
 
 from collections.abc import Iterator
 from typing import Any

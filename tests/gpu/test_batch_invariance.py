@@ -22,7 +22,7 @@ LENGTHS = [700, 3, 129, 1, 1300, 260, 64, 1021]
 
 @pytest.fixture(scope="module", params=["demo", "flash"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """The demo model, and four layers of Flash with random weights: window, window, C4, C128."""
+    """The embedded model; four layers of Flash with random weights: window, window, C4, C128."""
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 4096, "batch_invariant": True}
     options |= {"device": "cuda", "cache_memory_bytes": 2**31}
     if request.param == "demo":

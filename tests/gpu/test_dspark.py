@@ -265,7 +265,7 @@ def test_drafts_and_acceptance_are_the_cpu_s(batch_invariant: bool, least_equal:
     """After the same tokens of the same texts: each engine's own texts would differ."""
     demo = demo_with_dspark()
     if demo is None:
-        pytest.skip("the package has no demo model with a DSpark head")
+        pytest.skip("the package has no embedded model with a DSpark head")
     options: dict[str, Any] = {
         "max_num_seqs": 8,
         "max_model_len": 1024,

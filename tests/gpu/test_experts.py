@@ -15,7 +15,7 @@ from finwhale.platform import Platform
 
 HOPPER, PORTABLE = load_ops(Platform("nvidia", "sm90")), load_ops(Platform("amd", "gfx942"))
 
-# D, I, E, K of Flash, Pro (fewer experts) and the demo model.
+# D, I, E, K of Flash, Pro (fewer experts) and the embedded model.
 SIZES = [(4096, 2048, 256, 6), (7168, 3072, 96, 6), (256, 512, 6, 2)]
 # Those that one launch computes, with equal and with different numbers of tiles in the two GEMMs.
 ONE_LAUNCH = [(4096, 2048, 64, 6), (256, 512, 6, 2)]

@@ -1,4 +1,4 @@
-"""The nvidia table with the demo model: its text, captured steps, what a decode may not do.
+"""The nvidia table with the embedded model: its text, captured steps, what a decode may not do.
 
 Kernels sum in other orders than the CPU's table and round activations to bfloat16, so tokens may
 part where the model is undecided; perplexity and most of the greedy tokens must not.

@@ -27,7 +27,7 @@ Found = list[tuple[list[int], ExpertIds]]
 
 
 def open_engine(kind: str, **options: Any) -> Engine:
-    """The demo model, or four layers of Flash with random weights and the MTP layer."""
+    """The embedded model, or four layers of Flash with random weights and the MTP layer."""
     chosen = {
         "device": "cuda",
         "max_num_seqs": 8,

@@ -29,7 +29,7 @@ PROMPTS = [[0, *range(20, 320)], [0, 21, 22]]
 
 @pytest.fixture(scope="module", params=["demo", "flash"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """The demo model, and four layers of Flash with random weights."""
+    """The embedded model, and four layers of Flash with random weights."""
     options = {
         "max_num_seqs": 4,
         "max_model_len": 2048,

@@ -1,4 +1,4 @@
-"""A trainer's process on a GPU: the demo model's weights, one of them changed.
+"""A trainer's process on a GPU: the embedded model's weights, one of them changed.
 
 trainer_process.py ipc DEVICE              shares them over CUDA IPC; prints a line of JSON
 trainer_process.py nccl DEVICE PORT SIZE   broadcasts them when it reads a line

@@ -54,7 +54,7 @@ class Program:
 
 
 class DemoServer:
-    """`finwhale serve` with the demo model, and its log of requests."""
+    """`finwhale serve` with the embedded model, and its log of requests."""
 
     def __init__(self, log: Path) -> None:
         (self.port,) = free_ports(1)

@@ -1,4 +1,4 @@
-"""Claude Code and Codex, unmodified, fix a file with the demo model.
+"""Claude Code and Codex, unmodified, fix a file with the embedded model.
 
 The model cannot do it, and may write until it has no tokens left. The tests check that the
 programs report no other error and that the server answers all their requests. Their prompts have

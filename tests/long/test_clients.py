@@ -1,4 +1,4 @@
-"""Clients of other projects, unmodified, against a server with the demo model."""
+"""Clients of other projects, unmodified, against a server with the embedded model."""
 
 import subprocess
 from pathlib import Path

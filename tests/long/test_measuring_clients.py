@@ -1,4 +1,4 @@
-"""Programs that measure speed and accuracy, unmodified, against a server with the demo model."""
+"""Programs that measure speed and accuracy, unmodified, against the embedded model's server."""
 
 import json
 import uuid

@@ -1,4 +1,4 @@
-"""The scripts that train the demo model and its DSpark head: examples/train_demo."""
+"""The scripts that train the embedded model and its DSpark head: examples/train_demo."""
 
 import json
 import lzma

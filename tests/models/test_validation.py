@@ -1,4 +1,4 @@
-"""`finwhale validate`: it accepts the demo model and finds what is wrong with damaged copies."""
+"""`finwhale validate` accepts the embedded model and finds what is wrong with damaged copies."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Launches of the kernels with which the demo model is trained (examples/train_demo)."""
+"""Launches of the kernels with which the embedded model is trained (examples/train_demo)."""
 
 import sys
 from pathlib import Path

@@ -244,7 +244,7 @@ def entry_slots(table: PageTable, sequence: int, entries: range) -> Any:
     return table.slots(np.full_like(rows, sequence), rows)
 
 
-# Matrices of the demo model, [M,K].
+# Matrices of the embedded model, [M,K].
 SHAPES = ((256, 256), (1024, 128), (3072, 128), (1040, 256), (4096, 256), (128, 512), (256, 128))
 NEEDS_HALF = pytest.mark.skipif(
     not cpu_gemm._rows_are_independent(), reason="torch has no usable FBGEMM here"

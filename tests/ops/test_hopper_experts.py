@@ -48,7 +48,7 @@ def test_one_launch_only_where_all_programs_run_at_once() -> None:
     assert not takes_one_launch(4096, 2048, 6, 114)  # Flash on an H100 PCIe
     assert not takes_one_launch(7168, 3072, 6, 132)  # Pro
     assert not takes_one_launch(4096, 1024, 6, 132)  # Flash on one of two ranks
-    assert takes_one_launch(256, 512, 2, 132)  # the demo model
+    assert takes_one_launch(256, 512, 2, 132)  # the embedded model
 
 
 def test_shared_memory_of_one_launch(sm90: Compile) -> None:

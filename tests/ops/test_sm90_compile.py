@@ -37,7 +37,7 @@ CALLS = [
 ]
 # Bytes of stack a thread: portable attention of many tokens; the indexer's scores of a prefill;
 # Gluon programs of many columns, outside their loops over tiles.
-# The demo model's compressors reserve 8 bytes that no instruction uses.
+# The embedded model's compressors reserve 8 bytes that no instruction uses.
 SPILLING = {
     "compressor.compress_triton._compress_kernel": 8,
     "attention.sparse_attention_triton._attend_kernel": 256,

@@ -1,4 +1,4 @@
-"""The kernels with which the demo model is trained compile for SM90."""
+"""The kernels with which the embedded model is trained compile for SM90."""
 
 import pytest
 

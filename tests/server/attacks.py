@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 class Target:
-    """`finwhale serve` with the demo model, as a process of its own on loopback.
+    """`finwhale serve` with the embedded model, as a process of its own on loopback.
 
     Attributes:
         port, health_port: its ports.

@@ -1,4 +1,4 @@
-"""Servers with the demo model."""
+"""Servers with the embedded model."""
 
 import time
 from collections.abc import Callable, Iterator

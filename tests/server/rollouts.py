@@ -20,7 +20,7 @@ NamedTensors = list[tuple[str, Tensor]]
 
 
 def write_other_demo(path: Path) -> None:
-    """Write a checkpoint of the demo model with other weights."""
+    """Write a checkpoint of the embedded model with other weights."""
     shutil.copytree(DEMO_PATH, path, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = read_tensors(DEMO_PATH)
     noise = torch.Generator().manual_seed(1)

@@ -1,1 +1,4 @@
-"""Benchmarks. Each prints a table, and appends its results with the hardware to a JSONL file."""
+"""Benchmarks. Each prints a table.
+
+With --record, it also appends its results and the hardware to a JSONL file.
+"""

@@ -49,7 +49,7 @@ def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> Non
 def add_model_arguments(
     parser: argparse.ArgumentParser, without: Collection[str], **defaults: Any
 ) -> None:
-    """Add the arguments that `offline.source` reads, and the options of the engine.
+    """Add the arguments that `engine.source` reads, and the options of the engine.
 
     Args:
         without: options to leave out, because the benchmark sets them.

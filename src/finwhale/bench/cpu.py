@@ -373,7 +373,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("cpu", __doc__, "cpu.jsonl")
     add = parser.add_argument
-    about = "directory of a checkpoint (default: the demo model)"
+    about = "directory of a checkpoint (default: the embedded model)"
     add("path", nargs="?", type=Path, metavar="PATH", help=about)
     add("--context", type=_count, default=300, help="length of a prompt")
     add("--steps", type=_count, default=64, help="number of tokens to decode in each round")

@@ -1,4 +1,4 @@
-"""Measure whole engine steps on one device, decode and prefill, and their floors.
+"""Measure whole engine steps on one or several GPUs, decode and prefill, and their floors.
 
 Decode: the benchmark prefills `batch` random prompts up to `context` tokens. While all of them
 decode, it times whole engine steps (schedule, inputs, forward, sampling, ids on the host), from the

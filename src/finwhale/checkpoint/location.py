@@ -15,8 +15,8 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
 
     Args:
         path: a directory, or the id of a repository on the Hugging Face Hub, such as
-            "deepseek-ai/DeepSeek-V4-Flash"; "demo-dspark": the embedded demo model with its DSpark
-            head, unless a directory has this name; None: the demo model with its MTP layer.
+            "deepseek-ai/DeepSeek-V4-Flash"; "demo-dspark": the embedded model with its DSpark
+            head, unless a directory has this name; None: the embedded model with its MTP layer.
         revision: branch, tag or commit of the repository; None: its main branch.
 
     Returns:
@@ -45,7 +45,7 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
 
 
 def is_demo(path: str | Path | None) -> bool:
-    """Whether a path names a form of the embedded demo model."""
+    """Whether a path names a form of the embedded model."""
     return path is None or (str(path) == DSPARK_NAME and not Path(path).exists())
 
 

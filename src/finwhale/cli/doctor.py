@@ -163,7 +163,7 @@ def _gpus() -> Iterator[Finding]:
 
 def _no_gpu() -> Finding:
     if not DRIVER.exists():
-        advice = "the demo model runs on a CPU; a released checkpoint needs GPUs"
+        advice = "the embedded model runs on a CPU; a released checkpoint needs GPUs"
         return Finding("GPU", "none", "missing", advice)
     found = f"NVIDIA driver {_driver_version()}, but torch sees no GPU"
     if torch.version.cuda is None:
@@ -244,20 +244,20 @@ def _version(module: str) -> str:
 
 
 def _demo() -> Iterator[Finding]:
-    """Run the demo model on the CPU."""
+    """Run the embedded model on the CPU."""
     try:
         llm = finwhale.LLM(device="cpu", max_num_seqs=1, max_model_len=64)
         (result,) = llm.generate(
             PROMPT, SamplingParams(max_tokens=8, temperature=0), show_progress=False
         )
     except FinwhaleError as error:
-        yield Finding("demo model", str(error), "failed")
+        yield Finding("embedded model", str(error), "failed")
         return
     if result.error is not None:
-        yield Finding("demo model", result.error, "failed")
+        yield Finding("embedded model", result.error, "failed")
     else:
         text = " ".join((PROMPT + result.outputs[0].text).split())
-        yield Finding("demo model", f'writes "{text}" on the CPU')
+        yield Finding("embedded model", f'writes "{text}" on the CPU')
 
 
 def _first_line(error: BaseException) -> str:
@@ -271,5 +271,5 @@ def _parser() -> argparse.ArgumentParser:
         description="Check software, processor, GPUs, memory, disk and extras, and run the demo "
         "model. `finwhale inspect PATH` says which GPUs a checkpoint needs.",
     )
-    parser.add_argument("--no-run", action="store_true", help="do not run the demo model")
+    parser.add_argument("--no-run", action="store_true", help="do not run the embedded model")
     return parser

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="finwhale",
-        description="Run DeepSeek-V4. Without the path of a checkpoint, the demo model runs.",
+        description="Run DeepSeek-V4. Without the path of a checkpoint, the embedded model runs.",
         epilog=f"commands:\n{listing}\n\n`finwhale COMMAND --help` lists the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -33,7 +33,7 @@ SAMPLING = (
 PATH_HELP = (
     "directory of a checkpoint, or the id of a repository on the Hugging Face Hub, such as "
     "deepseek-ai/DeepSeek-V4-Flash, which is downloaded first; demo-dspark: the "
-    "demo model with its DSpark head (default: the demo model with its MTP layer)"
+    "embedded model with its DSpark head (default: the embedded model with its MTP layer)"
 )
 
 
@@ -56,7 +56,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file of options, such as max-model-len: 8192. Every option can also stand in "
+        help="YAML file of options, such as max-model-len: 8192. Every option can also be given in "
         "the environment, as FINWHALE_MAX_MODEL_LEN. The command line comes first, then the "
         "environment, then the file",
     )

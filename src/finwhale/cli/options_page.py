@@ -57,7 +57,7 @@ def options_page() -> str:
     """The whole page."""
     return PAGE.format(
         engine=_rows(EngineConfig, _flag, _argument, _meaning),
-        server=_rows(ServerConfig, _flag, _default, _meaning),
+        server=_rows(ServerConfig, _flag, _default, lambda one: one.help),
         sampling=_rows(SamplingParams, _argument, _meaning),
         sampling_options=", ".join(f"`--{name.replace('_', '-')}`" for name in SAMPLING),
     )
@@ -70,7 +70,10 @@ def _rows(config: type, *cells: Callable[[Option], str]) -> str:
 
 def _flag(one: Option) -> str:
     value = one.metavar or "|".join(one.words)
-    return f"`{one.flag} {value}`" if value else f"`{one.flag}`"
+    flag = one.flag
+    if one.kind is bool and one.default is not False and not flag.startswith("--no-"):
+        flag = flag.replace("--", "--[no-]", 1)
+    return f"`{flag} {value}`" if value else f"`{flag}`"
 
 
 def _argument(one: Option) -> str:

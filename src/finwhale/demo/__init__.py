@@ -1,4 +1,4 @@
-"""The embedded demo model: a small DeepSeek-V4 in the official layout, trained by this project.
+"""The embedded model: a small DeepSeek-V4 in the official layout, trained by this project.
 
 It has two forms, which share the file of the model's own tensors: one with an MTP layer, as the
 checkpoints of April have, and one with a DSpark head, as V4-Flash-0731 has. examples/train_demo/

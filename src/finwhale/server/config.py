@@ -43,21 +43,22 @@ class ServerConfig:
         (),
         'host name that clients may use for this server; ".NAME" also allows its subdomains, '
         '"addresses" any IP address, "*" any host. Other requests get 400',
-        unset="any; localhost and addresses on a loopback address without API keys",
+        unset="any host; on a loopback address without API keys, only localhost and IP addresses",
         metavar="HOST",
     )
     # The first name stands in the answers.
     model_names: tuple[str, ...] = option(
         (),
         "name by which clients call the model",
-        unset="the name of the checkpoint's directory; finwhale-demo",
+        unset="the name of the checkpoint's directory, or the id of its repository; finwhale-demo "
+        "for the embedded model",
         metavar="NAME",
         flag="--served-model-name",
     )
     default_thinking: bool = option(
         True,
-        "whether the model thinks if a chat request does not say",
-        unset="yes; no with the demo model",
+        "whether the model thinks when a chat request does not specify it",
+        unset="yes; no with the embedded model",
         flag="--thinking",
     )
     # `finwhale serve` reads the keys from the files and from its environment.

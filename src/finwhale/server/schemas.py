@@ -117,7 +117,8 @@ class SamplingBody(Body):
         description="extension: above 1, make tokens of the prompt and the output less likely",
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = Field(
-        default=None, description="extension: tokens that end the output, as the end of sequence"
+        default=None,
+        description="extension: tokens that end the output, as the end-of-sequence token does",
     )
     ignore_eos: bool | None = Field(
         default=None, description="extension: continue past the end of sequence"

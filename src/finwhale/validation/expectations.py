@@ -1,4 +1,4 @@
-"""What to expect of a checkpoint: measured for the demo model, stated for the published ones."""
+"""What to expect of a checkpoint: measured for the embedded model, estimates for published ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

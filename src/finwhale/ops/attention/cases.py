@@ -60,9 +60,9 @@ class Size:
 
 DECODES = ((0, 1), (63, 64), (64, 65), (127, 128), (128, 129), (500, 501))
 LONG = 128 * 131
-# No token; the demo model's sizes; a first token; page edges; odd widths and pages; several blocks
-# of entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to more than
-# one block; a rank's heads; rounded outputs; the few additional rows of a DSpark block; a
+# No token; the embedded model's sizes; a first token; page edges; odd widths and pages; several
+# blocks of entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to
+# more than one block; a rank's heads; rounded outputs; the few additional rows of a DSpark block; a
 # verification of five drafts.
 SIZES = (
     Size(chunks=(), entries=64),

@@ -23,7 +23,7 @@ from finwhale.ops.case import (
 )
 from finwhale.ops.linear import LinearWeight
 
-# N, K, M: no rows, the demo model's sizes, odd sizes, numbers of rows around which BLAS changes
+# N, K, M: no rows, the embedded model's sizes, odd sizes, numbers of rows around which BLAS changes
 # kernels, a size of Flash, and one large enough to be split over threads.
 PLAIN = (
     (0, 256, 128),
