@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.formats import (
     FP4_BLOCK,
     FP8_BLOCK,
@@ -206,11 +207,12 @@ class WeightSource:
         self._checkpoint = checkpoint
         self._device = device or torch.device("cpu")
         self._progress = progress
-        self.inventory = inventory_report(checkpoint, specs, ignored)
-        _require_complete(checkpoint, specs, self.inventory)
-        _log(checkpoint, self.inventory, ignored or {})
-        self._specs = specs
-        self._infos = dict(self._local_infos())
+        with no_collection():
+            self.inventory = inventory_report(checkpoint, specs, ignored)
+            _require_complete(checkpoint, specs, self.inventory)
+            _log(checkpoint, self.inventory, ignored or {})
+            self._specs = specs
+            self._infos = dict(self._local_infos())
 
     @cached_property
     def total_bytes(self) -> int:

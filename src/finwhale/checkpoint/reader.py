@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.names import Part, official_tensors
 from finwhale.checkpoint.spec import Slice
 from finwhale.errors import CheckpointError
@@ -115,7 +116,8 @@ class Checkpoint:
                 contradictory, or a tensor has a dtype that no DeepSeek-V4 checkpoint has.
         """
         config = read_config(path)
-        return cls(Path(path), config, _inventory(Path(path)))
+        with no_collection():
+            return cls(Path(path), config, _inventory(Path(path)))
 
     @property
     def total_bytes(self) -> int:
@@ -292,7 +294,7 @@ def _expected_names(directory: Path) -> dict[str, set[str]]:
         raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names")
     expected: dict[str, set[str]] = {}
     for name, file in sorted(weight_map.items(), key=lambda item: str(item[1])):
-        if not isinstance(file, str) or not _allowed(file):
+        if not isinstance(file, str) or (file not in expected and not _allowed(file)):
             raise CheckpointError(f"{index_path}: {name} has the file name {file!r}")
         expected.setdefault(file, set()).add(name)
     missing = [file for file in expected if not (directory / file).is_file()]

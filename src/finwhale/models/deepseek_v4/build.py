@@ -6,9 +6,7 @@ table that supports packed weights gets the stored FP8 and FP4 codes with their 
 get the dequantised values.
 """
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Literal
@@ -16,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.formats import (
     FP4_BLOCK,
     FP8_BLOCK,
@@ -512,7 +511,7 @@ class WeightLoading:
         round_wo_a: bool = True,
         rank: Rank = ALONE,
     ) -> None:
-        with _no_collection():
+        with no_collection():
             self._builder = WeightBuilder(
                 config,
                 dtype=dtype,
@@ -554,7 +553,7 @@ class WeightLoading:
         Raises:
             CheckpointError: a tensor occurs twice, is unknown, or is missing.
         """
-        with _no_collection():
+        with no_collection():
             for spec, stored in stream.into(self.places):
                 self.add(spec, stored)
         return self.finish()
@@ -634,22 +633,6 @@ def _moved(experts: ExpertWeight, device: torch.device) -> ExpertWeight:
         if isinstance(getattr(experts, field.name), Tensor)
     }
     return replace(experts, **tensors)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause Python's garbage collector.
-
-    Loading creates many small objects that stay alive, so Python would repeatedly visit every
-    object of the process, including torch's.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _experts_of(weights: ModelWeights) -> list[ExpertWeight]:

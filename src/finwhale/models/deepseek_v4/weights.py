@@ -1,7 +1,5 @@
 """The table of DeepSeek-V4's weights by official name."""
 
-from dataclasses import replace
-
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -40,7 +38,11 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpe
         specs += _dspark(config, config.dspark)
     if rank.size == 1:
         return {spec.name: spec for spec in specs}
-    return {s.name: replace(s, slice=loaded_slice(s.name, s.shape, rank)) for s in specs}
+    return {
+        # Not `replace`, which is slow for 35,000 weights.
+        s.name: WeightSpec(s.name, s.shape, s.storage, loaded_slice(s.name, s.shape, rank))
+        for s in specs
+    }
 
 
 def ignored_prefixes(config: ModelConfig) -> dict[str, str]:
