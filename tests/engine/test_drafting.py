@@ -327,7 +327,10 @@ def test_more_drafts_than_the_head_makes(tmp_path: Path) -> None:
 # --- The distribution -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, 0, 1.0), (1.6, 9, 0.9)])
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [pytest.param(1.0, 0, 1.0, marks=pytest.mark.long), (1.6, 9, 0.9)],
+)
 def test_the_distribution_is_the_model_s(
     new_llm: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,

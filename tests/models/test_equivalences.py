@@ -40,7 +40,9 @@ MODELS = (
 # activations and one with the same seed.
 LONG_MODELS = (
     (0, "as-trained", 1, torch.float32),
+    (3, "exact", 1, torch.float32),
     (8, "exact", 1, torch.float32),
+    (8, "as-trained", 1, torch.float32),
     (16, "exact", 1, torch.float32),
     (3, "exact", 1, torch.bfloat16),
 )

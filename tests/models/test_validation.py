@@ -96,7 +96,9 @@ def permute_rows(tensors: dict[str, Tensor]) -> None:
     tensors["layers.3.attn.wo_b.weight"] = codes[order].view(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("damage", [swap_nibbles, permute_rows])
+@pytest.mark.parametrize(
+    "damage", [swap_nibbles, pytest.param(permute_rows, marks=pytest.mark.long)]
+)
 def test_one_damaged_layer_fails(
     damage: Callable[[dict[str, Tensor]], None], one_thread: None, tmp_path: Path
 ) -> None:

@@ -186,7 +186,11 @@ def test_compiled_layers_give_the_same(
 ) -> None:
     """In a GPU's form, and where page tables lie as a captured step's do: rows apart."""
 
+    made = 0
+
     def apart(pages: Tensor, first: Tensor, rows_per_page: int) -> PageTable:
+        nonlocal made
+        made += 1
         wide = pages.new_full((len(pages), pages.shape[1] + 3), -1)
         wide[:, : pages.shape[1]] = pages
         return PageTable(wide[:, : pages.shape[1]], first, rows_per_page)
@@ -194,10 +198,10 @@ def test_compiled_layers_give_the_same(
     monkeypatch.setitem(graph_forms.FORMS, "cpu", graph_forms.MODULE)
     llm = llm_on(AMD, path, compile=True, cache_dir=tmp_path)
     assert llm.engine.executor.description.compiled_layers > 0
+    monkeypatch.setattr(batch, "PageTable", apart)
     for found, wanted in zip(read(llm), amd.values, strict=True):
         assert torch.equal(found, wanted)
-    monkeypatch.setattr(batch, "PageTable", apart)
-    assert tokens_of(llm) == amd.tokens
+    assert made
 
 
 def test_logits_are_near_the_references(path: Path, amd: Amd) -> None:

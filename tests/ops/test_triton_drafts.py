@@ -132,8 +132,22 @@ def composed(args: tuple[Tensor, Tensor, Tensor, LinearWeight], options: Options
     return ref.corrected_logits(*args, partial(linear, options=options))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens, width", [(8450, 256), (450, 12), (333, 300)])
+@pytest.mark.parametrize(
+    "num_tokens, width, dtype",
+    [
+        (8450, 256, torch.bfloat16),
+        (333, 300, torch.float32),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.long)
+            for sizes in (
+                (8450, 256, torch.float32),
+                (333, 300, torch.bfloat16),
+                (450, 12, torch.float32),
+                (450, 12, torch.bfloat16),
+            )
+        ),
+    ],
+)
 def test_markov_logits(num_tokens: int, width: int, dtype: torch.dtype) -> None:
     """The bits of a gather, a linear layer and a sum, in one launch for few drafts."""
     # With few multiprocessors, as with a large vocabulary, no plan splits K.

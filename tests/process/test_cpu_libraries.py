@@ -23,7 +23,13 @@ CHOICES = (
 
 
 @pytest.mark.parametrize(
-    ("core", "flags", "aten", "threads"), CHOICES, ids=[choice[0] for choice in CHOICES]
+    ("core", "flags", "aten", "threads"),
+    [
+        # Nehalem's kernels have no fused multiply-adds either.
+        pytest.param(*choice, marks=[pytest.mark.long] if choice[0] == "Sandybridge" else [])
+        for choice in CHOICES
+    ],
+    ids=[choice[0] for choice in CHOICES],
 )
 def test_bits_are_kept(core: str, flags: set[str], aten: str, threads: int) -> None:
     if not flags <= CPU_FLAGS:
