@@ -39,7 +39,7 @@ PIECE_BYTES = 16 * 2**20
 ALIGN = 64
 THREADS = 12
 # Bytes of rows and gaps that a thread reads at once.
-GAPPED_BYTES = 2**20
+GAPPED_BYTES = 2**19
 PINNED_PIECES = 24
 # The most groups of tensors on the device that the iterating thread has not stored yet.
 GROUPS_AHEAD = 12

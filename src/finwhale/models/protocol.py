@@ -557,7 +557,7 @@ class DividedSteps:
 
 
 class WeightSpecs(Protocol):
-    def __call__(self, config: Any, rank: Rank = ALONE) -> dict[str, WeightSpec]:
+    def __call__(self, config: Any, rank: Rank = ALONE) -> Mapping[str, WeightSpec]:
         """Every tensor of a checkpoint by its official name, with the slice that `rank` holds."""
         ...
 

@@ -1,5 +1,8 @@
 """The table of DeepSeek-V4's weights by official name."""
 
+from collections.abc import Mapping
+from functools import lru_cache
+
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -12,7 +15,9 @@ from finwhale.models.deepseek_v4.sharding import loaded_slice, rank_config
 # H hc_mult, M (2 + H) * H mHC outputs: H pre, H post, H * H residual.
 
 
-def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpec]:
+# A start asks for them several times.
+@lru_cache(maxsize=2)
+def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> Mapping[str, WeightSpec]:
     """Every tensor of a checkpoint of this configuration, in file order, by name.
 
     The table omits `.scale` tensors, which belong to their weights. If the configuration is not
@@ -36,13 +41,13 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpe
         specs += _mtp(f"mtp.{i}", config)
     if config.dspark is not None:
         specs += _dspark(config, config.dspark)
-    if rank.size == 1:
-        return {spec.name: spec for spec in specs}
-    return {
-        # Not `replace`, which is slow for 35,000 weights.
-        s.name: WeightSpec(s.name, s.shape, s.storage, loaded_slice(s.name, s.shape, rank))
-        for s in specs
-    }
+    if rank.size > 1:
+        # Not `replace`, which is slow for 36,000 weights.
+        specs = [
+            WeightSpec(s.name, s.shape, s.storage, loaded_slice(s.name, s.shape, rank))
+            for s in specs
+        ]
+    return {spec.name: spec for spec in specs}
 
 
 def ignored_prefixes(config: ModelConfig) -> dict[str, str]:
