@@ -1,5 +1,6 @@
 """Bodies that cost too much are refused before they cost it."""
 
+import http.client
 import json
 import random
 import socket
@@ -53,6 +54,24 @@ def test_budget() -> None:
     budget.resize(SMALL_BYTES + 600, 0)
     budget.resize(10, SMALL_BYTES + 1000)
     assert budget.bytes == 1000
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "text/x+json", "application/octet-stream"])
+def test_a_body_that_is_not_marked_as_json(server: RunningServer, kind: str | None) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    body = json.dumps({"prompt": "Hi", "nonsense": 1}).encode()
+    connection.request("POST", "/tokenize", body, {} if kind is None else {"content-type": kind})
+    response = connection.getresponse()
+    error = json.loads(response.read())["error"]
+    connection.close()
+    assert response.status == 415 and error["code"] == "unsupported_media_type"
+    assert "content-type: application/json" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["Application/JSON; charset=utf-8", "application/x+json"])
+def test_media_types_of_json(server: RunningServer, kind: str) -> None:
+    body = json.dumps({"prompt": "Hi"}).encode()
+    assert request(server, "POST", "/tokenize", body, {"content-type": kind})[0] == 200
 
 
 def test_large_bodies_share_a_budget(start: Callable[..., RunningServer]) -> None:

@@ -62,6 +62,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         401: "no valid API key",
         404: "no such model, file or batch",
         413: "the body is too large",
+        415: "the body has the wrong media type",
         429: "the server is busy: see Retry-After",
         500: "the engine failed on this request",
         503: "the model is loading, or the engine has died",

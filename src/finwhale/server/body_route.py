@@ -1,6 +1,7 @@
 """A route that parses JSON bodies and checks their fields before FastAPI does."""
 
 import logging
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -8,9 +9,12 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from finwhale.server.errors import ApiError
 from finwhale.server.known_fields import check_fields, shape_of
 
 logger = logging.getLogger(__name__)
+
+_JSON_SUFFIX = re.compile(r"application/[^/]+\+json")  # RFC 6839
 
 
 class ParsedRequest(Request):
@@ -31,6 +35,9 @@ class BodyRoute(APIRoute):
     """Parses bodies with `app.state.parser`.
 
     It refuses unknown fields at every depth; if `app.state.lenient` is true, it removes them.
+
+    A body of another media type, or of none, gets status 415. A browser sends such a body for any
+    web page without asking the server first (CORS), so it must not start any work.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -40,20 +47,27 @@ class BodyRoute(APIRoute):
         shape = shape_of(self.body_field.field_info.annotation)  # type: ignore[arg-type]
 
         async def parse_and_handle(request: Request) -> Response:
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind == "application/json" or kind.endswith("+json"):
-                body = await request.body()
-                if body:
-                    state = request.scope["state"]
-                    state["body_bytes"] = len(body)
-                    value = await request.app.state.parser.parse(body)
-                    del body
-                    ignored = check_fields(shape, value, lenient=request.app.state.lenient)
-                    if ignored:
-                        state["ignored"] = ignored
-                        extra = {"request_id": state["request_id"], "fields": ignored}
-                        logger.warning("ignored fields of a request", extra=extra)
-                    request = ParsedRequest(request, value)
+            body = await request.body()
+            if body:
+                _check_media_type(request)
+                state = request.scope["state"]
+                state["body_bytes"] = len(body)
+                value = await request.app.state.parser.parse(body)
+                del body
+                ignored = check_fields(shape, value, lenient=request.app.state.lenient)
+                if ignored:
+                    state["ignored"] = ignored
+                    extra = {"request_id": state["request_id"], "fields": ignored}
+                    logger.warning("ignored fields of a request", extra=extra)
+                request = ParsedRequest(request, value)
             return await handle(request)
 
         return parse_and_handle
+
+
+def _check_media_type(request: Request) -> None:
+    """Raises ApiError (415)."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not _JSON_SUFFIX.fullmatch(kind):
+        raise ApiError(415, "the body must be JSON: send the header content-type: application/json",
+                       code="unsupported_media_type")  # fmt: skip
