@@ -242,6 +242,30 @@ def test_metrics_add_up(server: RunningServer) -> None:
     assert live["output_tokens"] == 15 and live["tokens_per_second"] > 0
 
 
+def test_time_between_tokens_of_each_continuation(new_server: RunningServer) -> None:
+    new_server.openai().completions.create(
+        model=MODEL, prompt=["Once", "Twice"], n=2, max_tokens=3, extra_body={"ignore_eos": True}
+    )
+    text = request(new_server, "GET", "/metrics")[2].decode()
+    # Two intervals in each of four continuations.
+    assert "finwhale_time_per_output_token_seconds_count 8.0\n" in text
+
+
+def test_cached_tokens_of_several_prompts(server: RunningServer) -> None:
+    def cached(prompt: Any) -> int:
+        answer = server.openai().completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=1)
+        usage = answer.usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    prompts = [[number] * 300 for number in (7, 8)]
+    server.engine.reset()
+    assert cached(prompts) == 0
+    each = [cached(prompt) for prompt in prompts]
+    assert min(each) >= 256
+    assert cached(prompts) == sum(each)
+
+
 def answer_with_drafts(draft_tokens: int) -> tuple[Any, list[str]]:
     """One answer, and the server's metrics after it."""
     engine = LLM(device="cpu", max_model_len=256, draft_tokens=draft_tokens).engine

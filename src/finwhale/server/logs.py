@@ -113,8 +113,11 @@ class RequestLog:
     Attributes:
         request_id: the answer's x-request-id.
         body_bytes: size of the request's body.
-        begin, last_token: times of the request's arrival and of its latest token.
+        begin: time of the request's arrival.
+        cached: tokens of each prompt that were in the prefix cache, by the engine's request ids.
         first_token_s: time from the arrival to the first token; None before the first token.
+        last_tokens: time of the latest token of each continuation, by the engine's request id and
+            the continuation's index.
         key: the request's API key; None: the server needs none.
         batch: whether it belongs to a batch, which runs behind all other requests.
         cache_salt: only requests with the same value share cached prefixes; None: any.
@@ -132,10 +135,10 @@ class RequestLog:
     cache_salt: str | None = None
     begin: float = field(default_factory=time.monotonic)
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached: dict[str, int] = field(default_factory=dict)
     output_tokens: int = 0
     first_token_s: float | None = None
-    last_token: float | None = None
+    last_tokens: dict[tuple[str, int], float] = field(default_factory=dict)
     finish: list[str] = field(default_factory=list)
     stream: bool = False
     model: str = ""
@@ -143,6 +146,11 @@ class RequestLog:
     num_sequences: int = 0
     times: dict[str, RequestTimes] = field(default_factory=dict)
     batch: bool = False
+
+    @property
+    def cached_tokens(self) -> int:
+        """The number of all prompts' tokens that were in the prefix cache."""
+        return sum(self.cached.values())
 
     def fields(self) -> dict[str, object]:
         found: dict[str, object] = {

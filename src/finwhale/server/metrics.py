@@ -78,7 +78,7 @@ class Metrics:
             "time from a request's arrival to its first token",
         )
         self._between = seconds(
-            "finwhale_time_per_output_token_seconds", "time between a request's tokens"
+            "finwhale_time_per_output_token_seconds", "time between a continuation's tokens"
         )
         self._duration = Histogram(
             "finwhale_request_seconds",
@@ -130,20 +130,22 @@ class Metrics:
         """Counts a request's part of a step."""
         now = time.monotonic()
         if delta.token_ids:
-            if log.first_token_s is None or log.last_token is None:
+            if log.first_token_s is None:
                 log.first_token_s = now - log.begin
                 self._first.observe(log.first_token_s)
-                log.cached_tokens = delta.cached_tokens
-            else:
-                each = (now - log.last_token) / len(delta.token_ids)
+            continuation = delta.request_id, delta.index
+            if continuation in log.last_tokens:
+                each = (now - log.last_tokens[continuation]) / len(delta.token_ids)
                 for _ in delta.token_ids:
                     self._between.observe(each)
-            log.last_token = now
+            log.last_tokens[continuation] = now
             log.output_tokens += len(delta.token_ids)
             if log.key is not None:
                 log.key.use.spend(len(delta.token_ids))
-        if delta.milestone is not None and delta.milestone.times is not None:
-            log.times[delta.request_id] = delta.milestone.times
+        if delta.milestone is not None:
+            log.cached[delta.request_id] = delta.milestone.cached_tokens
+            if delta.milestone.times is not None:
+                log.times[delta.request_id] = delta.milestone.times
         if delta.finish_reason is not None:
             log.finish.append(delta.finish_reason)
 

@@ -146,7 +146,7 @@ def _end(times: RequestTimes, log: RequestLog) -> float:
     """The time of the last token. The engine does not report it if the request was cut off."""
     if len(log.finish) == log.num_sequences or times.last_token > times.first_token:
         return times.last_token
-    return max(times.first_token, log.last_token or 0.0)
+    return max([times.first_token, *log.last_tokens.values()])
 
 
 def _of_http(
