@@ -313,6 +313,22 @@ def test_requests_while_the_model_loads(start: Start, monkeypatch: pytest.Monkey
     assert refused.value.response.headers["retry-after"] == "1"
 
 
+def test_a_dead_engine_charges_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(api_keys=("ann:secret-of-ann",))
+    key = server.state.keys.find("secret-of-ann")
+    assert key is not None
+    key.use.tokens = 100
+    monkeypatch.setattr(server.client, "failure", "the device is gone")
+    with pytest.raises(openai.InternalServerError, match="the device is gone"):
+        server.openai(api_key="secret-of-ann").completions.create(model=MODEL, prompt="Once")
+    monkeypatch.undo()
+    authorization = {"authorization": "Bearer secret-of-ann"}
+    text = request(server, "GET", "/metrics", headers=authorization)[2].decode()
+    assert "finwhale_requests_in_flight 0.0\n" in text
+    assert "finwhale_prompt_tokens_total 0.0\n" in text
+    assert key.use.tokens == 100
+
+
 def test_engine_failure_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start()
     engine = server.engine

@@ -236,15 +236,16 @@ class ServerState:
                 await stack.enter_async_context(self.batch_sequences.taken(log.num_sequences))
                 priority += BATCH_PRIORITY
             self.check_room(log.num_sequences)
+            owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
+            if log.cache_salt is not None:
+                owner += f"/{log.cache_salt}"
+            generation = self.client.submit(prompts, params, stop_after, priority, owner)
+            # Count the request only now: a dead or stopping engine makes `submit` raise.
             log.params = params
             log.prompt_tokens = sum(map(len, prompts))
             if log.key is not None:
                 log.key.use.spend(log.prompt_tokens)
             self.metrics.begin(log)
-            owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
-            if log.cache_salt is not None:
-                owner += f"/{log.cache_salt}"
-            generation = self.client.submit(prompts, params, stop_after, priority, owner)
             timer = asyncio.get_running_loop().call_later(self.time_left_s(log), generation.expire)
             try:
                 await generation.accepted()
