@@ -70,13 +70,20 @@ def checksum(data: bytes) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically, safe against concurrent readers and writers."""
+    """Write a file atomically, safe against concurrent readers and writers.
+
+    Raises:
+        OSError: the file cannot be written; nothing is left of it.
+    """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def open_private(root: Path, *folders: str) -> None:

@@ -1,5 +1,7 @@
 """/v1/files and /v1/batches, through OpenAI's client."""
 
+import asyncio
+import errno
 import json
 import threading
 import time
@@ -13,7 +15,9 @@ import torch
 
 from finwhale import LLM
 from finwhale.errors import FinwhaleError
-from finwhale.server.batch.store import Store
+from finwhale.server.batch.room import Room
+from finwhale.server.batch.runner import Job, run
+from finwhale.server.batch.store import Batch, Owner, Store
 
 from .running import MODEL, RunningServer, check_idle
 from .test_limits import request
@@ -233,6 +237,43 @@ def test_a_restart_continues(running: Start) -> None:
     assert client.batches.retrieve(cancelled).status == "cancelled"
     with pytest.raises(FinwhaleError, match="another server uses"):
         Store(Path(server.state.config.batch_dir))
+
+
+def test_a_full_disk_stops_no_other_batch(
+    running: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = running()
+    client, store = server.openai(), server.state.store
+    assert store is not None
+    save = Owner.save
+    failures: list[Job] = []
+
+    async def run_until_full(app: Any, job: Job, held: Room) -> None:
+        await run(app, job, held)
+        while len(store.owner(None).batches) < 2:
+            await asyncio.sleep(0.01)
+        if not failures:
+            failures.append(job)
+            raise FinwhaleError("cannot write results: No space left on device")
+
+    def save_unless_full(owner: Owner, batch: Batch) -> None:
+        if batch.status == "failed":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(owner, batch)
+
+    monkeypatch.setattr("finwhale.server.batch.batches.run", run_until_full)
+    monkeypatch.setattr(Owner, "save", save_unless_full)
+    first, second = (create(client, upload(client, [line(name)])) for name in ("a", "b"))
+    assert ended(client, second.id).status == "completed"
+    failed = ended(client, first.id)
+    assert failed.status == "failed" and failed.errors.data[0].code == "server_error"
+    assert failed.output_file_id is None and failed.error_file_id is None
+    contents = {path.stem for path in (tmp_path / "b/everybody/files").glob("*.jsonl")}
+    assert contents == {file.id for file in client.files.list()}
+    monkeypatch.undo()
+    client = running().openai()
+    again = ended(client, first.id)
+    assert again.status == "completed" and results(client, again.output_file_id).keys() == {"a"}
 
 
 def test_an_expired_batch(running: Start, monkeypatch: pytest.MonkeyPatch) -> None:

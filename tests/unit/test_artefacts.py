@@ -1,5 +1,6 @@
 """The cache of compiled artefacts: whose it is, several processes, damage."""
 
+import errno
 import json
 import os
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finwhale import artefacts
-from finwhale.artefacts import Artefacts, default_directory
+from finwhale.artefacts import Artefacts, default_directory, write_whole
 from finwhale.errors import ResourceError
 
 PLATFORM = {"device": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0"}
@@ -96,6 +97,19 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match=r"cannot be used: .* \(--cache-dir\)"):
         Artefacts(tmp_path / "file", PLATFORM)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, b"new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
 
 
 def test_complete_for_one_configuration_and_source(

@@ -204,7 +204,21 @@ class Batches:
     def _fail(
         self, owner: Owner, batch: Batch, code: str, message: str, line: int | None = None
     ) -> None:
+        """Ends a batch with an error, and removes its results unless they are files already.
+
+        If the disk is full, this makes room. If the batch still cannot be saved, it has failed for
+        this server, and the next server runs it again.
+        """
         error: dict[str, Any] = {"code": code, "message": message, "line": line, "param": None}
         batch.errors = [error]
         batch.enter("failed")
-        owner.save(batch)
+        results = (batch.good_file_id, batch.bad_file_id)
+        batch.files = [file_id for file_id in results if file_id in owner.files]
+        try:
+            for file_id in results:
+                if file_id not in owner.files:
+                    owner.content(file_id).unlink(missing_ok=True)
+            owner.save(batch)
+        except OSError as failure:
+            extra = {"batch": batch.id, "reason": str(failure)}
+            logger.error("cannot save a batch that has failed", extra=extra)
