@@ -1,14 +1,20 @@
 """The server's side of the pipe, with an engine that is played by the test."""
 
 import asyncio
+import signal
+import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 
+from finwhale.demo import DEMO_PATH
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.client import EngineClient
+from finwhale.server.grammar_check import GrammarChecker
+from finwhale.server.run import end_processes
 from finwhale.server.wire import Abort, Accepted, Add, Delta, Failed, Ready, Refused, Step, Stop
 
 READY = Ready(max_model_len=100, max_num_seqs=4, vocab_size=50, bos_token_id=0)
@@ -96,6 +102,73 @@ def test_an_engine_that_goes_fails_everything() -> None:
             client.submit([[1]], SamplingParams())
         engine.close()
         await client.close()
+
+    asyncio.run(run())
+
+
+class DeafProcess:
+    """A process that ends only when it is killed."""
+
+    pid = exitcode = None
+
+    def __init__(self) -> None:
+        self.killed = threading.Event()
+
+    def join(self, timeout: float | None = None) -> None:
+        self.killed.wait()
+
+    def is_alive(self) -> bool:
+        return not self.killed.is_set()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def test_an_engine_that_is_not_ready_is_killed() -> None:
+    async def run() -> None:
+        ours, theirs = Pipe()
+        process = DeafProcess()
+        client = EngineClient(ours, process)
+        starting = asyncio.ensure_future(client.start())
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(client.close())
+        killed = await asyncio.to_thread(process.killed.wait, 10)
+        process.kill()
+        theirs.close()
+        await closing
+        starting.cancel()
+        assert killed
+
+    asyncio.run(run())
+
+
+def test_a_second_signal_kills_processes_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finwhale.server.grammar_check.CLOSE_S", 3600)
+
+    async def run() -> None:
+        ours, theirs = Pipe()
+        process = DeafProcess()
+        client = EngineClient(ours, process)
+        theirs.send(READY)
+        await client.start()
+        grammars = GrammarChecker(DEMO_PATH, SimpleNamespace())
+        await grammars.start()
+        assert grammars._process is not None
+        trials = grammars._process._process
+        trials.send_signal(signal.SIGSTOP)
+        stop_now = asyncio.Event()
+        ending = asyncio.ensure_future(end_processes(client, grammars, stop_now))
+        while not isinstance(await received(theirs), Stop):
+            pass
+        theirs.close()
+        assert process.is_alive() and not grammars._process.ended
+        stop_now.set()
+        await asyncio.wait((ending,), timeout=10)
+        found = process.is_alive(), trials.returncode
+        process.kill()
+        grammars.kill()
+        await ending
+        assert found == (False, -signal.SIGKILL)
 
     asyncio.run(run())
 

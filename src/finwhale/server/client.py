@@ -257,12 +257,18 @@ class EngineClient:
         return count
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the engine's process. Requests that still run fail."""
+        """Ends the engine's process. Requests that still run fail.
+
+        Args:
+            timeout_s: kill the process if it takes longer to end.
+        """
         self._closing = True
         self.cut_off()
         self._send(Stop())
         process = self._process
         if process is not None:
+            if self.ready is None and self.failure is None:
+                self.kill()  # it does not read Stop while it loads the model
             await asyncio.to_thread(process.join, timeout_s)
             if process.is_alive():
                 process.kill()
@@ -272,6 +278,11 @@ class EngineClient:
             if thread.is_alive():
                 await asyncio.to_thread(thread.join, timeout_s)
         self._connection.close()
+
+    def kill(self) -> None:
+        """Kills the engine's process, so that `close` does not wait for it."""
+        if self._process is not None:
+            self._process.kill()
 
     def _send(self, command: Command) -> None:
         self._commands.put(command)

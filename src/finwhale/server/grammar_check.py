@@ -33,6 +33,7 @@ from finwhale.server.grammar_trial import Verdict
 NUM_TRIALS = 2
 MAX_WAITING = 32
 MAX_REMEMBERED = 4096
+CLOSE_S = 5.0  # time in which the process must end when the server closes
 
 
 class Observer(Protocol):
@@ -100,6 +101,11 @@ class GrammarChecker:
     async def close(self) -> None:
         if self._process is not None:
             await self._process.close()
+
+    def kill(self) -> None:
+        """Kills the process, so that `close` does not wait for it."""
+        if self._process is not None:
+            self._process.kill()
 
     def _remember(self, digest: bytes, verdict: Verdict) -> None:
         self._observer.grammar_trial(verdict.seconds)
@@ -169,11 +175,15 @@ class _TrialProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), 5)
+            await asyncio.wait_for(self._process.wait(), CLOSE_S)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
         await self._reader
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            self._process.kill()
 
     async def _send(self, command: dict[str, object]) -> None:
         self._write(command)

@@ -26,6 +26,7 @@ from finwhale.server.batch.store import open_store
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.connections import Connections
+from finwhale.server.grammar_check import GrammarChecker
 from finwhale.server.listening import close, listen, load_certificate, tls_context, url_of
 from finwhale.server.state import ServerState
 
@@ -183,9 +184,26 @@ async def _serve(
         with contextlib.suppress(Exception):
             await serving
         pulse.cancel()
-        await state.grammars.close()
-        await client.close()
+        await end_processes(client, state.grammars, stop_now)
     return int(client.failure is not None or cut)
+
+
+async def end_processes(
+    client: EngineClient, grammars: GrammarChecker, stop_now: asyncio.Event
+) -> None:
+    """Ends the engine's process and the one that tries grammars.
+
+    Args:
+        stop_now: when it is set, kill both instead of waiting for them.
+    """
+    closing = asyncio.gather(client.close(), grammars.close())
+    stopping_now = asyncio.ensure_future(stop_now.wait())
+    await asyncio.wait((closing, stopping_now), return_when=asyncio.FIRST_COMPLETED)
+    if stopping_now.done():
+        client.kill()
+        grammars.kill()
+    stopping_now.cancel()
+    await closing
 
 
 def reload(
