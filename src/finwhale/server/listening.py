@@ -11,7 +11,7 @@ from pathlib import Path
 from finwhale.errors import FinwhaleError
 from finwhale.server.config import ServerConfig
 
-_BACKLOG = 2048
+BACKLOG = 2048  # connections that wait until the server accepts them
 # Values of --allowed-hosts beside names: every IP address, and every host.
 ADDRESSES, ANY = "addresses", "*"
 LOCAL_HOSTS = ("localhost", ADDRESSES)
@@ -26,7 +26,7 @@ def listen(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise FinwhaleError(
@@ -62,7 +62,7 @@ def _listen_unix(path: Path, mode: int) -> socket.socket:
             listener.bind(str(path))
         finally:
             os.umask(umask)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise FinwhaleError(f"cannot listen on {path}: {error.strerror or error}") from error

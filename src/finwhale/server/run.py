@@ -27,7 +27,14 @@ from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.connections import Connections
 from finwhale.server.grammar_check import GrammarChecker
-from finwhale.server.listening import close, listen, load_certificate, tls_context, url_of
+from finwhale.server.listening import (
+    BACKLOG,
+    close,
+    listen,
+    load_certificate,
+    tls_context,
+    url_of,
+)
 from finwhale.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -38,7 +45,6 @@ logger = logging.getLogger(__name__)
 # After the engine's death, the server answers health checks for this long before it ends.
 DEATH_NOTICE_S = 2.0
 ERRORS_S = 2  # time for the error answers to requests that the end of draining cuts off
-BACKLOG = 2048
 
 
 def serve(
