@@ -276,6 +276,27 @@ def test_a_full_disk_stops_no_other_batch(
     assert again.status == "completed" and results(client, again.output_file_id).keys() == {"a"}
 
 
+def test_a_full_disk_refuses_batches_and_cancels_others(
+    running: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = running().openai()
+    lines = [line(str(i), max_tokens=200, ignore_eos=True) for i in range(200)]
+    first = create(client, upload(client, lines))
+
+    def full(owner: Owner, batch: Batch) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    uploaded = upload(client, [line("a")])
+    while client.batches.retrieve(first.id).status != "in_progress":
+        time.sleep(0.01)
+    monkeypatch.setattr(Owner, "save", full)
+    with pytest.raises(openai.APIStatusError) as refused:
+        create(client, uploaded)
+    assert refused.value.status_code == 507
+    assert client.batches.cancel(first.id).status == "cancelling"
+    assert ended(client, first.id).status in ("cancelled", "failed")
+
+
 def test_an_expired_batch(running: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finwhale.server.batch.batches.BATCH_WINDOW_S", 0)
     client = running().openai()

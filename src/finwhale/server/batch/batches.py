@@ -14,7 +14,15 @@ from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
 from finwhale.server.batch.results import ResultFile
 from finwhale.server.batch.room import Room
 from finwhale.server.batch.runner import MAX_HELD_BYTES, Job, run, run_expired
-from finwhale.server.batch.store import Batch, Owner, Store, StoredFile, new_id, owner_name
+from finwhale.server.batch.store import (
+    Batch,
+    Owner,
+    Store,
+    StoredFile,
+    new_id,
+    no_space,
+    owner_name,
+)
 from finwhale.server.bodies import max_items
 from finwhale.server.client import StoppingError
 from finwhale.server.errors import ApiError
@@ -71,23 +79,29 @@ class Batches:
             now + int(BATCH_WINDOW_S),
             metadata,
         )
-        owner.save(batch)
+        try:
+            owner.save(batch)
+        except OSError as error:
+            raise no_space(error) from error
         self._work(key)
         return batch
 
     def cancel(self, key: ApiKey | None, batch_id: str) -> Batch:
-        """Stops a batch, and keeps its results so far. Raises ApiError (404, 409)."""
+        """Stops a batch, and keeps its results so far, even if this cannot be saved.
+
+        Raises:
+            ApiError: 404, 409.
+        """
         owner = self.store.owner(key)
         batch = owner.find_batch(batch_id)
         if batch.ended:
             raise ApiError(409, f"the batch has ended: {batch.status}", code="batch_ended")
         batch.enter("cancelling")
-        owner.save(batch)
         if batch_id in self._cancelled:
             self._cancelled[batch_id].set()
         elif "in_progress_at" not in batch.times:
             batch.enter("cancelled")
-            owner.save(batch)
+        _save_if_possible(owner, batch)
         return batch
 
     def _work(self, key: ApiKey | None) -> None:
@@ -214,11 +228,17 @@ class Batches:
         batch.enter("failed")
         results = (batch.good_file_id, batch.bad_file_id)
         batch.files = [file_id for file_id in results if file_id in owner.files]
-        try:
-            for file_id in results:
-                if file_id not in owner.files:
+        for file_id in results:
+            if file_id not in owner.files:
+                with contextlib.suppress(OSError):
                     owner.content(file_id).unlink(missing_ok=True)
-            owner.save(batch)
-        except OSError as failure:
-            extra = {"batch": batch.id, "reason": str(failure)}
-            logger.error("cannot save a batch that has failed", extra=extra)
+        _save_if_possible(owner, batch)
+
+
+def _save_if_possible(owner: Owner, batch: Batch) -> None:
+    """Saves a batch that has stopped. If that fails, it has stopped for this server alone."""
+    try:
+        owner.save(batch)
+    except OSError as error:
+        extra = {"batch": batch.id, "reason": str(error)}
+        logger.error("cannot save a batch that has stopped", extra=extra)
