@@ -1,17 +1,21 @@
 """Sleep gives memory back, and nothing changes after wake."""
 
 import ctypes
+import io
 import mmap
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from finwhale import LLM, RequestError, SamplingParams
-from finwhale.engine.rank.arena import Arena
+from finwhale.engine.rank.arena import CHUNK_BYTES, Arena
 from finwhale.engine.rank.executor import local_executor
+from finwhale.errors import ResourceError
 
 from .weights import bits_of, weights_of
 
@@ -142,3 +146,32 @@ def test_an_arena_keeps_views_of_one_memory() -> None:
         assert not parts[1].any()
         arena.restore()
     assert arena.num_bytes % mmap.PAGESIZE == 0
+
+
+class ShortFile(io.FileIO):
+    """A file of which each call reads or writes at most 1,000 bytes, as Linux does with 2 GiB."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:1000])
+
+    def write(self, data: Any) -> int:
+        return super().write(memoryview(data)[:1000])
+
+
+def test_an_arena_is_restored_by_several_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "saved"
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda buffering: ShortFile(path, "w+"))
+    arena = Arena(torch.device("cpu"))
+    tensor = arena.empty(CHUNK_BYTES // 2)
+    tensor.random_(generator=torch.Generator().manual_seed(0))
+    kept = tensor.clone()
+    arena.release(keep=True)
+    assert not tensor.any()
+    arena.restore()
+    assert torch.equal(tensor, kept)
+    arena.release(keep=True)
+    os.truncate(path, 5000)
+    with pytest.raises(ResourceError, match="lacks a part of the saved weights"):
+        arena.restore()

@@ -102,7 +102,11 @@ class Arena:
         self.mapped = False
 
     def restore(self) -> None:
-        """Allocate the memory again, with the saved contents."""
+        """Allocate the memory again, with the saved contents.
+
+        Raises:
+            ResourceError: the saved contents cannot be read, or the memory cannot be allocated.
+        """
         assert not self.mapped
         for chunk in self._chunks:
             chunk.map()
@@ -111,7 +115,12 @@ class Arena:
                 chunk.bytes.copy_(saved)
             else:
                 saved.seek(0)
-                saved.readinto(chunk.bytes.numpy().data)
+                left = memoryview(chunk.bytes.numpy().data)
+                while left:  # one call reads at most 2 GiB
+                    count = saved.readinto(left)
+                    if not count:
+                        raise ResourceError("a temporary file lacks a part of the saved weights")
+                    left = left[count:]
                 saved.close()
         self._saved = []
         self.mapped = True
@@ -121,7 +130,7 @@ class Arena:
             return chunk.bytes.cpu()
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (`restore` closes it)
         left = memoryview(chunk.bytes.numpy().data)
-        while left:
+        while left:  # one call writes at most 2 GiB
             left = left[file.write(left) :]
         return file
 
