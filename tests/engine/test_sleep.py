@@ -95,6 +95,21 @@ def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_
     assert outputs(engine) == before
 
 
+def test_an_update_goes_on_when_it_cannot_finish_yet(
+    engine: LLM, before: list[object], tiny_path: Path
+) -> None:
+    engine.updates.begin()
+    engine.updates.add(tiny_path)
+    engine.sleep(["weights"], drop_weights=True)
+    with pytest.raises(RequestError, match="the weights are asleep"):
+        engine.updates.finish()
+    engine.wake()
+    with pytest.raises(RequestError, match="requests must be"):
+        engine.updates.finish(requests="drop")  # type: ignore[arg-type]
+    engine.updates.finish()
+    assert outputs(engine) == before
+
+
 def test_running_requests_wait_or_end(engine: LLM, before: list[object]) -> None:
     results = []
     for name, requests in (("kept", "recompute"), ("ended", "abort")):

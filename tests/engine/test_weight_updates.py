@@ -322,8 +322,15 @@ def test_requests_are_aborted(engine: LLM, other_path: Path) -> None:
     assert result.finished and result.outputs[0].finish_reason == "abort"
     assert result.outputs[0].token_ids == so_far
     assert engine.engine.step() == [result] and not engine.engine.has_work
+
+
+def test_unknown_requests_are_refused_before_anything_is_read(
+    engine: LLM, tensors: dict[str, Tensor]
+) -> None:
+    arriving = iter(tensors.items())
     with pytest.raises(RequestError, match="requests must be"):
-        engine.update_weights(other_path, requests="drop")  # type: ignore[arg-type]
+        engine.update_weights(arriving, requests="drop")  # type: ignore[arg-type]
+    assert len(list(arriving)) == len(tensors)
 
 
 def test_a_paused_engine_waits(engine: LLM, before: list[object]) -> None:

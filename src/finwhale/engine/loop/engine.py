@@ -434,8 +434,12 @@ class Engine:
             except (torch.AcceleratorError, EngineDeadError) as error:
                 raise self._die(error) from error
 
-    def check_weights_can_change(self, partial: bool) -> None:
-        """Raise RequestError if weights cannot be written now."""
+    def check_weights_can_change(
+        self, *, partial: bool = False, requests: Requests = "recompute"
+    ) -> None:
+        """Raise RequestError if weights cannot be written now, or `requests` is unknown."""
+        if requests not in get_args(Requests):
+            raise RequestError(f"requests must be one of {get_args(Requests)}, got {requests!r}")
         if "weights" in self._asleep:
             raise RequestError(
                 'the weights are asleep: call wake(["weights"]) before update_weights'
@@ -449,11 +453,9 @@ class Engine:
         No step is in flight during the call, and the prefix cache is empty afterwards. An error of
         `work` ends the engine.
         """
-        if requests not in get_args(Requests):
-            raise RequestError(f"requests must be one of {get_args(Requests)}, got {requests!r}")
         with self._lock:
             self._check_usable()
-            self.check_weights_can_change(False)
+            self.check_weights_can_change(requests=requests)
             self._drain(requests)
             self._on_ranks_or_die(work)
             self.scheduler.reset_prefix_cache()

@@ -165,6 +165,7 @@ class WeightUpdates:
         """Replace the weights (LLM.update_weights)."""
         if partial and isinstance(source, str | Path):
             raise RequestError("a directory holds all weights: leave out partial")
+        self._engine.check_weights_can_change(partial=partial, requests=requests)
         self.begin(partial=partial)
         self._add(source, last=True)
         self.finish(requests=requests, version=version)
@@ -176,7 +177,7 @@ class WeightUpdates:
             RequestError: another update has begun, or the weights cannot be written now.
             ResourceError: the host has too little memory to stage the weights.
         """
-        self._engine.check_weights_can_change(partial)
+        self._engine.check_weights_can_change(partial=partial)
         with self._lock:
             if self.begun:
                 raise RequestError("another update of the weights has begun: finish it first")
@@ -198,8 +199,14 @@ class WeightUpdates:
         self._next_version = version or self._next_version
 
     def finish(self, *, requests: Requests = "recompute", version: str | None = None) -> None:
-        """Write the staged weights. If this fails, the old ones stay, and the update ends."""
+        """Write the staged weights. If this fails, the old ones stay, and the update ends.
+
+        Raises:
+            RequestError: no update has begun, the weights are asleep, or `requests` is unknown. An
+                update that has begun goes on.
+        """
         self._check_begun()
+        self._engine.check_weights_can_change(requests=requests)
         try:
             self._engine.on_ranks(prepare_update)
             self._engine.change_weights(commit_update, requests)
