@@ -7,6 +7,9 @@ import pytest
 
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.chat.grammar import regex_guide
+from finwhale.engine.loop.step_loop import Launcher
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.startup import draft_on_device
 
 EOS = 1
 SURE = {EOS: 100.0, 9: 80.0}  # the end of sequence always comes, or else token 9
@@ -37,6 +40,32 @@ def test_min_tokens(small: tuple[Path, dict[str, Any]], drafts: int) -> None:
             [11] * 4 + [9],
         ]
         assert [output.finish_reason for output in outputs] == ["stop", "stop", "length", "stop"]
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_steps_wait_only_for_the_first_min_tokens(
+    drafts: int, small: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, options = small
+    engine = LLM(path, **options, draft_tokens=drafts).engine
+    if drafts:
+        draft_on_device(local_executor(engine.executor), engine.config)
+    engine.steps_ahead = 1
+    waited = []  # for each step whose sampling waits: the tokens that the request has
+
+    def sample(*args: Any, sample: Any = Launcher.sample) -> Any:
+        waited.append(len(result.outputs[0].token_ids))
+        return sample(*args)
+
+    monkeypatch.setattr(Launcher, "sample", sample)
+    wanted = (ending(min_tokens=6, max_tokens=30, logit_bias=None), ending(ignore_eos=True))
+    result, _ = (engine.add_request(str(i), [5 + i], each) for i, each in enumerate(wanted))
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert len(result.outputs[0].token_ids) > 20
+    # Without drafts, the forward of one more step is launched before the sixth token is known.
+    assert waited and max(waited) == (5 if drafts else 6)
 
 
 def test_min_tokens_of_random_outputs(small: tuple[Path, dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 While every sequence decodes, the loop launches the next step before the host knows this step's
 tokens, as in an engine that does not draft: the device knows the next step's positions and ids
 (rank/draft_decode.py). The loop waits for the tokens if a prompt needs prefill, if a sequence could
-be admitted, or if sampling needs the previous tokens (penalties, grammars).
+be admitted, or if sampling needs the previous tokens (penalties, grammars, min_tokens).
 """
 
 import time

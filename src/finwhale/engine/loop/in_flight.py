@@ -74,7 +74,8 @@ class Rows:
     Attributes:
         sequences, streams: one for each row.
         drawing: the rows that need random draws, because they are not greedy.
-        historic: the rows whose sampling needs the previous tokens (penalties, grammars).
+        historic: the rows whose sampling needs the previous tokens (penalties, grammars,
+            min_tokens).
         outputs: the output of each request that has a row.
     """
 
@@ -93,6 +94,12 @@ class Rows:
                 self.historic.append(row)
         outputs = {stream.sequence.request_id: stream.request.output for stream in streams}
         self.outputs = list(outputs.values())
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a row of `historic` no longer needs the previous tokens: it has min_tokens."""
+        sampling = [self.sequences[row].sampling for row in self.historic]
+        return not all(each is not None and each.history.needed for each in sampling)
 
     @property
     def histories(self) -> list[History]:

@@ -1,7 +1,7 @@
 """The step loop of an engine that does not draft: a step gives each sequence one token.
 
-If sampling needs the previous tokens (penalties, grammars), the loop still launches the forward one
-step ahead. Only the sampling waits until the host knows these tokens.
+If sampling needs the previous tokens (penalties, grammars, min_tokens), the loop still launches the
+forward one step ahead. Only the sampling waits until the host knows these tokens.
 """
 
 import time
@@ -36,7 +36,7 @@ class PlainLoop:
         if not chunks:
             return None
         complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
-        if complete != self._rows.sequences:
+        if complete != self._rows.sequences or self._rows.outdated:
             self._rows = Rows([streams[s.key] for s in complete])
         rows = self._rows
         step = InFlightStep(rows, [len(s.token_ids) for s in complete], planned=chunks)

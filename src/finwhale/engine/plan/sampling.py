@@ -70,8 +70,8 @@ class History:
     Attributes:
         seen: the tokens that penalties count; None: the request has no penalties.
         matcher: the state of the request's grammar; None: the request has no grammar.
-        withheld: tokens that may not come yet, because they would end the output too early.
-        num_withheld: for how many more tokens `withheld` applies.
+        withheld: tokens that may not come yet, because they would end the output too early. Empty
+            after `num_withheld` more tokens.
     """
 
     __slots__ = ("matcher", "num_withheld", "seen", "withheld")
@@ -94,7 +94,7 @@ class History:
     @property
     def masked(self) -> bool:
         """Whether only some tokens may come next."""
-        return self.matcher is not None or (self.num_withheld > 0 and bool(self.withheld))
+        return self.matcher is not None or bool(self.withheld)
 
     def allow(self, words: NDArray[np.int32]) -> None:
         """Write the mask of the tokens that may come next (AllowedRows.words)."""
@@ -102,7 +102,7 @@ class History:
             words[:] = -1
         else:
             self.matcher.allow(words)
-        if self.num_withheld and self.withheld:
+        if self.withheld:
             of_grammar = words.copy()
             bits = words.view(np.uint32)
             for token_id in self.withheld:
@@ -116,8 +116,10 @@ class History:
             self.seen.count(token_id)
         if self.matcher is not None:
             self.matcher.accept(token_id)
-        if self.num_withheld:
+        if self.withheld:
             self.num_withheld -= 1
+            if not self.num_withheld:
+                self.withheld = ()
 
     def after(self, drafts: Sequence[int]) -> list["History"]:
         """This history, then the history after each draft, as if the draft were accepted."""
