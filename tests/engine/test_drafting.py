@@ -197,11 +197,18 @@ def test_a_stop_within_accepted_drafts(new_llm: Callable[..., LLM]) -> None:
             wanted = plain.generate([[9, 8, 7]], params)[0].outputs
             engine = drafting.engine
             oracle.known = {"one/0": [9, 8, 7, *free.token_ids]}
+            before = engine.metrics()
             result = engine.add_request("one", [9, 8, 7], params)
             while engine.has_work:
                 engine.step()
                 engine.check_integrity()
             assert result.outputs == wanted
+            # Accepted drafts behind the stop do not count.
+            after, tokens = engine.metrics(), len(wanted[0].token_ids)
+            assert after.output_tokens - before.output_tokens == tokens
+            gaps = after.time_between_tokens.count - before.time_between_tokens.count
+            assert gaps == tokens - 1
+            assert sum(after.drafts_accepted) - sum(before.drafts_accepted) < tokens
     assert drafting.engine.metrics().mean_accepted_length > 2.5
 
 

@@ -9,6 +9,7 @@ be admitted, or if sampling needs the previous tokens (penalties, grammars, min_
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.acceptance_watch import AcceptanceWatch
@@ -22,6 +23,20 @@ from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan
 from finwhale.engine.plan.step_planner import SamplingInputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """A sequence in a step that has been collected.
+
+    Attributes:
+        num_before: the number of its output tokens before the step.
+    """
+
+    stream: TextStream
+    num_before: int
+    num_drafts: int
+    num_accepted: int
 
 
 class DraftLoop:
@@ -47,6 +62,7 @@ class DraftLoop:
         else:
             launcher.scheduler.drafting.chooser = FixedDrafts(draft_tokens)
         self._last_collected = 0.0
+        self._verified: list[_Verified] = []
 
     def drop_rows(self) -> None:
         pass
@@ -149,14 +165,24 @@ class DraftLoop:
             if sequence.key in unresolved:
                 unresolved[sequence.key].resolve(num_accepted, drafts_after)
             self._launcher.scheduler.verified(chunk, num_accepted)
-            self._meter.run(stream.clock, len(ids), now)
+            if ids:
+                stream.clock.tick(now)
             num_drafts = len(chunk.drafts)
-            self._meter.drafted(num_drafts, num_accepted)
+            before = len(stream.output.token_ids)
+            self._verified.append(_Verified(stream, before, num_drafts, num_accepted))
             self._acceptance.verified(num_drafts, num_accepted, now)
             if self._policy is not None:
                 self._policy.verified(chunk, num_accepted)
             tokens += [(stream, at, token) for at, token in enumerate(run, start=place)]
         return tokens
+
+    def appended(self) -> None:
+        """Record the tokens that became output. A stop may come before the last accepted draft."""
+        for one in self._verified:
+            count = len(one.stream.output.token_ids) - one.num_before
+            self._meter.run(one.stream.clock, count)
+            self._meter.drafted(one.num_drafts, min(one.num_accepted, count))
+        self._verified.clear()
 
     def _time(self, step: InFlightStep, result: StepResult) -> None:
         """Record the time of a step in which all sequences decode."""

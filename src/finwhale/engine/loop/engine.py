@@ -517,6 +517,7 @@ class Engine:
         for stream, place, token in tokens:
             if not stream.ended:
                 self._append(stream, place, token)
+        self._loop.appended()
         self._discard_if_idle()
         self._loop.sample_waiting(self._in_flight)
         return touched

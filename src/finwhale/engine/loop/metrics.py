@@ -130,11 +130,20 @@ class Timer:
 class Clock:
     """The times (time.monotonic()) of a request's arrival and of a sequence's first and last token.
     0: the sequence has no token yet.
+
+    Attributes:
+        previous: `last` before the last tick. Only engines that draft use it.
     """
 
     began: float
     first: float = 0.0
     last: float = 0.0
+    previous: float = 0.0
+
+    def tick(self, now: float) -> None:
+        """Record the time of new tokens."""
+        self.previous, self.last = self.last, now
+        self.first = self.first or now
 
 
 @dataclass(slots=True)
@@ -180,17 +189,19 @@ class Meter:
         for clock in clocks:
             clock.last = now
 
-    def run(self, clock: Clock, count: int, now: float) -> None:
-        """Record `count` tokens of one sequence; they share the time since its last token."""
+    def run(self, clock: Clock, count: int) -> None:
+        """Record `count` tokens that one sequence got at clock.last (Clock.tick).
+
+        They share the time since the token before them.
+        """
+        if not count:
+            return
         self.output_tokens += count
-        if clock.last:
-            if count:
-                self.time_between_tokens.add((now - clock.last) / count, count)
-        elif count:
-            self._begin([clock], now)
+        if clock.previous:
+            self.time_between_tokens.add((clock.last - clock.previous) / count, count)
+        else:
+            self.time_to_first_token.add(clock.first - clock.began)
             self.time_between_tokens.add(0.0, count - 1)
-        if count:
-            clock.last = now
 
     def drafted(self, num_proposed: int, num_accepted: int) -> None:
         """Record the verification of a sequence's drafts."""

@@ -87,6 +87,9 @@ class PlainLoop:
         self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
         return list(zip(streams, step.places, tokens, strict=True))
 
+    def appended(self) -> None:
+        """Do nothing: the engine appends every token of a plain step."""
+
     def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
         if in_flight and in_flight[0].result is None:
             self._sample(in_flight[0])

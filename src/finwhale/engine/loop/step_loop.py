@@ -37,6 +37,10 @@ class StepLoop(Protocol):
         """
         ...
 
+    def appended(self) -> None:
+        """Record the tokens of the last `collect` that the engine has appended to outputs."""
+        ...
+
     def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
         """Launch the sampling that had to wait for the tokens of the last `collect`."""
         ...
