@@ -229,7 +229,8 @@ class _Running:
     def update(self) -> RequestOutput | None:
         """Make the update for the coroutine after a step; None: nothing is new.
 
-        The engine changes the result of a running request, so an update shares nothing with it.
+        The engine changes the result of a running request, so an update shares nothing with it that
+        changes.
         """
         result = self._result
         if not self.request.streams:
@@ -239,7 +240,13 @@ class _Running:
             return None
         before, self._sent = self._sent, now
         parts = [_tail(*each) for each in zip(result.outputs, before, strict=True)]
-        return replace(result, outputs=parts)
+        times, logprobs = result.times, result.prompt_logprobs
+        return replace(
+            result,
+            outputs=parts,
+            times=None if times is None else replace(times),
+            prompt_logprobs=None if logprobs is None else list(logprobs),
+        )
 
 
 def _tail(output: CompletionOutput, sent: tuple[int, int]) -> CompletionOutput:
@@ -260,6 +267,7 @@ def _extended(result: RequestOutput, part: RequestOutput) -> RequestOutput:
         output.routed_experts = more.routed_experts
     result.finished, result.error = part.finished, part.error
     result.num_cached_tokens = part.num_cached_tokens
+    result.prompt_logprobs, result.times = part.prompt_logprobs, part.times
     result.prompt_routed_experts = part.prompt_routed_experts
     return result
 

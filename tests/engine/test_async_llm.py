@@ -8,14 +8,17 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from finwhale import LLM, AsyncLLM, EngineDeadError, FinwhaleError, RequestError, SamplingParams
+from finwhale.async_llm import _extended, _Running
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine.loop.engine import Engine
+from finwhale.request import CompletionOutput, Logprob, RequestOutput, RequestTimes
 
 TEXT = "The fin whale is"
 HELLO = [{"role": "user", "content": "Hello, who sings too low?"}]
@@ -140,6 +143,46 @@ def test_a_slow_reader_gets_several_tokens_at_once(async_llm: AsyncLLM) -> None:
 
     first, *_, last = run(read())
     assert first < 60 and last == 60
+
+
+def test_a_stream_has_times_when_continuation_1_begins_first(
+    tiny_path: Path, one_thread: None
+) -> None:
+    """Continuation 1 reuses the cached prompt, which continuation 0 computes again."""
+    llm = AsyncLLM(tiny_path, device="cpu", activations="exact", max_num_batched_tokens=64)
+    prompt = [7 * i % 400 for i in range(300)]
+
+    async def read() -> Any:
+        await llm.generate([prompt], greedy(1))
+        stream = llm.stream(prompt, greedy(6, n=2, prompt_logprobs=0))
+        *_, result = [result async for result in stream]
+        await llm.aclose()
+        return result
+
+    result = run(read())
+    times = result.times
+    assert times is not None and times.arrival < times.first_token < times.last_token
+    assert None not in result.prompt_logprobs[1:]
+
+
+def test_an_update_shares_nothing_that_the_engine_changes() -> None:
+    request: Any = SimpleNamespace(streams=True)
+    output = CompletionOutput(0, text="a", token_ids=[5])
+    result = RequestOutput("one", None, [1, 2], [output], prompt_logprobs=[None, None])
+    running = _Running(request, result)
+    first = running.update()
+    assert first is not None and first.times is None and first.prompt_logprobs == [None, None]
+    assert result.prompt_logprobs is not None
+    result.prompt_logprobs[1] = {2: Logprob(-1.0, 1, "b")}
+    result.times = RequestTimes(1.0, 2.0, 3.0, 3.0)
+    output.token_ids.append(6)
+    second = running.update()
+    assert first.prompt_logprobs == [None, None]
+    result.times.last_token = 4.0
+    assert second is not None and second.times == RequestTimes(1.0, 2.0, 3.0, 3.0)
+    whole = _extended(first, second)
+    assert whole is first and whole.outputs[0].token_ids == [5, 6]
+    assert whole.times == second.times and whole.prompt_logprobs == result.prompt_logprobs
 
 
 def test_bad_prompts_of_streams_raise(async_llm: AsyncLLM) -> None:
