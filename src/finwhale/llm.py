@@ -445,6 +445,10 @@ class LLM(LoadedModel):
                 or on a CPU in a temporary file.
             requests: how to treat running requests. "recompute": they wait, and the engine computes
                 their tokens so far again. "abort": they end with the finish reason "abort".
+
+        Raises:
+            ResourceError: the host has too little memory to save a GPU's weights. The engine stays
+                awake.
         """
         self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
 

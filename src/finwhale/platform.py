@@ -1,5 +1,7 @@
 """The hardware that the process runs on, as plain data. Only this module queries a driver."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,14 +45,59 @@ class Platform:
         return cls("nvidia", f"sm{properties.major}{properties.minor}", count)
 
 
-def available_memory() -> int | None:
-    """Bytes of host memory that processes can still allocate; None: the system does not say."""
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of host memory that this process can still allocate; None: the system does not say.
+
+    The limits of its control groups count, for a container may have less than its host has.
+
+    Args:
+        root: the directory of proc and sys.
+    """
+    free = [*_free_on_host(root / "proc"), *_free_in_control_groups(root)]
+    return min(free, default=None)
+
+
+def _free_on_host(proc: Path) -> Iterator[int]:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (proc / "meminfo").read_text().splitlines()
     except OSError:
-        return None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return sizes[0] if sizes else None
+        return
+    yield from [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+
+
+def _free_in_control_groups(root: Path) -> Iterator[int]:
+    """The free bytes of each control group of this process that limits memory."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, files = root / "sys/fs/cgroup", _VERSION_2
+        elif "memory" in controllers.split(","):
+            top, files = root / "sys/fs/cgroup/memory", _VERSION_1
+        else:
+            continue
+        # The limits of its parents hold, too. In a container, the path may be that of the host, and
+        # only the container's own group is there, at the top.
+        group = Path(path.lstrip("/"))
+        for part in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+                yield _free_in_control_group(top / part, files)
+
+
+# The files of a control group with its limit and its use, and the entry of memory.stat with the
+# part of its page cache that the system frees first.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _free_in_control_group(group: Path, files: tuple[str, str, str]) -> int:
+    limit, used = (int((group / name).read_text()) for name in files[:2])
+    lines = (group / "memory.stat").read_text().splitlines()
+    cached = [int(line.split()[1]) for line in lines if line.split()[0] == files[2]]
+    return max(0, limit - used + sum(cached))
 
 
 def existing_folder(path: Path) -> Path:

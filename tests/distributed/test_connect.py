@@ -18,6 +18,7 @@ from finwhale.distributed.connect import connect
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.gloo import Gloo
 from finwhale.distributed.nccl import FromZero, new_group
+from finwhale.distributed.peers import Peers
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.distributed.self_check import self_check
 from finwhale.errors import FinwhaleError
@@ -33,6 +34,20 @@ def test_ranks_on_a_cpu_connect_over_gloo() -> None:
         made = list(pool.map(lambda i: connect(Rank(i, 2), CPU, store), range(2)))
     assert [type(collectives) for collectives in made] == [Gloo, Gloo]
     assert isinstance(connect(ALONE, CPU, store), Alone)
+
+
+def test_ranks_count_those_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Peers().on_this_host() == 1
+    hosts = threading.local()
+    monkeypatch.setattr("socket.gethostname", lambda: hosts.name)
+    store = HashStore()
+
+    def count(index: int) -> int:
+        hosts.name = ("one", "other", "one")[index]
+        return Peers(Rank(index, 3), store).on_this_host()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(count, range(3))) == [2, 1, 2]
 
 
 def test_a_rank_that_never_comes_is_named() -> None:

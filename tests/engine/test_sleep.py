@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.engine.rank.arena import CHUNK_BYTES, Arena
 from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.sleep import check_can_save
 from finwhale.errors import ResourceError
 
 from .weights import bits_of, weights_of
@@ -132,6 +134,31 @@ def test_a_paused_engine_sleeps_and_remains_paused(engine: LLM) -> None:
     engine.wake()
     assert engine.engine.is_paused
     engine.resume()
+
+
+def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
+    engine: LLM, before: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check alone sees a GPU."""
+    gpu: Any = SimpleNamespace(
+        runner=SimpleNamespace(device=torch.device("cuda")),
+        arenas=local_executor(engine.engine.executor).arenas,
+        ranks_on_host=2,
+    )
+    monkeypatch.setattr(
+        "finwhale.engine.loop.engine.check_can_save", lambda executor: check_can_save(gpu)
+    )
+    needed = 2 * gpu.arenas["weights"].num_bytes
+    memory = "finwhale.engine.rank.devices.available_memory"
+    monkeypatch.setattr(memory, lambda: needed - 1)
+    with pytest.raises(ResourceError, match="sleep saves in host memory, take"):
+        engine.sleep()
+    assert not engine.engine.is_sleeping and outputs(engine) == before
+    engine.sleep(["cache"])
+    engine.wake()
+    monkeypatch.setattr(memory, lambda: needed)
+    engine.sleep()
+    engine.wake()
 
 
 def test_wrong_uses_are_refused(engine: LLM, llm: LLM) -> None:

@@ -209,6 +209,12 @@ def test_weights_that_do_not_fit_the_host_are_refused(
     monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: 1)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
+    # Each of two ranks would fit alone.
+    size = sum(tensor.nbytes for tensor in weights_of(engine))
+    monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: 2 * size - 1)
+    monkeypatch.setattr(local_executor(engine.engine.executor), "ranks_on_host", 2)
+    with pytest.raises(ResourceError, match="staged in host memory, take"):
+        engine.update_weights(other_path)
     assert outputs(engine) == before
 
 

@@ -19,7 +19,7 @@ from finwhale.engine.rank.devices import (
 )
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.platform import Platform
+from finwhale.platform import Platform, available_memory
 
 
 def never(num_gpus: int) -> int:
@@ -158,6 +158,41 @@ def test_weights_that_do_not_fit_the_host_are_refused(monkeypatch: pytest.Monkey
         check_host_memory(2_500_000_000)
     monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: None)
     check_host_memory(10**15)
+
+
+GIB = 2**30
+
+
+def write_group(group: Path, limit: str, used: int, cached: int, version: int) -> None:
+    """The files of a control group. `cached`: bytes of its page cache."""
+    names = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
+    group.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, (limit, used), strict=True):
+        (group / f"memory.{name}").write_text(f"{value}\n")
+    entry = "total_inactive_file" if version == 1 else "inactive_file"
+    (group / "memory.stat").write_text(f"anon 7\n{entry} {cached}\nactive_file 9\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_limited_by_control_groups(tmp_path: Path, version: int) -> None:
+    assert available_memory(tmp_path) is None
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemFree: 1 kB\nMemAvailable: {64 * 2**20} kB\n")
+    assert available_memory(tmp_path) == 64 * GIB
+    line = "4:cpu,memory:/pod/one" if version == 1 else "0::/pod/one"
+    (tmp_path / "proc/self/cgroup").write_text(f"9:pids:/\n{line}\n")
+    assert available_memory(tmp_path) == 64 * GIB  # the group's files are not there
+    top = tmp_path / "sys/fs/cgroup" / ("memory" if version == 1 else "")
+    no_limit = str(2**63 - 4096) if version == 1 else "max"
+    write_group(top / "pod/one", no_limit, 3 * GIB, GIB, version)
+    assert available_memory(tmp_path) == 64 * GIB
+    write_group(top / "pod/one", str(8 * GIB), 3 * GIB, GIB, version)
+    assert available_memory(tmp_path) == 6 * GIB
+    write_group(top / "pod", str(9 * GIB), 5 * GIB, 0, version)
+    assert available_memory(tmp_path) == 4 * GIB
+    # In a container, its own group may be at the top.
+    write_group(top, str(2 * GIB), 3 * GIB, 0, version)
+    assert available_memory(tmp_path) == 0
 
 
 def test_weights_that_do_not_fit_the_gpu_are_refused() -> None:

@@ -1,6 +1,8 @@
 """Communication of the ranks of one model during their start, over torch's key-value store."""
 
+import socket
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,6 +58,11 @@ class Peers:
     def minimum(self, value: int) -> int:
         """The smallest value of all ranks."""
         return min(self.gather(value))
+
+    def on_this_host(self) -> int:
+        """Number of ranks on this host, with this rank."""
+        host = zlib.crc32(socket.gethostname().encode())
+        return self.gather(host).count(host)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

@@ -42,7 +42,7 @@ from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.engine.plan.step_plan import PENDING
-from finwhale.engine.rank.sleep import allocate_memory, free_memory
+from finwhale.engine.rank.sleep import allocate_memory, check_can_save, free_memory
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.request import (
@@ -380,6 +380,7 @@ class Engine:
 
         Raises:
             RequestError: a tag is unknown or asleep, or the engine has no sleep mode.
+            ResourceError: the host has too little memory to save a GPU's weights. Nothing changes.
         """
         chosen = _checked_tags(tags)
         if not self.config.enable_sleep_mode:
@@ -390,9 +391,11 @@ class Engine:
             self._check_usable()
             if both := self._asleep & set(chosen):
                 raise RequestError(f"{min(both)} is already asleep")
+            saves = not (drop_weights or self._lacks_weights)
+            if saves and "weights" in chosen:
+                self.on_ranks(check_can_save)
             self._drain(requests)
             self.scheduler.reset_prefix_cache()
-            saves = not (drop_weights or self._lacks_weights)
             self._on_ranks_or_die(partial(free_memory, tags=chosen, save_weights=saves))
             self._asleep |= set(chosen)
             self._lacks_weights |= drop_weights and "weights" in chosen

@@ -65,6 +65,7 @@ class LocalExecutor:
         receiver: transfers results to the host.
         loader: loads weights as this rank does; None: the weights cannot be replaced.
         arenas: the memory of "weights" and "cache", if it can be freed while the engine sleeps.
+        ranks_on_host: number of ranks on this host, with this rank.
         update: the new weights that are being staged.
         groups: the process groups over which trainers send weights, by name.
     """
@@ -77,7 +78,9 @@ class LocalExecutor:
         collectives: Collectives = ALONE,
         loader: Loader | None = None,
         arenas: Mapping[str, Arena] | None = None,
+        ranks_on_host: int = 1,
     ) -> None:
+        self.ranks_on_host = ranks_on_host
         self.loader, self.arenas = loader, arenas or {}
         self.update: WeightUpdate | None = None
         self.groups: dict[str, WeightGroup] = {}

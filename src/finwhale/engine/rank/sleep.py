@@ -6,10 +6,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finwhale.engine.rank.devices import check_host_memory
 from finwhale.models.protocol import tensors_of
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
+
+
+def check_can_save(executor: "LocalExecutor") -> None:
+    """Check that the host has room for the weights that leave a GPU. Raises ResourceError."""
+    if executor.runner.device.type == "cuda":
+        check_host_memory(
+            executor.ranks_on_host * executor.arenas["weights"].num_bytes,
+            "the weights, which sleep saves in host memory,",
+            "end other programs, or drop the weights (drop_weights, or level 2 of /sleep)",
+        )
 
 
 def free_memory(executor: "LocalExecutor", *, tags: Sequence[str], save_weights: bool) -> None:

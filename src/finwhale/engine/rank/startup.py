@@ -236,6 +236,7 @@ class _Start:
             # The compiled mode keeps copies of some weights, which an update could not replace.
             self.loader if self.compiled_mode is None else None,
             self.arenas,
+            self.peers.on_this_host(),
         )
 
     def _holds_whole_attention(self) -> bool:

@@ -74,13 +74,19 @@ class WeightUpdate:
     Args:
         weights: the weights that the model runs with.
         partial: weights that do not arrive keep their values.
+        ranks_on_host: number of ranks that stage their weights in this host's memory.
+
+    Raises:
+        ResourceError: the host has too little memory to stage all weights.
     """
 
-    def __init__(self, loader: Loader, weights: Any, *, partial: bool) -> None:
+    def __init__(
+        self, loader: Loader, weights: Any, *, partial: bool, ranks_on_host: int = 1
+    ) -> None:
         self._loader, self._weights, self._partial = loader, weights, partial
         if not partial:
             check_host_memory(
-                sum(tensor.nbytes for tensor in tensors_of(weights)),
+                ranks_on_host * sum(tensor.nbytes for tensor in tensors_of(weights)),
                 "new weights, which are staged in host memory,",
                 "end other programs, or start the engine again with the new weights",
             )
@@ -167,7 +173,10 @@ def begin_update(executor: "LocalExecutor", *, partial: bool) -> None:
     """Begin to stage an update (WeightUpdate)."""
     loader = loader_of(executor)
     executor.update = None
-    executor.update = WeightUpdate(loader, executor.runner.model.weights, partial=partial)
+    weights = executor.runner.model.weights
+    executor.update = WeightUpdate(
+        loader, weights, partial=partial, ranks_on_host=executor.ranks_on_host
+    )
 
 
 def stage_tensors(executor: "LocalExecutor", *, tensors: Sequence[tuple[str, Tensor]]) -> None:
