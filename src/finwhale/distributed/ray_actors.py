@@ -28,7 +28,8 @@ class Actors:
         local_index: the index of rank 0's GPU on this host.
 
     Raises:
-        FinwhaleError: the cluster has too few free GPUs.
+        FinwhaleError: the cluster has too few free GPUs, or an actor fails. The placement group is
+            removed.
     """
 
     def __init__(self, size: int, kind: str) -> None:
@@ -43,6 +44,15 @@ class Actors:
         bundles[0][f"node:{self.host}"] = 0.001  # on this host
         self._group = placement_group(bundles, strategy="PACK")
         try:
+            self._start(bundles, resource)
+        except BaseException:
+            self.close()
+            raise
+        self._working: list[ray.ObjectRef[None]] = []
+
+    def _start(self, bundles: list[dict[str, float]], resource: str) -> None:
+        """Start the actors. Raises FinwhaleError."""
+        try:
             ray.get(self._group.ready(), timeout=CONNECT_S)
             actor = ray.remote(_Actor)
             self._actors = [
@@ -55,12 +65,12 @@ class Actors:
             ]
             self.local_index = ray.get(self._actors[0].local_index.remote(), timeout=CONNECT_S)
         except GetTimeoutError as error:
-            self.close()
             raise FinwhaleError(
-                f"Ray has not placed the ranks within {CONNECT_S:.0f} s: they need {size} "
+                f"Ray has not placed the ranks within {CONNECT_S:.0f} s: they need {len(bundles)} "
                 f"{resource}s, one of them on this host"
             ) from error
-        self._working: list[ray.ObjectRef[None]] = []
+        except RayError as error:
+            raise FinwhaleError(f"Ray cannot start the ranks: {_reason(error)}") from error
 
     def work_for(self, invitation: Invitation) -> None:
         """Let each actor but the first run its rank."""
@@ -78,12 +88,17 @@ class Actors:
                 ray.get(reference)
             except RayError as error:
                 rank = 1 + self._working.index(reference)
-                lines = str(error).strip().splitlines()
-                raise FinwhaleError(f"rank {rank}, an actor of Ray: {lines[-1]}") from error
+                raise FinwhaleError(f"rank {rank}, an actor of Ray: {_reason(error)}") from error
 
     def close(self) -> None:
         """Free the GPUs, and end the remaining actors."""
         remove_placement_group(self._group)
+
+
+def _reason(error: RayError) -> str:
+    """The last line of an error, after the traceback of the actor."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip()
 
 
 class _Actor:
