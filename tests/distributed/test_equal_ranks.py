@@ -409,7 +409,7 @@ def test_launch_sizes_are_those_of_a_rank(path: Path) -> None:
 
 def test_partial_sums_in_float32() -> None:
     """Two ranks of bfloat16 activations: the blocks' outputs are rounded once, after the sum."""
-    links = RankLinks(Alone(), torch.float32)
+    links = RankLinks(Alone())
     total = links.sum(torch.ones(1, 2), torch.bfloat16)
     assert isinstance(total, torch.Tensor)
     assert total.dtype == torch.bfloat16

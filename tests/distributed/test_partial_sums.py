@@ -170,7 +170,7 @@ def test_the_shape_decides_which_kernel_adds() -> None:
         (push, _) = ranks(2, sizes)
         push._nccl = Alone()
         mhc = MhcOfTerms(18, num_programs, mhc_triton.mhc_post, mhc_triton.mhc_post_pre)
-        return RankLinks(push, None, mhc)
+        return RankLinks(push, mhc)
 
     def fused(links: RankLinks, num_tokens: int, width: int = 64) -> bool:
         total = links.sum(torch.zeros(num_tokens, width), BFLOAT16)

@@ -106,7 +106,7 @@ def test_experts_outputs_of_many_tokens_are_refused() -> None:
 def test_one_rank_passes_on_the_experts_outputs() -> None:
     """The next mHC operator adds them, up to a number of tokens."""
     mhc = MhcOfTerms(2, kernels.num_programs, kernels.mhc_post, kernels.mhc_post_pre)
-    links = RankLinks(Alone(), None, mhc)
+    links = RankLinks(Alone(), mhc)
     assert [links.takes_expert_terms(n, 32) for n in (0, 1, 2, 3)] == [False, True, True, False]
     assert not RankLinks(Alone()).takes_expert_terms(1, 32)
     x = terms(Inputs(), 1, 32, torch.bfloat16)

@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Protocol
 
 from finwhale.distributed.rank import Rank
-from finwhale.distributed.ring import CAPACITY, Ring
+from finwhale.distributed.ring import Ring
 from finwhale.errors import EngineDeadError, FinwhaleError
 
 logger = logging.getLogger(__name__)
@@ -173,9 +173,9 @@ class WorkerProcesses(Protocol):
 class SpawnedProcesses:
     """Processes that this process starts on its host."""
 
-    def __init__(self, labels: Sequence[str], capacity: int = CAPACITY) -> None:
+    def __init__(self, labels: Sequence[str]) -> None:
         self.labels = labels
-        self._ring = Ring.create(len(labels), capacity)
+        self._ring = Ring.create(len(labels))
         self.write = self._ring.write
 
     def start(self) -> list[tuple[Connection, Process]]:

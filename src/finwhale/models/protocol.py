@@ -651,7 +651,6 @@ class BuildModel(Protocol):
         round_activations: bool,
         max_positions: int,
         collectives: Collectives = ...,
-        partial_dtype: torch.dtype | None = None,
     ) -> Model:
         """Create one rank of the model from the weights of `WeightLoading.fill`.
 
@@ -660,8 +659,6 @@ class BuildModel(Protocol):
             round_activations: round activations and cached state as the model was trained.
             max_positions: the longest sequence.
             collectives: combines the ranks' results; by default there is one rank.
-            partial_dtype: dtype of the partial sums that the ranks add; None: the activations'
-                dtype.
         """
         ...
 

@@ -8,7 +8,7 @@ Legend: N tokens, R tokens whose output this rank computes, D hidden, A heads, C
 Q q_lora_rank, G output groups, S groups of 128 of A C values.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -132,9 +132,6 @@ class Attention:
         side_streams: SideStreams,
         links: RankLinks,
     ) -> None:
-        if links.partial_dtype is not None:
-            wo_b = replace(weights.heads.wo_b, out_dtype=links.partial_dtype)
-            weights = replace(weights, heads=replace(weights.heads, wo_b=wo_b))
         self.linear, self.rms_norm = ops.linear, ops.rms_norm
         self.links = links
         self.heads = Heads(ops, weights.heads, config.head_dim)

@@ -91,7 +91,7 @@ class DecoderLayer:
         self.attn = Attention(
             config, ops, weights.attn, layer, round_activations, side_streams, links
         )
-        self.ffn = Moe(config, ops, weights.ffn, side_streams, links.partial_dtype)
+        self.ffn = Moe(config, ops, weights.ffn, side_streams)
 
     def __call__(
         self,

@@ -83,7 +83,6 @@ class DeepseekV4:
         round_activations: round activations, cached kv and indexer inputs as the model was trained.
         max_positions: length of the longest sequence and of the rotary tables.
         collectives: adds and gathers the ranks' partial results.
-        partial_dtype: dtype of the partial sums that the ranks add; None: the activations' dtype.
 
     Attributes:
         part: the sizes of this rank's part.
@@ -100,11 +99,10 @@ class DeepseekV4:
         round_activations: bool,
         max_positions: int,
         collectives: Collectives = ALONE,
-        partial_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
         self.part = rank_config(config, collectives.rank.size, round_activations=round_activations)
-        self.links = RankLinks(collectives, partial_dtype, ops.mhc_of_terms)
+        self.links = RankLinks(collectives, ops.mhc_of_terms)
         rank, width = collectives.rank, config.vocab_size // collectives.rank.size
         self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
         self.sample: Sample = ops.sample

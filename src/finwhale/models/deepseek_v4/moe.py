@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -32,7 +31,6 @@ class Moe:
 
     Args:
         config: the sizes of this rank's part.
-        partial_dtype: dtype of the result; None: the activations' dtype.
 
     Attributes:
         routed: [max tokens, K]: every call writes the chosen experts' ids here; None: no call does.
@@ -46,7 +44,6 @@ class Moe:
         ops: Ops,
         weights: MoeWeights,
         side_streams: SideStreams,
-        partial_dtype: torch.dtype | None = None,
     ) -> None:
         self.route_by_score = ops.route_by_score
         self.route_by_hash = ops.route_by_hash
@@ -60,11 +57,10 @@ class Moe:
         self.topk = config.num_experts_per_tok
         self.scaling = config.routed_scaling_factor
         self.limit = config.swiglu_limit
-        self.partial_dtype = partial_dtype
 
     def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
         terms = self.terms(x_ND, inputs)
-        return self.combine(terms.each, terms.ids, terms.shared, self.partial_dtype)
+        return self.combine(terms.each, terms.ids, terms.shared)
 
     def terms(self, x_ND: Tensor, inputs: StepInputs) -> ExpertTerms:
         """The outputs of the experts, which `__call__` adds."""
@@ -74,7 +70,7 @@ class Moe:
             self.routed[: len(ids)].copy_(ids)
         each = self.run_experts(x_ND, ids, weights)
         self.side_streams.join(SHARED_STREAM)
-        return ExpertTerms(each, ids, shared, self.partial_dtype or each.dtype)
+        return ExpertTerms(each, ids, shared, each.dtype)
 
     def share(self, x_ND: Tensor) -> Tensor:
         """The output of the shared expert: [N,D]."""

@@ -39,21 +39,14 @@ class RankLinks:
     calls in the same order.
 
     Args:
-        partial_dtype: dtype of the blocks' partial sums; None: the activations' dtype.
         mhc: the mHC operators that add the terms of x themselves; None: there are none.
 
     Attributes:
         shared_tokens: see SHARED_TOKENS.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        partial_dtype: torch.dtype | None = None,
-        mhc: MhcOfTerms | None = None,
-    ) -> None:
+    def __init__(self, collectives: Collectives, mhc: MhcOfTerms | None = None) -> None:
         self.rank = collectives.rank
-        self.partial_dtype = partial_dtype
         self.shared_tokens = SHARED_TOKENS
         self._collectives = collectives
         self._mhc = mhc
