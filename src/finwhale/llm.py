@@ -352,10 +352,11 @@ class LLM(LoadedModel):
         partial: bool = False,
         requests: Requests = "recompute",
     ) -> None:
-        """Replaces the weights: entirely, or not at all if it raises (see docs/rollouts.md).
+        """Replaces the weights (see docs/rollouts.md).
 
         The engine stages the new weights in host memory while other threads' requests continue.
-        Between two steps, it then writes them in place and clears the prefix cache.
+        Between two steps, it then writes them in place and clears the prefix cache. If it raises,
+        the old weights stay, except after an EngineDeadError.
 
         Args:
             source: the directory of a checkpoint of the same model; pairs of an official name and
@@ -371,6 +372,7 @@ class LLM(LoadedModel):
             CheckpointError: a tensor is missing, unknown, or has a wrong shape, dtype or value.
             ResourceError: the host has too little memory to stage the weights.
             FinwhaleError: a broadcast timed out. The engine has left the group.
+            EngineDeadError: a rank failed, perhaps while it wrote the weights. Start a new engine.
         """
         self.updates.update(source, partial=partial, requests=requests)
 

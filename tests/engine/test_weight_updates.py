@@ -18,6 +18,7 @@ from torch import Tensor
 from finwhale import (
     LLM,
     CheckpointError,
+    EngineDeadError,
     RequestError,
     RequestOutput,
     ResourceError,
@@ -26,6 +27,7 @@ from finwhale import (
 from finwhale.checkpoint.loading import DTYPE_NAMES
 from finwhale.engine.loop.weight_updates import _staging
 from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.weight_update import WeightUpdate
 from finwhale.models.protocol import tensors_of
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.moe import ExpertWeight
@@ -216,6 +218,21 @@ def test_weights_that_do_not_fit_the_host_are_refused(
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
     assert outputs(engine) == before
+
+
+def test_a_rank_that_fails_while_it_writes_ends_the_engine(
+    old_path: Path, other_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(update: WeightUpdate) -> None:
+        raise RuntimeError("the copy failed")
+
+    engine = LLM(old_path, device="cpu", activations="exact", max_num_seqs=4)
+    monkeypatch.setattr(WeightUpdate, "commit", commit)
+    with pytest.raises(EngineDeadError, match="the copy failed"):
+        engine.update_weights(other_path)
+    assert engine.updates.version == "0" and not engine.updates.begun
+    with pytest.raises(EngineDeadError, match="start a new one"):
+        engine.update_weights(other_path)
 
 
 def test_another_models_directory_is_refused(

@@ -199,11 +199,15 @@ class WeightUpdates:
         self._next_version = version or self._next_version
 
     def finish(self, *, requests: Requests = "recompute", version: str | None = None) -> None:
-        """Write the staged weights. If this fails, the old ones stay, and the update ends.
+        """Write the staged weights.
+
+        If a rank cannot complete its staged weights, the old ones stay, and the update ends.
 
         Raises:
             RequestError: no update has begun, the weights are asleep, or `requests` is unknown. An
                 update that has begun goes on.
+            EngineDeadError: a rank failed while it wrote the weights. The engine has ended, because
+                only some of the weights may be new.
         """
         self._check_begun()
         self._engine.check_weights_can_change(requests=requests)

@@ -152,7 +152,10 @@ class Admission:
         return True
 
     def _release_followers(self, key: bytes) -> None:
-        """Return a block's followers to the queue, because no sequence will compute the block."""
+        """Return a block's followers to the queue.
+
+        The block is in the cache, or its leader has ended without computing it.
+        """
         del self._leaders[key]
         for sequence in self.followers.pop(key, ()):
             self.put_back(sequence)

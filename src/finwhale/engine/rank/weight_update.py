@@ -1,4 +1,4 @@
-"""Replaces the weights of one rank in place: entirely, or not at all.
+"""Replaces the weights of one rank in place, once the new ones are complete.
 
 The code that loads a checkpoint first fills a second copy of the rank's weights, in host memory.
 Only when this copy is complete on every rank, each tensor is copied into the memory of the old one,
