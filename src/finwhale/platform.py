@@ -87,16 +87,21 @@ def _free_in_control_groups(root: Path) -> Iterator[int]:
                 yield _free_in_control_group(top / part, files)
 
 
-# The files of a control group with its limit and its use, and the entry of memory.stat with the
-# part of its page cache that the system frees first.
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+# The files of a control group with its limit and its use, and the entries of memory.stat with its
+# page cache, which the system frees when a process needs memory.
+_VERSION_1 = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
-def _free_in_control_group(group: Path, files: tuple[str, str, str]) -> int:
-    limit, used = (int((group / name).read_text()) for name in files[:2])
+def _free_in_control_group(group: Path, files: tuple[str, str, tuple[str, str]]) -> int:
+    limit_file, use_file, cache = files
+    limit, used = (int((group / name).read_text()) for name in (limit_file, use_file))
     lines = (group / "memory.stat").read_text().splitlines()
-    cached = [int(line.split()[1]) for line in lines if line.split()[0] == files[2]]
+    cached = [int(line.split()[1]) for line in lines if line.split()[0] in cache]
     return max(0, limit - used + sum(cached))
 
 

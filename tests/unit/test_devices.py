@@ -169,8 +169,9 @@ def write_group(group: Path, limit: str, used: int, cached: int, version: int) -
     group.mkdir(parents=True, exist_ok=True)
     for name, value in zip(names, (limit, used), strict=True):
         (group / f"memory.{name}").write_text(f"{value}\n")
-    entry = "total_inactive_file" if version == 1 else "inactive_file"
-    (group / "memory.stat").write_text(f"anon 7\n{entry} {cached}\nactive_file 9\n")
+    whole = "total_" if version == 1 else ""  # with the groups in this group
+    stat = f"anon 7\n{whole}inactive_file {cached - 9}\n{whole}active_file 9\nshmem 5\n"
+    (group / "memory.stat").write_text(stat if cached else "anon 7\n")
 
 
 @pytest.mark.parametrize("version", [1, 2])
