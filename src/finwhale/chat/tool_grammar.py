@@ -20,8 +20,10 @@ from typing import Any
 
 from finwhale.chat.grammar import json_lark
 from finwhale.chat.grammar_limits import check_chars, check_schema
+from finwhale.chat.schema_alternatives import KINDS, Schema, SchemaReader, kinds, strings
 
 _ANY_VALUE = "/(?s:.*)<\\//"
+_DEFINITIONS = ("$defs", "definitions")
 # The properties of an object's schema do not express these keywords.
 _BEYOND_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties")
 
@@ -51,6 +53,7 @@ class ToolGrammar:
         self._dsml = f"<[{dsml}]>"
         self._rules: list[str] = []
         self._chars = 0
+        self._reader = SchemaReader()
         names = [f"tool_{i}" for i in range(len(tools))]
         for name, tool in zip(names, tools, strict=True):
             self._add_tool(name, tool)
@@ -98,35 +101,44 @@ class ToolGrammar:
                 return
             name = f"{rule}_any"
             self._add(f'{name.upper()}_NAME: /[^"\\n<>]{{1,256}}/')
-            self._add_parameter(name, f'{name.upper()}_NAME "\\""', {})
+            self._add_parameter(name, f'{name.upper()}_NAME "\\""', {}, [{}])
             yield f"{name}*"
             return
         listed = schema.get("required")
         listed = listed if isinstance(listed, list) else []
         required = {key for key in listed if isinstance(key, str)}
-        definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        definitions = {k: schema[k] for k in _DEFINITIONS if k in schema}
         for i, (key, value) in enumerate(properties.items()):
             name = f"{rule}_p{i}"
-            self._add_parameter(name, _quoted(f'{key}"'), _inner(value, definitions))
+            alternatives = self._reader.alternatives(value, schema)
+            if not alternatives and key not in required:
+                continue
+            inner = _inner(value, definitions)
+            self._add_parameter(name, _quoted(f'{key}"'), inner, alternatives)
             yield name if key in required else f"{name}?"
 
-    def _add_parameter(self, rule: str, name: str, schema: Mapping[str, Any] | bool) -> None:
+    def _add_parameter(
+        self,
+        rule: str,
+        name: str,
+        schema: Mapping[str, Any] | bool,
+        alternatives: Sequence[Schema],
+    ) -> None:
         d = self._dsml
-        kinds = _kinds(schema)
         values = []
-        if "string" in kinds:
-            self._add(f"{rule.upper()}_S: {_string_terminal(schema)}")
+        with_string = [one for one in alternatives if "string" in kinds(one)]
+        if with_string:
+            self._add(f"{rule.upper()}_S: {_string_terminal(with_string)}")
             values.append(f'" string=\\"true\\">" {rule.upper()}_S')
-        if kinds - {"string"}:
+        if not with_string or any(kinds(one) - {"string"} for one in alternatives):
             values.append(f'" string=\\"false\\">" {rule}_json "</"')
-            self._add(f"{rule}_json: {json_lark(_without_string(schema, kinds))}")
+            self._add(
+                f"{rule}_json: {json_lark(_without_string(schema) if with_string else schema)}"
+            )
         self._add(
             f'{rule}: "<" {d} "parameter name=\\"" {name} ({" | ".join(values)}) '
             f'{d} "parameter>\\n"'
         )
-
-
-_KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 
 
 def _inner(value: Any, definitions: Mapping[str, Any]) -> Mapping[str, Any] | bool:
@@ -135,66 +147,31 @@ def _inner(value: Any, definitions: Mapping[str, Any]) -> Mapping[str, Any] | bo
     return {**definitions, **value}
 
 
-def _kinds(schema: Mapping[str, Any] | bool) -> frozenset[str]:
-    """The JSON types that a value may have, as far as the top of the schema says."""
-    if isinstance(schema, bool):
-        return _KINDS
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        return frozenset(_kind_of(value) for value in values)
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return frozenset({kinds}) & _KINDS or _KINDS
-    if isinstance(kinds, list):
-        return frozenset(k for k in kinds if isinstance(k, str)) & _KINDS or _KINDS
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return frozenset().union(*(_kinds(s) for s in schema[key] if isinstance(s, Mapping)))
-    return _KINDS
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    for kind, types in (
-        ("string", str),
-        ("number", (int, float)),
-        ("array", list),
-        ("object", dict),
-    ):
-        if isinstance(value, types):
-            return kind
-    return "null"
-
-
-def _without_string(schema: Mapping[str, Any] | bool, kinds: frozenset[str]) -> Mapping[str, Any]:
+def _without_string(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
     """The schema without strings, for values that the markup has as JSON."""
-    if isinstance(schema, bool) or "string" not in kinds:
-        return {} if isinstance(schema, bool) else schema
-    if isinstance(schema.get("enum"), list):
-        return {**schema, "enum": [v for v in schema["enum"] if not isinstance(v, str)]}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            rest = [s for s in schema[key] if _kinds(s) != {"string"}]
-            return {**schema, key: rest}
-    return {**schema, "type": sorted(kinds - {"string"})}
-
-
-def _string_terminal(schema: Mapping[str, Any] | bool) -> str:
-    """A terminal for a string value and the "</" that ends it."""
+    others = {"type": sorted(KINDS - {"string"})}
     if isinstance(schema, bool):
-        return _ANY_VALUE
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        strings = [v for v in values if isinstance(v, str)]
-        return " | ".join(_quoted(f"{v}</") for v in strings)
+        return others
+    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    rest = {key: value for key, value in schema.items() if key not in definitions}
+    return {**definitions, "allOf": [rest, others]}
+
+
+def _string_terminal(alternatives: Iterable[Schema]) -> str:
+    """A terminal for a string value of one of the alternatives, and the "</" that ends it."""
+    terminals = dict.fromkeys(t for schema in alternatives for t in _string_terminals(schema))
+    return _ANY_VALUE if _ANY_VALUE in terminals else " | ".join(terminals)
+
+
+def _string_terminals(schema: Schema) -> list[str]:
+    listed = strings(schema)
+    if listed is not None:
+        return [_quoted(f"{value}</") for value in listed]
     low, high = schema.get("minLength", 0), schema.get("maxLength")
     if isinstance(low, int) and (low or isinstance(high, int)):
-        return f"/(?s:.{{{low},{high if isinstance(high, int) else ''}}})<\\//"
+        return [f"/(?s:.{{{low},{high if isinstance(high, int) else ''}}})<\\//"]
     pattern = schema.get("pattern")
-    if isinstance(pattern, str):
-        return _pattern_terminal(pattern)
-    return _ANY_VALUE
+    return [_pattern_terminal(pattern) if isinstance(pattern, str) else _ANY_VALUE]
 
 
 def _pattern_terminal(pattern: str) -> str:
