@@ -133,3 +133,12 @@ def test_responses_errors(server: RunningServer, wrong: dict[str, Any]) -> None:
         server.openai().responses.create(**{"model": MODEL, "input": TEXT, **wrong})
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_a_responses_tool_whose_name_is_no_string(server: RunningServer) -> None:
+    """deepseek-recipe ignores tools of this type, and so their fields."""
+    tool: Any = {"type": "web_search", "name": ["x"]}
+    made = server.openai().responses.create(
+        model=MODEL, input=TEXT, tools=[tool], max_output_tokens=2, temperature=0
+    )
+    assert made.status == "incomplete"

@@ -172,7 +172,7 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
         state.need_tokenizer(),
         wanted or _recipe_format(conversation),
         conversation.tools,
-        {_tool_name(tool): _tool_schema(tool) for tool in fields.get("tools", ())},
+        _tool_schemas(fields),
         choice,
         end_of_thinking,
     )
@@ -300,7 +300,7 @@ def _guide(
     tokenizer: Tokenizer,
     wanted: Format | None,
     tools: list[recipe.ToolDefinition],
-    schemas: Mapping[Any, Mapping[str, Any] | None],
+    schemas: Mapping[str, Mapping[str, Any] | None],
     choice: _ToolChoice,
     after: int | None,
 ) -> Guide | None:
@@ -504,6 +504,12 @@ def _take_choice(protocol: ProtocolName, fields: Fields) -> _ToolChoice:
 def _tool_name(tool: Mapping[str, Any]) -> Any:
     function = tool.get("function")
     return (function if isinstance(function, Mapping) else tool).get("name")
+
+
+def _tool_schemas(fields: Fields) -> dict[str, Mapping[str, Any] | None]:
+    """The schemas of the tools that have a name; one of another type may have none."""
+    tools = [(_tool_name(tool), tool) for tool in fields.get("tools", ())]
+    return {name: _tool_schema(tool) for name, tool in tools if isinstance(name, str)}
 
 
 def _tool_schema(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
