@@ -161,3 +161,31 @@ def test_bodies_that_are_not_requests(wrong: dict[str, Any]) -> None:
     for protocol in WHERE.values():
         with pytest.raises(RequestError):
             convert(protocol, wrong, default_thinking=True)
+
+
+@pytest.mark.parametrize(
+    ("after", "text", "expected"),
+    [
+        ([], "and more</think>The answer", {"thinking": "and more", "text": "The answer"}),
+        ([{"type": "text", "text": "The"}], " answer", {"text": " answer"}),
+    ],
+)
+def test_messages_continue_the_last_block(
+    after: list[dict[str, str]], text: str, expected: dict[str, str]
+) -> None:
+    """A last turn of the assistant with only its reasoning: more reasoning begins the answer."""
+    thought = {"type": "thinking", "thinking": "I think ", "signature": "s"}
+    turns = [*body("messages")["messages"], {"role": "assistant", "content": [thought, *after]}]
+    asked = body("messages") | {"messages": turns}
+    converted = convert("messages", asked, default_thinking=True)
+    stream = AnswerStream(
+        converted, tokenizer("official"), answer_id="id", model="m", created=1, prompt_tokens=7,
+        cached_tokens=2,
+    )  # fmt: skip
+    events = stream.begin()
+    events += stream.feed(encode_with_special(tokenizer("official"), text + EOS))
+    events += stream.finish("stop")
+    blocks = json.loads(stream.response())["content"]
+    assert {block["type"]: block[block["type"]] for block in blocks} == expected
+    parts = added_up("messages", [json.loads(event) for _, event in events])
+    assert {kind.split("_")[0]: part for kind, part in parts.items()} == expected

@@ -102,7 +102,12 @@ def _converted(
     if protocol == "messages" and last and last.role == "assistant" and not last.tool_calls:
         conversation = _continued(conversation)
         if conversation.thinking_mode:
-            parsing.thinking_initial_stage = recipe.ThinkingInitialStage.ContentContinuation
+            stages = recipe.ThinkingInitialStage
+            parsing.thinking_initial_stage = (
+                stages.ReasoningContinuation
+                if last.reasoning_content and not last.content
+                else stages.ContentContinuation
+            )
     return ProtocolRequest(protocol, request, conversation, parsing, echo, namespaces)
 
 
