@@ -142,3 +142,25 @@ def test_a_responses_tool_whose_name_is_no_string(server: RunningServer) -> None
         model=MODEL, input=TEXT, tools=[tool], max_output_tokens=2, temperature=0
     )
     assert made.status == "incomplete"
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_thinking_in_responses(start: Any, default: bool) -> None:
+    client = start(default_thinking=default).openai()
+
+    def begins_with(reasoning: dict[str, Any] | None = None, **fields: Any) -> str:
+        more: dict[str, Any] = {} if reasoning is None else {"reasoning": reasoning}
+        made = client.responses.create(
+            model=MODEL, input=TEXT, max_output_tokens=3, temperature=0, extra_body=fields, **more
+        )
+        return made.output[0].type
+
+    on, off = ({"thinking": {"type": kind}} for kind in ("enabled", "disabled"))
+    assert begins_with() == ("reasoning" if default else "message")
+    assert begins_with(**on) == begins_with({"effort": "low"}, **on) == "reasoning"
+    assert begins_with(**off) == begins_with({"effort": "none"}, **off) == "message"
+    for effort, fields in (("none", on), ("low", off)):
+        with pytest.raises(openai.BadRequestError, match=r"thinking is .*, but reasoning\.effort"):
+            begins_with({"effort": effort}, **fields)
+    with pytest.raises(openai.BadRequestError, match=r"thinking\.type must be"):
+        begins_with(thinking={"type": "sometimes"})

@@ -160,9 +160,10 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
     if isinstance(body, ChatBody):
         wanted = _only_format(wanted, body, fields.get("response_format"))
     choice = _take_choice(protocol, fields)
-    converted = convert(
-        protocol, fields, default_thinking=state.config.default_thinking, echo_body=original
-    )
+    default_thinking = state.config.default_thinking
+    if protocol == "responses":
+        default_thinking = _default_thinking(fields, default_thinking)
+    converted = convert(protocol, fields, default_thinking=default_thinking, echo_body=original)
     request, conversation = converted.request, converted.conversation
     options = request.inference_options
     stage = converted.parsing_options.thinking_initial_stage
@@ -240,6 +241,26 @@ def _take_extensions(body: ChatBody, fields: Fields) -> None:
         raise RequestError(
             "add_generation_prompt: false is only supported with continue_final_message"
         )
+
+
+def _default_thinking(fields: Fields, default: bool) -> bool:
+    """Whether the model thinks if a Responses request has no reasoning effort.
+
+    deepseek-recipe does not read `thinking` in this protocol.
+
+    Raises:
+        RequestError: `thinking` is not valid, or contradicts the reasoning effort.
+    """
+    if "thinking" not in fields:
+        return default
+    kind = fields["thinking"].get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise RequestError(f"thinking.type must be enabled, adaptive or disabled, got {kind!r}")
+    thinks: bool = kind != "disabled"
+    effort = fields.get("reasoning", {}).get("effort")
+    if effort is not None and (effort != "none") != thinks:
+        raise RequestError(f"thinking is {kind}, but reasoning.effort is {effort!r}: omit one")
+    return thinks
 
 
 def _template_fields(kwargs: Fields) -> Fields:
