@@ -41,6 +41,31 @@ def test_messages(server: RunningServer, thinking: bool) -> None:
     assert counted.input_tokens == whole.usage.input_tokens
 
 
+SKY, SEA = (
+    {"name": name, "description": "d " * 9, "input_schema": {"type": "object", "properties": {}}}
+    for name in ("sky", "sea")
+)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [SKY, SEA]},
+        {"tools": [SKY, SEA], "tool_choice": {"type": "tool", "name": "sea"}},
+        {"tools": [SKY, SEA], "tool_choice": {"type": "none"}},
+        {"output_format": {"type": "json_schema", "schema": {"type": "object"}}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+    ],
+)
+def test_count_tokens_counts_the_prompt_of_messages(
+    server: RunningServer, fields: dict[str, Any]
+) -> None:
+    client = server.anthropic()
+    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "extra_body": fields}
+    made = client.messages.create(**options, max_tokens=1)
+    assert client.messages.count_tokens(**options).input_tokens == made.usage.input_tokens
+
+
 def test_messages_stop_and_length(server: RunningServer) -> None:
     client = server.anthropic()
     options: dict[str, Any] = {

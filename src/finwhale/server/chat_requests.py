@@ -23,6 +23,7 @@ from finwhale.request import Guide, SamplingParams
 from finwhale.server.schemas import (
     ChatBody,
     CompletionBody,
+    CountTokensBody,
     MessagesBody,
     OpenAIBody,
     ResponsesBody,
@@ -150,9 +151,29 @@ async def prepare(
     return request
 
 
-def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody) -> ChatRequest:
-    template = state.need_template()
+@dataclass(frozen=True, slots=True)
+class ConvertedBody:
+    """A body as deepseek-recipe reads it, and what the grammar of the answer needs.
+
+    Attributes:
+        converted: the request; its conversation has the tools that the model may call.
+        schemas: the tools' schemas as the client wrote them.
+        wanted: the format of the answer, unless deepseek-recipe reads it.
+    """
+
+    converted: ProtocolRequest
+    schemas: Mapping[str, Mapping[str, Any] | None]
+    wanted: Format | None
+    choice: "_ToolChoice"
+
+
+def convert_body(
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody | CountTokensBody
+) -> ConvertedBody:
+    """Converts a checked body to a conversation. Raises RequestError."""
     fields = plain_fields(body)
+    if isinstance(body, CountTokensBody):
+        fields["max_tokens"] = 1  # deepseek-recipe needs a value, which no prompt depends on
     original = dict(fields)
     if isinstance(body, ChatBody):
         _take_extensions(body, fields)
@@ -164,6 +185,13 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
     if protocol == "responses":
         default_thinking = _default_thinking(fields, default_thinking)
     converted = convert(protocol, fields, default_thinking=default_thinking, echo_body=original)
+    return ConvertedBody(converted, _tool_schemas(fields), wanted, choice)
+
+
+def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody) -> ChatRequest:
+    template = state.need_template()
+    read = convert_body(state, protocol, body)
+    converted = read.converted
     request, conversation = converted.request, converted.conversation
     options = request.inference_options
     stage = converted.parsing_options.thinking_initial_stage
@@ -171,10 +199,10 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
     end_of_thinking = template.end_of_thinking if thinks else None
     guide = _guide(
         state.need_tokenizer(),
-        wanted or _recipe_format(conversation),
+        read.wanted or _recipe_format(conversation),
         conversation.tools,
-        _tool_schemas(fields),
-        choice,
+        read.schemas,
+        read.choice,
         end_of_thinking,
     )
     prompt = template.encode(converted, state.check_text)
@@ -204,7 +232,7 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
     )
 
 
-def plain_fields(body: ChatProtocolBody) -> Fields:
+def plain_fields(body: ChatProtocolBody | CountTokensBody) -> Fields:
     """The fields that the client sent, without those that deepseek-recipe must not see."""
     sent = body.model_dump(exclude_unset=True)
     return {k: v for k, v in sent.items() if k not in _OWN_FIELDS and v is not None}

@@ -247,6 +247,7 @@ _MESSAGES_FIELDS: dict[str, Shape] = {
     "tool_choice": _fields("type", "name", "disable_parallel_tool_use"),
     "thinking": _THINKING,
     "output_config": _fields("effort", format=_MESSAGES_FORMAT),
+    "output_format": _MESSAGES_FORMAT,
 }
 
 _BELOW: dict[type[BaseModel], dict[str, Shape]] = {
@@ -267,7 +268,7 @@ _BELOW: dict[type[BaseModel], dict[str, Shape]] = {
         "reasoning": _fields("effort", "summary", "generate_summary"),
         "thinking": _THINKING,
     },
-    MessagesBody: {**_MESSAGES_FIELDS, "output_format": _MESSAGES_FORMAT},
+    MessagesBody: _MESSAGES_FIELDS,
     CountTokensBody: _MESSAGES_FIELDS,
     TokenizeBody: {
         "messages": _CHAT_MESSAGES,

@@ -351,6 +351,7 @@ class CountTokensBody(Body):
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: Json | None = None
+    output_format: Json | None = None
     context_management: Json | None = Field(default=None, description="no effect")
     cache_control: Json | None = Field(default=None, description="no effect")
 

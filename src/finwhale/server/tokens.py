@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from finwhale.chat.template import ProtocolName, convert
+from finwhale.chat.template import ProtocolRequest, convert
 from finwhale.errors import RequestError
+from finwhale.server.chat_requests import convert_body
 from finwhale.server.schemas import (
     CountTokensBody,
     DetokenizeAnswer,
@@ -38,11 +39,11 @@ def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
         fields["tools"] = body.tools
     if body.thinking:
         fields["thinking"] = body.thinking
-    return _encode_chat(state, "chat", fields)
+    converted = convert("chat", fields, default_thinking=state.config.default_thinking)
+    return _encode_converted(state, converted)
 
 
-def _encode_chat(state: ServerState, protocol: ProtocolName, fields: dict[str, Any]) -> list[int]:
-    converted = convert(protocol, fields, default_thinking=state.config.default_thinking)
+def _encode_converted(state: ServerState, converted: ProtocolRequest) -> list[int]:
     return state.need_template().encode(converted, state.check_text).token_ids
 
 
@@ -61,6 +62,8 @@ async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) 
 async def count(state: ServerState, body: CountTokensBody, body_bytes: int) -> int:
     """The number of tokens of a prompt of /v1/messages. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    fields = body.model_dump(exclude_unset=True) | {"max_tokens": 1}
-    ids = await state.in_thread(body_bytes, lambda: _encode_chat(state, "messages", fields))
-    return len(ids)
+    return len(await state.in_thread(body_bytes, lambda: _encode_body(state, body)))
+
+
+def _encode_body(state: ServerState, body: CountTokensBody) -> list[int]:
+    return _encode_converted(state, convert_body(state, "messages", body).converted)
