@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-from finwhale.chat.output import new_gate
+from finwhale.chat.detokenizer import Detokenizer
+from finwhale.chat.output import OutputParser, new_gate
+from finwhale.chat.stop_strings import find_stop
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.location import checkpoint_directory
@@ -62,6 +64,8 @@ class Job:
         matcher: the compiled guide; None: no guide.
         stop_after: look for stop strings only after this token, which ends the reasoning.
         answer_to: the rendered conversation, if this is a chat.
+        stop: a chat's stop strings. With tools, params lack them: they mean nothing inside tool
+            calls, and only the parser knows where those are.
     """
 
     token_ids: Sequence[int]
@@ -70,6 +74,7 @@ class Job:
     matcher: TokenMatcher | None
     stop_after: int | None = None
     answer_to: ChatPrompt | None = None
+    stop: tuple[str, ...] = ()
 
 
 class LoadedModel:
@@ -208,25 +213,49 @@ class LoadedModel:
                 return self._error_result(error, None, [])
             return self._error_result(error, prompt.text, list(prompt.token_ids))
         stop_after = template.end_of_thinking if options.thinking else None
-        return Job(prompt.token_ids, params, prompt.text, matcher, stop_after, prompt)
+        stop = tuple(params.stop)
+        if options.tools:
+            params = replace(params, stop=())
+        return Job(prompt.token_ids, params, prompt.text, matcher, stop_after, prompt, stop)
 
     def parse_answer(self, job: Job, result: RequestOutput) -> None:
-        """Fill `message` of the outputs, if the job is a chat."""
+        """Fill `message` of the outputs, if the job is a chat.
+
+        With tools, also cut the outputs at their stop strings, which the engine has not looked for.
+        """
         if job.answer_to is None:
             return
         template = self.chat_template()
         for output in result.outputs:
             if output.finish_reason == "error":
                 continue
-            # A stop token is not part of the answer. The parser finds a stop string itself.
-            stopped = isinstance(output.stop_reason, int)
-            stop = tuple(job.params.stop)
+            # The end of sequence and a stop token are not part of the answer. The parser finds a
+            # stop string itself.
+            ended_by_token = output.finish_reason == "stop" and output.stop_reason not in job.stop
             assert self.tokenizer is not None  # the template has it
-            gate = new_gate(self.tokenizer, job.params, stop, job.stop_after)
-            parser = template.parser(job.answer_to, () if gate else stop, gate)
-            parser.feed(output.token_ids[:-1] if stopped else output.token_ids)
+            gate = new_gate(self.tokenizer, job.params, job.stop, job.stop_after)
+            parser = template.parser(job.answer_to, () if gate else job.stop, gate)
+            parser.feed(output.token_ids[:-1] if ended_by_token else output.token_ids)
+            if parser.finished and not job.params.stop:
+                self._cut(output, job, parser)
             parser.finish("stop" if output.finish_reason == "stop" else "length")
             output.message = parser.message()
+
+    def _cut(self, output: CompletionOutput, job: Job, parser: OutputParser) -> None:
+        """End an output with the token at which its parser has found a stop string."""
+        assert self.tokenizer is not None
+        num_tokens = parser.num_tokens
+        del output.token_ids[num_tokens:]
+        if output.logprobs is not None:
+            del output.logprobs[num_tokens:]
+        if output.routed_experts is not None:
+            output.routed_experts = output.routed_experts[: num_tokens - 1]
+        detokenizer = Detokenizer(self.tokenizer, job.params.skip_special_tokens)
+        before = detokenizer.feed(output.token_ids[: parser.num_before_stop])
+        text = before + detokenizer.feed(output.token_ids[parser.num_before_stop :])
+        begin, end, stop = find_stop(text, job.stop, len(before))
+        output.text = text[: end if job.params.include_stop_str_in_output else begin]
+        output.finish_reason, output.stop_reason = "stop", stop
 
     def refused(self, error: RequestError, job: Job) -> RequestOutput:
         """The finished result of a prompt that the engine refuses."""
@@ -312,8 +341,8 @@ class LLM(LoadedModel):
             show_progress: show a progress bar, if standard error is a terminal.
 
         Each output's `message` is the answer, parsed into content, reasoning_content and
-        tool_calls. Stop strings end the answer, not the reasoning. If a conversation is malformed
-        or too long, its result has an `error`, as in `generate`.
+        tool_calls. Stop strings end the content, not the reasoning or a tool call. If a
+        conversation is malformed or too long, its result has an `error`, as in `generate`.
 
         Raises:
             RequestError: `messages` has neither form, the checkpoint has no tokenizer, or stop

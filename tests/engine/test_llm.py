@@ -7,15 +7,18 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import deepseek_recipe as recipe
 import numpy as np
 import pytest
 import torch
 
 from finwhale import LLM, RequestError, RequestOutput, SamplingParams
+from finwhale.demo import DEMO_PATH
 from finwhale.engine.rank.executor import local_executor
 from finwhale.testing.library_tokenizer import encode_with_special
 from finwhale.testing.stepping import Stepper
@@ -329,21 +332,22 @@ def test_chat_several_conversations(llm: LLM) -> None:
 @pytest.fixture
 def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes the model say a given text next, control tokens included."""
+    return partial(say, monkeypatch, llm)
 
-    def say(text: str) -> None:
-        assert llm.tokenizer is not None
-        script = iter([*encode_with_special(llm.tokenizer, text), 1])
-        logits = local_executor(llm.engine.executor).runner.logits
 
-        def speak(chunks: Any) -> torch.Tensor:
-            out = logits(chunks).clone()
-            for row in out:
-                row[next(script)] += 1000
-            return out
+def say(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> None:
+    assert llm.tokenizer is not None
+    script = iter([*encode_with_special(llm.tokenizer, text), 1])
+    runner = local_executor(llm.engine.executor).runner
+    logits = type(runner).logits
 
-        monkeypatch.setattr(local_executor(llm.engine.executor).runner, "logits", speak)
+    def speak(chunks: Any) -> torch.Tensor:
+        out = logits(runner, chunks).clone()
+        for row in out:
+            row[next(script)] += 1000
+        return out
 
-    return say
+    monkeypatch.setattr(runner, "logits", speak)
 
 
 def chat(llm: LLM, **more: Any) -> tuple[RequestOutput, dict[str, Any]]:
@@ -423,6 +427,55 @@ def test_stop_strings_count_after_the_reasoning(llm: LLM, scripted: Callable[[st
     assert message["reasoning_content"] == "I stop and think."
     assert message["content"] == "The fin "
     assert result.outputs[0].stop_reason == "whale"
+
+
+DSML = recipe.SpecialToken.Dsml.default_str()
+CALL = (
+    f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="weather">\n'
+    f'<{DSML}parameter name="city" string="true">Paris</{DSML}parameter>\n'
+    f"</{DSML}invoke>\n</{DSML}tool_calls>"
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+
+def test_stop_strings_and_tools(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the server, stop strings end the content only, and as early as without tools."""
+    llm = new_llm(DEMO_PATH, max_model_len=2048)
+    for stop in ("Par", "\n\n"):
+        say(monkeypatch, llm, CALL)
+        params = SamplingParams(temperature=0, stop=stop)
+        (output,) = llm.chat(HELLO, params, tools=TOOLS)[0].outputs
+        assert (output.finish_reason, output.stop_reason) == ("stop", None)
+        assert output.message is not None
+        (call,) = output.message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    for keep in (False, True):
+        params = SamplingParams(
+            temperature=0,
+            stop=("stop", "ale. A"),
+            include_stop_str_in_output=keep,
+            logprobs=0,
+        )
+        outputs = []
+        for tools in ((), TOOLS):
+            say(monkeypatch, llm, "I stop.</think>The fin whale. And more.")
+            (output,) = llm.chat(HELLO, params, thinking=True, tools=tools)[0].outputs
+            assert output.logprobs is not None
+            assert len(output.logprobs) == len(output.token_ids)
+            outputs.append(dataclasses.replace(output, logprobs=None))
+        assert outputs[0] == outputs[1]
+        assert output.text.endswith("The fin whale. A" if keep else "The fin wh")
+        assert output.stop_reason == "ale. A"
 
 
 def test_threads_share_one_model(llm: LLM) -> None:

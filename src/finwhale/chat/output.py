@@ -41,6 +41,10 @@ class OutputParser:
     """Parses one answer, which may arrive in pieces of any size.
 
     Feed token ids if possible: then text that spells a control token remains text.
+
+    Attributes:
+        num_tokens: number of token ids that were fed before the answer ended.
+        num_before_stop: number of those that certainly precede the end of the stop string.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class OutputParser:
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         self._dropped = dropped_ids(tokenizer)
+        self.num_tokens = self.num_before_stop = 0
         self._gate, self._withheld = gate, deque[int]()
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -82,14 +87,18 @@ class OutputParser:
         if isinstance(piece, str):
             return self._push(recipe.InferenceChunk.text(piece))
         # deepseek-recipe holds back a piece that ends inside a character, so pieces are tokens.
-        if self._gate is None:
-            return [event for token_id in piece for event in self._push_token(token_id)]
         events: list[OutputEvent] = []
         for token_id in piece:
             if self.finished:
                 break
+            self.num_tokens += 1
+            if self._gate is None:
+                events += self._push_token(token_id)
+                self.num_before_stop += not self.finished
+                continue
             self._withheld.append(token_id)
             released, end = self._gate.feed(token_id)
+            self.num_before_stop += released
             events += self._release(released)
             if end is not None:
                 self._withheld.clear()

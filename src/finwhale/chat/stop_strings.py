@@ -65,6 +65,19 @@ class StopChecker:
         return found
 
 
+def find_stop(text: str, stop: Sequence[str], start: int) -> tuple[int, int, str | None]:
+    """Find the first stop string that ends after `start` characters of a text.
+
+    Returns:
+        Its begin, its end, and the stop string; the end of the text and None if there is none.
+    """
+    for end in range(start + 1, len(text) + 1):
+        found = max((s for s in stop if text.endswith(s, 0, end)), key=len, default=None)
+        if found is not None:
+            return end - len(found), end, found
+    return len(text), len(text), None
+
+
 def _borders(s: str) -> list[int]:
     """For each n: the length of the longest proper prefix of s[:n] that is also its suffix."""
     borders = [0] * (len(s) + 1)
