@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from finwhale.chat.detokenizer import Detokenizer
 from finwhale.errors import RequestError
 from finwhale.request import Logprob, SamplingParams
 from finwhale.server.chat_answers import prompt_logprobs, usage_of
@@ -230,6 +231,10 @@ class _Choice:
         self._ids: list[int] = []
         self._entries: list[tuple[int, dict[int, Logprob] | None]] = []
         self._offset = 0
+        self._detokenizer: Detokenizer | None = None
+        if state.tokenizer is not None:
+            skips = job.body.skip_special_tokens is not False
+            self._detokenizer = Detokenizer(state.tokenizer, skips)
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
         self._reason: str | None = None if job.generates else "length"
 
@@ -284,20 +289,31 @@ class _Choice:
             "top_logprobs": [],
             "text_offset": [],
         }
-        tokenizer = self._state.tokenizer
-        skips = self._job.body.skip_special_tokens is not False
         for token_id, table in self._entries:
-            token = "" if tokenizer is None else tokenizer.token_text(token_id)
             own = None if table is None else table[token_id].logprob
-            top = None
+            top: dict[str, float] | None = None
             if table is not None:
-                ranked = sorted(table.values(), key=lambda entry: entry.rank)[:num_top]
-                top = {entry.decoded_token: entry.logprob for entry in ranked}
-            found["tokens"].append(token)
+                top = {}
+                ranked = sorted(table.items(), key=lambda item: item[1].rank)[:num_top]
+                for i, entry in ranked:
+                    # Several tokens may have the same text. Keep the most likely one.
+                    top.setdefault(self._spelling(i), entry.logprob)
+            found["tokens"].append(self._spelling(token_id))
             found["token_logprobs"].append(own)
             found["top_logprobs"].append(top)
             found["text_offset"].append(self._offset)
-            if not (skips and tokenizer and token_id in tokenizer.special_ids):
-                self._offset += len(token)
+            if self._detokenizer is not None:
+                self._offset += len(self._detokenizer.next(token_id))
         self._entries = []
         return found
+
+    def _spelling(self, token_id: int) -> str:
+        """A token's text; as in OpenAI's API, its bytes if they are not whole characters."""
+        tokenizer = self._state.tokenizer
+        if tokenizer is None:
+            return ""
+        data = tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
