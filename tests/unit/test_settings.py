@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from finwhale.cli import serve
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import FinwhaleError
@@ -35,6 +36,23 @@ def test_the_command_line_comes_first_then_the_environment_then_the_file(tmp_pat
     assert args.path == "/from/file"
     assert parse("/given", text=text, tmp=tmp_path).path == "/given"
     assert parse(environment={"FINWHALE_MODEL": "/env"}, text=text, tmp=tmp_path).path == "/env"
+
+
+def test_the_model_on_the_command_line_of_serve_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: /from/file\n")
+    options = ["--config", str(file)]
+    assert serve._parse(options).path == "/from/file"
+    for argv in (["--model", "/given"], ["--model=/given"], ["/given"]):
+        assert serve._parse([*argv, *options]).path == "/given"
+    monkeypatch.setenv("FINWHALE_MODEL", "/env")
+    assert serve._parse([]).path == "/env"
+    for argv in (["--model", "/given"], ["--model=/given"], ["/given"]):
+        assert serve._parse([*argv, *options]).path == "/given"
+    with pytest.raises(SystemExit):
+        serve._parse(["/given", "--model", "/other"])
 
 
 def test_switches_and_lists(tmp_path: Path) -> None:

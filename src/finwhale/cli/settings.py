@@ -32,7 +32,9 @@ def parse_settings(
     """
     actions = _actions(parser)
     given = parser.parse_args(argv)
-    taken = {action.dest for action in actions.values() if _is_given(action, argv, given)}
+    taken = {action.dest for action in parser._actions if _is_given(action, argv, given)}
+    if "model" in taken:
+        taken.add("path")  # where a command has both, --model means PATH
     found: dict[str, tuple[str, Any]] = {}  # by option: where the value stands, and the value
     file = given.config or environment.get(PREFIX + "CONFIG")
     if file is not None:
