@@ -22,6 +22,7 @@ from finwhale.compiled.graph_store import GraphStore, Traceable
 from finwhale.config import EngineConfig
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.startup import launches
+from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -340,9 +341,10 @@ def test_a_graph_s_signature_names_what_it_depends_on(
     assert len(other) == len(trained) and len(trained & other) == 1
 
 
-def test_a_damaged_graph_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[Any, int]]:
+    """Gets a graph from a new store that fakes compilation. Returns it and `num_compiled`."""
+
     def compiling(self: GraphStore, wanted: Traceable, path: Path) -> None:
         graph_store.keep(path, b"code of " + wanted.name.encode())
 
@@ -358,6 +360,26 @@ def test_a_damaged_graph_is_compiled_again(
         store = GraphStore(tmp_path / "graphs", torch.device("cpu"), "finwhale_cpu")
         return store.graph(wanted), store.num_compiled
 
+    return found
+
+
+def test_a_read_only_directory_is_enough_for_compiled_graphs(
+    tmp_path: Path, found: Callable[[], tuple[Any, int]]
+) -> None:
+    assert found() == (b"code of a graph", 1)
+    (path,) = (tmp_path / "graphs").glob("*.pt2")
+    # Root may write to every directory, but a directory is no lock file.
+    path.with_suffix(".lock").unlink()
+    path.with_suffix(".lock").mkdir()
+    assert found() == (b"code of a graph", 0)
+    path.unlink()
+    with pytest.raises(ResourceError, match=r"cannot be kept in .*: Is a directory"):
+        found()
+
+
+def test_a_damaged_graph_is_compiled_again(
+    tmp_path: Path, found: Callable[[], tuple[Any, int]], caplog: pytest.LogCaptureFixture
+) -> None:
     assert [found(), found()] == [(b"code of a graph", 1), (b"code of a graph", 0)]
     (path,) = (tmp_path / "graphs").glob("*.pt2")
     path.write_bytes(b"code of a gr")

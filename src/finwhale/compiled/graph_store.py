@@ -75,8 +75,8 @@ class GraphStore:
         num_compiled: number of compiled graphs.
 
     Raises:
-        ResourceError: the directory cannot be created, or (from `graph`) the machine has no
-            compiler.
+        ResourceError: the directory cannot be created, or (from `graph`) a graph is missing and
+            cannot be kept there, or the machine has no compiler.
     """
 
     def __init__(self, directory: Path, device: torch.device, operators: str) -> None:
@@ -88,9 +88,7 @@ class GraphStore:
         try:
             open_private(directory.parent, directory.name)
         except OSError as error:
-            raise ResourceError(
-                f"compiled graphs cannot be kept in {directory}: {error.strerror or error}"
-            ) from error
+            raise self._cannot_keep(error) from error
 
     @torch.inference_mode()
     def graph(self, wanted: Traceable) -> Graph:
@@ -99,12 +97,28 @@ class GraphStore:
         key = hashlib.sha256(depends.encode()).hexdigest()[:24]
         if key not in self._loaded:
             path = self.directory / f"{key}.pt2"
-            with locked(path.with_suffix(".lock")):
-                if not _is_whole(path):
-                    self._compile(wanted, path)
-                    self.num_compiled += 1
+            # A filled directory may be read-only, and then has no room for a lock.
+            if not _is_whole(path):
+                self._fill(wanted, path)
             self._loaded[key] = self._form.load(path)
         return self._loaded[key]
+
+    def _fill(self, wanted: Traceable, path: Path) -> None:
+        try:
+            with locked(path.with_suffix(".lock")):
+                # Another process may have compiled it while this one waited.
+                if not _is_whole(path):
+                    if path.exists():
+                        logger.warning("%s is damaged and is compiled again", path)
+                    self._compile(wanted, path)
+                    self.num_compiled += 1
+        except OSError as error:
+            raise self._cannot_keep(error) from error
+
+    def _cannot_keep(self, error: OSError) -> ResourceError:
+        return ResourceError(
+            f"compiled graphs cannot be kept in {self.directory}: {error.strerror or error}"
+        )
 
     def _compile(self, wanted: Traceable, path: Path) -> None:
         begin = time.perf_counter()
@@ -152,15 +166,10 @@ def keep(path: Path, code: bytes) -> None:
 
 def _is_whole(path: Path) -> bool:
     """Whether a file exists and has the checksum that was written after it."""
-    if not path.exists():
-        return False
     try:
-        if path.with_suffix(".sum").read_text() == checksum(path.read_bytes()):
-            return True
+        return path.with_suffix(".sum").read_bytes() == checksum(path.read_bytes()).encode()
     except OSError:
-        pass
-    logger.warning("%s is damaged and is compiled again", path)
-    return False
+        return False
 
 
 def _environment(device: torch.device) -> str:
