@@ -35,6 +35,14 @@ def test_help_lists_every_command(capsys: Capture) -> None:
     assert capsys.readouterr().out == f"finwhale {finwhale.__version__}\n"
 
 
+@pytest.mark.parametrize("args", [["--", "serve"], ["--"], ["--", "--", "serve"], ["nothing"]])
+def test_a_first_argument_that_is_no_command_is_refused(args: list[str], capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(args)
+    assert done.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("finwhale: error: ")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_s_help_says_what_it_does(name: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as done:

@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     if not args or args[0] not in COMMANDS:
         parser.parse_args(args or ["--help"])
+        # The parser accepts "--" before a command.
+        parser.error(f"the first argument must be a command, not {args[0]}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal or pipe with a narrow encoding shows "?" for characters that it lacks.
         sys.stdout.reconfigure(errors="replace")
