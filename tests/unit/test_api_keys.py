@@ -1,9 +1,11 @@
 """API keys: the lines of a key file, and limits of what a key may use."""
 
 import time
+from pathlib import Path
 
 import pytest
 
+from finwhale.cli.serve import _api_keys
 from finwhale.errors import FinwhaleError
 from finwhale.server.errors import ApiError
 from finwhale.server.keys import Keys, parse_keys
@@ -27,6 +29,12 @@ def test_lines() -> None:
     assert found[1].identity == found[2].identity and found[1].use is found[2].use
     assert len({key.identity for key in found}) == 3
     assert "secret" not in repr(found)
+
+
+def test_an_indented_comment_in_a_file_is_no_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# Keys\n  ann:secret-of-ann \n\n  #bob:old-key-of-bob\n\t# disabled-key\n")
+    assert _api_keys([str(file)], []) == ("ann:secret-of-ann",)
 
 
 @pytest.mark.parametrize(

@@ -156,10 +156,11 @@ def _api_keys(files: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
     keys = [key.strip() for key in given]
     for path in files:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise FinwhaleError(f"cannot read the API keys: {error}") from error
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        lines = [line.strip() for line in text.splitlines()]
+        found = [line for line in lines if line and not line.startswith("#")]
         if not found:
             raise FinwhaleError(f"{path} has no API key: write one on each line")
         keys += found
