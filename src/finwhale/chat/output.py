@@ -9,6 +9,7 @@ from typing import Any, Literal
 import deepseek_recipe as recipe
 
 from finwhale.chat.stop_gate import StopGate
+from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import SamplingParams
 
@@ -63,7 +64,7 @@ class OutputParser:
             gate: looks for stop strings instead, in token ids.
         """
         options = request.parsing_options
-        options.stop_sequences = list(stop)
+        options.stop_sequences = longest_first(stop)
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         self._dropped = dropped_ids(tokenizer)

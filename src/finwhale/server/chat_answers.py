@@ -11,6 +11,7 @@ import deepseek_recipe as recipe
 
 from finwhale.chat.output import FINISH_REASONS, dropped_ids, new_gate
 from finwhale.chat.stop_gate import StopGate
+from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Logprob
@@ -245,8 +246,7 @@ class AnswerStream:
         if converted.namespaces:
             generator = generator.with_namespace_tool_map(converted.namespaces)
         options = converted.parsing_options
-        if gate is not None:
-            options.stop_sequences = []
+        options.stop_sequences = [] if gate else longest_first(options.stop_sequences)
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         self._gate = gate
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
