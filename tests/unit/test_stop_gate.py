@@ -3,13 +3,17 @@
 import codecs
 import random
 
+import pytest
+
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.tokenizer import Tokenizer
 
 END, CALL = 100, 101
 # Pieces of "é" (C3 A9) and of a smiley are tokens of their own.
+NEWLINE, PAIR = 10, 11
 PIECES = [b"a", b"b", b"ab", b"ba ", b"", b"\xc3", b"\xa9", b"\xc3\xa9a", b"\xf0\x9f", b"\x98\x80b"]
+PIECES += [b"\n", b"\n\n"]
 
 
 class Pieces(Tokenizer):
@@ -67,3 +71,36 @@ def test_reasoning_and_tool_calls_have_no_stop_strings() -> None:
         (2, None),
         (1, None),
     ]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("newlines", [[PAIR], [NEWLINE, NEWLINE], [PAIR, PAIR]])
+def test_no_stop_string_ends_in_the_newlines_before_a_tool_call(
+    newlines: list[int], keep: bool
+) -> None:
+    """As with deepseek-recipe's own stop strings."""
+
+    def ends(stop: str, *ids: int) -> list[str | None]:
+        """What each token says about the end of the answer."""
+        gate = StopGate(
+            Pieces(),
+            [stop],
+            end_of_thinking=None,
+            markup={CALL},
+            min_tokens=0,
+            keep=keep,
+            has_tools=True,
+        )
+        released, found = 0, []
+        for token_id in ids:
+            count, end = gate.feed(token_id)
+            released += count
+            found.append(end)
+        assert any(end is not None for end in found) or released + gate.release() == len(ids)
+        return found
+
+    for stop in ("\n\n", "\n\na"):
+        assert set(ends(stop, *newlines, 0, CALL, 1)) == {None}
+    # Other newlines are text.
+    assert ends("\n\n", *newlines, 0, PAIR)[-1] is not None
+    assert ends("\n", *newlines)[0] is not None

@@ -165,7 +165,7 @@ def new_gate(
     """The gate that finds an answer's stop strings; None: the parser finds them.
 
     Args:
-        stop: the answer's stop strings, which params may lack.
+        stop: the answer's stop strings, which params lack if there are tools.
         end_of_thinking: the token after which the answer begins; None: it begins at once.
     """
     if not stop or not (params.min_tokens or params.include_stop_str_in_output):
@@ -177,6 +177,7 @@ def new_gate(
         markup=_ids(tokenizer, ("Dsml",)),
         min_tokens=params.min_tokens,
         keep=params.include_stop_str_in_output,
+        has_tools=not params.stop,
     )
 
 
