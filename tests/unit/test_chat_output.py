@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finwhale.chat.output import OutputEvent, OutputParser
+from finwhale.chat.output import OutputEvent, OutputParser, new_gate
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.template import ChatOptions, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.request import SamplingParams
 from finwhale.testing.library_tokenizer import encode_with_special
 
 DSML = recipe.SpecialToken.Dsml.default_str()
@@ -181,6 +182,21 @@ def test_stop_strings_end_the_content_only(cuts: set[int]) -> None:
     p.finish()
     assert p.message()["reasoning_content"] == "no STOP"
     assert p.message()["content"] == "a STO "
+
+
+@pytest.mark.parametrize("options", [{"include_stop_str_in_output": True}, {"min_tokens": 1}])
+def test_a_stop_gate_keeps_the_newlines_before_a_tool_call(options: dict[str, Any]) -> None:
+    """As the parser's own stop strings do."""
+    tokenizer = template()._tokenizer
+    prompt = template().render(
+        [{"role": "user", "content": "Hi"}], ChatOptions(thinking=False, tools=TOOLS)
+    )
+    gate = new_gate(tokenizer, SamplingParams(**options), ["\n\n"], None)
+    p = template().parser(prompt, gate=gate)
+    ids = encode_with_special(tokenizer, ANSWER[ANSWER.index(f"<{DSML}") :])
+    p.feed([*(3 * tokenizer.encode("\n")), *ids])
+    p.finish()
+    assert len(p.message()["tool_calls"]) == 2
 
 
 @pytest.mark.parametrize("stop", [["b", "ab"], ["ab", "b"], ["bc", "ab", "b"]])

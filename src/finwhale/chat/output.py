@@ -99,9 +99,10 @@ class OutputParser:
                 continue
             self._withheld.append(token_id)
             released, end = self._gate.feed(token_id)
-            self.num_before_stop += released
             events += self._release(released)
-            if end is not None:
+            if end is None:
+                self.num_before_stop += released
+            else:
                 self._withheld.clear()
                 events += self._push(recipe.InferenceChunk.text(end)) + self.finish("stop")
         return events
