@@ -87,7 +87,7 @@ def microseconds(graph: Any) -> float:
 
 
 def timelines(graph: Any) -> Iterator[list[Kernel]]:
-    """Yield the kernels of each replay, in the order in which they started."""
+    """Replay the graph, and yield one list of kernels per replay, ordered by start time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED):
             graph.replay()

@@ -66,7 +66,7 @@ def _free_on_host(proc: Path) -> Iterator[int]:
 
 
 def _free_in_control_groups(root: Path) -> Iterator[int]:
-    """The free bytes of each control group of this process that limits memory."""
+    """Yield the bytes that each control group of this process still allows it to allocate."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -10,7 +10,7 @@ from finwhale.ops.case import READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
 
 FP8_BLOCK_BYTES = 4 / 128**2
-# A floor leaves these tables out, because a step reads only one row of each for each token.
+# Floors do not count these tables: for each token, a step reads only one row of a table.
 LOOKED_UP = ("embed.weight", "tid2eid", "markov_w1.weight")
 ROW_BYTES, KEY_BYTES = 584, 68  # of a row of the cache, and of an index key, both packed
 

@@ -53,15 +53,18 @@ class StopChecker:
         return held
 
     def _advance(self, char: str) -> str | None:
+        """Add a character; returns the longest stop string that it completes."""
         found = None
         for i, stop in enumerate(self._stop):
             length = self._lengths[i]
             while length and stop[length] != char:
                 length = self._borders[i][length]
             length += stop[length] == char
+            if length == len(stop):
+                if found is None or length > len(found):
+                    found = stop
+                length = self._borders[i][length]
             self._lengths[i] = length
-            if length == len(stop) and (found is None or length > len(found)):
-                found = stop
         return found
 
 
@@ -79,9 +82,10 @@ def find_stop(text: str, stop: Sequence[str], start: int) -> tuple[int, int, str
     Returns:
         Its begin, its end, and the stop string; the end of the text and None if there is none.
     """
-    for end in range(start + 1, len(text) + 1):
-        found = max((s for s in stop if text.endswith(s, 0, end)), key=len, default=None)
-        if found is not None:
+    checker = StopChecker(stop)
+    for end, char in enumerate(text, start=1):
+        found = checker._advance(char)
+        if found is not None and end > start:
             return end - len(found), end, found
     return len(text), len(text), None
 

@@ -200,11 +200,12 @@ class Sample(Protocol):
 
 
 class BestCandidates(Protocol):
-    """Find candidates for the best token of each row, in a part of the vocabulary.
+    """Search one rank's part of the vocabulary for tokens that may be a row's best token.
 
-    A candidate is one int64, which is larger for a better token. Its upper 32 bits have the value
-    (the logit or, for rows that draw, logit + temperature * noise) as an int32 of the same order,
-    with 2^31 - 1 for NaN. Its lower 32 bits have 2^31 - 1 minus the token id.
+    Such a token is a candidate. A candidate is one int64, which is larger for a better token. Its
+    upper 32 bits have the value (the logit or, for rows that draw, logit + temperature * noise) as
+    an int32 of the same order, with 2^31 - 1 for NaN. Its lower 32 bits have 2^31 - 1 minus the
+    token id.
     """
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
