@@ -260,6 +260,7 @@ def test_parameters_of_a_pydantic_function_tool() -> None:
     assert fits() and fits(frame=("true", "blue"), style=("false", "null"))
     assert not fits(color=("true", "zebra"))
     assert not fits(color=("false", '"red"'))
+    assert not fits(frame=("false", '"red"'))  # a string has one form only, also beside null
     assert not fits(frame=("true", "zebra"))
     assert not fits(at=("true", "anything"))
     assert not fits(style=("true", "zebra"))

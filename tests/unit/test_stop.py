@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from finwhale.chat.stop_strings import StopChecker
+from finwhale.chat.stop_strings import StopChecker, find_stop
 
 
 def naive(text: str, stop: list[str]) -> tuple[str, str | None]:
@@ -63,3 +63,18 @@ def test_no_stop_strings_hold_nothing() -> None:
     checker = StopChecker([])
     assert checker.feed("abc") == "abc"
     assert checker.flush() == "" and checker.matched is None
+
+
+@given(SMALL_TEXT, st.lists(st.text("abé", min_size=1, max_size=5), max_size=4), st.integers(0, 8))
+@example("aaaa", ["aa"], 2)
+def test_stop_strings_that_end_before_the_start_are_passed_over(
+    text: str, stop: list[str], start: int
+) -> None:
+    """Also those that overlap with the one that is found."""
+    begin, end, found = find_stop(text, stop, start)
+    ends = [e for e in range(start + 1, len(text) + 1) if any(text.endswith(s, 0, e) for s in stop)]
+    if not ends:
+        assert (begin, end, found) == (len(text), len(text), None)
+        return
+    longest = max((s for s in stop if text.endswith(s, 0, ends[0])), key=len)
+    assert (begin, end, found) == (ends[0] - len(longest), ends[0], longest)
