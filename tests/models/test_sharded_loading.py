@@ -17,6 +17,7 @@ from tests.unit.test_sharding import MODELS, packed_ops, wanted_axis
 from torch import Tensor
 
 from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight, WeightSource
 from finwhale.checkpoint.reader import Checkpoint, TensorInfo
 from finwhale.checkpoint.spec import Storage, WeightSpec
@@ -146,9 +147,9 @@ class StagedSource(WeightSource):
     """Reads as for a GPU: through Staging, and directly into places."""
 
     def into(
-        self, places: Mapping[str, Tensor]
+        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        return self._staged(places)
+        return self._staged(places, ranks)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -270,7 +271,13 @@ def test_a_rank_reads_its_own_bytes_once(
 # --- Weights in place -----------------------------------------------------------------------------
 
 
-def loaded(config: ModelConfig, stream: WeightStream, rank: Rank, packed: bool) -> ModelWeights:
+def loaded(
+    config: ModelConfig,
+    stream: WeightStream,
+    rank: Rank,
+    packed: bool,
+    ranks: JointRanks | None = None,
+) -> ModelWeights:
     return WeightLoading(
         config,
         storages=stream.storages,
@@ -279,7 +286,7 @@ def loaded(config: ModelConfig, stream: WeightStream, rank: Rank, packed: bool) 
         round_activations=config.quantised,
         ops=packed_ops() if packed else load_ops(Platform.cpu(), reference=True),
         rank=rank,
-    ).fill(stream)
+    ).fill(stream, ranks)
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -367,11 +374,11 @@ def test_whole_attention_adds_the_weights_of_all_heads(
 
 def drop_or_repeat(
     stream: WeightSource, name: str, times: int
-) -> Callable[[Mapping[str, Tensor]], Iterator[tuple[WeightSpec, StoredWeight | None]]]:
+) -> Callable[..., Iterator[tuple[WeightSpec, StoredWeight | None]]]:
     def into(
-        places: Mapping[str, Tensor],
+        places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        for spec, stored in WeightSource.into(stream, places):
+        for spec, stored in WeightSource.into(stream, places, ranks):
             for _ in range(times if spec.name == name else 1):
                 yield spec, stored
 

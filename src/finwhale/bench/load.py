@@ -32,12 +32,15 @@ from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored
 from finwhale.config import EngineConfig
+from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.launch import Answer, Opened, OwnerLink, SpawnedProcesses, Workers
+from finwhale.distributed.peers import Peers, StoreAddress, serve_store
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
 from finwhale.models.deepseek_v4.architecture import weight_bytes
@@ -95,32 +98,41 @@ def plain_read(checkpoint: Checkpoint, rank: Rank, device: torch.device) -> None
 class Loader:
     """Loads one rank's weights of a checkpoint in several ways."""
 
-    def __init__(self, path: Path, config: ModelConfig, devices: Sequence[str], rank: Rank) -> None:
+    def __init__(
+        self, path: Path, config: ModelConfig, devices: Sequence[str], peers: Peers
+    ) -> None:
+        rank = peers.rank
         self.checkpoint, self.config, self.rank = Checkpoint.open(path), config, rank
         platform, self.device = choose_device(devices[rank.index])
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
         self.ops = load_ops(platform)
+        self.ranks = IpcJointRanks(peers, self.device)
         self.weights: ModelWeights | None = None
 
     def plain(self) -> None:
         plain_read(self.checkpoint, self.rank, self.device)
 
     def load(self) -> None:
-        self._load(self.device)
+        self.weights = self.loaded(self.device, self.ranks)
 
     def load_mapped(self) -> None:
-        self._load(torch.device("cpu"))
+        self.weights = self.loaded(torch.device("cpu"))
 
-    def _load(self, reading_device: torch.device) -> None:
-        """Load the weights; `reading_device`: where the source puts them."""
+    def loaded(self, reading_device: torch.device, ranks: JointRanks | None = None) -> ModelWeights:
+        """Load the weights.
+
+        Args:
+            reading_device: where the source puts them.
+            ranks: the ranks that read together; None: this rank reads alone.
+        """
         source = WeightSource(
             self.checkpoint,
             weight_specs(self.config, self.rank),
             ignored=ignored_prefixes(self.config),
             device=reading_device,
         )
-        self.weights = WeightLoading(
+        weights = WeightLoading(
             self.config,
             storages=source.storages,
             dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,
@@ -128,8 +140,9 @@ class Loader:
             round_activations=True,
             ops=replace(self.ops, finish_experts=lambda w: w),
             rank=self.rank,
-        ).fill(source)
+        ).fill(source, ranks)
         self._settle()
+        return weights
 
     def fold(self) -> None:
         assert self.weights is not None
@@ -155,11 +168,15 @@ PLAIN, LOAD, MAPPED, FOLD, FREE = "plain", "load", "load_mapped", "fold", "free"
 class Loaders:
     """The loaders of all ranks: rank 0's in this process, the others in worker processes."""
 
-    def __init__(self, new_loader: Callable[[Rank], Loader], devices: Sequence[str]) -> None:
+    def __init__(self, new_loader: Callable[[Peers], Loader], devices: Sequence[str]) -> None:
         self._workers: Workers | None = None
+        peers = Peers()
         if len(devices) > 1:
-            self._workers = Workers(partial(serve, new_loader), SpawnedProcesses(devices[1:]))
-        self.own = new_loader(Rank(0, len(devices)))
+            store, address = serve_store()
+            main = partial(serve, new_loader, address)
+            self._workers = Workers(main, SpawnedProcesses(devices[1:]))
+            peers = Peers(Rank(0, len(devices)), store, self._workers.check)
+        self.own = new_loader(peers)
         if self._workers is not None:
             self._workers.wait_opened()
 
@@ -177,9 +194,9 @@ class Loaders:
             self._workers.close()
 
 
-def serve(new_loader: Callable[[Rank], Loader], owner: OwnerLink) -> None:
+def serve(new_loader: Callable[[Peers], Loader], address: StoreAddress, owner: OwnerLink) -> None:
     """Run one rank's loader in its process."""
-    loader = new_loader(owner.rank)
+    loader = new_loader(Peers(owner.rank, address.join()))
     owner.report(Opened())
     while True:
         getattr(loader, owner.read().decode())()

@@ -16,6 +16,7 @@ from finwhale.checkpoint.formats import (
     FP4_BLOCK,
     fp8_scale_shape,
 )
+from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
 from finwhale.number_formats import E2M1_VALUES
@@ -52,8 +53,10 @@ class DummySource:
         """The stored format of each weight, from its spec."""
         return {name: spec.storage for name, spec in self._specs.items()}
 
-    def into(self, places: Mapping[str, Tensor]) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        """Iterate over all weights. `places` is not used, because no file is read."""
+    def into(
+        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
+    ) -> Iterator[tuple[WeightSpec, StoredWeight]]:
+        """Iterate over all weights. No file is read, so the arguments are not used."""
         return iter(self)
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:

@@ -18,9 +18,10 @@ from finwhale.checkpoint.formats import (
     find_nan,
     fp8_scale_shape,
 )
+from finwhale.checkpoint.joint import JointRanks, JointReader
 from finwhale.checkpoint.reader import DTYPES, Checkpoint, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec
-from finwhale.checkpoint.staging import Staging
+from finwhale.checkpoint.staging import Faults, Staging
 from finwhale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ class WeightSource:
             yield spec, stored
 
     def into(
-        self, places: Mapping[str, Tensor]
+        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate over the weights, and read some tensors directly into their destinations.
 
@@ -238,8 +239,10 @@ class WeightSource:
             places: destinations by name of a weight or scale, uint8 [num_bytes] on the device. On
                 a GPU the iterator yields None for such a weight, and its bytes have arrived when
                 the iteration ends.
+            ranks: the ranks that iterate together, each over its own slices. On GPUs they read the
+                tensors once for all of them.
         """
-        weights = self._staged(places) if self._device.type == "cuda" else self._mapped()
+        weights = self._staged(places, ranks) if self._device.type == "cuda" else self._mapped()
         if self._progress is None:
             yield from weights
             return
@@ -261,16 +264,54 @@ class WeightSource:
         assert not waiting, waiting
 
     def _staged(
-        self, places: Mapping[str, Tensor]
+        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """Iterate through Staging, file by file.
+        """Iterate as for a GPU. What the ranks read together comes last."""
+        reader = None if ranks is None else self._joint_reader(places, ranks)
+        if reader is None:
+            yield from self._read_alone(places, self._infos)
+            return
+        fault = "loading stopped"
+        try:
+            rest = {name: info for name, info in self._infos.items() if name not in reader.axes}
+            yield from self._read_alone(places, rest)
+            for name in reader.names():
+                if name in self._specs:
+                    yield self._specs[name], None
+            fault = ""
+        except Exception as error:
+            fault = str(error)
+            raise
+        finally:
+            reader.close(fault)
+        faults = Faults()
+        faults.add_places([self._infos[name] for name in reader.axes], places)
+        faults.raise_first()
+
+    def _joint_reader(self, places: Mapping[str, Tensor], ranks: JointRanks) -> JointReader | None:
+        """Begin to read what has a destination and is divided by the ranks; None: they cannot."""
+        axes = {}
+        for spec in self._specs.values():
+            if spec.slice is not None and spec.name in places:
+                axes[spec.name] = spec.slice.axis
+                if spec.scale_name in places:
+                    axes[spec.scale_name] = spec.slice.axis
+        if not axes or not ranks.open({name: places[name] for name in axes}):
+            return None
+        infos = [self._checkpoint.tensors[name] for name in axes]
+        return JointReader(self._checkpoint.path, infos, axes, ranks)
+
+    def _read_alone(
+        self, places: Mapping[str, Tensor], infos: Mapping[str, TensorInfo]
+    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
+        """Iterate over some tensors through Staging, file by file.
 
         In each file, tensors without a destination come first, scales before weights; the iterator
         keeps a scale until its weight arrives. Tensors with a destination follow in file order.
         """
         scales: dict[str, Tensor | None] = {}
         staging = Staging(self._checkpoint.path, self._device, places=places)
-        for info, tensor in staging.tensors(self._in_order(places)):
+        for info, tensor in staging.tensors(self._in_order(infos, places)):
             spec = self._specs.get(info.name)
             if spec is None:
                 scales[info.name] = tensor
@@ -282,10 +323,13 @@ class WeightSource:
                 yield spec, StoredWeight(tensor, scale, storage)
         assert not any(scale is not None for scale in scales.values()), list(scales)
 
-    def _in_order(self, places: Container[str]) -> list[TensorInfo]:
-        tensors, order = self._infos, []
+    def _in_order(
+        self, tensors: Mapping[str, TensorInfo], places: Container[str]
+    ) -> list[TensorInfo]:
+        order: list[TensorInfo] = []
         for _, names in self._checkpoint.shards():
             chosen = [self._specs[name] for name in names if name in self._specs]
+            chosen = [spec for spec in chosen if spec.name in tensors]
             scales = [s.scale_name for s in chosen if has_scale(self.inventory.storages[s.name])]
             files = [*scales, *(spec.name for spec in chosen)]
             placed = [tensors[name] for name in files if name in places]

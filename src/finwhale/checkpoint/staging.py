@@ -16,10 +16,11 @@ rows from there.
 import os
 import threading
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from queue import Queue
@@ -150,7 +151,7 @@ class Staging:
                 them holds a value that is not finite.
         """
         by_name = {info.name: info for info in infos}
-        faults = _Faults()
+        faults = Faults()
         if self._stream is not None:
             # Work on the current CUDA stream may still use the memory of the destinations.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -184,41 +185,21 @@ class Staging:
             if self._stream is not None:
                 # Finish all writes, because the caller may free the destinations after a stop.
                 self._stream.synchronize()
-        self._check_placed(infos, faults)
+        faults.add_places(infos, self._places)
         faults.raise_first()
-
-    def _check_placed(self, infos: Sequence[TensorInfo], faults: "_Faults") -> None:
-        """Check the tensors with destinations for NaN.
-
-        Scales are thousands of small tensors, so one check covers many of the same size.
-        """
-        alike: dict[int, list[TensorInfo]] = {}
-        for info in infos:
-            is_value = info.dtype.is_floating_point and info.num_bytes
-            if info.name not in self._places or not is_value:
-                continue
-            if info.dtype == torch.float8_e8m0fnu:
-                alike.setdefault(info.num_bytes, []).append(info)
-            else:
-                faults.add([info], not_finite(self._places[info.name].view(info.dtype)))
-        for size, some in alike.items():
-            count = max(1, CHECK_BYTES // size)
-            for part in (some[i : i + count] for i in range(0, len(some), count)):
-                places = torch.stack([self._places[info.name] for info in part])
-                faults.add(part, places.amax(1) == E8M0_NAN)
 
     def _send_all(self, infos: Sequence[TensorInfo]) -> None:
         """The function of the sending thread. The iterating thread raises its errors."""
         try:
             with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
                 # The stack closes the files after all reading threads have ended.
-                files = _Files(self._directory, stack)
+                files = Files(self._directory, stack)
                 self._pipeline(groups_of(infos, self._piece_bytes, self._places), files, pool)
             self._ready.put(None)
         except BaseException as error:
             self._ready.put(error)
 
-    def _pipeline(self, groups: Iterator[Group], files: "_Files", pool: ThreadPoolExecutor) -> None:
+    def _pipeline(self, groups: Iterator[Group], files: "Files", pool: ThreadPoolExecutor) -> None:
         asked: deque[Group] = deque()
         # Keep no failed future in this frame: its exception refers to the frame, which is a cycle.
         reading: deque[Future[_Pinned]] = deque()
@@ -314,7 +295,7 @@ class _Arrived:
         del self.memory
 
 
-class _Faults:
+class Faults:
     """Collects checks for values that are not finite; the host reads them once, at the end."""
 
     def __init__(self) -> None:
@@ -325,6 +306,25 @@ class _Faults:
         """Add a check. flags: a bool for each tensor, true if it has a value that is not finite."""
         self._infos += infos
         self._flags.append(flags.reshape(-1))
+
+    def add_places(self, infos: Sequence[TensorInfo], places: Mapping[str, Tensor]) -> None:
+        """Check those of the tensors that have a destination.
+
+        Scales are thousands of small tensors, so one check covers many of the same size.
+        """
+        alike: dict[int, list[TensorInfo]] = {}
+        for info in infos:
+            if info.name not in places or not (info.dtype.is_floating_point and info.num_bytes):
+                continue
+            if info.dtype == torch.float8_e8m0fnu:
+                alike.setdefault(info.num_bytes, []).append(info)
+            else:
+                self.add([info], not_finite(places[info.name].view(info.dtype)))
+        for size, some in alike.items():
+            count = max(1, CHECK_BYTES // size)
+            for part in (some[i : i + count] for i in range(0, len(some), count)):
+                stacked = torch.stack([places[info.name] for info in part])
+                self.add(part, stacked.amax(1) == E8M0_NAN)
 
     def raise_first(self) -> None:
         """Raise CheckpointError for the first tensor with a value that is not finite."""
@@ -359,7 +359,7 @@ class _Gapped(threading.local):
 _GAPPED = _Gapped()
 
 
-class _Files:
+class Files:
     """File descriptors, each opened once."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
@@ -375,7 +375,7 @@ class _Files:
             return self._open[file]
 
 
-def _read_piece(piece: Sequence[Read], files: _Files, pinned: _Pinned) -> _Pinned:
+def _read_piece(piece: Sequence[Read], files: Files, pinned: _Pinned) -> _Pinned:
     """Read one piece, in a reading thread."""
     if pinned.event is not None:
         pinned.event.synchronize()
@@ -400,12 +400,13 @@ def _adjoin(one: Read, other: Read) -> bool:
     )
 
 
-def _read(reads: Sequence[Read], files: _Files, pinned: _Pinned, begin: int) -> None:
+def _read(reads: Sequence[Read], files: Files, pinned: _Pinned, begin: int) -> None:
     """Read adjacent parts of a file into the pinned memory, starting at its byte `begin`."""
     first = reads[0]
     target = pinned.bytes[begin : begin + sum(read.num_bytes for read in reads)]
+    file, name_at = first.info.file, partial(_name_at, reads)
     if first.info.pitch is None:
-        _fill(target, reads, files, first.info.offset + first.start)
+        fill(target, files, file, first.info.offset + first.start, name_at)
         return
     length, pitch = first.info.row_bytes, first.info.pitch
     rows = target.reshape(-1, length)
@@ -416,38 +417,45 @@ def _read(reads: Sequence[Read], files: _Files, pinned: _Pinned, begin: int) -> 
         part = rows[i : i + count]
         # The file may end with the last row, so do not read the gap behind it.
         size = (len(part) - 1) * pitch + length
-        _fill(gapped[:size], reads, files, offset + i * pitch)
+        fill(gapped[:size], files, file, offset + i * pitch, name_at)
         part[:] = gapped[: len(part) * pitch].reshape(-1, pitch)[:, :length]
 
 
-def _fill(target: Bytes, reads: Sequence[Read], files: _Files, offset: int) -> None:
-    """Fill `target` with bytes of the tensors of `reads`, starting at `offset` of their file."""
+def fill(
+    target: Bytes, files: Files, file: str, offset: int, name_at: Callable[[int], str]
+) -> None:
+    """Fill `target` with bytes of a file, starting at `offset`.
+
+    Args:
+        name_at: returns the name of the tensor to which one of these bytes belongs.
+
+    Raises:
+        CheckpointError: the bytes cannot be read.
+    """
     left = memoryview(target.data)
     done = 0
     while left:
         try:
-            count = os.preadv(files.number(reads[0].info.file), [left], offset + done)
+            count = os.preadv(files.number(file), [left], offset + done)
         except OSError as error:
-            info = _at(reads, done)
             raise CheckpointError(
-                f"cannot read {info.name} from {info.file}: {error.strerror or error}"
+                f"cannot read {name_at(done)} from {file}: {error.strerror or error}"
             ) from error
         if not count:
-            info = _at(reads, done)
             raise CheckpointError(
-                f"cannot read {info.name} from {info.file}: the file is too short; was it changed?"
+                f"cannot read {name_at(done)} from {file}: the file is too short; was it changed?"
             )
         done += count
         left = left[count:]
 
 
-def _at(reads: Sequence[Read], done: int) -> TensorInfo:
-    """The tensor whose bytes follow the first `done` bytes."""
+def _name_at(reads: Sequence[Read], done: int) -> str:
+    """The name of the tensor whose bytes follow the first `done` bytes."""
     for read in reads:
         done -= read.num_bytes
         if done < 0:
-            return read.info
-    return reads[-1].info
+            return read.info.name
+    return reads[-1].info.name
 
 
 def num_threads() -> int:

@@ -125,6 +125,11 @@ def open_buffer(handles: Mapping[str, IpcHandle], device: torch.device) -> Tenso
     return _as_bytes(storage, device)
 
 
+def discard(handle: IpcHandle) -> None:
+    """Give up a handle without opening it. Otherwise its owner could never free the memory."""
+    torch.UntypedStorage._release_ipc_counter_cuda(handle.counter, handle.counter_offset)
+
+
 def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 

@@ -41,10 +41,14 @@ class Peers:
 
     def gather(self, value: int) -> list[int]:
         """Every rank's value, in rank order. Waits for the slowest rank."""
+        return [int(text) for text in self.gather_text(str(value))]
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order. Waits for the slowest rank."""
         if self.store is None:
-            return [value]
+            return [text]
         self._calls += 1
-        self.store.set(self._key(self.rank.index), str(value))
+        self.store.set(self._key(self.rank.index), text)
         found = []
         for index in range(self.rank.size):
             key = self._key(index)
@@ -52,7 +56,7 @@ class Peers:
             while not self.store.check([key]):
                 self.check()
                 time.sleep(POLL_S)
-            found.append(int(self.store.get(key)))
+            found.append(self.store.get(key).decode())
         return found
 
     def minimum(self, value: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from finwhale.chat.effort import EffortLadder
+from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.collectives import Collectives
@@ -520,13 +521,14 @@ class WeightStream(Protocol):
     @property
     def storages(self) -> Mapping[str, Storage]: ...
     def into(
-        self, places: Mapping[str, Tensor]
+        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Yield each weight's specification and stored values.
 
         Args:
             places: destinations for the bytes of some weights, by name. If the stream has written a
                 weight to its destination itself, it yields None instead of the values.
+            ranks: the ranks that iterate together, if they can read for each other.
         """
         ...
 
@@ -582,8 +584,11 @@ class WeightLoading(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def fill(self, stream: WeightStream) -> Any:
+    def fill(self, stream: WeightStream, ranks: JointRanks | None = None) -> Any:
         """Add every weight of `stream`, one at a time, and return the loaded weights.
+
+        Args:
+            ranks: the ranks that load together, if they can read for each other.
 
         Raises:
             CheckpointError: a tensor is missing, unknown to the model, or occurs twice.

@@ -16,6 +16,7 @@ from finwhale.compiled import CompiledMode
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
+from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
@@ -278,7 +279,9 @@ class _Start:
             check_host_memory(
                 self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
             )
-        return self.loader.begin(self.device).fill(self.stream)
+            return self.loader.begin(self.device).fill(self.stream)
+        ranks = IpcJointRanks(self.peers, self.device)
+        return self.loader.begin(self.device).fill(self.stream, ranks)
 
     def _build(self, weights: Any, max_positions: int) -> Model:
         model = self.architecture.build(

@@ -22,6 +22,7 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
     scale_to_float32,
 )
+from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Slice, Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
@@ -547,14 +548,17 @@ class WeightLoading:
         if stored is not None:
             setter(stored)
 
-    def fill(self, stream: WeightStream) -> ModelWeights:
+    def fill(self, stream: WeightStream, ranks: JointRanks | None = None) -> ModelWeights:
         """Add every weight of `stream`, one at a time, and return the loaded weights.
+
+        Args:
+            ranks: the ranks that load together, if they can read for each other.
 
         Raises:
             CheckpointError: a tensor occurs twice, is unknown, or is missing.
         """
         with no_collection():
-            for spec, stored in stream.into(self.places):
+            for spec, stored in stream.into(self.places, ranks):
                 self.add(spec, stored)
         return self.finish()
 

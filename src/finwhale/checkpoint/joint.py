@@ -1,0 +1,329 @@
+"""Reads tensors that the ranks of a host divide, so that no byte is read twice.
+
+The ranks take turns with pieces of the files. A thread reads a piece into pinned memory, sends it
+to the rank's own GPU, and lets the GPU copy every rank's part to that rank's destination. Compared
+with ranks that read alone, nobody reads short rows with gaps between them. Each piece costs only a
+few calls in Python, because all threads of a process share Python's lock.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from finwhale.checkpoint.reader import TensorInfo
+from finwhale.checkpoint.staging import PIECE_BYTES, Bytes, Files, fill, num_threads
+
+# The pieces that a thread has in pinned memory: it reads one, while the device takes the others.
+LANES = 3
+# Pieces after which a thread asks whether another rank has failed.
+PIECES_A_CHECK = 8
+
+
+class RankCopy(NamedTuple):
+    """The part of a read that belongs to one rank.
+
+    Attributes:
+        rank: the rank whose destination takes it.
+        to: offset in the destination, in bytes. The rows lie there without gaps.
+        begin: offset of the first row in the read.
+        rows, width: the number of rows, and the bytes of each.
+        pitch: bytes in the read from one row to the next.
+    """
+
+    rank: int
+    to: int
+    begin: int
+    rows: int
+    width: int
+    pitch: int
+
+
+class Part(NamedTuple):
+    """A tensor, or some rows of one, in a piece.
+
+    Attributes:
+        begin: its offset in the piece.
+        copies: every rank's part of it.
+    """
+
+    name: str
+    begin: int
+    copies: Sequence[RankCopy]
+
+
+class Lane(Protocol):
+    """The way of pieces to the destinations of all ranks, one after the other.
+
+    Attributes:
+        buffer: uint8 [PIECE_BYTES], in which a piece begins its way.
+    """
+
+    buffer: Bytes
+
+    def wait(self) -> None:
+        """Wait until the last piece has left the buffer."""
+        ...
+
+    def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
+        """Send the piece in the buffer to the device, and from there to the destinations."""
+        ...
+
+
+class JointRanks(Protocol):
+    """The ranks of a host, as one of them sees them.
+
+    Every rank calls `open`. If it returns True, every rank later calls `close`.
+
+    Attributes:
+        index, size: this rank's number, and the number of ranks.
+    """
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def open(self, places: Mapping[str, Tensor]) -> bool:
+        """Tell the other ranks this rank's destinations.
+
+        Args:
+            places: destinations by name: uint8 [num_bytes]. Those of the other ranks have the same
+                names and sizes.
+
+        Returns:
+            False if some rank cannot write to the memory of another one.
+        """
+        ...
+
+    def lane(self, piece_bytes: int) -> Lane:
+        """A new lane, for one thread at a time."""
+        ...
+
+    def begin_thread(self) -> None:
+        """Prepare a thread for the use of lanes."""
+        ...
+
+    def has_failed(self) -> bool:
+        """Whether some rank has failed, so that the others can stop reading."""
+        ...
+
+    def close(self, fault: str) -> None:
+        """Wait until every rank has written all its parts, or has stopped.
+
+        Args:
+            fault: why this rank has stopped early; empty: it has not.
+
+        Raises:
+            CheckpointError: another rank has stopped early, and this one has not.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Piece:
+    """Adjacent bytes of a file."""
+
+    file: str
+    offset: int
+    num_bytes: int = 0
+    parts: list[Part] = field(default_factory=list)
+
+
+def pieces_of(
+    infos: Iterable[TensorInfo],
+    axes: Mapping[str, int],
+    num_ranks: int,
+    piece_bytes: int = PIECE_BYTES,
+) -> Iterator[Piece]:
+    """Cut whole tensors, in the order of the files, into pieces of adjacent bytes.
+
+    Args:
+        infos: the tensors, whole, sorted by file and offset.
+        axes: by name, the axis along which the ranks divide a tensor.
+    """
+    # Most tensors have one of a few shapes.
+    known: dict[tuple[int, int, int], Sequence[RankCopy]] = {}
+    piece = Piece("", 0)
+    for info in infos:
+        size, axis = info.num_bytes, axes[info.name]
+        if size > piece_bytes:
+            yield piece
+            yield from _rows(info, axis, num_ranks, piece_bytes)
+            piece = Piece("", 0)
+            continue
+        begin = info.offset - piece.offset
+        adjoins = begin == piece.num_bytes and info.file == piece.file
+        if not adjoins or begin + size > piece_bytes:
+            yield piece
+            piece, begin = Piece(info.file, info.offset), 0
+        row = info.row_bytes
+        copies = known.get((size, row, axis))
+        if copies is None:
+            copies = known[size, row, axis] = tuple(copies_of(info, 0, size, axis, num_ranks))
+        piece.parts.append(Part(info.name, begin, copies))
+        piece.num_bytes = begin + size
+    yield piece
+
+
+def _rows(info: TensorInfo, axis: int, num_ranks: int, piece_bytes: int) -> Iterator[Piece]:
+    """The pieces of a large tensor, in whole rows."""
+    most = piece_bytes - piece_bytes % info.row_bytes
+    assert most, (info, piece_bytes)
+    for start in range(0, info.num_bytes, most):
+        size = min(most, info.num_bytes - start)
+        copies = tuple(copies_of(info, start, size, axis, num_ranks))
+        yield Piece(info.file, info.offset + start, size, [Part(info.name, 0, copies)])
+
+
+def copies_of(
+    info: TensorInfo, start: int, num_bytes: int, axis: int, num_ranks: int
+) -> Iterator[RankCopy]:
+    """Every rank's part of some bytes of a tensor. Along axis 1, they are whole rows."""
+    if axis == 0:
+        size = info.num_bytes // num_ranks  # of a rank's slice
+        for rank in range(num_ranks):
+            begin = max(start, rank * size)
+            length = min(start + num_bytes, (rank + 1) * size) - begin
+            if length > 0:
+                yield RankCopy(rank, begin - rank * size, begin - start, 1, length, length)
+        return
+    pitch = info.row_bytes
+    width, rows = pitch // num_ranks, num_bytes // pitch
+    for rank in range(num_ranks):
+        yield RankCopy(rank, start // pitch * width, rank * width, rows, width, pitch)
+
+
+class JointReader:
+    """Reads this rank's pieces in threads of its own, from construction on.
+
+    Args:
+        directory: the directory of the files.
+        infos: the tensors, whole.
+        axes: by name, the axis along which the ranks divide a tensor.
+        ranks: the ranks, opened.
+
+    Attributes:
+        axes: see above.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        infos: Sequence[TensorInfo],
+        axes: Mapping[str, int],
+        ranks: JointRanks,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self.axes = axes
+        self._ranks, self._piece_bytes = ranks, piece_bytes
+        self._turns = self._plan(sorted(infos, key=lambda one: (one.file, one.offset)), axes)
+        self._waiting = iter(range(len(self._turns)))
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._done: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._stack = ExitStack()
+        self._files = Files(directory, self._stack)
+        self._threads = [
+            threading.Thread(target=self._run, name="joint reader", daemon=True)
+            for _ in range(min(num_threads(), len(self._turns)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _plan(
+        self, infos: Sequence[TensorInfo], axes: Mapping[str, int]
+    ) -> list[tuple[Piece, list[str]]]:
+        """This rank's piece of each turn, and the names of all tensors that end in that turn."""
+        ranks, turns = self._ranks, []
+        every = pieces_of(infos, axes, ranks.size, self._piece_bytes)
+        pieces = [piece for piece in every if piece.num_bytes]
+        ends = {part.name: number for number, piece in enumerate(pieces) for part in piece.parts}
+        names: list[list[str]] = [[] for _ in range(-(-len(pieces) // ranks.size))]
+        for name, number in ends.items():
+            names[number // ranks.size].append(name)
+        for turn, some in enumerate(names):
+            mine = turn * ranks.size + ranks.index
+            turns.append((pieces[mine] if mine < len(pieces) else Piece("", 0), some))
+        return turns
+
+    def names(self) -> Iterator[str]:
+        """Iterate over the names of all tensors, as reading proceeds.
+
+        Their bytes have arrived after `close`.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        for _ in self._turns:
+            turn = self._done.get()
+            if isinstance(turn, BaseException):
+                try:
+                    raise turn
+                finally:
+                    del turn  # breaks the reference cycle of exception and frame
+            if turn < 0:
+                return  # another rank has failed
+            yield from self._turns[turn][1]
+
+    def close(self, fault: str) -> None:
+        """End the threads, and wait for the other ranks.
+
+        Args:
+            fault: why this rank has stopped early; empty: it has not.
+
+        Raises:
+            CheckpointError: another rank has stopped early, and this one has not.
+        """
+        self._stopped = True
+        for thread in self._threads:
+            thread.join()
+        self._stack.close()
+        self._ranks.close(fault)
+
+    def _run(self) -> None:
+        """The function of a reading thread. The iterating thread raises its errors."""
+        lanes: list[Lane] = []
+        try:
+            self._ranks.begin_thread()
+            lanes += [self._ranks.lane(self._piece_bytes) for _ in range(LANES)]
+            for count, (turn, piece) in enumerate(self._own_turns(), start=1):
+                if piece.num_bytes:
+                    lane = lanes[count % LANES]
+                    lane.wait()
+                    self._read(piece, lane.buffer)
+                    lane.send(piece.num_bytes, piece.parts)
+                self._done.put(turn)
+                if count % PIECES_A_CHECK == 0 and self._ranks.has_failed():
+                    self._done.put(-1)
+                    return
+        except BaseException as error:
+            self._done.put(error)
+        finally:
+            for lane in lanes:
+                lane.wait()  # before its memory is freed
+
+    def _own_turns(self) -> Iterator[tuple[int, Piece]]:
+        """The turns of one thread."""
+        while not self._stopped:
+            with self._lock:
+                turn = next(self._waiting, None)
+            if turn is None:
+                return
+            yield turn, self._turns[turn][0]
+
+    def _read(self, piece: Piece, buffer: Bytes) -> None:
+        target = buffer[: piece.num_bytes]
+        fill(target, self._files, piece.file, piece.offset, partial(_name_at, piece))
+
+
+def _name_at(piece: Piece, offset: int) -> str:
+    """The name of the tensor at an offset in a piece."""
+    begins = np.array([part.begin for part in piece.parts])
+    return piece.parts[int(np.searchsorted(begins, offset, "right")) - 1].name

@@ -1,0 +1,239 @@
+"""Ranks that read a checkpoint together: each byte once, and the same weights as ranks alone."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.test_sharded_loading import QUANTISED, loaded, opened, tensors
+from torch import Tensor
+
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.joint import JointRanks, JointReader, Part
+from finwhale.checkpoint.loading import StoredWeight, WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.writer import write_stored
+from finwhale.distributed.rank import Rank
+from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v4.model import ModelWeights
+from finwhale.models.deepseek_v4.weights import weight_specs
+
+
+class Threads:
+    """What the threads of all ranks share: their destinations, and their faults."""
+
+    def __init__(self, size: int, can_share: bool = True) -> None:
+        self.size, self.can_share = size, can_share
+        self.places: list[Mapping[str, Tensor]] = [{} for _ in range(size)]
+        self.faults = [""] * size
+        self.barrier = threading.Barrier(size)
+
+    def rank(self, index: int) -> "ThreadRank":
+        return ThreadRank(self, index)
+
+
+class ThreadRank:
+    """A JointRanks for a rank that is a thread."""
+
+    def __init__(self, threads: Threads, index: int) -> None:
+        self._threads, self.index, self.size = threads, index, threads.size
+        self.closed = 0
+
+    def open(self, places: Mapping[str, Tensor]) -> bool:
+        self._threads.places[self.index] = places
+        self._threads.barrier.wait(30)
+        return self._threads.can_share
+
+    def lane(self, piece_bytes: int) -> "ThreadLane":
+        return ThreadLane(piece_bytes, self._threads)
+
+    def begin_thread(self) -> None:
+        pass
+
+    def has_failed(self) -> bool:
+        return any(self._threads.faults)
+
+    def close(self, fault: str) -> None:
+        self.closed += 1
+        self._threads.faults[self.index] = fault
+        self._threads.barrier.wait(30)
+        for index, text in enumerate(self._threads.faults):
+            if text and not fault:
+                raise CheckpointError(f"rank {index}: {text}")
+
+
+class ThreadLane:
+    def __init__(self, piece_bytes: int, threads: Threads) -> None:
+        self.buffer, self._threads = np.empty(piece_bytes, np.uint8), threads
+
+    def wait(self) -> None:
+        pass
+
+    def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
+        piece = torch.from_numpy(self.buffer[:num_bytes])
+        for part in parts:
+            for one in part.copies:
+                target = self._threads.places[one.rank][part.name][one.to :]
+                target = target[: one.rows * one.width].view(one.rows, one.width)
+                rows = piece[part.begin + one.begin :]
+                target.copy_(rows.as_strided((one.rows, one.width), (one.pitch, 1)))
+
+
+class JointSource(WeightSource):
+    """Reads as for a GPU."""
+
+    def into(
+        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
+    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
+        return self._staged(places, ranks)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("joint")
+    source = DummySource(weight_specs(QUANTISED), "cpu", seed=3)
+    write_stored(path, QUANTISED.to_dict(), source, max_shard_bytes=1_000_000)
+    return path
+
+
+@pytest.fixture(params=[1 << 13, 1 << 24])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones: most tensors take several. Large: hundreds of tensors share one."""
+
+    reader = partial(JointReader, piece_bytes=request.param)
+    monkeypatch.setattr("finwhale.checkpoint.loading.JointReader", reader)
+
+
+def all_ranks(threads: Threads, load: Callable[[ThreadRank], Any]) -> list[Any]:
+    """The result or the error of each rank, in a thread of its own."""
+
+    def result(index: int) -> Any:
+        try:
+            return load(threads.rank(index))
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(threads.size) as pool:
+        return list(pool.map(result, range(threads.size)))
+
+
+def weights_of(files: Path, rank: Rank, ranks: JointRanks | None) -> ModelWeights:
+    config, stream = opened(files, rank, JointSource)
+    return loaded(config, stream, rank, packed=True, ranks=ranks)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_weights_are_those_of_ranks_that_read_alone(files: Path, size: int) -> None:
+    def load(ranks: ThreadRank) -> ModelWeights:
+        return weights_of(files, Rank(ranks.index, size), ranks)
+
+    for index, weights in enumerate(all_ranks(Threads(size), load)):
+        alone = dict(tensors(weights_of(files, Rank(index, size), None)))
+        joint = dict(tensors(weights))
+        assert joint.keys() == alone.keys()
+        for path, tensor in joint.items():
+            assert torch.equal(tensor.float(), alone[path].float()), (index, path)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("size", (2, 8))
+def test_the_ranks_read_each_byte_of_divided_tensors_once(
+    files: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """And all of them a similar part."""
+    read_at, lock = os.preadv, threading.Lock()
+    reads = {f.name: np.zeros(f.stat().st_size) for f in files.iterdir()}
+
+    def preadv(number: int, views: list[memoryview], offset: int) -> int:
+        name = Path(os.readlink(f"/proc/self/fd/{number}")).name
+        with lock:
+            reads[name][offset : offset + len(views[0])] += 1
+        return read_at(number, views, offset)
+
+    monkeypatch.setattr("finwhale.checkpoint.staging.os.preadv", preadv)
+
+    def load(ranks: ThreadRank) -> ModelWeights:
+        return weights_of(files, Rank(ranks.index, size), ranks)
+
+    all_ranks(Threads(size), load)
+    divided = 0
+    for name, info in Checkpoint.open(files).tensors.items():
+        counts = reads[info.file][info.offset :][: info.num_bytes]
+        if ".ffn.experts." in name:
+            assert (counts == 1).all(), name
+            divided += 1
+        else:
+            assert (counts >= 1).all(), name
+    assert divided
+
+
+@pytest.mark.usefixtures("pieces")
+def test_ranks_that_cannot_share_read_alone(files: Path) -> None:
+    def load(ranks: ThreadRank) -> ModelWeights:
+        weights = weights_of(files, Rank(ranks.index, 2), ranks)
+        assert not ranks.closed
+        return weights
+
+    for index, weights in enumerate(all_ranks(Threads(2, can_share=False), load)):
+        alone = dict(tensors(weights_of(files, Rank(index, 2), None)))
+        for path, tensor in tensors(weights):
+            assert torch.equal(tensor.float(), alone[path].float()), (index, path)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("failing", (0, 1))
+def test_a_fault_of_one_rank_stops_all(
+    files: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """Each rank closes once, and all tell the same cause."""
+    monkeypatch.setattr("finwhale.checkpoint.joint.PIECES_A_CHECK", 1)
+    read = JointReader._read
+
+    def failing_read(self: JointReader, piece: Any, buffer: Any) -> None:
+        if self._ranks.index == failing:
+            piece = replace(piece, file="missing")
+        read(self, piece, buffer)
+
+    monkeypatch.setattr(JointReader, "_read", failing_read)
+    closed = []
+
+    def load(ranks: ThreadRank) -> ModelWeights:
+        try:
+            return weights_of(files, Rank(ranks.index, 2), ranks)
+        finally:
+            closed.append(ranks.closed)
+
+    errors = all_ranks(Threads(2), load)
+    assert closed == [1, 1]
+    assert "No such file" in str(errors[failing])
+    assert str(errors[1 - failing]) == f"rank {failing}: {errors[failing]}"
+
+
+def test_a_consumer_that_stops_tells_the_other_ranks(files: Path) -> None:
+    def load(ranks: ThreadRank) -> Any:
+        rank = Rank(ranks.index, 2)
+        if rank.index:
+            return weights_of(files, rank, ranks)
+        _, stream = opened(files, rank, JointSource)
+        places = {
+            name: torch.empty(stream._infos[name].num_bytes, dtype=torch.uint8)
+            for name in stream._infos
+            if ".ffn.experts." in name
+        }
+        stopped: Any = stream.into(places, ranks)
+        next(stopped)
+        stopped.close()
+        return ranks.closed
+
+    closed, error = all_ranks(Threads(2), load)
+    assert closed == 1
+    assert isinstance(error, CheckpointError) and "rank 0: loading stopped" in str(error)
