@@ -22,7 +22,7 @@ from finwhale.checkpoint.reader import TensorInfo
 from finwhale.checkpoint.staging import PIECE_BYTES, Bytes, Files, fill, num_threads
 
 # The pieces that a thread has in pinned memory: it reads one, while the device takes the others.
-LANES = 3
+LANES = 2
 # Pieces after which a thread asks whether another rank has failed.
 PIECES_A_CHECK = 8
 

@@ -3,8 +3,12 @@
 import ctypes
 import json
 import logging
+import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import cache
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +34,14 @@ class IpcJointRanks:
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers, self._device = peers, device
         self._own: Mapping[str, Tensor] = {}
-        # By the address of each memory of this rank: the memory's addresses on all ranks.
+        # By the address of a memory of this rank: its addresses on all ranks, once they are mapped.
         self._addresses: dict[int, list[int]] = {}
-        self._opened: list[list[Tensor]] = []
+        self._mapped = threading.Condition()
+        # The memories of this rank that have no addresses yet, and the others' handles of them.
+        self._waiting: deque[tuple[int, list[IpcHandle]]] = deque()
+        self._opened: list[Tensor] = []
+        self._opener: threading.Thread | None = None
+        self._fault = ""
 
     @property
     def index(self) -> int:
@@ -43,29 +52,56 @@ class IpcJointRanks:
         return self._peers.rank.size
 
     def open(self, places: Mapping[str, Tensor]) -> bool:
-        """See JointRanks."""
+        """See JointRanks.
+
+        Opening a memory takes about a millisecond, so this opens only the first one of each rank.
+        A thread opens the others while reading begins.
+        """
         if self.size == 1 or self._peers.on_this_host() < self.size:
             return False
         # Earlier work may still use the memory that other ranks write to.
         torch.cuda.synchronize(self._device)
-        storages = {place.untyped_storage().data_ptr(): place for place in places.values()}
-        own = [_whole_memory(place) for place in storages.values()]
-        ranks = self._map(own)
-        if ranks is None:
+        memories = {place.untyped_storage().data_ptr(): place for place in places.values()}
+        sent = self._exchange_handles([_whole_memory(place) for place in memories.values()])
+        for number, address in enumerate(memories):
+            self._waiting.append((address, [handles[number] for handles in sent]))
+        if not self._fault:
+            self._open_next()
+        faults = self._peers.gather_text(self._fault)
+        lacking = next((text for text in faults if text), None)
+        if lacking is not None:
+            if self.index == 0:
+                logger.warning("each rank reads its weights alone: %s", lacking)
+            self._release()
+            self._peers.barrier()  # now no other rank has this rank's memory
             return False
-        self._own, self._opened = places, ranks
-        for number, address in enumerate(storages):
-            self._addresses[address] = [memories[number].data_ptr() for memories in ranks]
+        self._own = places
+        self._opener = threading.Thread(target=self._open_all, name="joint ranks", daemon=True)
+        self._opener.start()
         return True
 
     def lane(self, piece_bytes: int) -> "_IpcLane":
         """See JointRanks."""
-        return _IpcLane(self._device, piece_bytes, self._own, self._addresses)
+        return _IpcLane(self, self._device, piece_bytes)
 
     def begin_thread(self) -> None:
         """See JointRanks."""
         torch.cuda.set_device(self._device)
         torch.cuda.synchronize()  # the driver's context is now the thread's own
+
+    def addresses(self, name: str) -> list[int]:
+        """The addresses of every rank's destination with this name."""
+        place = self._own[name]
+        memory = place.untyped_storage().data_ptr()
+        found = self._addresses.get(memory)
+        if found is None:
+            with self._mapped:
+                self._mapped.wait_for(lambda: memory in self._addresses or self._fault)
+            if self._fault:
+                raise FinwhaleError(self._fault)
+            found = self._addresses[memory]
+        offset = place.data_ptr() - memory
+        return [address + offset for address in found]
 
     def has_failed(self) -> bool:
         """See JointRanks."""
@@ -78,44 +114,76 @@ class IpcJointRanks:
         assert store is not None
         if fault:
             store.set(_FAILED, fault)
-        self._own, self._opened = {}, []  # closes the other ranks' memory
-        self._addresses.clear()
+        self._release()
         faults = self._peers.gather_text(fault)
         for rank, text in enumerate(faults):
             if text and not fault:
                 raise CheckpointError(f"rank {rank}: {text}")
 
-    def _map(self, own: list[Tensor]) -> list[list[Tensor]] | None:
-        """The given tensors of every rank, in rank order; None if one cannot be mapped."""
-        me, others = self.index, [peer for peer in range(self.size) if peer != self.index]
-        # One process may open a handle, so each other rank gets its own.
-        given = {peer: [share(memory)[1].to_json() for memory in own] for peer in others}
+    def _exchange_handles(self, own: list[Tensor]) -> list[list[IpcHandle]]:
+        """The other ranks' handles of their memories, in rank order; empty after a fault."""
+        others = [rank for rank in range(self.size) if rank != self.index]
+        given: dict[int, list[Any]] = {}
+        try:
+            # One process may open a handle, so each other rank gets its own.
+            given = {rank: [share(memory)[1].to_json() for memory in own] for rank in others}
+        except RuntimeError as error:
+            self._fault = str(error).strip().partition("\n")[0]
         sent = [json.loads(text) for text in self._peers.gather_text(json.dumps(given))]
-        handles = {
-            peer: [IpcHandle.from_json(one) for one in sent[peer][str(me)]] for peer in others
-        }
-        fault, uuid = "", uuid_of(self._device)
-        ranks: list[list[Tensor]] = [[] for _ in range(self.size)]
-        ranks[me] = own
-        for peer in others:
-            for handle in handles[peer]:
-                if fault:
-                    discard(handle)
-                    continue
-                try:
-                    ranks[peer].append(open_buffer({uuid: handle}, self._device))
-                except FinwhaleError as error:
-                    fault = str(error)
-                    discard(handle)
-        faults = self._peers.gather_text(fault)
-        lacking = next((text for text in faults if text), None)
-        if lacking is None:
-            return ranks
-        if me == 0:
-            logger.warning("each rank reads its weights alone: %s", lacking)
-        del ranks
-        self._peers.barrier()  # the other ranks have closed this rank's memory
-        return None
+        lists = [sent[rank].get(str(self.index), []) for rank in others]
+        handles = [[IpcHandle.from_json(one) for one in given] for given in lists]
+        if not self._fault and any(len(some) != len(own) for some in handles):
+            self._fault = "another rank cannot share its memory"
+        if self._fault:
+            for handle in chain.from_iterable(handles):
+                discard(handle)
+            return []
+        return handles
+
+    def _open_all(self) -> None:
+        """The function of the opening thread. The threads that need the memory tell its faults."""
+        try:
+            torch.cuda.set_device(self._device)
+            while self._waiting and not self._fault:
+                self._open_next()
+        except BaseException as error:
+            self._set_fault(str(error))
+
+    def _open_next(self) -> None:
+        """Map the next memory of every other rank."""
+        address, handles = self._waiting.popleft()
+        uuid, addresses = uuid_of(self._device), []
+        for number, handle in enumerate(handles):
+            try:
+                memory = open_buffer({uuid: handle}, self._device)
+            except FinwhaleError as error:
+                self._waiting.appendleft((address, handles[number:]))
+                self._set_fault(str(error))
+                return
+            self._opened.append(memory)
+            addresses.append(memory.data_ptr())
+        addresses.insert(self.index, address)
+        with self._mapped:
+            self._addresses[address] = addresses
+            self._mapped.notify_all()
+
+    def _set_fault(self, fault: str) -> None:
+        """Stop the opening thread, and those that wait for it."""
+        with self._mapped:
+            self._fault = self._fault or fault
+            self._mapped.notify_all()
+
+    def _release(self) -> None:
+        """Close the other ranks' memory, and give up the handles that were not opened."""
+        self._set_fault("closed")
+        if self._opener is not None:
+            self._opener.join()
+        for _, handles in self._waiting:
+            for handle in handles:
+                discard(handle)
+        self._waiting.clear()
+        self._addresses.clear()
+        self._own, self._opened, self._opener, self._fault = {}, [], None, ""
 
 
 class _Side(ctypes.Structure):
@@ -151,20 +219,10 @@ class _IpcLane:
 
     The calls keep Python's lock: they are short, and each release costs more, because the other
     threads wait for the lock. With torch, thousands of small copies would take longer than reading.
-
-    Args:
-        places: this rank's destinations by name.
-        addresses: by the address of a memory of this rank, its addresses on all ranks.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        piece_bytes: int,
-        places: Mapping[str, Tensor],
-        addresses: Mapping[int, list[int]],
-    ) -> None:
-        self._places, self._addresses = places, addresses
+    def __init__(self, ranks: IpcJointRanks, device: torch.device, piece_bytes: int) -> None:
+        self._ranks = ranks
         self._host = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True)
         self.buffer = self._host.numpy()
         self._stream = torch.cuda.Stream(device)
@@ -188,21 +246,21 @@ class _IpcLane:
     def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
         """See Lane."""
         driver, stream, piece = self._driver, self._stream.cuda_stream, self._piece.data_ptr()
-        _check(driver.cuMemcpyHtoDAsync_v2(piece, self._host.data_ptr(), num_bytes, stream))
-        for name, begin, copies in parts:
-            place = self._places[name]
-            memory = place.untyped_storage().data_ptr()
-            addresses, offset = self._addresses[memory], place.data_ptr() - memory
-            for rank, to, start, rows, width, pitch in copies:
-                target, source = addresses[rank] + offset + to, piece + begin + start
-                if rows == 1:
-                    _check(driver.cuMemcpyDtoDAsync_v2(target, source, width, stream))
-                else:
-                    self._source.device, self._source.pitch = source, pitch
-                    self._target.device, self._target.pitch = target, width
-                    self._rows.width, self._rows.height = width, rows
-                    _check(driver.cuMemcpy2DAsync_v2(ctypes.byref(self._rows), stream))
-        _check(driver.cuEventRecord(self._done.cuda_event, stream))
+        try:
+            _check(driver.cuMemcpyHtoDAsync_v2(piece, self._host.data_ptr(), num_bytes, stream))
+            for name, begin, copies in parts:
+                addresses = self._ranks.addresses(name)
+                for rank, to, start, rows, width, pitch in copies:
+                    target, source = addresses[rank] + to, piece + begin + start
+                    if rows == 1:
+                        _check(driver.cuMemcpyDtoDAsync_v2(target, source, width, stream))
+                    else:
+                        self._source.device, self._source.pitch = source, pitch
+                        self._target.device, self._target.pitch = target, width
+                        self._rows.width, self._rows.height = width, rows
+                        _check(driver.cuMemcpy2DAsync_v2(ctypes.byref(self._rows), stream))
+        finally:
+            _check(driver.cuEventRecord(self._done.cuda_event, stream))
 
 
 @cache

@@ -1,0 +1,179 @@
+"""How ranks open each other's memory to load together. Threads stand for ranks, and a memory of
+the host for a GPU's; tests/gpu/test_joint_loading.py runs processes and GPUs.
+"""
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.test_joint_loading import files as files
+from tests.models.test_joint_loading import weights_of
+from tests.models.test_sharded_loading import tensors
+from torch import Tensor
+
+from finwhale.checkpoint.joint import Part
+from finwhale.distributed import joint_ranks
+from finwhale.distributed.cuda_ipc import IpcHandle
+from finwhale.distributed.joint_ranks import IpcJointRanks
+from finwhale.distributed.peers import Peers, serve_store
+from finwhale.distributed.rank import Rank
+from finwhale.errors import CheckpointError, FinwhaleError
+from finwhale.models.deepseek_v4.model import ModelWeights
+
+CPU = torch.device("cpu")
+
+
+class Handle:
+    """A handle of a memory, which must be opened or discarded once."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def to_json(self) -> int:
+        return self.number
+
+
+class Driver:
+    """Shares memory among threads as CUDA IPC shares it among processes.
+
+    Attributes:
+        unused: numbers of the handles that were neither opened nor discarded.
+        refuses: tells, for the number of a handle, whether it cannot be opened.
+    """
+
+    def __init__(self) -> None:
+        self.memories: list[Tensor] = []
+        self.unused: set[int] = set()
+        self.refuses: Callable[[int], bool] = lambda number: False
+        self.can_share = True
+        self.lock = threading.Lock()
+
+    def share(self, memory: Tensor) -> tuple[str, Handle]:
+        if not self.can_share:
+            raise RuntimeError("no such thing\nand more")
+        with self.lock:
+            self.memories.append(memory)
+            self.unused.add(len(self.memories) - 1)
+            return "uuid", Handle(len(self.memories) - 1)
+
+    def open(self, handles: dict[str, Handle], device: torch.device) -> Tensor:
+        number = handles["uuid"].number
+        if self.refuses(number):
+            raise FinwhaleError("no access")
+        with self.lock:
+            self.unused.remove(number)
+        return self.memories[number]
+
+    def discard(self, handle: Handle) -> None:
+        with self.lock:
+            self.unused.remove(handle.number)
+
+
+class HostLane:
+    """A lane that copies within the host's memory."""
+
+    def __init__(self, ranks: IpcJointRanks, device: torch.device, piece_bytes: int) -> None:
+        self.buffer, self._ranks = np.empty(piece_bytes, np.uint8), ranks
+
+    def wait(self) -> None:
+        pass
+
+    def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
+        piece = self.buffer.ctypes.data
+        for part in parts:
+            addresses = self._ranks.addresses(part.name)
+            for one in part.copies:
+                for row in range(one.rows):
+                    target = addresses[one.rank] + one.to + row * one.width
+                    source = piece + part.begin + one.begin + row * one.pitch
+                    ctypes.memmove(target, source, one.width)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    found = Driver()
+    for name, fake in {
+        "share": found.share,
+        "open_buffer": found.open,
+        "discard": found.discard,
+        "uuid_of": lambda device: "uuid",
+        "_IpcLane": HostLane,
+    }.items():
+        monkeypatch.setattr(joint_ranks, name, fake)
+    monkeypatch.setattr(IpcHandle, "from_json", Handle)
+    for name in ("synchronize", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    yield found
+    assert not found.unused, "the owner of the memory could never free it"
+
+
+def on_ranks(size: int, work: Callable[[IpcJointRanks], Any]) -> list[Any]:
+    """The result or the error of each rank, in a thread of its own."""
+    store, address = serve_store()
+
+    def result(index: int) -> Any:
+        peers = Peers(Rank(index, size), store if index == 0 else address.join())
+        try:
+            return work(IpcJointRanks(peers, CPU))
+        except (CheckpointError, FinwhaleError) as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(result, range(size)))
+
+
+def check_loading(files: Path, size: int) -> None:
+    def load(ranks: IpcJointRanks) -> ModelWeights:
+        return weights_of(files, Rank(ranks.index, size), ranks)
+
+    for index, weights in enumerate(on_ranks(size, load)):
+        alone = dict(tensors(weights_of(files, Rank(index, size), None)))
+        assert not isinstance(weights, Exception), weights
+        for path, tensor in tensors(weights):
+            assert torch.equal(tensor.float(), alone[path].float()), (index, path)
+
+
+@pytest.mark.parametrize("size", (2, 4))
+def test_weights_are_those_of_ranks_that_read_alone(files: Path, driver: Driver, size: int) -> None:
+    check_loading(files, size)
+    assert len(driver.memories) % (size * (size - 1)) == 0
+    assert len(driver.memories) > size * (size - 1)
+
+
+@pytest.mark.parametrize("why", ["share", "open"])
+def test_ranks_without_access_read_alone(
+    files: Path, driver: Driver, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    if why == "share":
+        driver.can_share = False
+    else:
+        driver.refuses = lambda number: number == 0
+    with caplog.at_level(logging.WARNING):
+        check_loading(files, 2)
+    cause = "no such thing" if why == "share" else "no access"
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [f"each rank reads its weights alone: {cause}"]
+
+
+def test_a_memory_that_cannot_be_opened_later_ends_the_loading(files: Path, driver: Driver) -> None:
+    def refuses(number: int) -> bool:
+        return number == len(driver.memories) - 1
+
+    driver.refuses = refuses
+    errors = on_ranks(2, lambda ranks: weights_of(files, Rank(ranks.index, 2), ranks))
+    assert sorted(str(error).rpartition(": ")[2] for error in errors) == ["no access"] * 2
+
+
+def test_ranks_of_several_hosts_read_alone(
+    files: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peers, "on_this_host", lambda self: 1)
+    check_loading(files, 2)
+    assert not driver.memories
