@@ -1,4 +1,4 @@
-"""Reads tensors that the ranks of a host divide, so that no byte is read twice.
+"""Reads tensors once for all ranks of a host, which divide them or hold copies.
 
 The ranks take turns with pieces of the files. A thread reads a piece into pinned memory, sends it
 to the rank's own GPU, and lets the GPU copy every rank's part to that rank's destination. Compared
@@ -138,7 +138,7 @@ class Piece:
 
 def pieces_of(
     infos: Iterable[TensorInfo],
-    axes: Mapping[str, int],
+    axes: Mapping[str, int | None],
     num_ranks: int,
     piece_bytes: int = PIECE_BYTES,
 ) -> Iterator[Piece]:
@@ -146,10 +146,10 @@ def pieces_of(
 
     Args:
         infos: the tensors, whole, sorted by file and offset.
-        axes: by name, the axis along which the ranks divide a tensor.
+        axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
     """
     # Most tensors have one of a few shapes.
-    known: dict[tuple[int, int, int], Sequence[RankCopy]] = {}
+    known: dict[tuple[int, int, int | None], Sequence[RankCopy]] = {}
     piece = Piece("", 0)
     for info in infos:
         size, axis = info.num_bytes, axes[info.name]
@@ -172,7 +172,7 @@ def pieces_of(
     yield piece
 
 
-def _rows(info: TensorInfo, axis: int, num_ranks: int, piece_bytes: int) -> Iterator[Piece]:
+def _rows(info: TensorInfo, axis: int | None, num_ranks: int, piece_bytes: int) -> Iterator[Piece]:
     """The pieces of a large tensor, in whole rows."""
     most = piece_bytes - piece_bytes % info.row_bytes
     assert most, (info, piece_bytes)
@@ -183,9 +183,13 @@ def _rows(info: TensorInfo, axis: int, num_ranks: int, piece_bytes: int) -> Iter
 
 
 def copies_of(
-    info: TensorInfo, start: int, num_bytes: int, axis: int, num_ranks: int
+    info: TensorInfo, start: int, num_bytes: int, axis: int | None, num_ranks: int
 ) -> Iterator[RankCopy]:
     """Every rank's part of some bytes of a tensor. Along axis 1, they are whole rows."""
+    if axis is None:
+        for rank in range(num_ranks):
+            yield RankCopy(rank, start, 0, 1, num_bytes, num_bytes)
+        return
     if axis == 0:
         size = info.num_bytes // num_ranks  # of a rank's slice
         for rank in range(num_ranks):
@@ -206,7 +210,7 @@ class JointReader:
     Args:
         directory: the directory of the files.
         infos: the tensors, whole.
-        axes: by name, the axis along which the ranks divide a tensor.
+        axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
         ranks: the ranks, opened.
 
     Attributes:
@@ -217,7 +221,7 @@ class JointReader:
         self,
         directory: Path,
         infos: Sequence[TensorInfo],
-        axes: Mapping[str, int],
+        axes: Mapping[str, int | None],
         ranks: JointRanks,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
@@ -238,7 +242,7 @@ class JointReader:
             thread.start()
 
     def _plan(
-        self, infos: Sequence[TensorInfo], axes: Mapping[str, int]
+        self, infos: Sequence[TensorInfo], axes: Mapping[str, int | None]
     ) -> list[tuple[Piece, list[str]]]:
         """This rank's piece of each turn, and the names of all tensors that end in that turn."""
         ranks, turns = self._ranks, []

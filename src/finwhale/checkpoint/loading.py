@@ -27,7 +27,7 @@ from finwhale.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PLAIN: dict[torch.dtype, Storage] = {
+PLAIN_STORAGES: dict[torch.dtype, Storage] = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.float32: "f32",
@@ -289,13 +289,14 @@ class WeightSource:
         faults.raise_first()
 
     def _joint_reader(self, places: Mapping[str, Tensor], ranks: JointRanks) -> JointReader | None:
-        """Begin to read what has a destination and is divided by the ranks; None: they cannot."""
-        axes = {}
+        """Begin to read what has a destination; None: the ranks cannot read for each other."""
+        axes: dict[str, int | None] = {}
         for spec in self._specs.values():
-            if spec.slice is not None and spec.name in places:
-                axes[spec.name] = spec.slice.axis
+            if spec.name in places:
+                axis = None if spec.slice is None else spec.slice.axis
+                axes[spec.name] = axis
                 if spec.scale_name in places:
-                    axes[spec.scale_name] = spec.slice.axis
+                    axes[spec.scale_name] = axis
         if not axes or not ranks.open({name: places[name] for name in axes}):
             return None
         infos = [self._checkpoint.tensors[name] for name in axes]
@@ -396,7 +397,7 @@ def storage_of(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
     elif info.dtype == torch.int8 and spec.storage == "fp4":
         found = "fp4"
     else:
-        found = _PLAIN.get(info.dtype)
+        found = PLAIN_STORAGES.get(info.dtype)
     shape = spec.shape
     if found == "fp4":
         shape = (*spec.shape[:-1], spec.shape[-1] // 2)

@@ -23,7 +23,7 @@ from finwhale.checkpoint.formats import (
     scale_to_float32,
 )
 from finwhale.checkpoint.joint import JointRanks
-from finwhale.checkpoint.loading import StoredWeight
+from finwhale.checkpoint.loading import PLAIN_STORAGES, StoredWeight
 from finwhale.checkpoint.spec import Slice, Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
@@ -45,6 +45,10 @@ from finwhale.ops.mhc import HcHeadWeight, MhcWeight
 from finwhale.ops.moe import ExpertWeight
 
 Setter = Callable[[StoredWeight], object]
+
+# Unquantised weights of at least this size have a place, if they need no conversion. (Ranks that
+# load together share the memory of places, which takes a millisecond for each.)
+LARGE_BYTES = 2**26
 
 
 class WeightBuilder:
@@ -131,6 +135,8 @@ class WeightBuilder:
             setter = partial(_set_slice, setter, self._cuts[name])
         first = self.setters.get(name)
         self.setters[name] = setter if first is None else _both(first, setter)
+        if first is not None:
+            self.places.pop(name, None)
         self.targets[name] = (*self.targets.get(name, ()), *targets)
 
     def _copy_to(self, name: str, target: Tensor) -> None:
@@ -141,6 +147,10 @@ class WeightBuilder:
             target.copy_(stored.dequantise(dtype, self.device))
 
         self._set(name, copy, target)
+        same = self.storages[name] == PLAIN_STORAGES.get(target.dtype)
+        once = name not in self._cuts and len(self.targets[name]) == 1
+        if same and once and target.is_contiguous() and target.nbytes >= LARGE_BYTES:
+            self.places[name] = target.view(-1).view(torch.uint8)
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate memory for one tensor that needs no special layout."""
