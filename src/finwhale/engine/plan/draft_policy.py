@@ -25,7 +25,8 @@ SAMPLES, PATIENCE = 3, 8
 # Choose the best kind again after this many steps.
 CHOOSE_STEPS = 16
 # A probe may begin this many steps after the last one, and at once if its kind was never measured.
-PROBE_STEPS = 256
+# During a pause of the draft head each probe costs more, because HEAD_STEPS steps precede it.
+PROBE_STEPS, PAUSE_PROBE_STEPS = 256, 1024
 # Change to another kind only if its token rate is higher by at least this fraction.
 MARGIN = 0.01
 # Probes may cost this fraction of all time. Probes of kinds without a measured time may cost
@@ -132,7 +133,7 @@ class _SizeMeasurements:
     seconds: dict[StepKind, deque[float]] = field(default_factory=dict)
     best: StepKind = FILL
     steps: int = CHOOSE_STEPS
-    unprobed: int = PROBE_STEPS
+    unprobed: int = PAUSE_PROBE_STEPS
     turn: int = 0
 
     def time(self, kind: StepKind) -> float | None:
@@ -293,10 +294,12 @@ class DraftPolicy:
         if size.best not in rates:
             return
         rate = rates[size.best]
+        paused = self._filled < HEAD_STEPS
+        soon = size.unprobed < (PAUSE_PROBE_STEPS if paused else PROBE_STEPS)
         for _ in self.kinds:
             size.turn = (size.turn + 1) % len(self.kinds)
             kind = self.kinds[size.turn]
-            if kind == size.best or (size.unprobed < PROBE_STEPS and kind in rates):
+            if kind == size.best or (soon and kind in rates):
                 continue
             time = self._time_at_most(size, kind)
             fastest = self._time_at_least(size, kind)
@@ -304,7 +307,7 @@ class DraftPolicy:
             if min(self._tokens(batch, kind), batch * (1 + kind.drafts)) <= rate * fastest:
                 continue
             lost = (SAMPLES + 1) * max(0.0, time - tokens[kind] / rate)
-            if self._filled < HEAD_STEPS:
+            if paused:
                 fill, plain = size.time(FILL), size.time(PLAIN)
                 if fill is not None and plain is not None:
                     lost += HEAD_STEPS * max(0.0, fill - plain)
