@@ -161,6 +161,22 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
     engine.wake()
 
 
+def test_weights_that_do_not_fit_the_disk_stay_in_memory(
+    engine: LLM, before: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = local_executor(engine.engine.executor).arenas["weights"].num_bytes
+    usage = "finwhale.engine.rank.devices.shutil.disk_usage"
+    monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed - 1))
+    with pytest.raises(ResourceError, match=r"sleep saves in temporary files, take .* TMPDIR"):
+        engine.sleep()
+    assert not engine.engine.is_sleeping and outputs(engine) == before
+    engine.sleep(["cache"])
+    engine.wake()
+    monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed))
+    engine.sleep()
+    engine.wake()
+
+
 def test_wrong_uses_are_refused(engine: LLM, llm: LLM) -> None:
     with pytest.raises(RequestError, match="enable_sleep_mode"):
         llm.sleep()

@@ -1,6 +1,8 @@
 """Chooses how many ranks share a model, and the device of each."""
 
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -139,6 +141,16 @@ def check_host_memory(
     free = available_memory()
     if free is not None:
         _check_room(num_bytes, free, what, "memory are free", remedy)
+
+
+def check_temporary_disk(num_bytes: int, what: str, remedy: str) -> None:
+    """Check that the disk of temporary files has room.
+
+    Raises:
+        ResourceError: it has not. The message names `what` and the remedy.
+    """
+    folder = tempfile.gettempdir()
+    _check_room(num_bytes, shutil.disk_usage(folder).free, what, f"{folder} are free", remedy)
 
 
 def check_gpu_memory(weights: int, room: int, num_ranks: int) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finwhale.engine.rank.devices import check_host_memory
+from finwhale.engine.rank.devices import check_host_memory, check_temporary_disk
 from finwhale.models.protocol import tensors_of
 
 if TYPE_CHECKING:
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 
 def check_can_save(executor: "LocalExecutor") -> None:
-    """Check that the host has room for the weights that leave a GPU. Raises ResourceError."""
+    """Check that there is room for the weights of all ranks of the host. Raises ResourceError."""
+    num_bytes = executor.ranks_on_host * executor.arenas["weights"].num_bytes
+    drop = "or drop the weights (drop_weights, or level 2 of /sleep)"
     if executor.runner.device.type == "cuda":
-        check_host_memory(
-            executor.ranks_on_host * executor.arenas["weights"].num_bytes,
-            "the weights, which sleep saves in host memory,",
-            "end other programs, or drop the weights (drop_weights, or level 2 of /sleep)",
-        )
+        what = "the weights, which sleep saves in host memory,"
+        check_host_memory(num_bytes, what, f"end other programs, {drop}")
+    else:
+        what = "the weights, which sleep saves in temporary files,"
+        check_temporary_disk(num_bytes, what, f"set TMPDIR to a larger disk, {drop}")
 
 
 def free_memory(executor: "LocalExecutor", *, tags: Sequence[str], save_weights: bool) -> None:
