@@ -12,8 +12,8 @@ from typing import Any
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.errors import RequestError
 from finwhale.request import Logprob, SamplingParams
+from finwhale.server.answer_formats import format_guide
 from finwhale.server.chat_answers import prompt_logprobs, usage_of
-from finwhale.server.chat_requests import format_guide
 from finwhale.server.client import Generation
 from finwhale.server.logs import RequestLog
 from finwhale.server.routed_experts import RoutedExperts
