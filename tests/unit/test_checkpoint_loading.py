@@ -303,6 +303,28 @@ def test_missing_and_unexpected(tmp_path: Path) -> None:
     assert len(inventory_report(Checkpoint.open(tmp_path), SPECS).missing) == count
 
 
+def test_faults_of_some_experts(tmp_path: Path) -> None:
+    """Experts differ only in their names, and the inventory names those that have a fault."""
+    write(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    experts, tensors = "layers.1.ffn.experts", dict(checkpoint.tensors)
+    for name in (f"{experts}.1.w1.scale", f"{experts}.3.w1.scale"):
+        tensors[name] = dataclasses.replace(tensors[name], dtype=torch.float32)
+    for name in (f"{experts}.0.w2.weight", f"{experts}.2.w2.weight"):
+        tensors[name] = dataclasses.replace(tensors[name], shape=(1, 1))
+    del tensors[f"{experts}.1.w3.scale"]
+    report = inventory_report(dataclasses.replace(checkpoint, tensors=tensors), SPECS)
+    assert [mismatch.name for mismatch in report.mismatched] == [
+        f"{experts}.0.w2.weight",
+        f"{experts}.1.w1.scale",
+        f"{experts}.2.w2.weight",
+        f"{experts}.3.w1.scale",
+    ]
+    assert report.missing == (f"{experts}.1.w3.scale",) and not report.unexpected
+    unfit = {f"{experts}.0.w2.weight", f"{experts}.2.w2.weight"}
+    assert SPECS.keys() - report.storages.keys() == unfit
+
+
 def test_missing_scale(tmp_path: Path) -> None:
     write(tmp_path)
     edit(tmp_path, lambda stored: stored.pop("layers.0.attn.wq_a.scale"))

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
 )
 from finwhale.checkpoint.joint import JointRanks, JointReader
-from finwhale.checkpoint.reader import DTYPES, Checkpoint, TensorInfo, TensorReader
-from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec
+from finwhale.checkpoint.reader import DTYPES, Checkpoint, Layout, TensorInfo, TensorReader
+from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.staging import Faults, Staging
 from finwhale.errors import CheckpointError
 
@@ -139,39 +140,63 @@ def inventory_report(
         specs: the model's weights by name.
         ignored: prefixes of names to ignore, with the reason.
     """
-    left_out = tuple(ignored or ())
+    inventory, _ = _compare(checkpoint, specs, ignored)
+    return inventory
+
+
+def _compare(
+    checkpoint: Checkpoint,
+    specs: Mapping[str, WeightSpec],
+    ignored: Mapping[str, str] | None,
+) -> tuple[Inventory, dict[str, TensorInfo]]:
+    """Compare a checkpoint's headers with a model's weights.
+
+    Returns:
+        The inventory, and the tensors, or slices of tensors, that this process reads, by name.
+    """
+    tensors = checkpoint.tensors
     missing: list[str] = []
     mismatched: list[Mismatch] = []
     storages: dict[str, Storage] = {}
-    used: set[str] = set()
+    infos: dict[str, TensorInfo] = {}
+    # Thousands of experts differ only in their names, so they share a match. Faults are not shared,
+    # because they name the tensor.
+    matches: dict[object, _Match] = {}
     for spec in specs.values():
-        info = checkpoint.tensors.get(spec.name)
-        if info is None:
-            missing.append(spec.name)
+        name = spec.name
+        scale_name = name_of_scale(name)
+        data, scale = tensors.get(name), tensors.get(scale_name)
+        if data is None:
+            missing.append(name)
             continue
-        scale = checkpoint.tensors.get(spec.scale_name)
-        found = storage_of(spec, info)
-        used.add(spec.name)
-        if isinstance(found, Mismatch):
-            mismatched.append(found)
-            used.add(spec.scale_name)
-            continue
-        storages[spec.name] = found
-        if not has_scale(found):
-            continue
-        used.add(spec.scale_name)
-        if scale is None:
-            missing.append(spec.scale_name)
-        elif wrong := scale_mismatch(spec, scale, found):
-            mismatched.append(wrong)
-    rest = [name for name in checkpoint.tensors if name not in used]
-    return Inventory(
+        scale_kind = None if scale is None else (scale.shape, scale.dtype)
+        kind = (spec.shape, spec.storage, spec.slice, data.shape, data.dtype, scale_kind)
+        match = matches.get(kind)
+        if match is None:
+            match = _match(spec, data, scale)
+            if match.fault is None:
+                matches[kind] = match
+            else:
+                mismatched.append(match.fault)
+        storage = match.storage
+        if storage is not None:
+            storages[name] = storage
+        infos[name] = data if match.data is None else data.sliced(match.data)
+        if storage is None or has_scale(storage):
+            if scale is not None:
+                infos[scale_name] = scale if match.scale is None else scale.sliced(match.scale)
+            elif storage is not None:
+                missing.append(scale_name)
+    left_out = tuple(ignored or ())
+    rest = [name for name in tensors if name not in infos]
+    inventory = Inventory(
         missing=tuple(missing),
         unexpected=tuple(n for n in rest if not n.startswith(left_out)),
         mismatched=tuple(mismatched),
         ignored=tuple(n for n in rest if n.startswith(left_out)),
         storages=storages,
     )
+    return inventory, infos
 
 
 class WeightSource:
@@ -209,11 +234,10 @@ class WeightSource:
         self._device = device or torch.device("cpu")
         self._progress = progress
         with no_collection():
-            self.inventory = inventory_report(checkpoint, specs, ignored)
+            self.inventory, self._infos = _compare(checkpoint, specs, ignored)
             _require_complete(checkpoint, specs, self.inventory)
             _log(checkpoint, self.inventory, ignored or {})
             self._specs = specs
-            self._infos = dict(self._local_infos())
 
     @cached_property
     def total_bytes(self) -> int:
@@ -349,19 +373,6 @@ class WeightSource:
             raise CheckpointError(f"{spec.name} in {file} holds {fault}; the file is damaged")
         return stored
 
-    def _local_infos(self) -> Iterator[tuple[str, TensorInfo]]:
-        """The tensors, or slices of tensors, that this process reads, by name."""
-        for spec in self._specs.values():
-            storage, part = self.inventory.storages[spec.name], spec.slice
-            data = self._checkpoint.tensors[spec.name]
-            yield data.name, data if part is None else data.sliced(_data_slice(part, storage))
-            if has_scale(storage):
-                scale = self._checkpoint.tensors[spec.scale_name]
-                yield (
-                    scale.name,
-                    scale if part is None else scale.sliced(_scale_slice(part, storage)),
-                )
-
     def _num_bytes(self, spec: WeightSpec) -> int:
         num_bytes = self._infos[spec.name].num_bytes
         if has_scale(self.inventory.storages[spec.name]):
@@ -370,6 +381,40 @@ class WeightSource:
 
 
 # --- One tensor -----------------------------------------------------------------------------------
+
+
+class _Match(NamedTuple):
+    """How a weight and its scales match a spec.
+
+    Attributes:
+        storage: the stored format; None: the weight has a wrong shape or dtype.
+        data: the layout of the slice of the weight; None: the whole weight.
+        scale: the layout of the slice of its scales.
+        fault: the wrong shape or dtype, of the weight or its scales.
+    """
+
+    storage: Storage | None
+    data: Layout | None = None
+    scale: Layout | None = None
+    fault: Mismatch | None = None
+
+
+def _match(spec: WeightSpec, data: TensorInfo, scale: TensorInfo | None) -> _Match:
+    """Match a weight with its spec. Scales that the stored format does not have are ignored."""
+    storage = storage_of(spec, data)
+    if isinstance(storage, Mismatch):
+        return _Match(None, fault=storage)
+    if not has_scale(storage):
+        scale = None
+    fault = None if scale is None else scale_mismatch(spec, scale, storage)
+    part = spec.slice
+    if part is None or fault is not None:
+        return _Match(storage, fault=fault)
+    return _Match(
+        storage,
+        data.layout_of(_data_slice(part, storage)),
+        None if scale is None else scale.layout_of(_scale_slice(part, storage)),
+    )
 
 
 def has_scale(storage: Storage) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,7 +40,23 @@ _DAMAGED = (LookupError, TypeError, AttributeError, ValueError, RecursionError, 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
-@dataclass(frozen=True, slots=True)
+class Layout(NamedTuple):
+    """Where a slice lies in a tensor. Slices of equal tensors, such as experts, share a layout.
+
+    Attributes:
+        start: offset of the slice's first byte from the tensor's.
+        pitch: bytes from one row to the next; None: the rows are contiguous.
+    """
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    start: int
+    pitch: int | None
+
+
+# Not frozen, because a checkpoint has up to 140,000 tensors and frozen data classes take five times
+# as long to create. Nothing changes an instance.
+@dataclass(slots=True)
 class TensorInfo:
     """One tensor under its official name, and its location.
 
@@ -68,18 +84,21 @@ class TensorInfo:
         """Bytes of one row, which are contiguous."""
         return self.num_bytes // self.shape[0]
 
-    def sliced(self, part: Slice) -> "TensorInfo":
-        """A slice of this tensor: rows, or columns of a matrix."""
+    def layout_of(self, part: Slice) -> Layout:
+        """The layout of a slice of this tensor: rows, or columns of a matrix."""
         assert self.pitch is None and part.axis < 2
         shape = part.shape_in(self.shape)
         size = self.dtype.itemsize
-        if part.axis == 0:
-            offset, pitch = self.offset + part.start * self.row_bytes, None
-        else:
-            assert len(shape) == 2, self.shape
-            offset, pitch = self.offset + part.start * size, self.row_bytes
         num_bytes = math.prod(shape) * size
-        # Not `replace`, which is slow for a checkpoint's 140,000 tensors.
+        if part.axis == 0:
+            return Layout(shape, num_bytes, part.start * self.row_bytes, None)
+        assert len(shape) == 2, self.shape
+        return Layout(shape, num_bytes, part.start * size, self.row_bytes)
+
+    def sliced(self, layout: Layout) -> "TensorInfo":
+        """The slice of this tensor with this layout."""
+        shape, num_bytes, start, pitch = layout
+        # Not `replace`, which is slow.
         return TensorInfo(
             self.name,
             self.dtype,
@@ -87,7 +106,7 @@ class TensorInfo:
             num_bytes,
             self.file,
             self.stored_name,
-            offset,
+            self.offset + start,
             self.part,
             pitch,
         )

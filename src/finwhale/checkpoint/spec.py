@@ -1,8 +1,11 @@
-"""The weights that a model needs from a checkpoint: one WeightSpec for each, by official name."""
+"""The weights that a model needs from a checkpoint: one WeightSpec for each, by official name.
+
+Specs and slices are named tuples: a model has tens of thousands, and frozen data classes take
+longer to create and to hash.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -10,8 +13,7 @@ Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp4"]
 """The stored format of a weight. "fp8_block" and "fp4" also have a `.scale` tensor (formats.py)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """The part of a weight that one rank holds: indices start to stop - 1 along one axis."""
 
     axis: int
@@ -32,8 +34,7 @@ class Slice:
         return Slice(self.axis, self.start // count, self.stop // count)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSpec:
+class WeightSpec(NamedTuple):
     """One tensor of the model.
 
     Attributes:
@@ -55,13 +56,18 @@ class WeightSpec:
 
     @property
     def scale_name(self) -> str:
-        """Name of the scale: `x.scale` for `x.weight`."""
-        return self.name.removesuffix(".weight") + ".scale"
+        """Name of the scale, see `name_of_scale`."""
+        return name_of_scale(self.name)
 
     @property
     def fan_in(self) -> int:
         """The number of input values of the whole projection: the length of the last axis."""
         return self.shape[-1]
+
+
+def name_of_scale(name: str) -> str:
+    """Name of a weight's scale: `x.scale` for `x.weight`."""
+    return name.removesuffix(".weight") + ".scale"
 
 
 Progress = Callable[[int, int], object]

@@ -42,10 +42,9 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> Mapping[str, Weight
     if config.dspark is not None:
         specs += _dspark(config, config.dspark)
     if rank.size > 1:
-        # Not `replace`, which is slow for 36,000 weights.
         specs = [
-            WeightSpec(s.name, s.shape, s.storage, loaded_slice(s.name, s.shape, rank))
-            for s in specs
+            WeightSpec(name, shape, storage, loaded_slice(name, shape, rank))
+            for name, shape, storage, _ in specs
         ]
     return {spec.name: spec for spec in specs}
 
