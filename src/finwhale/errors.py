@@ -20,5 +20,9 @@ class ResourceError(FinwhaleError):
     """The machine cannot do what was asked: too little memory, no such device, no compiler."""
 
 
+class OtherRankError(FinwhaleError):
+    """Another rank has failed. That rank's own error says more, and should be preferred."""
+
+
 class EngineDeadError(FinwhaleError):
     """The engine has failed, with all its requests, and cannot continue. Open a new engine."""

@@ -33,11 +33,11 @@ CPU = torch.device("cpu")
 class Handle:
     """A handle of a memory, which must be opened or discarded once."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, form: list[int]) -> None:
+        self.number, self.size_bytes = form
 
-    def to_json(self) -> int:
-        return self.number
+    def to_json(self) -> list[int]:
+        return [self.number, self.size_bytes]
 
 
 class Driver:
@@ -52,16 +52,16 @@ class Driver:
         self.memories: list[Tensor] = []
         self.unused: set[int] = set()
         self.refuses: Callable[[int], bool] = lambda number: False
-        self.can_share = True
+        self.most = 10**9  # handles
         self.lock = threading.Lock()
 
     def share(self, memory: Tensor) -> tuple[str, Handle]:
-        if not self.can_share:
+        if len(self.memories) >= self.most:
             raise RuntimeError("no such thing\nand more")
         with self.lock:
             self.memories.append(memory)
             self.unused.add(len(self.memories) - 1)
-            return "uuid", Handle(len(self.memories) - 1)
+            return "uuid", Handle([len(self.memories) - 1, memory.nbytes])
 
     def open(self, handles: dict[str, Handle], device: torch.device) -> Tensor:
         number = handles["uuid"].number
@@ -152,7 +152,7 @@ def test_ranks_without_access_read_alone(
     files: Path, driver: Driver, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     if why == "share":
-        driver.can_share = False
+        driver.most = 3
     else:
         driver.refuses = lambda number: number == 0
     with caplog.at_level(logging.WARNING):
@@ -162,10 +162,47 @@ def test_ranks_without_access_read_alone(
     assert warnings == [f"each rank reads its weights alone: {cause}"]
 
 
-def test_a_memory_that_cannot_be_opened_later_ends_the_loading(files: Path, driver: Driver) -> None:
-    driver.refuses = lambda _: threading.current_thread().name == "joint ranks"
+@pytest.mark.parametrize("error", [None, MemoryError()])
+def test_an_allocation_that_cannot_be_mapped_later_ends_the_loading(
+    files: Path, driver: Driver, error: Exception | None
+) -> None:
+    def refuses(_: int) -> bool:
+        if threading.current_thread().name != "joint ranks":
+            return False
+        if error is not None:
+            raise error
+        return True
+
+    driver.refuses = refuses
     errors = on_ranks(2, lambda ranks: weights_of(files, Rank(ranks.index, 2), ranks))
-    assert sorted(str(error).rpartition(": ")[2] for error in errors) == ["no access"] * 2
+    cause = "no access" if error is None else "MemoryError"
+    assert [str(error).rpartition(": ")[2] for error in errors] == [cause] * 2
+
+
+def test_a_load_can_follow_one_that_failed(files: Path, driver: Driver) -> None:
+    """On the same store."""
+
+    def load(ranks: IpcJointRanks) -> Any:
+        rank = Rank(ranks.index, 2)
+        driver.refuses = lambda _: threading.current_thread().name == "joint ranks"
+        with pytest.raises(FinwhaleError):
+            weights_of(files, rank, ranks)
+        ranks._peers.barrier()
+        driver.refuses = lambda _: False
+        ranks._peers.barrier()
+        return dict(tensors(weights_of(files, rank, ranks)))
+
+    for index, found in enumerate(on_ranks(2, load)):
+        assert not isinstance(found, Exception), found
+        for path, tensor in tensors(weights_of(files, Rank(index, 2), None)):
+            assert torch.equal(tensor.float(), found[path].float()), (index, path)
+
+
+def test_allocations_of_other_sizes_are_not_written(files: Path, driver: Driver) -> None:
+    def open_(ranks: IpcJointRanks) -> bool:
+        return ranks.open({"x": torch.zeros(64 + ranks.index, dtype=torch.uint8)})
+
+    assert on_ranks(2, open_) == [False, False]
 
 
 def test_ranks_of_several_hosts_read_alone(

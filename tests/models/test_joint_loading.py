@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,7 +23,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_stored
 from finwhale.distributed.rank import Rank
-from finwhale.errors import CheckpointError
+from finwhale.errors import CheckpointError, OtherRankError
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
 
@@ -33,7 +34,7 @@ class Threads:
     def __init__(self, size: int, can_share: bool = True) -> None:
         self.size, self.can_share = size, can_share
         self.places: list[Mapping[str, Tensor]] = [{} for _ in range(size)]
-        self.faults = [""] * size
+        self.faults: list[str | None] = [None] * size
         self.barrier = threading.Barrier(size)
 
     def rank(self, index: int) -> "ThreadRank":
@@ -61,23 +62,25 @@ class ThreadRank:
     def has_failed(self) -> bool:
         return any(self._threads.faults)
 
-    def close(self, fault: str) -> None:
+    def close(self, fault: str | None) -> None:
         self.closed += 1
         self._threads.faults[self.index] = fault
         self._threads.barrier.wait(30)
         for index, text in enumerate(self._threads.faults):
-            if text and not fault:
-                raise CheckpointError(f"rank {index}: {text}")
+            if text is not None and fault is None:
+                raise OtherRankError(f"rank {index}: {text}")
 
 
 class ThreadLane:
     def __init__(self, piece_bytes: int, threads: Threads) -> None:
         self.buffer, self._threads = np.empty(piece_bytes, np.uint8), threads
+        self.sent = False
 
     def wait(self) -> None:
         pass
 
     def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
+        self.sent = True
         piece = torch.from_numpy(self.buffer[:num_bytes])
         for part in parts:
             for one in part.copies:
@@ -115,13 +118,21 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("finwhale.checkpoint.loading.JointReader", reader)
 
 
+def places_of(stream: WeightSource) -> dict[str, Tensor]:
+    return {
+        name: torch.empty(stream._infos[name].num_bytes, dtype=torch.uint8)
+        for name in stream._infos
+        if ".ffn.experts." in name
+    }
+
+
 def all_ranks(threads: Threads, load: Callable[[ThreadRank], Any]) -> list[Any]:
     """The result or the error of each rank, in a thread of its own."""
 
     def result(index: int) -> Any:
         try:
             return load(threads.rank(index))
-        except CheckpointError as error:
+        except Exception as error:
             return error
 
     with ThreadPoolExecutor(threads.size) as pool:
@@ -193,15 +204,18 @@ def test_ranks_that_cannot_share_read_alone(files: Path) -> None:
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("failing", (0, 1))
+@pytest.mark.parametrize("error", [None, MemoryError()])
 def test_a_fault_of_one_rank_stops_all(
-    files: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+    files: Path, monkeypatch: pytest.MonkeyPatch, failing: int, error: Exception | None
 ) -> None:
-    """Each rank closes once, and all tell the same cause."""
+    """Each rank closes once, and all tell the same cause, also if the error has no message."""
     monkeypatch.setattr("finwhale.checkpoint.joint.PIECES_A_CHECK", 1)
     read = JointReader._read
 
     def failing_read(self: JointReader, piece: Any, buffer: Any) -> None:
         if self._ranks.index == failing:
+            if error is not None:
+                raise error
             piece = replace(piece, file="missing")
         read(self, piece, buffer)
 
@@ -216,8 +230,49 @@ def test_a_fault_of_one_rank_stops_all(
 
     errors = all_ranks(Threads(2), load)
     assert closed == [1, 1]
-    assert "No such file" in str(errors[failing])
-    assert str(errors[1 - failing]) == f"rank {failing}: {errors[failing]}"
+    assert "No such file" in str(errors[failing]) if error is None else errors[failing] is error
+    assert isinstance(errors[1 - failing], OtherRankError)
+    cause = str(errors[failing]) or "MemoryError"
+    assert str(errors[1 - failing]) == f"rank {failing}: {cause}"
+
+
+def test_an_error_of_the_last_pieces_is_not_lost(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device may notice it only when the pieces should have arrived."""
+
+    def wait(lane: ThreadLane) -> None:
+        if not lane.sent:
+            raise CheckpointError("error 719")
+        lane.sent = False  # the last wait of a lane follows no piece
+
+    monkeypatch.setattr(ThreadLane, "wait", wait)
+
+    def load(ranks: ThreadRank) -> Any:
+        return weights_of(files, Rank(ranks.index, 2), ranks)
+
+    for error in all_ranks(Threads(2), load):
+        assert isinstance(error, Exception) and "error 719" in str(error)
+
+
+def test_a_rank_does_not_read_on_after_another_has_failed(files: Path) -> None:
+    """It stops in the middle of what it reads alone."""
+    counts = [0, 0]
+
+    def load(ranks: ThreadRank) -> Any:
+        _, stream = opened(files, Rank(ranks.index, 2), JointSource)
+        places = places_of(stream)
+        for _ in stream.into(places, ranks):
+            counts[ranks.index] += 1
+            if not ranks.index:
+                raise CheckpointError("no room")
+            time.sleep(0.02)
+        return None
+
+    first, second = all_ranks(Threads(2), load)
+    assert str(first) == "no room"
+    assert isinstance(second, OtherRankError)
+    assert counts[0] == 1 and counts[1] < 60
 
 
 def test_a_consumer_that_stops_tells_the_other_ranks(files: Path) -> None:
@@ -226,16 +281,11 @@ def test_a_consumer_that_stops_tells_the_other_ranks(files: Path) -> None:
         if rank.index:
             return weights_of(files, rank, ranks)
         _, stream = opened(files, rank, JointSource)
-        places = {
-            name: torch.empty(stream._infos[name].num_bytes, dtype=torch.uint8)
-            for name in stream._infos
-            if ".ffn.experts." in name
-        }
-        stopped: Any = stream.into(places, ranks)
+        stopped: Any = stream.into(places_of(stream), ranks)
         next(stopped)
         stopped.close()
         return ranks.closed
 
     closed, error = all_ranks(Threads(2), load)
     assert closed == 1
-    assert isinstance(error, CheckpointError) and "rank 0: loading stopped" in str(error)
+    assert isinstance(error, OtherRankError) and "rank 0: loading stopped" in str(error)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.checkpoint.staging import PIECE_BYTES, Bytes, Files, fill, num_threads
+from finwhale.errors import OtherRankError
 
 # The pieces that a thread has in pinned memory: it reads one, while the device takes the others.
 LANES = 2
@@ -60,10 +61,10 @@ class Part(NamedTuple):
 
 
 class Lane(Protocol):
-    """The way of pieces to the destinations of all ranks, one after the other.
+    """Sends pieces, one after the other, to the destinations of all ranks.
 
     Attributes:
-        buffer: uint8 [PIECE_BYTES], in which a piece begins its way.
+        buffer: uint8 [piece_bytes]; the caller fills it with a piece.
     """
 
     buffer: Bytes
@@ -114,14 +115,14 @@ class JointRanks(Protocol):
         """Whether some rank has failed, so that the others can stop reading."""
         ...
 
-    def close(self, fault: str) -> None:
+    def close(self, fault: str | None) -> None:
         """Wait until every rank has written all its parts, or has stopped.
 
         Args:
-            fault: why this rank has stopped early; empty: it has not.
+            fault: why this rank has stopped early, in one line; None: it has not.
 
         Raises:
-            CheckpointError: another rank has stopped early, and this one has not.
+            OtherRankError: another rank has stopped early, and this one has not.
         """
         ...
 
@@ -205,13 +206,13 @@ def copies_of(
 
 
 class JointReader:
-    """Reads this rank's pieces in threads of its own, from construction on.
+    """Reads this rank's pieces in threads of its own.
 
     Args:
         directory: the directory of the files.
         infos: the tensors, whole.
         axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
-        ranks: the ranks, opened.
+        ranks: the ranks. If `open` returns True, `close` must follow.
 
     Attributes:
         axes: see above.
@@ -230,16 +231,30 @@ class JointReader:
         self._turns = self._plan(sorted(infos, key=lambda one: (one.file, one.offset)), axes)
         self._waiting = iter(range(len(self._turns)))
         self._lock = threading.Lock()
-        self._stopped = False
+        self._stopped = self._others_failed = False
+        self._asked = 0
         self._done: SimpleQueue[int | BaseException] = SimpleQueue()
         self._stack = ExitStack()
         self._files = Files(directory, self._stack)
-        self._threads = [
-            threading.Thread(target=self._run, name="joint reader", daemon=True)
-            for _ in range(min(num_threads(), len(self._turns)))
-        ]
-        for thread in self._threads:
+        self._threads: list[threading.Thread] = []
+
+    def open(self, places: Mapping[str, Tensor]) -> bool:
+        """See JointRanks.open."""
+        return self._ranks.open(places)
+
+    def start(self) -> None:
+        """Begin to read."""
+        for _ in range(min(num_threads(), len(self._turns))):
+            thread = threading.Thread(target=self._run, name="joint reader", daemon=True)
             thread.start()
+            self._threads.append(thread)
+
+    def should_stop(self) -> bool:
+        """Whether another rank has failed. Most calls only repeat the last answer."""
+        self._asked += 1
+        if self._asked % PIECES_A_CHECK == 0 and self._ranks.has_failed():
+            self._others_failed = True
+        return self._others_failed
 
     def _plan(
         self, infos: Sequence[TensorInfo], axes: Mapping[str, int | None]
@@ -260,10 +275,12 @@ class JointReader:
     def names(self) -> Iterator[str]:
         """Iterate over the names of all tensors, as reading proceeds.
 
-        Their bytes have arrived after `close`.
+        Their bytes have arrived after `close`. If another rank has failed, the iteration ends
+        early, and `close` raises.
 
         Raises:
             CheckpointError: a file cannot be read.
+            FinwhaleError: a piece cannot be sent.
         """
         for _ in self._turns:
             turn = self._done.get()
@@ -272,24 +289,33 @@ class JointReader:
                     raise turn
                 finally:
                     del turn  # breaks the reference cycle of exception and frame
-            if turn < 0:
-                return  # another rank has failed
+            if self._others_failed:
+                return
             yield from self._turns[turn][1]
 
-    def close(self, fault: str) -> None:
+    def close(self, error: BaseException | None) -> None:
         """End the threads, and wait for the other ranks.
 
         Args:
-            fault: why this rank has stopped early; empty: it has not.
+            error: why this rank has stopped early; None: it has not.
 
         Raises:
-            CheckpointError: another rank has stopped early, and this one has not.
+            OtherRankError: another rank has stopped early, and this one has not.
+            FinwhaleError: the last pieces have not arrived, and `error` is None.
         """
         self._stopped = True
         for thread in self._threads:
             thread.join()
         self._stack.close()
-        self._ranks.close(fault)
+        late = None
+        while error is None and late is None and not self._done.empty():
+            found = self._done.get()
+            late = found if isinstance(found, BaseException) else None
+        self._ranks.close(_line(error or late))
+        if late is not None:
+            raise late
+        if error is None and self._others_failed:
+            raise OtherRankError("another rank has stopped loading")
 
     def _run(self) -> None:
         """The function of a reading thread. The iterating thread raises its errors."""
@@ -303,15 +329,18 @@ class JointReader:
                     lane.wait()
                     self._read(piece, lane.buffer)
                     lane.send(piece.num_bytes, piece.parts)
-                self._done.put(turn)
                 if count % PIECES_A_CHECK == 0 and self._ranks.has_failed():
-                    self._done.put(-1)
-                    return
+                    self._others_failed = True
+                self._done.put(turn)
+                if self._others_failed:
+                    break
         except BaseException as error:
             self._done.put(error)
-        finally:
-            for lane in lanes:
+        for lane in lanes:
+            try:
                 lane.wait()  # before its memory is freed
+            except BaseException as error:
+                self._done.put(error)
 
     def _own_turns(self) -> Iterator[tuple[int, Piece]]:
         """The turns of one thread."""
@@ -325,6 +354,13 @@ class JointReader:
     def _read(self, piece: Piece, buffer: Bytes) -> None:
         target = buffer[: piece.num_bytes]
         fill(target, self._files, piece.file, piece.offset, partial(_name_at, piece))
+
+
+def _line(error: BaseException | None) -> str | None:
+    """An error in one line."""
+    if error is None:
+        return None
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _name_at(piece: Piece, offset: int) -> str:

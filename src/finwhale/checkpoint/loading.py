@@ -202,11 +202,11 @@ def _compare(
 class WeightSource:
     """Iterates over a checkpoint's weights, as (spec, stored weight), one file after the other.
 
-    The iterator yields each weight once, or the slice that its spec names, and reads no other
-    bytes. It maps files into memory on a CPU, and reads them with several threads for a GPU. A
-    weight may be stored as its spec says, as bfloat16, float16 or float32 unless the spec is int64,
-    or in FP8 if the spec is FP4. FP8 scales may be E8M0 or float32. The constructor logs the stored
-    formats.
+    The iterator yields each weight once, or the slice that its spec names. It reads no other bytes,
+    unless ranks read together. It maps files into memory on a CPU, and reads them with several
+    threads for a GPU. A weight may be stored as its spec says, as bfloat16, float16 or float32
+    unless the spec is int64, or in FP8 if the spec is FP4. FP8 scales may be E8M0 or float32. The
+    constructor logs the stored formats.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -241,7 +241,7 @@ class WeightSource:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes of the weights that this process reads, scales included."""
+        """Bytes of the weights that this process holds, scales included."""
         return sum(info.num_bytes for info in self._infos.values())
 
     @property
@@ -263,8 +263,8 @@ class WeightSource:
             places: destinations by name of a weight or scale, uint8 [num_bytes] on the device. On
                 a GPU the iterator yields None for such a weight, and its bytes have arrived when
                 the iteration ends.
-            ranks: the ranks that iterate together, each over its own slices. On GPUs they read the
-                tensors once for all of them.
+            ranks: the ranks that iterate together, each over its own slices. GPUs of one host read
+                what has a destination once for all of them.
         """
         weights = self._staged(places, ranks) if self._device.type == "cuda" else self._mapped()
         if self._progress is None:
@@ -291,29 +291,15 @@ class WeightSource:
         self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate as for a GPU. What the ranks read together comes last."""
-        reader = None if ranks is None else self._joint_reader(places, ranks)
-        if reader is None:
-            yield from self._read_alone(places, self._infos)
-            return
-        fault = "loading stopped"
-        try:
-            rest = {name: info for name, info in self._infos.items() if name not in reader.axes}
-            yield from self._read_alone(places, rest)
-            for name in reader.names():
-                if name in self._specs:
-                    yield self._specs[name], None
-            fault = ""
-        except Exception as error:
-            fault = str(error)
-            raise
-        finally:
-            reader.close(fault)
-        faults = Faults()
-        faults.add_places([self._infos[name] for name in reader.axes], places)
-        faults.raise_first()
+        if ranks is not None:
+            reader = self._joint_reader(places, ranks)
+            if reader.open({name: places[name] for name in reader.axes}):
+                yield from self._read_jointly(places, reader)
+                return
+        yield from self._read_alone(places, self._infos)
 
-    def _joint_reader(self, places: Mapping[str, Tensor], ranks: JointRanks) -> JointReader | None:
-        """Begin to read what has a destination; None: the ranks cannot read for each other."""
+    def _joint_reader(self, places: Container[str], ranks: JointRanks) -> JointReader:
+        """A reader of what has a destination."""
         axes: dict[str, int | None] = {}
         for spec in self._specs.values():
             if spec.name in places:
@@ -321,10 +307,33 @@ class WeightSource:
                 axes[spec.name] = axis
                 if spec.scale_name in places:
                     axes[spec.scale_name] = axis
-        if not axes or not ranks.open({name: places[name] for name in axes}):
-            return None
         infos = [self._checkpoint.tensors[name] for name in axes]
         return JointReader(self._checkpoint.path, infos, axes, ranks)
+
+    def _read_jointly(
+        self, places: Mapping[str, Tensor], reader: JointReader
+    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
+        stop: BaseException | None = CheckpointError("loading stopped")
+        try:
+            reader.start()
+            rest = {name: info for name, info in self._infos.items() if name not in reader.axes}
+            for weight in self._read_alone(places, rest):
+                yield weight
+                if reader.should_stop():
+                    break
+            for name in reader.names():
+                if name in self._specs:
+                    yield self._specs[name], None
+            stop = None
+        except Exception as error:
+            stop = error
+            raise
+        finally:
+            reader.close(stop)
+            del stop  # breaks the reference cycle of exception and frame
+        faults = Faults()
+        faults.add_places([self._infos[name] for name in reader.axes], places)
+        faults.raise_first()
 
     def _read_alone(
         self, places: Mapping[str, Tensor], infos: Mapping[str, TensorInfo]

@@ -7,8 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import cache
-from itertools import chain
-from typing import Any
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ from torch import Tensor
 from finwhale.checkpoint.joint import Part
 from finwhale.distributed.cuda_ipc import IpcHandle, discard, open_buffer, share, uuid_of
 from finwhale.distributed.peers import Peers
-from finwhale.errors import CheckpointError, FinwhaleError
+from finwhale.errors import FinwhaleError, OtherRankError
 
 logger = logging.getLogger(__name__)
-
-_FAILED = "finwhale.joint_ranks/failed"
 
 
 class IpcJointRanks:
@@ -34,14 +31,15 @@ class IpcJointRanks:
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers, self._device = peers, device
         self._own: Mapping[str, Tensor] = {}
-        # By the address of a memory of this rank: its addresses on all ranks, once they are mapped.
+        # All ranks have the same allocations. By the address of one of this rank's: the addresses
+        # of the same one on every rank, as this rank has mapped them.
         self._addresses: dict[int, list[int]] = {}
         self._mapped = threading.Condition()
-        # The memories of this rank that have no addresses yet, and the others' handles of them.
+        # The address of each allocation that is not mapped yet, with the other ranks' handles.
         self._waiting: deque[tuple[int, list[IpcHandle]]] = deque()
         self._opened: list[Tensor] = []
         self._opener: threading.Thread | None = None
-        self._fault = ""
+        self._fault, self._failed_key = "", ""
 
     @property
     def index(self) -> int:
@@ -54,29 +52,30 @@ class IpcJointRanks:
     def open(self, places: Mapping[str, Tensor]) -> bool:
         """See JointRanks.
 
-        Opening a memory takes about a millisecond, so this opens only the first one of each rank.
-        A thread opens the others while reading begins.
+        Mapping an allocation takes about a millisecond, so this maps only the first one of each
+        rank. A thread maps the others while reading begins.
         """
         if self.size == 1 or self._peers.on_this_host() < self.size:
             return False
+        self._failed_key = self._peers.new_key("joint_ranks.failed")
         # Earlier work may still use the memory that other ranks write to.
         torch.cuda.synchronize(self._device)
-        memories = {place.untyped_storage().data_ptr(): place for place in places.values()}
-        sent = self._exchange_handles([_whole_memory(place) for place in memories.values()])
-        for number, address in enumerate(memories):
-            self._waiting.append((address, [handles[number] for handles in sent]))
-        if not self._fault:
-            self._open_next()
+        found = {place.untyped_storage().data_ptr(): place for place in places.values()}
+        sent = self._exchange_handles([_allocation(place) for place in found.values()])
+        if not self._fault and found:
+            for number, address in enumerate(found):
+                self._waiting.append((address, [handles[number] for handles in sent]))
+            self._map_next()
         faults = self._peers.gather_text(self._fault)
         lacking = next((text for text in faults if text), None)
         if lacking is not None:
             if self.index == 0:
                 logger.warning("each rank reads its weights alone: %s", lacking)
             self._release()
-            self._peers.barrier()  # now no other rank has this rank's memory
+            self._peers.barrier()  # now no other rank has mapped this rank's allocations
             return False
         self._own = places
-        self._opener = threading.Thread(target=self._open_all, name="joint ranks", daemon=True)
+        self._opener = threading.Thread(target=self._map_all, name="joint ranks", daemon=True)
         self._opener.start()
         return True
 
@@ -92,89 +91,95 @@ class IpcJointRanks:
     def addresses(self, name: str) -> list[int]:
         """The addresses of every rank's destination with this name."""
         place = self._own[name]
-        memory = place.untyped_storage().data_ptr()
-        found = self._addresses.get(memory)
+        own = place.untyped_storage().data_ptr()
+        found = self._addresses.get(own)
         if found is None:
             with self._mapped:
-                self._mapped.wait_for(lambda: memory in self._addresses or self._fault)
+                self._mapped.wait_for(lambda: own in self._addresses or self._fault)
             if self._fault:
                 raise FinwhaleError(self._fault)
-            found = self._addresses[memory]
-        offset = place.data_ptr() - memory
+            found = self._addresses[own]
+        offset = place.data_ptr() - own
         return [address + offset for address in found]
 
     def has_failed(self) -> bool:
         """See JointRanks."""
         store = self._peers.store
-        return store is not None and store.check([_FAILED])
+        return store is not None and store.check([self._failed_key])
 
-    def close(self, fault: str) -> None:
+    def close(self, fault: str | None) -> None:
         """See JointRanks."""
         store = self._peers.store
-        assert store is not None
-        if fault:
-            store.set(_FAILED, fault)
+        assert store is not None and fault != ""
+        if fault is not None:
+            store.set(self._failed_key, fault)
         self._release()
-        faults = self._peers.gather_text(fault)
+        faults = self._peers.gather_text(fault or "")
         for rank, text in enumerate(faults):
-            if text and not fault:
-                raise CheckpointError(f"rank {rank}: {text}")
+            if text and fault is None:
+                raise OtherRankError(f"rank {rank}: {text}")
 
     def _exchange_handles(self, own: list[Tensor]) -> list[list[IpcHandle]]:
-        """The other ranks' handles of their memories, in rank order; empty after a fault."""
+        """The other ranks' handles of their allocations, in rank order; empty after a fault."""
         others = [rank for rank in range(self.size) if rank != self.index]
-        given: dict[int, list[Any]] = {}
+        # One process may open a handle, so each other rank gets its own.
+        given: dict[int, list[IpcHandle]] = {rank: [] for rank in others}
         try:
-            # One process may open a handle, so each other rank gets its own.
-            given = {rank: [share(memory)[1].to_json() for memory in own] for rank in others}
+            for rank, allocation in product(others, own):
+                given[rank].append(share(allocation)[1])
         except RuntimeError as error:
-            self._fault = str(error).strip().partition("\n")[0]
-        sent = [json.loads(text) for text in self._peers.gather_text(json.dumps(given))]
+            self._fault = str(error).strip().partition("\n")[0] or "no handle"
+            for handle in chain.from_iterable(given.values()):
+                discard(handle)
+            given = {}
+        forms = {rank: [handle.to_json() for handle in some] for rank, some in given.items()}
+        sent = [json.loads(text) for text in self._peers.gather_text(json.dumps(forms))]
         lists = [sent[rank].get(str(self.index), []) for rank in others]
-        handles = [[IpcHandle.from_json(one) for one in given] for given in lists]
-        if not self._fault and any(len(some) != len(own) for some in handles):
-            self._fault = "another rank cannot share its memory"
+        handles = [[IpcHandle.from_json(form) for form in forms] for forms in lists]
+        sizes = [allocation.nbytes for allocation in own]
+        if not self._fault and any([h.size_bytes for h in some] != sizes for some in handles):
+            self._fault = "another rank has other allocations, or cannot share them"
         if self._fault:
             for handle in chain.from_iterable(handles):
                 discard(handle)
             return []
         return handles
 
-    def _open_all(self) -> None:
-        """The function of the opening thread. The threads that need the memory tell its faults."""
+    def _map_all(self) -> None:
+        """The mapping thread's function. The threads that need an allocation raise its errors."""
         try:
             torch.cuda.set_device(self._device)
             while self._waiting and not self._fault:
-                self._open_next()
+                self._map_next()
         except BaseException as error:
-            self._set_fault(str(error))
+            self._set_fault(str(error) or type(error).__name__)
 
-    def _open_next(self) -> None:
-        """Map the next memory of every other rank."""
+    def _map_next(self) -> None:
+        """Map the next allocation of every other rank."""
         address, handles = self._waiting.popleft()
         uuid, addresses = uuid_of(self._device), []
         for number, handle in enumerate(handles):
             try:
-                memory = open_buffer({uuid: handle}, self._device)
-            except FinwhaleError as error:
+                allocation = open_buffer({uuid: handle}, self._device)
+            except Exception as error:
                 self._waiting.appendleft((address, handles[number:]))
-                self._set_fault(str(error))
+                self._set_fault(str(error) or type(error).__name__)
                 return
-            self._opened.append(memory)
-            addresses.append(memory.data_ptr())
+            self._opened.append(allocation)
+            addresses.append(allocation.data_ptr())
         addresses.insert(self.index, address)
         with self._mapped:
             self._addresses[address] = addresses
             self._mapped.notify_all()
 
     def _set_fault(self, fault: str) -> None:
-        """Stop the opening thread, and those that wait for it."""
+        """Stop the mapping thread, and those that wait for it."""
         with self._mapped:
             self._fault = self._fault or fault
             self._mapped.notify_all()
 
     def _release(self) -> None:
-        """Close the other ranks' memory, and give up the handles that were not opened."""
+        """Close the other ranks' allocations, and give up the handles that were not opened."""
         self._set_fault("closed")
         if self._opener is not None:
             self._opener.join()
@@ -281,7 +286,7 @@ def _check(code: int) -> None:
         raise FinwhaleError(f"the GPU cannot copy weights: error {code} of the driver")
 
 
-def _whole_memory(tensor: Tensor) -> Tensor:
-    """The memory of which a tensor is a view, as uint8."""
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return memory.set_(tensor.untyped_storage())
+def _allocation(tensor: Tensor) -> Tensor:
+    """The allocation of which a tensor is a view, as uint8."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())

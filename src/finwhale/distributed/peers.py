@@ -72,6 +72,11 @@ class Peers:
         """Wait until every rank has called this."""
         self.gather(0)
 
+    def new_key(self, what: str) -> str:
+        """A key of the store that no other call has given. All ranks get the same one."""
+        self._calls += 1
+        return f"finwhale.{what}/{self._calls}"
+
     def _key(self, index: int) -> str:
         return f"finwhale.peers/{self._calls}/{index}"
 

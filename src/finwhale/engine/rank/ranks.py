@@ -42,7 +42,7 @@ from finwhale.engine.rank.host_transfer import NoReceiver
 from finwhale.engine.rank.rank_processes import RankProcesses, at_place, on_ray, spawn
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import choose_dtype, open_rank
-from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
@@ -55,6 +55,7 @@ T = TypeVar("T")
 
 # The first byte of a message to the workers says what the message is.
 _EXECUTE, _SAMPLE, _READY, _CALL = b"e", b"s", b"r", b"c"
+CAUSE_S = 2.0  # how long a rank waits for the rank that made it fail to report the cause
 CLOSE_S = 2.0  # time limit for closing the device and NCCL
 EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank that is gone
 
@@ -142,8 +143,9 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProce
         local = open_first(Peers(Rank(0, workers.size), processes.store, workers.check))
         workers.wait_opened()
     except BaseException as error:
-        # When a rank is gone, its connections break.
-        failure = workers.cause(1.0 if isinstance(error, RuntimeError) else 0.0)
+        # When a rank is gone, its connections break. When one fails, the others may notice first.
+        noticed = isinstance(error, RuntimeError | OtherRankError)
+        failure = workers.cause(1.0 if noticed else 0.0)
         workers.close()
         if failure is not None and isinstance(error, Exception):
             raise failure from error
@@ -322,7 +324,11 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
     owner.report(CONNECTING)
     store = address.join()
     owner.report(OPENING)
-    executor = open_worker(Peers(owner.rank, store))
+    try:
+        executor = open_worker(Peers(owner.rank, store))
+    except OtherRankError:
+        time.sleep(CAUSE_S)  # that rank tells the cause, and the owner ends this process
+        raise
     executor.receiver = NoReceiver()
     logger.info("%s holds %s", executor.description.device, executor.description.memory)
     owner.report(Opened(executor.description.memory))
