@@ -119,8 +119,8 @@ def test_auto_is_never_slower_than_plain(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_auto_loses_little_with_the_times_of_two_gpus(seed: int) -> None:
-    """All of Flash-0731 on two H200s, where no draft is accepted. A step that fills the window takes
-    2.3% longer than one that does not, which takes 1% longer than without drafting.
+    """All of Flash-0731 on two H200s, where no draft is accepted. A step that fills the window
+    takes 2.3% longer than one that does not, which takes 1% longer than without drafting.
     """
     plain = 3.205e-3
     drafting = {2: 4.6e-3, 3: 5.1e-3, 4: 5.5e-3, 5: 5.8e-3, 6: 6.1e-3}
