@@ -291,7 +291,7 @@ class WeightSource:
         self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate as for a GPU. What the ranks read together comes last."""
-        if ranks is not None:
+        if ranks is not None and ranks.size > 1:
             reader = self._joint_reader(places, ranks)
             if reader.open({name: places[name] for name in reader.axes}):
                 yield from self._read_jointly(places, reader)

@@ -38,7 +38,7 @@ class IpcJointRanks:
         # The address of each allocation that is not mapped yet, with the other ranks' handles.
         self._waiting: deque[tuple[int, list[IpcHandle]]] = deque()
         self._opened: list[Tensor] = []
-        self._opener: threading.Thread | None = None
+        self._mapper: threading.Thread | None = None
         self._fault, self._failed_key = "", ""
 
     @property
@@ -55,7 +55,7 @@ class IpcJointRanks:
         Mapping an allocation takes about a millisecond, so this maps only the first one of each
         rank. A thread maps the others while reading begins.
         """
-        if self.size == 1 or self._peers.on_this_host() < self.size:
+        if self._peers.on_this_host() < self.size:
             return False
         self._failed_key = self._peers.new_key("joint_ranks.failed")
         # Earlier work may still use the memory that other ranks write to.
@@ -75,8 +75,8 @@ class IpcJointRanks:
             self._peers.barrier()  # now no other rank has mapped this rank's allocations
             return False
         self._own = places
-        self._opener = threading.Thread(target=self._map_all, name="joint ranks", daemon=True)
-        self._opener.start()
+        self._mapper = threading.Thread(target=self._map_all, name="joint ranks", daemon=True)
+        self._mapper.start()
         return True
 
     def lane(self, piece_bytes: int) -> "_IpcLane":
@@ -181,14 +181,14 @@ class IpcJointRanks:
     def _release(self) -> None:
         """Close the other ranks' allocations, and give up the handles that were not opened."""
         self._set_fault("closed")
-        if self._opener is not None:
-            self._opener.join()
+        if self._mapper is not None:
+            self._mapper.join()
         for _, handles in self._waiting:
             for handle in handles:
                 discard(handle)
         self._waiting.clear()
         self._addresses.clear()
-        self._own, self._opened, self._opener, self._fault = {}, [], None, ""
+        self._own, self._opened, self._mapper, self._fault = {}, [], None, ""
 
 
 class _Side(ctypes.Structure):
