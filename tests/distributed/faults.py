@@ -9,6 +9,7 @@ from finwhale.distributed.peers import StoreAddress
 from finwhale.engine.rank import startup
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import OpenRank, run_worker
+from finwhale.errors import OtherRankError
 
 
 def wrong_clock(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
@@ -28,6 +29,19 @@ def wrong_clock(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) 
 
 def no_memory(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     def load(start: Any) -> None:
+        raise RuntimeError("cannot allocate memory: tried to allocate 160 GB")
+
+    startup._Start._load = load  # type: ignore[assignment, method-assign]
+    run_worker(open_worker, address, owner)
+
+
+def no_memory_told_last(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
+    """Rank 2 has no memory. The other ranks notice before it reports its error."""
+
+    def load(start: Any) -> None:
+        if owner.rank.index != 2:
+            raise OtherRankError("rank 2: cannot allocate memory")
+        time.sleep(0.5)
         raise RuntimeError("cannot allocate memory: tried to allocate 160 GB")
 
     startup._Start._load = load  # type: ignore[assignment, method-assign]

@@ -22,7 +22,8 @@ from finwhale import (
     SamplingParams,
 )
 from finwhale.distributed import launch
-from finwhale.engine.rank import ranks
+from finwhale.engine.rank import ranks, startup
+from finwhale.errors import OtherRankError
 from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
 from finwhale.validation.scoring import score
 
@@ -213,6 +214,22 @@ def test_a_rank_that_cannot_start(
     with pytest.raises(kind, match=message) as caught:
         open_llm(path)
     assert type(caught.value) is kind
+
+
+def test_the_rank_that_failed_tells_the_cause(
+    tmp_path: Path, fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although all other ranks, in this process and in others, stop before it."""
+
+    def load(start: Any) -> None:
+        raise OtherRankError("rank 2: cannot allocate memory")
+
+    monkeypatch.setattr(startup._Start, "_load", load)
+    config = divisible_config() | {"o_groups": 4}
+    write_plain_checkpoint(tmp_path, config, random_weights(config, 3))
+    fault(faults.no_memory_told_last)
+    with pytest.raises(ResourceError, match=r"^rank 2 \(cpu\): the model does not fit cpu: cannot"):
+        open_llm(tmp_path, 4)
 
 
 SCRIPT = """
