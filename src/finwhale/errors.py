@@ -26,3 +26,8 @@ class OtherRankError(FinwhaleError):
 
 class EngineDeadError(FinwhaleError):
     """The engine has failed, with all its requests, and cannot continue. Open a new engine."""
+
+
+def first_line(error: BaseException | None) -> str:
+    """The first line of an error's message; if it has no message, the name of its class."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.test_joint_loading import files as files
-from tests.models.test_joint_loading import weights_of
+from tests.models.test_joint_loading import in_threads, weights_of
 from tests.models.test_sharded_loading import tensors
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers, serve_store
 from finwhale.distributed.rank import Rank
-from finwhale.errors import CheckpointError, FinwhaleError
+from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.model import ModelWeights
 
 CPU = torch.device("cpu")
@@ -115,18 +114,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def on_ranks(size: int, work: Callable[[IpcJointRanks], Any]) -> list[Any]:
-    """The result or the error of each rank, in a thread of its own."""
+    """Call `work` for each rank; see `in_threads`."""
     store, address = serve_store()
 
-    def result(index: int) -> Any:
+    def work_of(index: int) -> Any:
         peers = Peers(Rank(index, size), store if index == 0 else address.join())
-        try:
-            return work(IpcJointRanks(peers, CPU))
-        except (CheckpointError, FinwhaleError) as error:
-            return error
+        return work(IpcJointRanks(peers, CPU))
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(result, range(size)))
+    return in_threads(size, work_of)
 
 
 def check_loading(files: Path, size: int) -> None:

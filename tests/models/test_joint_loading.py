@@ -127,16 +127,24 @@ def places_of(stream: WeightSource) -> dict[str, Tensor]:
 
 
 def all_ranks(threads: Threads, load: Callable[[ThreadRank], Any]) -> list[Any]:
-    """The result or the error of each rank, in a thread of its own."""
+    return in_threads(threads.size, lambda index: load(threads.rank(index)))
+
+
+def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """Call `work` with each of the indices below `size`, each in its own thread.
+
+    Returns:
+        For each index, the result of the call, or the exception that it raised.
+    """
 
     def result(index: int) -> Any:
         try:
-            return load(threads.rank(index))
+            return work(index)
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(threads.size) as pool:
-        return list(pool.map(result, range(threads.size)))
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(result, range(size)))
 
 
 def weights_of(files: Path, rank: Rank, ranks: JointRanks | None) -> ModelWeights:

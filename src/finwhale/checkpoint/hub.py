@@ -13,7 +13,7 @@ import huggingface_hub as hub
 from huggingface_hub import constants, errors
 from tqdm import tqdm
 
-from finwhale.errors import CheckpointError, ResourceError
+from finwhale.errors import CheckpointError, ResourceError, first_line
 from finwhale.platform import existing_folder
 
 # The files that loading, chatting and `finwhale inspect` read.
@@ -53,7 +53,7 @@ def download(repository: str, revision: str | None) -> Path:
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"{repository} has no revision {revision}") from error
     except errors.LocalEntryNotFoundError as error:
-        reason = "HF_HUB_OFFLINE is set" if hub.is_offline_mode() else _reason(error.__cause__)
+        reason = "HF_HUB_OFFLINE is set" if hub.is_offline_mode() else first_line(error.__cause__)
         raise ResourceError(
             f"the cache {constants.HF_HUB_CACHE} lacks files of {name}, which cannot be "
             f"downloaded: {reason}"
@@ -61,7 +61,7 @@ def download(repository: str, revision: str | None) -> Path:
     except Exception as error:  # The package's HTTP and storage errors have no common base class.
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise ResourceError(f"no space is left in {constants.HF_HUB_CACHE}") from error
-        raise ResourceError(f"cannot download {name}: {_reason(error)}") from error
+        raise ResourceError(f"cannot download {name}: {first_line(error)}") from error
 
 
 def _check_space(repository: str, revision: str | None) -> None:
@@ -84,8 +84,3 @@ def _check_space(repository: str, revision: str | None) -> None:
             f"{repository} needs {needed / 1e9:,.1f} GB in {cache}, which has {free / 1e9:,.1f} GB "
             "free: make room, or set HF_HOME to a directory of a larger disk"
         )
-
-
-def _reason(error: BaseException | None) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

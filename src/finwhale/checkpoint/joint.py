@@ -20,7 +20,7 @@ from torch import Tensor
 
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.checkpoint.staging import PIECE_BYTES, Bytes, Files, fill, num_threads
-from finwhale.errors import OtherRankError
+from finwhale.errors import OtherRankError, first_line
 
 # The pieces that a thread has in pinned memory: it reads one, while the device takes the others.
 LANES = 2
@@ -259,7 +259,12 @@ class JointReader:
     def _plan(
         self, infos: Sequence[TensorInfo], axes: Mapping[str, int | None]
     ) -> list[tuple[Piece, list[str]]]:
-        """This rank's piece of each turn, and the names of all tensors that end in that turn."""
+        """List the turns.
+
+        Returns:
+            For each turn, the piece that this rank reads, and the names of the tensors whose last
+            byte some rank reads in that turn.
+        """
         ranks, turns = self._ranks, []
         every = pieces_of(infos, axes, ranks.size, self._piece_bytes)
         pieces = [piece for piece in every if piece.num_bytes]
@@ -311,7 +316,8 @@ class JointReader:
         while error is None and late is None and not self._done.empty():
             found = self._done.get()
             late = found if isinstance(found, BaseException) else None
-        self._ranks.close(_line(error or late))
+        stopped = error or late
+        self._ranks.close(None if stopped is None else first_line(stopped))
         if late is not None:
             raise late
         if error is None and self._others_failed:
@@ -354,13 +360,6 @@ class JointReader:
     def _read(self, piece: Piece, buffer: Bytes) -> None:
         target = buffer[: piece.num_bytes]
         fill(target, self._files, piece.file, piece.offset, partial(_name_at, piece))
-
-
-def _line(error: BaseException | None) -> str | None:
-    """An error in one line."""
-    if error is None:
-        return None
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _name_at(piece: Piece, offset: int) -> str:

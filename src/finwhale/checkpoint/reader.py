@@ -41,7 +41,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 class Layout(NamedTuple):
-    """Where a slice lies in a tensor. Slices of equal tensors, such as experts, share a layout.
+    """The position of a slice in its tensor. Many tensors, such as experts, share one layout.
 
     Attributes:
         start: offset of the slice's first byte from the tensor's.

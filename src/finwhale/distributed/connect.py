@@ -23,7 +23,7 @@ from finwhale.distributed.nccl import FromZero, Nccl, new_group
 from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.self_check import self_check
-from finwhale.errors import FinwhaleError
+from finwhale.errors import FinwhaleError, first_line
 
 if TYPE_CHECKING:
     from finwhale.distributed.push import Push
@@ -87,8 +87,7 @@ def connect(
             f"{timeout.total_seconds():.0f} s"
         ) from error
     except (RuntimeError, dist.DistError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise FinwhaleError(f"rank {rank.index} cannot connect: {lines[0]}") from error
+        raise FinwhaleError(f"rank {rank.index} cannot connect: {first_line(error)}") from error
 
 
 def disconnect(collectives: Collectives) -> None:

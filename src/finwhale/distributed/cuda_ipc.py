@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finwhale.errors import FinwhaleError, RequestError
+from finwhale.errors import FinwhaleError, RequestError, first_line
 
 MAX_HANDLE_BYTES = 4096  # torch's handles have less than 200
 MAX_SIZE = 2**48
@@ -120,8 +120,8 @@ def open_buffer(handles: Mapping[str, IpcHandle], device: torch.device) -> Tenso
                 handle.waits,
             )
     except RuntimeError as error:
-        line = str(error).strip().partition("\n")[0]
-        raise FinwhaleError(f"cannot open the IPC handle for {device}: {line}") from error
+        reason = first_line(error)
+        raise FinwhaleError(f"cannot open the IPC handle for {device}: {reason}") from error
     return _as_bytes(storage, device)
 
 

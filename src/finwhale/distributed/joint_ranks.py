@@ -15,7 +15,7 @@ from torch import Tensor
 from finwhale.checkpoint.joint import Part
 from finwhale.distributed.cuda_ipc import IpcHandle, discard, open_buffer, share, uuid_of
 from finwhale.distributed.peers import Peers
-from finwhale.errors import FinwhaleError, OtherRankError
+from finwhale.errors import FinwhaleError, OtherRankError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class IpcJointRanks:
         # of the same one on every rank, as this rank has mapped them.
         self._addresses: dict[int, list[int]] = {}
         self._mapped = threading.Condition()
-        # The address of each allocation that is not mapped yet, with the other ranks' handles.
+        # The allocations that this rank has not mapped yet: the address of its own, and the handles
+        # of the other ranks' ones.
         self._waiting: deque[tuple[int, list[IpcHandle]]] = deque()
         self._opened: list[Tensor] = []
         self._mapper: threading.Thread | None = None
@@ -128,9 +129,8 @@ class IpcJointRanks:
             for rank, allocation in product(others, own):
                 given[rank].append(share(allocation)[1])
         except RuntimeError as error:
-            self._fault = str(error).strip().partition("\n")[0] or "no handle"
-            for handle in chain.from_iterable(given.values()):
-                discard(handle)
+            self._fault = first_line(error)
+            _discard_all(given.values())
             given = {}
         forms = {rank: [handle.to_json() for handle in some] for rank, some in given.items()}
         sent = [json.loads(text) for text in self._peers.gather_text(json.dumps(forms))]
@@ -140,8 +140,7 @@ class IpcJointRanks:
         if not self._fault and any([h.size_bytes for h in some] != sizes for some in handles):
             self._fault = "another rank has other allocations, or cannot share them"
         if self._fault:
-            for handle in chain.from_iterable(handles):
-                discard(handle)
+            _discard_all(handles)
             return []
         return handles
 
@@ -152,7 +151,7 @@ class IpcJointRanks:
             while self._waiting and not self._fault:
                 self._map_next()
         except BaseException as error:
-            self._set_fault(str(error) or type(error).__name__)
+            self._set_fault(first_line(error))
 
     def _map_next(self) -> None:
         """Map the next allocation of every other rank."""
@@ -163,7 +162,7 @@ class IpcJointRanks:
                 allocation = open_buffer({uuid: handle}, self._device)
             except Exception as error:
                 self._waiting.appendleft((address, handles[number:]))
-                self._set_fault(str(error) or type(error).__name__)
+                self._set_fault(first_line(error))
                 return
             self._opened.append(allocation)
             addresses.append(allocation.data_ptr())
@@ -183,9 +182,7 @@ class IpcJointRanks:
         self._set_fault("closed")
         if self._mapper is not None:
             self._mapper.join()
-        for _, handles in self._waiting:
-            for handle in handles:
-                discard(handle)
+        _discard_all(handles for _, handles in self._waiting)
         self._waiting.clear()
         self._addresses.clear()
         self._own, self._opened, self._mapper, self._fault = {}, [], None, ""
@@ -284,6 +281,11 @@ def _driver() -> ctypes.PyDLL:
 def _check(code: int) -> None:
     if code:
         raise FinwhaleError(f"the GPU cannot copy weights: error {code} of the driver")
+
+
+def _discard_all(handles: Iterable[Iterable[IpcHandle]]) -> None:
+    for handle in chain.from_iterable(handles):
+        discard(handle)
 
 
 def _allocation(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from finwhale.distributed.rank import ALONE, Rank
-from finwhale.errors import FinwhaleError
+from finwhale.errors import FinwhaleError, first_line
 
 HOST = "127.0.0.1"
 POLL_S = 0.002
@@ -116,10 +116,9 @@ class StoreAddress:
                 wait_for_workers=False,
             )
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
             where = f"{self.host} port {self.port}"
             raise FinwhaleError(
-                f"cannot connect to the ranks' store on {where}: {reason}"
+                f"cannot connect to the ranks' store on {where}: {first_line(error)}"
             ) from error
         return PrefixStore(self.prefix, store)
 

@@ -27,7 +27,7 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What a request says about tool calls.
+    """The tool calls that a request allows or requires in its answer.
 
     Attributes:
         required: the answer must be a tool call.
@@ -220,7 +220,7 @@ def take_own_format(protocol: ProtocolName, fields: Fields) -> Format | None:
 
 
 def take_choice(protocol: ProtocolName, fields: Fields) -> ToolChoice:
-    """What the fields say about tool calls.
+    """Read which tool calls the fields of a request allow or require.
 
     If a call is required, this removes the choice from the fields, since the grammar enforces it.
 

@@ -41,7 +41,7 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.weight_update import Loader
-from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.protocol import (
     Model,
     ModelConfig,
@@ -88,7 +88,7 @@ def open_rank(
         if not _is_out_of_memory(error):
             raise
         raise ResourceError(
-            f"the model does not fit {start.device}: {str(error).splitlines()[0]}"
+            f"the model does not fit {start.device}: {first_line(error)}"
         ) from error
 
 
