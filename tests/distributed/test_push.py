@@ -214,6 +214,19 @@ def test_a_missing_rank_is_named_and_its_sum_is_nan(shot: str) -> None:
     pushes[2].check()
 
 
+@pytest.mark.parametrize("shot", ("one", "two", "bulk"))
+def test_a_rank_that_is_late_after_a_fault_is_not_named(shot: str) -> None:
+    """Once a rank is missing, kernels do not wait, so they may find others late."""
+    pushes = ranks(4)
+    given = parts(4, (300,), torch.float32)
+    sum_over(pushes, shot, given, lost=2)
+    pushes[3]._limit.fill_(1)
+    sum_over(pushes, shot, given, lost=1)
+    for index, missing in ((0, "2"), (3, "1, 2")):
+        with pytest.raises(EngineDeadError, match=f"timed out waiting for rank {missing}$"):
+            pushes[index].check()
+
+
 def test_flags_wrap_around() -> None:
     pushes = ranks(2)
     for push in pushes:

@@ -179,7 +179,7 @@ def _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W: tl.constexpr):
     while (tl.min(ahead) < 0) & (polls < limit):
         ahead = tl.atomic_add(flags, 0, sem="acquire", scope="sys") - epoch
         polls += 1
-    if tl.min(ahead) < 0:
+    if (tl.min(ahead) < 0) & (limit > 0):
         report(limit_ptr, faults, ahead < 0, rank, W)
     tl.debug_barrier()
     return ahead >= 0

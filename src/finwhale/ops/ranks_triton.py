@@ -27,7 +27,8 @@ A sum is a tree of pairs: rank r computes ((x[r] + x[r^1]) + (x[r^2] + x[r^3])) 
 commutative, so all ranks get the bits of ((x[0] + x[1]) + (x[2] + x[3])) + ...
 
 Each wait is bounded. If a wait gives up, the kernel marks the missing ranks in `faults`, returns
-NaN for the missing words, and sets `limit` to 0, so that later kernels do not wait at all.
+NaN for the missing words, and sets `limit` to 0. Later kernels then do not wait at all, and mark
+no rank: one that is only late is not missing.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -77,7 +78,7 @@ def receive(
         missing = tl.sum(((packed >> 32).to(tl.int32) != epoch).to(tl.int32))
         polls += 1
     arrived = (packed >> 32).to(tl.int32) == epoch
-    if missing > 0:
+    if (missing > 0) & (limit > 0):
         report(limit_ptr, faults, tl.min(arrived.to(tl.int32), axis=1) == 0, rank, W)
     return tl.where(arrived, packed.to(tl.int32), -1)
 
