@@ -45,7 +45,7 @@ def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
     class Streams(SideStreams):
         """Like a GPU's: the output of the shared expert is 0 before the join."""
 
-        def start(self, index: int, work: Any) -> Any:
+        def start(self, index: int, work: Any, after: int | None = None) -> Any:
             self.wanted = work()
             self.pending = torch.zeros_like(self.wanted)
             return self.pending

@@ -21,7 +21,7 @@ from finwhale.compiled.graph_store import GraphStore
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
 from finwhale.models.protocol import Inline
 from finwhale.testing.stepping import Stepper
 
@@ -218,10 +218,10 @@ def test_cuda_initialised_by_an_import_before_a_fork(tmp_path: Path, mistake: bo
 def test_streams_created_per_draft_layer(
     tiny_path: Path, mistake: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two, once a model, which the MTP layer shares."""
+    """Three, once a model, which the MTP layer shares."""
     run = local_executor(LLM(tiny_path, device="cpu", max_num_seqs=2).engine.executor).runner
     made: list[object] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(device))
 
     def on_a_gpu(device: torch.device, wanted: bool = True) -> SideStreams:
         return SideStreams(torch.device("cuda"))
@@ -243,7 +243,7 @@ def test_streams_created_per_draft_layer(
     assert draft_head is not None
 
     def check() -> None:
-        assert len(made) == SideStreams.NUM
+        assert len(made) == len(PRIORITIES)
         layers = [*model.layers, *draft_head.layers]
         for layer in layers:
             assert isinstance(layer, DecoderLayer)

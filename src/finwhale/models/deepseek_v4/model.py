@@ -68,7 +68,8 @@ class ModelWeights:
 
 
 ALONE = Alone()
-CONTEXT_STREAM = 0
+# The side streams of the draft head's features and context.
+FEATURE_STREAM, CONTEXT_STREAM = 0, 2
 # cuBLAS has one kernel for 8k + 1 to 8k + 8 rows, and others for some multiples of 8 alone, such as
 # 2,752 (seen on H200s).
 GEMM_ROWS = 8
@@ -205,7 +206,7 @@ class DeepseekV4:
     ) -> tuple[Tensor, Tensor]:
         """See protocol.Model.
 
-        A side stream computes the features for the draft head beside the layers, and writes its
+        Side streams compute the features for the draft head beside the layers, and write its
         context beside the LM head.
         """
         context = self.draft_context
@@ -215,11 +216,13 @@ class DeepseekV4:
         if context is None or self.links.shares(len(inputs.token_ids)):
             streams = self(inputs, cache, segments)
             return self.compute_logits(streams), streams
-        beside = partial(self.side_streams.start, CONTEXT_STREAM)
+        beside = partial(self.side_streams.start, FEATURE_STREAM)
         streams = self._embedded(inputs)
         features = Features(context.targets, streams, beside)
         streams = self.run_layers(self.layers, streams, inputs, cache, segments, features)
-        beside(lambda: context.write(features, inputs, cache))
+        self.side_streams.start(
+            CONTEXT_STREAM, lambda: context.write(features, inputs, cache), after=FEATURE_STREAM
+        )
         logits = self.compute_logits(streams)
         self.side_streams.join(CONTEXT_STREAM)
         return logits, streams

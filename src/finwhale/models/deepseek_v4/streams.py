@@ -8,27 +8,36 @@ import torch
 T = TypeVar("T")
 
 
-class SideStreams:
-    """Two side CUDA streams. Without a GPU, or unless `wanted`, all work runs in order.
+# A GPU starts waiting programs of a stream with a lower number first.
+PRIORITIES = (0, 0, -1)
 
-    Compressors and the draft head's context use one (attention.py, model.py), the shared expert the
-    other (moe.py). `start` runs work on a side stream after all work that is already on the current
-    CUDA stream. `join` makes the current CUDA stream wait for the side stream. CUDA graphs can
-    capture both.
+
+class SideStreams:
+    """Three side CUDA streams. Without a GPU, or unless `wanted`, all work runs in order.
+
+    The first runs compressors and the features of the draft head (attention.py, model.py), the
+    second the shared expert (moe.py). The third has a high priority: it writes the draft head's
+    context, which would otherwise wait until all programs of the LM head have started. CUDA graphs
+    can capture all of them.
     """
 
-    NUM = 2
-
     def __init__(self, device: torch.device, wanted: bool = True) -> None:
-        cuda = wanted and device.type == "cuda"
-        self.streams = tuple(torch.cuda.Stream(device) for _ in range(self.NUM)) if cuda else ()
+        self.streams: tuple[torch.cuda.Stream, ...] = ()
+        if wanted and device.type == "cuda":
+            self.streams = tuple(torch.cuda.Stream(device, priority=p) for p in PRIORITIES)
 
-    def start(self, index: int, work: Callable[[], T]) -> T:
-        """Run `work` on a side stream; use its result only after `join(index)`."""
+    def start(self, index: int, work: Callable[[], T], after: int | None = None) -> T:
+        """Run `work` on a side stream; use its result only after `join(index)`.
+
+        It runs after all work that is already on the current CUDA stream, and on the side stream
+        `after`.
+        """
         if not self.streams:
             return work()
         stream = self.streams[index]
         stream.wait_stream(torch.cuda.current_stream())
+        if after is not None:
+            stream.wait_stream(self.streams[after])
         with torch.cuda.stream(stream):
             return work()
 
