@@ -133,7 +133,7 @@ class LocalExecutor:
         ahead, steps = None, self.runner.verification_steps
         if step.plan.draft is not None and step.plan.draft.links is not None:
             assert steps is not None
-            ahead = steps.tokens_ahead()
+            ahead = steps.tokens_ahead
         sampled = self.sampler.sample(plan, logits, ahead) if plan.slots else None
         transfer, routed = begin_transfer(self.receiver, sampled), self._routed(step.plan)
         scores = None

@@ -1,6 +1,6 @@
 """Samples a step's tokens on the device, from a sampling plan and the slots' settings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,17 +81,20 @@ class Sampler:
             self._slot_inputs = _SlotInputs()
 
     def sample(
-        self, plan: SamplingPlan, logits_SX: Tensor, ahead_S: Tensor | None = None
+        self,
+        plan: SamplingPlan,
+        logits_SX: Tensor,
+        ahead: Callable[[], Tensor] | None = None,
     ) -> SampledTokens:
         """Launch the sampling of one token for each row.
 
         Args:
             logits_SX: [S,X] float32, this rank's logits of each row of the plan; not changed.
-            ahead_S: int64 on the device: for each row, a number to add to the position in the
-                plan.
+            ahead: returns for each row a number to add to the position in the plan: [S] int64 on
+                the device. Called only if a row draws.
         """
         assert len(logits_SX) == len(plan.slots), "one row of logits for each row of the plan"
-        return self._sample(logits_SX, self._batch(plan, logits_SX.device, ahead_S))
+        return self._sample(logits_SX, self._batch(plan, logits_SX.device, ahead))
 
     def score(self, logits_SX: Tensor, token_ids: Sequence[int], num_top: int) -> SampledTokens:
         """Find the log-probabilities of given tokens, one for each row.
@@ -114,14 +117,14 @@ class Sampler:
         return self._sample(logits_SX, SamplingBatch(bias=bias, logprobs=(wanted,)))
 
     def _batch(
-        self, plan: SamplingPlan, device: torch.device, ahead_S: Tensor | None
+        self, plan: SamplingPlan, device: torch.device, ahead: Callable[[], Tensor] | None
     ) -> SamplingBatch:
         inputs = self._slot_inputs
         if inputs.slots != plan.slots:
             inputs = self._slot_inputs = self._make_slot_inputs(plan.slots, device)
         positions_R = None
         if inputs.filters is not None:
-            positions_R = _positions(inputs.drawing, plan, ahead_S, device)
+            positions_R = _positions(inputs.drawing, plan, ahead, device)
         return SamplingBatch(
             filters=inputs.filters,
             positions_R=positions_R,
@@ -181,14 +184,17 @@ class Sampler:
 
 
 def _positions(
-    drawing: Sequence[int], plan: SamplingPlan, ahead_S: Tensor | None, device: torch.device
+    drawing: Sequence[int],
+    plan: SamplingPlan,
+    ahead: Callable[[], Tensor] | None,
+    device: torch.device,
 ) -> Tensor:
-    """The positions of the rows that draw: the plan's, plus the numbers in ahead_S."""
+    """The positions of the rows that draw: the plan's, plus the numbers that `ahead` returns."""
     planned = np.array(plan.positions, np.int64)
-    if ahead_S is None:
+    if ahead is None:
         return send(device, planned)[0]
     planned_R, rows_R = send(device, planned, np.array(drawing, np.int64))
-    return planned_R + ahead_S.index_select(0, rows_R)
+    return planned_R + ahead().index_select(0, rows_R)
 
 
 def draw_arrays(
