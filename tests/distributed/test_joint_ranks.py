@@ -103,6 +103,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         "open_buffer": found.open,
         "discard": found.discard,
         "uuid_of": lambda device: "uuid",
+        "without_holding": lambda tensor: tensor,
         "_IpcLane": HostLane,
     }.items():
         monkeypatch.setattr(joint_ranks, name, fake)

@@ -12,6 +12,7 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
+from finwhale.borrowed import without_holding
 from finwhale.checkpoint.joint import Part
 from finwhale.distributed.cuda_ipc import IpcHandle, discard, open_buffer, share, uuid_of
 from finwhale.distributed.peers import Peers
@@ -39,6 +40,7 @@ class IpcJointRanks:
         # of the other ranks' ones.
         self._waiting: deque[tuple[int, list[IpcHandle]]] = deque()
         self._opened: list[Tensor] = []
+        self._lent: list[Tensor] = []  # this rank's allocations, until no other rank has them
         self._mapper: threading.Thread | None = None
         self._fault, self._failed_key = "", ""
 
@@ -62,7 +64,8 @@ class IpcJointRanks:
         # Earlier work may still use the memory that other ranks write to.
         torch.cuda.synchronize(self._device)
         found = {place.untyped_storage().data_ptr(): place for place in places.values()}
-        sent = self._exchange_handles([_allocation(place) for place in found.values()])
+        self._lent = [_allocation(place) for place in found.values()]
+        sent = self._exchange_handles(self._lent)
         if not self._fault and found:
             for number, address in enumerate(found):
                 self._waiting.append((address, [handles[number] for handles in sent]))
@@ -74,6 +77,7 @@ class IpcJointRanks:
                 logger.warning("each rank reads its weights alone: %s", lacking)
             self._release()
             self._peers.barrier()  # now no other rank has mapped this rank's allocations
+            self._lent = []
             return False
         self._own = places
         self._mapper = threading.Thread(target=self._map_all, name="joint ranks", daemon=True)
@@ -116,6 +120,7 @@ class IpcJointRanks:
             store.set(self._failed_key, fault)
         self._release()
         faults = self._peers.gather_text(fault or "")
+        self._lent = []
         for rank, text in enumerate(faults):
             if text and fault is None:
                 raise OtherRankError(f"rank {rank}: {text}")
@@ -289,6 +294,10 @@ def _discard_all(handles: Iterable[Iterable[IpcHandle]]) -> None:
 
 
 def _allocation(tensor: Tensor) -> Tensor:
-    """The allocation of which a tensor is a view, as uint8."""
+    """The allocation of which a tensor is a view, as uint8.
+
+    torch warns if a process ends while a tensor that it has shared still exists. Weights often do,
+    so the ranks share another tensor on the same memory.
+    """
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(tensor.untyped_storage())
+    return without_holding(whole.set_(tensor.untyped_storage()))

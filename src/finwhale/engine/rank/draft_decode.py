@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finwhale.borrowed import without_holding
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.rank.draft_noise import StaticDraftNoise
-from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder, without_holding
+from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from finwhale.borrowed import without_holding
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.protocol import Inline, Segments, StepInputs
@@ -107,6 +108,8 @@ class Recorder:
             fn(*args, **kwargs)
             return
         self._close()
+        # The pool can reuse the memory as soon as the forward frees the tensor: for attention's
+        # input in the next layer, or in another graph. This is safe because replays keep the order.
         held = (without_holding(arg) if isinstance(arg, Tensor) else arg for arg in args)
         self.parts.append((fn, tuple(held), kwargs))
         self._open()
@@ -118,33 +121,6 @@ class Recorder:
     def _close(self) -> None:
         self._graph.capture_end()
         self.parts.append(self._graph)
-
-
-class _Memory:
-    """Describes a tensor's memory to torch, so that another tensor shares it without owning it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        last = sum(
-            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        self.__cuda_array_interface__ = {
-            "shape": ((last + 1) * tensor.itemsize,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def without_holding(tensor: Tensor) -> Tensor:
-    """A view of the tensor that does not own its memory.
-
-    The pool can reuse the memory as soon as the forward frees the tensor: for the next layer's
-    input of attention, or in another graph. This is safe because replays keep the order.
-    """
-    if not tensor.numel():
-        return tensor
-    data = torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
-    return data.as_strided(tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)
