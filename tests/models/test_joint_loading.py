@@ -118,8 +118,9 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def places_of(stream: WeightSource) -> dict[str, Tensor]:
     return {
-        name: torch.empty(stream._infos[name].num_bytes, dtype=torch.uint8)
-        for name in stream._infos
+        info.name: torch.empty(info.num_bytes, dtype=torch.uint8)
+        for name in stream.storages
+        for info in stream._parts(name)
         if ".ffn.experts." in name
     }
 

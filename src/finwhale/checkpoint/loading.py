@@ -140,55 +140,55 @@ def inventory_report(
         specs: the model's weights by name.
         ignored: prefixes of names to ignore, with the reason.
     """
-    inventory, _ = _compare(checkpoint, specs, ignored)
-    return inventory
+    return _compare(checkpoint, specs, ignored)[0]
 
 
 def _compare(
     checkpoint: Checkpoint,
     specs: Mapping[str, WeightSpec],
     ignored: Mapping[str, str] | None,
-) -> tuple[Inventory, dict[str, TensorInfo]]:
+) -> tuple[Inventory, "dict[str, _Match]"]:
     """Compare a checkpoint's headers with a model's weights.
 
     Returns:
-        The inventory, and the tensors, or slices of tensors, that this process reads, by name.
+        The inventory, and the match of each weight that the checkpoint has, by name.
     """
     tensors = checkpoint.tensors
     missing: list[str] = []
     mismatched: list[Mismatch] = []
     storages: dict[str, Storage] = {}
-    infos: dict[str, TensorInfo] = {}
+    matches: dict[str, _Match] = {}
+    scale_names: set[str] = set()
     # Thousands of experts differ only in their names, so they share a match. Faults are not shared,
     # because they name the tensor.
-    matches: dict[object, _Match] = {}
+    known: dict[object, _Match] = {}
     for spec in specs.values():
-        name = spec.name
+        name, shape, spec_storage, part = spec
         scale_name = name_of_scale(name)
         data, scale = tensors.get(name), tensors.get(scale_name)
         if data is None:
             missing.append(name)
             continue
         scale_kind = None if scale is None else (scale.shape, scale.dtype)
-        kind = (spec.shape, spec.storage, spec.slice, data.shape, data.dtype, scale_kind)
-        match = matches.get(kind)
+        kind = (shape, spec_storage, part, data.shape, data.dtype, scale_kind)
+        match = known.get(kind)
         if match is None:
             match = _match(spec, data, scale)
             if match.fault is None:
-                matches[kind] = match
+                known[kind] = match
             else:
                 mismatched.append(match.fault)
+        matches[name] = match
         storage = match.storage
         if storage is not None:
             storages[name] = storage
-        infos[name] = data if match.data is None else data.sliced(match.data)
         if storage is None or has_scale(storage):
             if scale is not None:
-                infos[scale_name] = scale if match.scale is None else scale.sliced(match.scale)
+                scale_names.add(scale_name)
             elif storage is not None:
                 missing.append(scale_name)
     left_out = tuple(ignored or ())
-    rest = [name for name in tensors if name not in infos]
+    rest = [name for name in tensors if name not in matches and name not in scale_names]
     inventory = Inventory(
         missing=tuple(missing),
         unexpected=tuple(n for n in rest if not n.startswith(left_out)),
@@ -196,7 +196,7 @@ def _compare(
         ignored=tuple(n for n in rest if n.startswith(left_out)),
         storages=storages,
     )
-    return inventory, infos
+    return inventory, matches
 
 
 class WeightSource:
@@ -234,7 +234,7 @@ class WeightSource:
         self._device = device or torch.device("cpu")
         self._progress = progress
         with no_collection():
-            self.inventory, self._infos = _compare(checkpoint, specs, ignored)
+            self.inventory, self._matches = _compare(checkpoint, specs, ignored)
             _require_complete(checkpoint, specs, self.inventory)
             _log(checkpoint, self.inventory, ignored or {})
             self._specs = specs
@@ -242,7 +242,17 @@ class WeightSource:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of the weights that this process holds, scales included."""
-        return sum(info.num_bytes for info in self._infos.values())
+        return sum(match.num_bytes for match in self._matches.values())
+
+    def _parts(self, name: str) -> list[TensorInfo]:
+        """What this process reads of a weight: its scales, if it has any, then its data."""
+        match, tensors = self._matches[name], self._checkpoint.tensors
+        data = tensors[name]
+        data = data if match.data is None else data.sliced(match.data)
+        if not has_scale(self.storages[name]):
+            return [data]
+        scale = tensors[name_of_scale(name)]
+        return [scale if match.scale is None else scale.sliced(match.scale), data]
 
     @property
     def storages(self) -> Mapping[str, Storage]:
@@ -273,7 +283,7 @@ class WeightSource:
         done = 0
         for spec, stored in weights:
             yield spec, stored
-            done += self._num_bytes(spec)
+            done += self._matches[spec.name].num_bytes
             self._progress(done, self.total_bytes)
 
     def _mapped(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
@@ -296,7 +306,7 @@ class WeightSource:
             if reader.open({name: places[name] for name in reader.axes}):
                 yield from self._read_jointly(places, reader)
                 return
-        yield from self._read_alone(places, self._infos)
+        yield from self._read_alone(places)
 
     def _joint_reader(self, places: Container[str], ranks: JointRanks) -> JointReader:
         """A reader of what has a destination."""
@@ -316,8 +326,7 @@ class WeightSource:
         stop: BaseException | None = CheckpointError("loading stopped")
         try:
             reader.start()
-            rest = {name: info for name, info in self._infos.items() if name not in reader.axes}
-            for weight in self._read_alone(places, rest):
+            for weight in self._read_alone(places, reader.axes):
                 yield weight
                 if reader.should_stop():
                     break
@@ -332,20 +341,21 @@ class WeightSource:
             reader.close(stop)
             del stop  # breaks the reference cycle of exception and frame
         faults = Faults()
-        faults.add_places([self._infos[name] for name in reader.axes], places)
+        tensors = self._checkpoint.tensors
+        faults.add_places([tensors[name] for name in reader.axes], places)
         faults.raise_first()
 
     def _read_alone(
-        self, places: Mapping[str, Tensor], infos: Mapping[str, TensorInfo]
+        self, places: Mapping[str, Tensor], joint: Container[str] = ()
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """Iterate over some tensors through Staging, file by file.
+        """Iterate over the tensors that are not `joint` through Staging, file by file.
 
         In each file, tensors without a destination come first, scales before weights; the iterator
         keeps a scale until its weight arrives. Tensors with a destination follow in file order.
         """
         scales: dict[str, Tensor | None] = {}
         staging = Staging(self._checkpoint.path, self._device, places=places)
-        for info, tensor in staging.tensors(self._in_order(infos, places)):
+        for info, tensor in staging.tensors(self._in_order(places, joint)):
             spec = self._specs.get(info.name)
             if spec is None:
                 scales[info.name] = tensor
@@ -357,17 +367,14 @@ class WeightSource:
                 yield spec, StoredWeight(tensor, scale, storage)
         assert not any(scale is not None for scale in scales.values()), list(scales)
 
-    def _in_order(
-        self, tensors: Mapping[str, TensorInfo], places: Container[str]
-    ) -> list[TensorInfo]:
+    def _in_order(self, places: Container[str], joint: Container[str]) -> list[TensorInfo]:
         order: list[TensorInfo] = []
         for _, names in self._checkpoint.shards():
-            chosen = [self._specs[name] for name in names if name in self._specs]
-            chosen = [spec for spec in chosen if spec.name in tensors]
-            scales = [s.scale_name for s in chosen if has_scale(self.inventory.storages[s.name])]
-            files = [*scales, *(spec.name for spec in chosen)]
-            placed = [tensors[name] for name in files if name in places]
-            order += [tensors[name] for name in files if name not in places]
+            chosen = [name for name in names if name in self._specs and name not in joint]
+            parts = [self._parts(name) for name in chosen]
+            files = [*(info for one in parts for info in one[:-1]), *(one[-1] for one in parts)]
+            placed = [info for info in files if info.name in places]
+            order += [info for info in files if info.name not in places]
             order += sorted(placed, key=lambda info: (info.file, info.offset))
         return order
 
@@ -382,12 +389,6 @@ class WeightSource:
             raise CheckpointError(f"{spec.name} in {file} holds {fault}; the file is damaged")
         return stored
 
-    def _num_bytes(self, spec: WeightSpec) -> int:
-        num_bytes = self._infos[spec.name].num_bytes
-        if has_scale(self.inventory.storages[spec.name]):
-            num_bytes += self._infos[spec.scale_name].num_bytes
-        return num_bytes
-
 
 # --- One tensor -----------------------------------------------------------------------------------
 
@@ -399,12 +400,14 @@ class _Match(NamedTuple):
         storage: the stored format; None: the weight has a wrong shape or dtype.
         data: the layout of the slice of the weight; None: the whole weight.
         scale: the layout of the slice of its scales.
+        num_bytes: bytes of the weight and its scales that this process reads.
         fault: the wrong shape or dtype, of the weight or its scales.
     """
 
     storage: Storage | None
     data: Layout | None = None
     scale: Layout | None = None
+    num_bytes: int = 0
     fault: Mismatch | None = None
 
 
@@ -417,13 +420,14 @@ def _match(spec: WeightSpec, data: TensorInfo, scale: TensorInfo | None) -> _Mat
         scale = None
     fault = None if scale is None else scale_mismatch(spec, scale, storage)
     part = spec.slice
-    if part is None or fault is not None:
+    if fault is not None:
         return _Match(storage, fault=fault)
-    return _Match(
-        storage,
-        data.layout_of(_data_slice(part, storage)),
-        None if scale is None else scale.layout_of(_scale_slice(part, storage)),
-    )
+    if part is None:
+        return _Match(storage, num_bytes=data.num_bytes + (scale.num_bytes if scale else 0))
+    data_layout = data.layout_of(_data_slice(part, storage))
+    scale_layout = None if scale is None else scale.layout_of(_scale_slice(part, storage))
+    num_bytes = data_layout.num_bytes + (scale_layout.num_bytes if scale_layout else 0)
+    return _Match(storage, data_layout, scale_layout, num_bytes)
 
 
 def has_scale(storage: Storage) -> bool:

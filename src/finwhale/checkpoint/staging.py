@@ -314,12 +314,15 @@ class Faults:
         """
         alike: dict[int, list[TensorInfo]] = {}
         for info in infos:
-            if info.name not in places or not (info.dtype.is_floating_point and info.num_bytes):
+            if not info.dtype.is_floating_point:
+                continue
+            place = places.get(info.name)
+            if place is None or not place.numel():
                 continue
             if info.dtype == torch.float8_e8m0fnu:
-                alike.setdefault(info.num_bytes, []).append(info)
+                alike.setdefault(place.numel(), []).append(info)
             else:
-                self.add([info], not_finite(places[info.name].view(info.dtype)))
+                self.add([info], not_finite(place.view(info.dtype)))
         for size, some in alike.items():
             count = max(1, CHECK_BYTES // size)
             for part in (some[i : i + count] for i in range(0, len(some), count)):
