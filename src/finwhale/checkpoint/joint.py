@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
@@ -129,12 +130,29 @@ class JointRanks(Protocol):
 
 @dataclass(slots=True)
 class Piece:
-    """Adjacent bytes of a file."""
+    """Adjacent bytes of a file.
+
+    Attributes:
+        continues: the next piece has more rows of the same tensor.
+    """
 
     file: str
     offset: int
     num_bytes: int = 0
     parts: list[Part] = field(default_factory=list)
+    continues: bool = False
+
+
+class Turn(NamedTuple):
+    """A piece for each rank.
+
+    Attributes:
+        own: the piece that this rank reads.
+        names: the tensors whose last byte some rank reads in this turn.
+    """
+
+    own: Piece
+    names: list[str]
 
 
 def pieces_of(
@@ -143,17 +161,18 @@ def pieces_of(
     num_ranks: int,
     piece_bytes: int = PIECE_BYTES,
 ) -> Iterator[Piece]:
-    """Cut whole tensors, in the order of the files, into pieces of adjacent bytes.
+    """Cut whole tensors into pieces of adjacent bytes.
 
     Args:
-        infos: the tensors, whole, sorted by file and offset.
+        infos: the tensors, whole, in the order of the files.
         axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
     """
     # Most tensors have one of a few shapes.
-    known: dict[tuple[int, int, int | None], Sequence[RankCopy]] = {}
+    known: dict[tuple[int, tuple[int, ...], int | None], Sequence[RankCopy]] = {}
     piece = Piece("", 0)
     for info in infos:
-        size, axis = info.num_bytes, axes[info.name]
+        name, size = info.name, info.num_bytes
+        axis = axes[name]
         if size > piece_bytes:
             yield piece
             yield from _rows(info, axis, num_ranks, piece_bytes)
@@ -164,11 +183,11 @@ def pieces_of(
         if not adjoins or begin + size > piece_bytes:
             yield piece
             piece, begin = Piece(info.file, info.offset), 0
-        row = info.row_bytes
-        copies = known.get((size, row, axis))
+        kind = (size, info.shape, axis)
+        copies = known.get(kind)
         if copies is None:
-            copies = known[size, row, axis] = tuple(copies_of(info, 0, size, axis, num_ranks))
-        piece.parts.append(Part(info.name, begin, copies))
+            copies = known[kind] = tuple(copies_of(info, 0, size, axis, num_ranks))
+        piece.parts.append(Part(name, begin, copies))
         piece.num_bytes = begin + size
     yield piece
 
@@ -180,7 +199,8 @@ def _rows(info: TensorInfo, axis: int | None, num_ranks: int, piece_bytes: int) 
     for start in range(0, info.num_bytes, most):
         size = min(most, info.num_bytes - start)
         copies = tuple(copies_of(info, start, size, axis, num_ranks))
-        yield Piece(info.file, info.offset + start, size, [Part(info.name, 0, copies)])
+        part, continues = Part(info.name, 0, copies), start + size < info.num_bytes
+        yield Piece(info.file, info.offset + start, size, [part], continues)
 
 
 def copies_of(
@@ -210,7 +230,7 @@ class JointReader:
 
     Args:
         directory: the directory of the files.
-        infos: the tensors, whole.
+        infos: the tensors, whole, in the order of the files.
         axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
         ranks: the ranks. If `open` returns True, `close` must follow.
 
@@ -221,19 +241,19 @@ class JointReader:
     def __init__(
         self,
         directory: Path,
-        infos: Sequence[TensorInfo],
+        infos: Iterable[TensorInfo],
         axes: Mapping[str, int | None],
         ranks: JointRanks,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.axes = axes
         self._ranks, self._piece_bytes = ranks, piece_bytes
-        self._turns = self._plan(sorted(infos, key=lambda one: (one.file, one.offset)), axes)
-        self._waiting = iter(range(len(self._turns)))
+        self._turns = self._plan(infos)
         self._lock = threading.Lock()
         self._stopped = self._others_failed = False
         self._asked = 0
-        self._done: SimpleQueue[int | BaseException] = SimpleQueue()
+        # The names of each turn that is done; an error; None: a thread has no more turns.
+        self._done: SimpleQueue[list[str] | BaseException | None] = SimpleQueue()
         self._stack = ExitStack()
         self._files = Files(directory, self._stack)
         self._threads: list[threading.Thread] = []
@@ -244,7 +264,7 @@ class JointReader:
 
     def start(self) -> None:
         """Begin to read."""
-        for _ in range(min(num_threads(), len(self._turns))):
+        for _ in range(num_threads()):
             thread = threading.Thread(target=self._run, name="joint reader", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -256,26 +276,15 @@ class JointReader:
             self._others_failed = True
         return self._others_failed
 
-    def _plan(
-        self, infos: Sequence[TensorInfo], axes: Mapping[str, int | None]
-    ) -> list[tuple[Piece, list[str]]]:
-        """List the turns.
-
-        Returns:
-            For each turn, the piece that this rank reads, and the names of the tensors whose last
-            byte some rank reads in that turn.
-        """
-        ranks, turns = self._ranks, []
-        every = pieces_of(infos, axes, ranks.size, self._piece_bytes)
-        pieces = [piece for piece in every if piece.num_bytes]
-        ends = {part.name: number for number, piece in enumerate(pieces) for part in piece.parts}
-        names: list[list[str]] = [[] for _ in range(-(-len(pieces) // ranks.size))]
-        for name, number in ends.items():
-            names[number // ranks.size].append(name)
-        for turn, some in enumerate(names):
-            mine = turn * ranks.size + ranks.index
-            turns.append((pieces[mine] if mine < len(pieces) else Piece("", 0), some))
-        return turns
+    def _plan(self, infos: Iterable[TensorInfo]) -> Iterator[Turn]:
+        """Plan the turns, each when a thread asks for it: the first bytes need not wait for all."""
+        every = pieces_of(infos, self.axes, self._ranks.size, self._piece_bytes)
+        pieces = (piece for piece in every if piece.num_bytes)
+        index = self._ranks.index
+        while turn := list(islice(pieces, self._ranks.size)):
+            own = turn[index] if index < len(turn) else Piece("", 0)
+            ended = chain.from_iterable(piece.parts for piece in turn if not piece.continues)
+            yield Turn(own, [part.name for part in ended])
 
     def names(self) -> Iterator[str]:
         """Iterate over the names of all tensors, as reading proceeds.
@@ -287,16 +296,20 @@ class JointReader:
             CheckpointError: a file cannot be read.
             FinwhaleError: a piece cannot be sent.
         """
-        for _ in self._turns:
-            turn = self._done.get()
-            if isinstance(turn, BaseException):
+        running = len(self._threads)
+        while running:
+            done = self._done.get()
+            if isinstance(done, BaseException):
                 try:
-                    raise turn
+                    raise done
                 finally:
-                    del turn  # breaks the reference cycle of exception and frame
+                    del done  # breaks the reference cycle of exception and frame
             if self._others_failed:
                 return
-            yield from self._turns[turn][1]
+            if done is None:
+                running -= 1
+            else:
+                yield from done
 
     def close(self, error: BaseException | None) -> None:
         """End the threads, and wait for the other ranks.
@@ -328,18 +341,20 @@ class JointReader:
         lanes: list[Lane] = []
         try:
             self._ranks.begin_thread()
-            lanes += [self._ranks.lane(self._piece_bytes) for _ in range(LANES)]
-            for count, (turn, piece) in enumerate(self._own_turns(), start=1):
+            for count, (piece, names) in enumerate(self._own_turns(), start=1):
                 if piece.num_bytes:
-                    lane = lanes[count % LANES]
+                    if len(lanes) < LANES:
+                        lanes.append(self._ranks.lane(self._piece_bytes))
+                    lane = lanes[(count - 1) % len(lanes)]
                     lane.wait()
                     self._read(piece, lane.buffer)
                     lane.send(piece.num_bytes, piece.parts)
                 if count % PIECES_A_CHECK == 0 and self._ranks.has_failed():
                     self._others_failed = True
-                self._done.put(turn)
+                self._done.put(names)
                 if self._others_failed:
                     break
+            self._done.put(None)
         except BaseException as error:
             self._done.put(error)
         for lane in lanes:
@@ -348,14 +363,14 @@ class JointReader:
             except BaseException as error:
                 self._done.put(error)
 
-    def _own_turns(self) -> Iterator[tuple[int, Piece]]:
+    def _own_turns(self) -> Iterator[Turn]:
         """The turns of one thread."""
         while not self._stopped:
             with self._lock:
-                turn = next(self._waiting, None)
+                turn = next(self._turns, None)
             if turn is None:
                 return
-            yield turn, self._turns[turn][0]
+            yield turn
 
     def _read(self, piece: Piece, buffer: Bytes) -> None:
         target = buffer[: piece.num_bytes]

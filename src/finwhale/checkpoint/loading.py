@@ -311,13 +311,13 @@ class WeightSource:
     def _joint_reader(self, places: Container[str], ranks: JointRanks) -> JointReader:
         """A reader of what has a destination."""
         axes: dict[str, int | None] = {}
-        for spec in self._specs.values():
-            if spec.name in places:
-                axis = None if spec.slice is None else spec.slice.axis
-                axes[spec.name] = axis
-                if spec.scale_name in places:
-                    axes[spec.scale_name] = axis
-        infos = [self._checkpoint.tensors[name] for name in axes]
+        for name, _, _, part in self._specs.values():
+            if name in places:
+                axes[name] = axis = None if part is None else part.axis
+                scale_name = name_of_scale(name)
+                if scale_name in places:
+                    axes[scale_name] = axis
+        infos = (info for name, info in self._checkpoint.tensors.items() if name in axes)
         return JointReader(self._checkpoint.path, infos, axes, ranks)
 
     def _read_jointly(
