@@ -185,16 +185,17 @@ def test_nan_is_found_and_named(path: Path, name: str, value: int, fault: str | 
     ids=str,
 )
 def test_nan_in_a_place_is_found_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, code: bytes, number: int
+    tmp_path: Path, dtype: torch.dtype, code: bytes, number: int
 ) -> None:
-    """Of several of a size, which are looked at together, and one of another; one is empty."""
-    monkeypatch.setattr("finwhale.checkpoint.staging.CHECK_BYTES", 3 * 64 * dtype.itemsize)
+    """Of several of a size, of which some adjoin in memory, and one of another; one is empty."""
     shapes = [*[(64,)] * 7, (96,), (0,)]
     tensors = {f"t{i}": torch.zeros(shape, dtype=dtype) for i, shape in enumerate(shapes)}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     infos = list(Checkpoint.open(tmp_path).tensors.values())
     places = {i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos}
+    adjacent = torch.empty(4 * 64 * dtype.itemsize, dtype=torch.uint8).chunk(4)
+    places |= {f"t{i}": adjacent[i] for i in range(4)}
     assert [t for _, t in Staging(tmp_path, CPU, places=places).tensors(infos)] == [None] * 9
     info = next(i for i in infos if i.name == f"t{number}")
     with (tmp_path / info.file).open("r+b") as file:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -257,6 +257,7 @@ class JointReader:
         self._stack = ExitStack()
         self._files = Files(directory, self._stack)
         self._threads: list[threading.Thread] = []
+        self._running = 0
 
     def open(self, places: Mapping[str, Tensor]) -> bool:
         """See JointRanks.open."""
@@ -268,6 +269,7 @@ class JointReader:
             thread = threading.Thread(target=self._run, name="joint reader", daemon=True)
             thread.start()
             self._threads.append(thread)
+        self._running = len(self._threads)
 
     def should_stop(self) -> bool:
         """Whether another rank has failed. Most calls only repeat the last answer."""
@@ -286,19 +288,25 @@ class JointReader:
             ended = chain.from_iterable(piece.parts for piece in turn if not piece.continues)
             yield Turn(own, [part.name for part in ended])
 
-    def names(self) -> Iterator[str]:
-        """Iterate over the names of all tensors, as reading proceeds.
+    def names(self, wait: bool) -> Iterator[str]:
+        """Iterate over the names of all tensors, each once, as reading proceeds.
 
         Their bytes have arrived after `close`. If another rank has failed, the iteration ends
         early, and `close` raises.
+
+        Args:
+            wait: for all tensors; otherwise the iteration ends when none is ready, and a later one
+                continues.
 
         Raises:
             CheckpointError: a file cannot be read.
             FinwhaleError: a piece cannot be sent.
         """
-        running = len(self._threads)
-        while running:
-            done = self._done.get()
+        while self._running:
+            try:
+                done = self._done.get(wait)
+            except Empty:
+                return
             if isinstance(done, BaseException):
                 try:
                     raise done
@@ -307,7 +315,7 @@ class JointReader:
             if self._others_failed:
                 return
             if done is None:
-                running -= 1
+                self._running -= 1
             else:
                 yield from done
 

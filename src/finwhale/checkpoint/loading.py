@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from finwhale.checkpoint.formats import (
 from finwhale.checkpoint.joint import JointRanks, JointReader
 from finwhale.checkpoint.reader import DTYPES, Checkpoint, Layout, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec, name_of_scale
-from finwhale.checkpoint.staging import Faults, Staging
+from finwhale.checkpoint.staging import Faults, Staging, place_checks
 from finwhale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -330,9 +330,11 @@ class WeightSource:
                 yield weight
                 if reader.should_stop():
                     break
-            for name in reader.names():
-                if name in self._specs:
-                    yield self._specs[name], None
+                yield from self._placed(reader.names(wait=False))
+            # This takes a while, so it comes before the others' last bytes have arrived.
+            tensors = self._checkpoint.tensors
+            checks = place_checks((tensors[name] for name in reader.axes), places)
+            yield from self._placed(reader.names(wait=True))
             stop = None
         except Exception as error:
             stop = error
@@ -341,9 +343,14 @@ class WeightSource:
             reader.close(stop)
             del stop  # breaks the reference cycle of exception and frame
         faults = Faults()
-        tensors = self._checkpoint.tensors
-        faults.add_places([tensors[name] for name in reader.axes], places)
+        faults.add_checks(checks)
         faults.raise_first()
+
+    def _placed(self, names: Iterable[str]) -> Iterator[tuple[WeightSpec, None]]:
+        """The weights among tensors that have a destination."""
+        for name in names:
+            if name in self._specs:
+                yield self._specs[name], None
 
     def _read_alone(
         self, places: Mapping[str, Tensor], joint: Container[str] = ()

@@ -16,12 +16,13 @@ rows from there.
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
+from operator import itemgetter
 from pathlib import Path
 from queue import Queue
 
@@ -44,8 +45,6 @@ GAPPED_BYTES = 2**19
 PINNED_PIECES = 24
 # The most groups of tensors on the device that the iterating thread has not stored yet.
 GROUPS_AHEAD = 12
-# Bytes of scales that one check for NaN covers.
-CHECK_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +156,7 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         sender = threading.Thread(target=self._send_all, args=(infos,), daemon=True)
         sender.start()
+        checks = place_checks(infos, self._places)
         try:
             while True:
                 arrived = self._ready.get()
@@ -185,7 +185,7 @@ class Staging:
             if self._stream is not None:
                 # Finish all writes, because the caller may free the destinations after a stop.
                 self._stream.synchronize()
-        faults.add_places(infos, self._places)
+        faults.add_checks(checks)
         faults.raise_first()
 
     def _send_all(self, infos: Sequence[TensorInfo]) -> None:
@@ -295,6 +295,41 @@ class _Arrived:
         del self.memory
 
 
+# Tensors, and their values: those of one tensor in its dtype, or E8M0 scales as rows of bytes.
+Check = tuple[list[TensorInfo], Tensor]
+
+
+def place_checks(infos: Iterable[TensorInfo], places: Mapping[str, Tensor]) -> list[Check]:
+    """List the checks of those of the tensors that have a destination.
+
+    Scales are thousands of small tensors, so one check covers adjacent ones of the same size.
+    """
+    checks: list[Check] = []
+    scales: list[tuple[int, int, TensorInfo]] = []
+    for info in infos:
+        if not info.dtype.is_floating_point:
+            continue
+        place = places.get(info.name)
+        if place is None or not place.numel():
+            continue
+        if info.dtype == torch.float8_e8m0fnu:
+            scales.append((place.data_ptr(), place.numel(), info))
+        else:
+            checks.append(([info], place.view(info.dtype)))
+    runs: list[tuple[int, list[TensorInfo]]] = []
+    behind, end = (0, 0), 0
+    for address, size, info in sorted(scales, key=itemgetter(0)):
+        if behind != (address, size) or address == end:
+            runs.append((size, []))
+            memory = places[info.name].untyped_storage()
+            end = memory.data_ptr() + memory.nbytes()
+        runs[-1][1].append(info)
+        behind = address + size, size
+    for size, run in runs:
+        checks.append((run, places[run[0].name].as_strided((len(run), size), (size, 1))))
+    return checks
+
+
 class Faults:
     """Collects checks for values that are not finite; the host reads them once, at the end."""
 
@@ -307,27 +342,11 @@ class Faults:
         self._infos += infos
         self._flags.append(flags.reshape(-1))
 
-    def add_places(self, infos: Sequence[TensorInfo], places: Mapping[str, Tensor]) -> None:
-        """Check those of the tensors that have a destination.
-
-        Scales are thousands of small tensors, so one check covers many of the same size.
-        """
-        alike: dict[int, list[TensorInfo]] = {}
-        for info in infos:
-            if not info.dtype.is_floating_point:
-                continue
-            place = places.get(info.name)
-            if place is None or not place.numel():
-                continue
-            if info.dtype == torch.float8_e8m0fnu:
-                alike.setdefault(place.numel(), []).append(info)
-            else:
-                self.add([info], not_finite(place.view(info.dtype)))
-        for size, some in alike.items():
-            count = max(1, CHECK_BYTES // size)
-            for part in (some[i : i + count] for i in range(0, len(some), count)):
-                stacked = torch.stack([places[info.name] for info in part])
-                self.add(part, stacked.amax(1) == E8M0_NAN)
+    def add_checks(self, checks: Iterable[Check]) -> None:
+        """Add the checks that `place_checks` has listed, once the values have arrived."""
+        for infos, values in checks:
+            is_scales = values.dtype == torch.uint8
+            self.add(infos, values.amax(1) == E8M0_NAN if is_scales else not_finite(values))
 
     def raise_first(self) -> None:
         """Raise CheckpointError for the first tensor with a value that is not finite."""
