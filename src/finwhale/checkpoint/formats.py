@@ -85,9 +85,9 @@ def not_finite(stored: Tensor) -> Tensor:
     if dtype == torch.float8_e4m3fn:
         # 0xFF is the largest byte and 0x7F the largest signed one.
         return (stored.view(torch.uint8).amax() == 0xFF) | (stored.view(torch.int8).amax() == 0x7F)
-    # aminmax propagates NaN.
+    # aminmax propagates NaN. Zero times infinity or NaN is NaN, which differs from every number.
     low, high = torch.aminmax(stored)
-    return ~(low.isfinite() & high.isfinite())
+    return low * 0 != high * 0
 
 
 def _power_of_two_scales(amax: Tensor, limit: float) -> Tensor:

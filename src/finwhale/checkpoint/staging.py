@@ -286,10 +286,13 @@ class _Arrived:
             current.wait_event(self._event)
             # torch reuses the memory only after the current CUDA stream's work with it is done.
             self.memory.record_stream(current)
+        typed: dict[torch.dtype, Tensor] = {}
         for name, place in self.group.places.items():
             info = infos[name]
-            part = self.memory[place : place + info.num_bytes]
-            yield name, part.view(info.dtype).view(info.shape)
+            if info.dtype not in typed:
+                typed[info.dtype] = self.memory.view(info.dtype)
+            start, size = place // info.dtype.itemsize, info.num_bytes // info.dtype.itemsize
+            yield name, typed[info.dtype].narrow(0, start, size).view(info.shape)
 
     def release(self) -> None:
         del self.memory
