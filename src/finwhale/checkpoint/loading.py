@@ -303,7 +303,7 @@ class WeightSource:
         """Iterate as for a GPU. What the ranks read together comes last."""
         if ranks is not None and ranks.size > 1:
             reader = self._joint_reader(places, ranks)
-            if reader.open({name: places[name] for name in reader.axes}):
+            if reader.open(places):
                 yield from self._read_jointly(places, reader)
                 return
         yield from self._read_alone(places)
