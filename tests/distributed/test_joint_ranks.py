@@ -143,17 +143,31 @@ def test_weights_are_those_of_ranks_that_read_alone(files: Path, driver: Driver,
     assert len(driver.memories) > size * (size - 1)
 
 
-@pytest.mark.parametrize("why", ["share", "open"])
+@pytest.mark.parametrize("why", ["share", "view", "open"])
 def test_ranks_without_access_read_alone(
-    files: Path, driver: Driver, caplog: pytest.LogCaptureFixture, why: str
+    files: Path,
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
 ) -> None:
+    viewed: list[Tensor] = []
+
+    def view(tensor: Tensor) -> Tensor:
+        viewed.append(tensor)
+        if len(viewed) == 3:  # only one of the ranks fails
+            raise TypeError("no such thing")
+        return tensor
+
     if why == "share":
         driver.most = 3
+    elif why == "view":
+        monkeypatch.setattr(joint_ranks, "without_holding", view)
     else:
         driver.refuses = lambda number: number == 0
     with caplog.at_level(logging.WARNING):
         check_loading(files, 2)
-    cause = "no such thing" if why == "share" else "no access"
+    cause = "no access" if why == "open" else "no such thing"
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [f"each rank reads its weights alone: {cause}"]
 

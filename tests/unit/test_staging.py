@@ -242,3 +242,23 @@ def test_stopping_early_leaves_no_thread(path: Path) -> None:
     next(weights)
     weights.close()
     assert threading.active_count() == before
+
+
+def test_a_place_that_fits_no_value_leaves_no_thread(path: Path) -> None:
+    """A thread that sends tensors would wait for ever for room, because nobody stores them."""
+    before = threading.active_count()
+    infos = list(Checkpoint.open(path).tensors.values())
+    name = next(i.name for i in infos if i.dtype == torch.float32)
+    odd = torch.empty(5, dtype=torch.uint8)[1:]
+    with pytest.raises(RuntimeError, match="divisible"):
+        list(Staging(path, CPU, 4096, {name: odd}).tensors(infos))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_only_an_empty_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"x": torch.zeros(0, dtype=dtype)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    infos = list(Checkpoint.open(tmp_path).tensors.values())
+    ((_, found),) = Staging(tmp_path, CPU).tensors(infos)
+    assert found is not None and found.dtype == dtype and found.shape == (0,)

@@ -300,7 +300,7 @@ class WeightSource:
     def _staged(
         self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """Iterate as for a GPU. What the ranks read together comes last."""
+        """Iterate as for a GPU. What the ranks read together comes when it is ready."""
         if ranks is not None and ranks.size > 1:
             reader = self._joint_reader(places, ranks)
             if reader.open(places):

@@ -156,8 +156,8 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         sender = threading.Thread(target=self._send_all, args=(infos,), daemon=True)
         sender.start()
-        checks = place_checks(infos, self._places)
         try:
+            checks = place_checks(infos, self._places)
             while True:
                 arrived = self._ready.get()
                 if arrived is None:
@@ -239,7 +239,7 @@ class Staging:
                 self._ready.put(arrived)
 
     def _new(self, group: Group) -> "_Arrived":
-        size = max(1, group.num_bytes)
+        size = max(ALIGN, group.num_bytes)  # so that an empty tensor has a view of any dtype
         if self._stream is None:
             return _Arrived(group, torch.empty(size, dtype=torch.uint8, device=self._device))
         with torch.cuda.stream(self._stream):

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from itertools import chain, product
 
@@ -19,6 +19,9 @@ from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError, OtherRankError, first_line
 
 logger = logging.getLogger(__name__)
+
+# The fault of a rank that does not know why another one gave it no handles.
+OTHER_ALLOCATIONS = "another rank has other allocations, or cannot share them"
 
 
 class IpcJointRanks:
@@ -64,17 +67,16 @@ class IpcJointRanks:
         # Earlier work may still use the memory that other ranks write to.
         torch.cuda.synchronize(self._device)
         found = {place.untyped_storage().data_ptr(): place for place in places.values()}
-        self._lent = [_allocation(place) for place in found.values()]
-        sent = self._exchange_handles(self._lent)
+        sent = self._exchange_handles(found.values())
         if not self._fault and found:
             for number, address in enumerate(found):
                 self._waiting.append((address, [handles[number] for handles in sent]))
             self._map_next()
-        faults = self._peers.gather_text(self._fault)
-        lacking = next((text for text in faults if text), None)
-        if lacking is not None:
+        faults = [text for text in self._peers.gather_text(self._fault) if text]
+        if faults:
             if self.index == 0:
-                logger.warning("each rank reads its weights alone: %s", lacking)
+                cause = min(faults, key=lambda text: text == OTHER_ALLOCATIONS)
+                logger.warning("each rank reads its weights alone: %s", cause)
             self._release()
             self._peers.barrier()  # now no other rank has mapped this rank's allocations
             self._lent = []
@@ -125,15 +127,19 @@ class IpcJointRanks:
             if text and fault is None:
                 raise OtherRankError(f"rank {rank}: {text}")
 
-    def _exchange_handles(self, own: list[Tensor]) -> list[list[IpcHandle]]:
-        """The other ranks' handles of their allocations, in rank order; empty after a fault."""
+    def _exchange_handles(self, places: Collection[Tensor]) -> list[list[IpcHandle]]:
+        """The other ranks' handles of their allocations, in rank order; empty after a fault.
+
+        places: a place in each of this rank's allocations.
+        """
         others = [rank for rank in range(self.size) if rank != self.index]
         # One process may open a handle, so each other rank gets its own.
         given: dict[int, list[IpcHandle]] = {rank: [] for rank in others}
         try:
-            for rank, allocation in product(others, own):
+            self._lent = [_allocation(place) for place in places]
+            for rank, allocation in product(others, self._lent):
                 given[rank].append(share(allocation)[1])
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             self._fault = first_line(error)
             _discard_all(given.values())
             given = {}
@@ -141,9 +147,9 @@ class IpcJointRanks:
         sent = [json.loads(text) for text in self._peers.gather_text(json.dumps(forms))]
         lists = [sent[rank].get(str(self.index), []) for rank in others]
         handles = [[IpcHandle.from_json(form) for form in forms] for forms in lists]
-        sizes = [allocation.nbytes for allocation in own]
+        sizes = [place.untyped_storage().nbytes() for place in places]
         if not self._fault and any([h.size_bytes for h in some] != sizes for some in handles):
-            self._fault = "another rank has other allocations, or cannot share them"
+            self._fault = OTHER_ALLOCATIONS
         if self._fault:
             _discard_all(handles)
             return []
@@ -297,7 +303,8 @@ def _allocation(tensor: Tensor) -> Tensor:
     """The allocation of which a tensor is a view, as uint8.
 
     torch warns if a process ends while a tensor that it has shared still exists. Weights often do,
-    so the ranks share another tensor on the same memory.
+    so the ranks share another tensor on the same memory. It does not keep the memory: if another
+    rank is lost, this process must end before it uses the memory again.
     """
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return without_holding(whole.set_(tensor.untyped_storage()))

@@ -122,7 +122,7 @@ class Push:
 
     def set_timeout(self, seconds: float) -> None:
         """Change how long a kernel waits for a rank, also in captured graphs."""
-        self._limit.fill_(min(int(seconds * POLLS_PER_SECOND), 2**31 - 1))
+        self._limit.fill_(max(1, min(int(seconds * POLLS_PER_SECOND), 2**31 - 1)))
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         if x.dtype not in (torch.float32, torch.bfloat16):
