@@ -28,7 +28,7 @@ from finwhale.engine.rank.startup import draft_on_device, new_verification_steps
 from finwhale.engine.rank.static_inputs import NO_STEP
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
 from finwhale.models.protocol import Drafts, PagedCache
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
@@ -475,7 +475,8 @@ def test_one_set_of_side_streams(
     on_the_device(engine, monkeypatch)
     model = local_executor(engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
-    assert made == [model.side_streams] and model.draft_head is not None
+    assert made == [model.side_streams] and len(PRIORITIES) == 3
+    assert model.draft_head is not None
     for layer in (*model.layers, *model.draft_head.layers):
         assert isinstance(layer, DecoderLayer)
         assert layer.attn.side_streams is made[0] and layer.ffn.side_streams is made[0]

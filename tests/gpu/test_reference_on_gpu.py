@@ -161,9 +161,8 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(model, DeepseekV4)
     streams = model.side_streams
     handles = {stream.cuda_stream for stream in made} - {0}  # 0: the current one, looked up
-    assert handles == {stream.cuda_stream for stream in streams.streams} and len(handles) == len(
-        PRIORITIES
-    )
+    assert handles == {stream.cuda_stream for stream in streams.streams}
+    assert len(handles) == len(PRIORITIES) == 3
     llm.generate([[5, 6, 7]], GREEDY)
     assert model.draft_head is not None
     for layer in (*model.layers, *model.draft_head.layers):

@@ -245,7 +245,7 @@ def test_stopping_early_leaves_no_thread(path: Path) -> None:
 
 
 def test_a_place_that_fits_no_value_leaves_no_thread(path: Path) -> None:
-    """A thread that sends tensors would wait for ever for room, because nobody stores them."""
+    """The sending thread ends with the iterator. It used to wait for ever."""
     before = threading.active_count()
     infos = list(Checkpoint.open(path).tensors.values())
     name = next(i.name for i in infos if i.dtype == torch.float32)

@@ -252,7 +252,8 @@ class JointReader:
         self._lock = threading.Lock()
         self._stopped = self._others_failed = False
         self._asked = 0
-        # The names of each turn that is done; an error; None: a thread has no more turns.
+        # The reading threads put here the names of each turn that they have done. When a thread
+        # ends, it puts its error here, or None if it has read all its turns.
         self._done: SimpleQueue[list[str] | BaseException | None] = SimpleQueue()
         self._stack = ExitStack()
         self._files = Files(directory, self._stack)

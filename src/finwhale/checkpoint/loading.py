@@ -151,7 +151,8 @@ def _compare(
     """Compare a checkpoint's headers with a model's weights.
 
     Returns:
-        The inventory, and the match of each weight that the checkpoint has, by name.
+        The inventory, and a dictionary. For the name of each weight that the checkpoint has, the
+        dictionary says how the weight matches its spec.
     """
     tensors = checkpoint.tensors
     missing: list[str] = []

@@ -303,9 +303,10 @@ Check = tuple[list[TensorInfo], Tensor]
 
 
 def place_checks(infos: Iterable[TensorInfo], places: Mapping[str, Tensor]) -> list[Check]:
-    """List the checks of those of the tensors that have a destination.
+    """Find which values must be finite: those of all tensors that have a destination.
 
-    Scales are thousands of small tensors, so one check covers adjacent ones of the same size.
+    A model has thousands of small tensors of scales. If scales of the same size lie next to each
+    other in one allocation, one check covers them all.
     """
     checks: list[Check] = []
     scales: list[tuple[int, int, TensorInfo]] = []
@@ -320,7 +321,7 @@ def place_checks(infos: Iterable[TensorInfo], places: Mapping[str, Tensor]) -> l
         else:
             checks.append(([info], place.view(info.dtype)))
     runs: list[tuple[int, list[TensorInfo]]] = []
-    behind, end = (0, 0), 0
+    behind, end = (0, 0), 0  # where the run could go on, and where its allocation ends
     for address, size, info in sorted(scales, key=itemgetter(0)):
         if behind != (address, size) or address == end:
             runs.append((size, []))

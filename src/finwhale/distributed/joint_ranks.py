@@ -43,7 +43,8 @@ class IpcJointRanks:
         # of the other ranks' ones.
         self._waiting: deque[tuple[int, list[IpcHandle]]] = deque()
         self._opened: list[Tensor] = []
-        self._lent: list[Tensor] = []  # this rank's allocations, until no other rank has them
+        # This rank's allocations, until no other rank has mapped them.
+        self._lent: list[Tensor] = []
         self._mapper: threading.Thread | None = None
         self._fault, self._failed_key = "", ""
 
@@ -130,7 +131,8 @@ class IpcJointRanks:
     def _exchange_handles(self, places: Collection[Tensor]) -> list[list[IpcHandle]]:
         """The other ranks' handles of their allocations, in rank order; empty after a fault.
 
-        places: a place in each of this rank's allocations.
+        Args:
+            places: a place in each of this rank's allocations.
         """
         others = [rank for rank in range(self.size) if rank != self.index]
         # One process may open a handle, so each other rank gets its own.

@@ -250,7 +250,7 @@ class VerificationSteps:
             self._advanced[:count].zero_()
             self._carried[:count, 0].copy_(chosen)
         else:
-            torch.add(chosen, 0, out=self._chosen[: len(chosen)])  # see _copied
+            _copied(chosen, out=self._chosen[: len(chosen)])
             graph = step.drafting.get(num_drafts)
             if graph is None:
                 self._draft(step, num_drafts, Inline())
@@ -409,9 +409,9 @@ class VerificationSteps:
         return replace(step, verifying=verifying.whole, drafting=graphs)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy by a kernel, which a GPU starts 2 us sooner than a copy of its memory."""
-    return torch.add(tensor, 0)
+def _copied(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copy a tensor with a kernel, which a GPU starts 2 us sooner than a copy of its memory."""
+    return torch.add(tensor, 0, out=out)
 
 
 def _first_rows(table: PageTable, size: int) -> PageTable:

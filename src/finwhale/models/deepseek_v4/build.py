@@ -443,8 +443,8 @@ class WeightBuilder:
         count = len(names)
         parts = codes.view(-1).split([codes.nbytes // count] * count)
         scales = exponents.view(-1).split([exponents.nbytes // count] * count)
-        # This does not call `_set`, because a model has 36,000 of these weights and `_set` is slow.
-        # Each of them has one destination.
+        # A model has 36,000 of these weights, and calling `_set` for each would take too long. Each
+        # has only one destination, so an entry in each of the tables is enough.
         setters, places = self.setters, self.places
         for name, part, scale in zip(names, parts, scales, strict=True):
             setters[name] = partial(_copy_fp4, part, scale)
