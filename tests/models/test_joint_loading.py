@@ -21,11 +21,12 @@ from finwhale.checkpoint.joint import JointRanks, JointReader, Part
 from finwhale.checkpoint.loading import StoredWeight, WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
-from finwhale.checkpoint.writer import write_stored
+from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError, OtherRankError
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.testing.tiny import random_weights
 
 
 class Threads:
@@ -158,11 +159,46 @@ def test_weights_are_those_of_ranks_that_read_alone(files: Path, size: int) -> N
         return weights_of(files, Rank(ranks.index, size), ranks)
 
     for index, weights in enumerate(all_ranks(Threads(size), load)):
-        alone = dict(tensors(weights_of(files, Rank(index, size), None)))
+        rank = Rank(index, size)
+        alone = dict(tensors(loaded(*opened(files, rank), rank, packed=True)))
         joint = dict(tensors(weights))
         assert joint.keys() == alone.keys()
         for path, tensor in joint.items():
             assert torch.equal(tensor.float(), alone[path].float()), (index, path)
+
+
+def test_ranks_read_weights_with_float32_scales(tmp_path: Path) -> None:
+    """They need no conversion of E8M0 scales, so they have no places."""
+    config = QUANTISED.to_dict()
+    specs, weights = weight_specs(QUANTISED), random_weights(config, 1)
+    write_checkpoint(tmp_path, config, weights.items(), specs, scale_dtype=torch.float32)
+    rank = Rank(1, 2)
+    wanted = dict(tensors(loaded(*opened(tmp_path, rank), rank, packed=True)))
+    found = all_ranks(Threads(2), lambda one: weights_of(tmp_path, Rank(one.index, 2), one))[1]
+    for path, tensor in tensors(found):
+        assert torch.equal(tensor.float(), wanted.pop(path).float()), path
+    assert not wanted
+
+
+@pytest.mark.parametrize("slab_bytes", (256, 100_000))
+def test_weights_in_slabs_are_those_with_separate_memory(
+    files: Path, monkeypatch: pytest.MonkeyPatch, slab_bytes: int
+) -> None:
+    rank = Rank(1, 2)
+    separate = dict(tensors(weights_of(files, rank, None)))
+    monkeypatch.setattr("finwhale.models.deepseek_v4.build.SLAB_DEVICES", ("cpu",))
+    monkeypatch.setattr("finwhale.models.deepseek_v4.build.SLAB_BYTES", slab_bytes)
+    weights = dict(tensors(weights_of(files, rank, None)))
+    assert weights.keys() == separate.keys()
+    for path, tensor in weights.items():
+        assert torch.equal(tensor.float(), separate[path].float()), path
+    memories = {t.untyped_storage().data_ptr() for t in weights.values()}
+    assert len(memories) < len(weights) / (2 if slab_bytes > 256 else 1)
+    layers = [path.split(".experts.")[0] for path in weights if path.endswith(".ffn.experts.w13")]
+    for layer in layers:
+        parts = [t for path, t in weights.items() if path.startswith(f"{layer}.experts.")]
+        assert len({t.untyped_storage().data_ptr() for t in parts}) == 1, layer
+    assert layers
 
 
 @pytest.mark.usefixtures("pieces")
@@ -185,7 +221,7 @@ def test_the_ranks_read_each_byte_of_their_places_once(
         return weights_of(files, Rank(ranks.index, size), ranks)
 
     all_ranks(Threads(size), load)
-    once = ("embed.weight", "head.weight", ".ffn.experts.", ".compressor.wkv.weight")
+    once = ("embed.weight", "head.weight", ".ffn.experts.", ".compressor.wkv.weight", ".attn.wo_b.")
     found = dict.fromkeys(once, 0)
     for name, info in Checkpoint.open(files).tensors.items():
         counts = reads[info.file][info.offset :][: info.num_bytes]
@@ -291,12 +327,11 @@ def test_a_rank_does_not_read_on_after_another_has_failed(files: Path) -> None:
 
 def test_a_consumer_that_stops_tells_the_other_ranks(files: Path) -> None:
     def load(ranks: ThreadRank) -> Any:
-        rank = Rank(ranks.index, 2)
-        if rank.index:
-            return weights_of(files, rank, ranks)
-        _, stream = opened(files, rank, JointSource)
+        _, stream = opened(files, Rank(ranks.index, 2), JointSource)
         stopped: Any = stream.into(places_of(stream), ranks)
         next(stopped)
+        if ranks.index:
+            return list(stopped)
         stopped.close()
         return ranks.closed
 

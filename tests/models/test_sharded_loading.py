@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("finwhale.checkpoint.staging.GAPPED_BYTES", 5000)
         monkeypatch.setattr(
             "finwhale.checkpoint.loading.Staging",
-            lambda directory, device, places: Staging(directory, device, 1 << 13, places),
+            partial(Staging, piece_bytes=1 << 13),
         )
     return StagedSource
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Small ones: most tensors take several. Large: hundreds of tensors share one."""
     monkeypatch.setattr(
         "finwhale.checkpoint.loading.Staging",
-        lambda directory, device, places: Staging(directory, device, request.param, places),
+        partial(Staging, piece_bytes=request.param),
     )
 
 

@@ -62,7 +62,7 @@ def plain_read(checkpoint: Checkpoint, rank: Rank, device: torch.device) -> None
     """
     cuda = device.type == "cuda"
     free: Queue[tuple[torch.Tensor, Any]] = Queue()
-    for _ in range(PINNED_PIECES):
+    for _ in range(PINNED_PIECES * num_threads()):
         free.put((torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=cuda), None))
     target = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
     stream = torch.cuda.Stream(device) if cuda else None

@@ -20,11 +20,16 @@ import numpy as np
 from torch import Tensor
 
 from finwhale.checkpoint.reader import TensorInfo
-from finwhale.checkpoint.staging import PIECE_BYTES, Bytes, Files, fill, num_threads
+from finwhale.checkpoint.staging import (
+    PIECE_BYTES,
+    PINNED_PIECES,
+    Bytes,
+    Files,
+    fill,
+    num_threads,
+)
 from finwhale.errors import OtherRankError, first_line
 
-# The pieces that a thread has in pinned memory: it reads one, while the device takes the others.
-LANES = 2
 # Pieces after which a thread asks whether another rank has failed.
 PIECES_A_CHECK = 8
 
@@ -352,7 +357,7 @@ class JointReader:
             self._ranks.begin_thread()
             for count, (piece, names) in enumerate(self._own_turns(), start=1):
                 if piece.num_bytes:
-                    if len(lanes) < LANES:
+                    if len(lanes) < PINNED_PIECES:
                         lanes.append(self._ranks.lane(self._piece_bytes))
                     lane = lanes[(count - 1) % len(lanes)]
                     lane.wait()

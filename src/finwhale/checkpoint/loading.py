@@ -22,7 +22,13 @@ from finwhale.checkpoint.formats import (
 from finwhale.checkpoint.joint import JointRanks, JointReader
 from finwhale.checkpoint.reader import DTYPES, Checkpoint, Layout, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec, name_of_scale
-from finwhale.checkpoint.staging import Faults, Staging, place_checks
+from finwhale.checkpoint.staging import (
+    THREADS,
+    THREADS_BESIDE_JOINT,
+    Faults,
+    Staging,
+    place_checks,
+)
 from finwhale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -302,12 +308,22 @@ class WeightSource:
         self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate as for a GPU. What the ranks read together comes when it is ready."""
+        places = self._fitting(places)
         if ranks is not None and ranks.size > 1:
             reader = self._joint_reader(places, ranks)
             if reader.open(places):
                 yield from self._read_jointly(places, reader)
                 return
         yield from self._read_alone(places)
+
+    def _fitting(self, places: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The destinations without those of FP8 weights with float32 scales, which are for E8M0."""
+        tensors, other = self._checkpoint.tensors, set[str]()
+        for spec in self._specs.values():
+            scale = tensors[spec.scale_name] if self.storages[spec.name] == "fp8_block" else None
+            if scale is not None and scale.dtype == torch.float32:
+                other |= {spec.name, spec.scale_name}
+        return {name: place for name, place in places.items() if name not in other}
 
     def _joint_reader(self, places: Container[str], ranks: JointRanks) -> JointReader:
         """A reader of what has a destination."""
@@ -362,7 +378,8 @@ class WeightSource:
         keeps a scale until its weight arrives. Tensors with a destination follow in file order.
         """
         scales: dict[str, Tensor | None] = {}
-        staging = Staging(self._checkpoint.path, self._device, places=places)
+        threads = THREADS_BESIDE_JOINT if joint else THREADS
+        staging = Staging(self._checkpoint.path, self._device, places=places, threads=threads)
         for info, tensor in staging.tensors(self._in_order(places, joint)):
             spec = self._specs.get(info.name)
             if spec is None:

@@ -40,9 +40,13 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 PIECE_BYTES = 16 * 2**20
 ALIGN = 64
 THREADS = 12
+# Reading threads of a rank that also reads jointly: more of them slow down the joint reading, which
+# moves most of the bytes.
+THREADS_BESIDE_JOINT = 4
 # Bytes of rows and gaps that a thread reads at once.
 GAPPED_BYTES = 2**19
-PINNED_PIECES = 24
+# Pieces in pinned memory for each reading thread: it reads one, while the device takes the other.
+PINNED_PIECES = 2
 # The most groups of tensors on the device that the iterating thread has not stored yet.
 GROUPS_AHEAD = 12
 
@@ -122,6 +126,7 @@ class Staging:
         device: a GPU; on a CPU the same code runs without pinned memory and CUDA streams.
         places: destinations of tensors by name: uint8 [num_bytes] on the device, aligned for the
             tensor's dtype.
+        threads: the most reading threads.
     """
 
     def __init__(
@@ -130,8 +135,10 @@ class Staging:
         device: torch.device,
         piece_bytes: int = PIECE_BYTES,
         places: Mapping[str, Tensor] | None = None,
+        threads: int = THREADS,
     ) -> None:
         self._directory, self._device, self._piece_bytes = directory, device, piece_bytes
+        self._num_threads = num_threads(threads)
         self._places = places or {}
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
@@ -191,7 +198,7 @@ class Staging:
     def _send_all(self, infos: Sequence[TensorInfo]) -> None:
         """The function of the sending thread. The iterating thread raises its errors."""
         try:
-            with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
+            with ExitStack() as stack, ThreadPoolExecutor(self._num_threads) as pool:
                 # The stack closes the files after all reading threads have ended.
                 files = Files(self._directory, stack)
                 self._pipeline(groups_of(infos, self._piece_bytes, self._places), files, pool)
@@ -216,7 +223,7 @@ class Staging:
             if piece is not None:
                 reading.append(pool.submit(_read_piece, piece, files, pinned))
 
-        for _ in range(PINNED_PIECES):
+        for _ in range(PINNED_PIECES * self._num_threads):
             ask(_Pinned(self._piece_bytes, self._cuda))
         while asked:
             group = asked.popleft()
@@ -484,6 +491,6 @@ def _name_at(reads: Sequence[Read], done: int) -> str:
     return reads[-1].info.name
 
 
-def num_threads() -> int:
+def num_threads(most: int = THREADS) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(THREADS, cores or 1))
+    return max(1, min(most, cores or 1))

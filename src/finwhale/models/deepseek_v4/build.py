@@ -6,6 +6,7 @@ table that supports packed weights gets the stored FP8 and FP4 codes with their 
 get the dequantised values.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -19,6 +20,7 @@ from finwhale.checkpoint.formats import (
     FP4_BLOCK,
     FP8_BLOCK,
     e8m0_bytes,
+    e8m0_to_float32,
     fp8_scale_shape,
     scale_to_float32,
 )
@@ -46,9 +48,46 @@ from finwhale.ops.moe import ExpertWeight
 
 Setter = Callable[[StoredWeight], object]
 
-# Unquantised weights of at least this size have a place, if they need no conversion. (Ranks that
-# load together share the memory of places, which takes a millisecond for each.)
-LARGE_BYTES = 2**26
+# Unquantised weights of at least this size have a place, if they need no conversion. (Values in
+# places are checked only when all have arrived, which takes as long for a small tensor.)
+LARGE_BYTES = 2**20
+# Tensors on these devices share allocations of SLAB_BYTES. Ranks that load together map each
+# other's allocations, which takes a millisecond for each.
+SLAB_DEVICES = ("cuda",)
+SLAB_BYTES = 2**28
+SLAB_ALIGN = 256
+
+
+class Slabs:
+    """Allocates tensors that share a few large allocations."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[Tensor] = []  # the rest of each allocation, newest last
+
+    def allocate(self, num_bytes: int) -> None:
+        """Make an allocation, in which the next tensors lie as long as they fit."""
+        self._free.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """A uint8 tensor [num_bytes] without values."""
+        size = aligned(num_bytes)
+        fits = (i for i in reversed(range(len(self._free))) if len(self._free[i]) >= size)
+        at = next(fits, None)
+        if at is None:
+            self.allocate(max(size, SLAB_BYTES))
+            at = -1
+        memory = self._free[at]
+        if size == len(memory):
+            del self._free[at]
+        else:
+            self._free[at] = memory[size:]
+        return memory[:num_bytes]
+
+
+def aligned(num_bytes: int) -> int:
+    """The bytes that a tensor takes in a slab."""
+    return -(-num_bytes // SLAB_ALIGN) * SLAB_ALIGN
 
 
 class WeightBuilder:
@@ -70,8 +109,8 @@ class WeightBuilder:
         config: the sizes of the rank.
         setters: by official name, a function that copies a stored weight to its destination.
         targets: by official name, tensors whose memory the setter writes to.
-        places: by name of a weight or scale, the destination of its bytes; only for tensors that
-            need no conversion.
+        places: by name of a weight or scale, the destination of its bytes. E8M0 scales of FP8
+            weights are converted later (`convert_scales`); other tensors here need no conversion.
     """
 
     def __init__(
@@ -101,6 +140,9 @@ class WeightBuilder:
         self.places: dict[str, Tensor] = {}
         self.num_bytes = 0
         self._rank = rank
+        self._slabs = Slabs(device) if device.type in SLAB_DEVICES else None
+        # By name of an FP8 weight that has a place: the float32 destination of its scales.
+        self._scales: dict[str, Tensor] = {}
         self._cuts: dict[str, Slice] = {}  # of the projections whose part is being allocated
         layers = tuple(
             self._layer(f"layers.{i}", ratio, config.is_hash_layer(i))
@@ -118,9 +160,33 @@ class WeightBuilder:
             mtp=mtp,
             dspark=dspark,
         )
+        self._place_scales()
+
+    def _place_scales(self) -> None:
+        """Allocate the places of the scales of FP8 weights."""
+        sizes = [scale.numel() for scale in self._scales.values()]
+        exponents = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self._exponents = dict(zip(self._scales, exponents.split(sizes), strict=True))
+        self.places |= {name_of_scale(name): part for name, part in self._exponents.items()}
+
+    def convert_scales(self, names: Iterable[str]) -> None:
+        """Convert the scales of FP8 weights whose bytes have arrived in their places.
+
+        Args:
+            names: weights that have arrived in places; those of other formats are passed over.
+        """
+        arrived = [name for name in names if name in self._scales]
+        if arrived:
+            parts = [self._exponents[name] for name in arrived]
+            values = e8m0_to_float32(torch.cat(parts).view(torch.float8_e8m0fnu))
+            targets = [self._scales[name].view(-1) for name in arrived]
+            torch._foreach_copy_(targets, values.split([len(part) for part in parts]))
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        if self._slabs is None:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            tensor = self._slabs.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self.num_bytes += tensor.nbytes
         return tensor
 
@@ -137,6 +203,7 @@ class WeightBuilder:
         self.setters[name] = setter if first is None else _both(first, setter)
         if first is not None:
             self.places.pop(name, None)
+            self._scales.pop(name, None)
         self.targets[name] = (*self.targets.get(name, ()), *targets)
 
     def _copy_to(self, name: str, target: Tensor) -> None:
@@ -195,6 +262,11 @@ class WeightBuilder:
             scale[: values.shape[0]].copy_(values)
 
         self._set(name, copy, weight, scale)
+        once = name not in self._cuts and len(self.targets[name]) == 2
+        if once and weight.is_contiguous():
+            self.places[name] = weight.view(-1).view(torch.uint8)
+            rows, _ = fp8_scale_shape((len(weight), weight.shape[1]))
+            self._scales[name] = scale[:rows]
 
     def _stacked(
         self,
@@ -427,6 +499,11 @@ class WeightBuilder:
         """
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
 
+        if self._slabs is not None:
+            # One allocation for all of them: 3 hidden * width values in codes and exponents.
+            values = 3 * hidden * width * count
+            self._slabs.allocate(values // 2 + values // FP4_BLOCK)
+
         def empty(rows: int, columns: int) -> tuple[Tensor, Tensor]:
             codes = self._empty((count, rows, columns // 2), torch.uint8)
             return codes, self._empty((count, rows, columns // FP4_BLOCK), torch.uint8)
@@ -548,6 +625,7 @@ class WeightLoading:
             )
         self._ops = ops
         self._waiting = dict(self._builder.setters)
+        self._in_places: list[str] = []
 
     @property
     def num_bytes(self) -> int:
@@ -568,7 +646,9 @@ class WeightLoading:
         if setter is None:
             raise CheckpointError(f"tensor {spec.name} occurs twice or is not in this model")
         assert spec.slice == self._builder.specs[spec.name].slice, "a stream of another rank"
-        if stored is not None:
+        if stored is None:
+            self._in_places.append(spec.name)
+        else:
             setter(stored)
 
     def fill(self, stream: WeightStream, ranks: JointRanks | None = None) -> ModelWeights:
@@ -595,6 +675,7 @@ class WeightLoading:
         if self._waiting:
             waiting = self._waiting
             raise CheckpointError(f"{len(waiting)} tensors are missing, such as {min(waiting)}")
+        self._builder.convert_scales(self._in_places)
         if self._builder.device.type == "cuda":
             # Free the temporary tensors of loading now. Otherwise converting the experts allocates
             # small tensors in their segments, and each one keeps up to a gigabyte reserved.
