@@ -319,11 +319,10 @@ class WeightSource:
     def _fitting(self, places: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The destinations without those of FP8 weights with float32 scales, which are for E8M0."""
         tensors, other = self._checkpoint.tensors, set[str]()
-        for spec in self._specs.values():
-            scale = tensors[spec.scale_name] if self.storages[spec.name] == "fp8_block" else None
-            if scale is not None and scale.dtype == torch.float32:
-                other |= {spec.name, spec.scale_name}
-        return {name: place for name, place in places.items() if name not in other}
+        for name, storage in self.storages.items():
+            if storage == "fp8_block" and tensors[name_of_scale(name)].dtype == torch.float32:
+                other |= {name, name_of_scale(name)}
+        return {n: place for n, place in places.items() if n not in other} if other else places
 
     def _joint_reader(self, places: Container[str], ranks: JointRanks) -> JointReader:
         """A reader of what has a destination."""
