@@ -26,7 +26,7 @@ from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.rank.draft_noise import StaticDraftNoise
 from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
-from finwhale.engine.rank.host_transfer import copied, send
+from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.models.protocol import (
@@ -186,7 +186,7 @@ class VerificationSteps:
             first = (known + self._advanced[:count, 0] + 2)[:, None]
             steps = torch.arange(self._num_drafts, device=self._device)
             return [self._estimate(first + steps)]
-        return [copied(self._confidences[:count, : self._num_drafts])]
+        return [_copied(self._confidences[:count, : self._num_drafts])]
 
     def estimate_with(self, estimate: Estimate | None) -> None:
         """Replace the confidences of a head that gives some: for measurements. None: keep them."""
@@ -250,13 +250,13 @@ class VerificationSteps:
             self._advanced[:count].zero_()
             self._carried[:count, 0].copy_(chosen)
         else:
-            copied(chosen, out=self._chosen[: len(chosen)])
+            _copied(chosen, out=self._chosen[: len(chosen)])
             graph = step.drafting.get(num_drafts)
             if graph is None:
                 self._draft(step, num_drafts, Inline())
             else:
                 graph.replay()
-        return copied(self._carried[:count, 1 : 1 + num_drafts])
+        return _copied(self._carried[:count, 1 : 1 + num_drafts])
 
     def _send_layout(
         self, lengths: Items[int], draft: DraftPlan, size: int, num_tokens: int
@@ -407,6 +407,11 @@ class VerificationSteps:
             recorder.record(partial(self._draft, step), drafts)
             graphs[drafts] = recorder.whole
         return replace(step, verifying=verifying.whole, drafting=graphs)
+
+
+def _copied(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copy a tensor with a kernel, which a GPU starts 2 us sooner than a copy of its memory."""
+    return torch.add(tensor, 0, out=out)
 
 
 def _first_rows(table: PageTable, size: int) -> PageTable:

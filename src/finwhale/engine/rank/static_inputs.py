@@ -1,10 +1,9 @@
 """The inputs of captured steps at fixed addresses.
 
 One set of buffers serves every graph: a graph of n tokens reads the first n elements of each
-buffer. The host alternates between two pinned copies, so that it can write a step while the last
-one's copy is still being sent. A CUDA stream of its own sends a copy to the device while the step
-before is still running; a kernel then copies it into the buffers, which the step before has read
-until then. Page tables stay on the device; the host sends changes as pairs of index and page.
+buffer. The host has two pinned copies and alternates between them: while the device still reads one
+step's copy, the host writes the next step into the other. Page tables stay on the device; the host
+sends changes as pairs of index and page.
 """
 
 from collections.abc import Sequence as Items
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from finwhale.engine.plan.pages import BlockTable, BlockTables
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
-from finwhale.engine.rank.host_transfer import copied, send
+from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.protocol import CacheGroup, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
@@ -65,8 +64,8 @@ class StaticInputs:
         )
         self._layout = _PageLayout(groups, num_tokens, num_seqs, max_len)
         self._page_device = torch.zeros(self._layout.words, dtype=torch.int32, device=device)
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copies = [_PinnedCopy(self, device, stream) for _ in range(2)]
+        self._updates = torch.zeros(3 * MAX_UPDATES, dtype=torch.int32, device=device)
+        self._copies = [_PinnedCopy(self, device) for _ in range(2)]
         self._turn = 0
         self._forget_pages()
         self.fill(NO_STEP, decode=True)
@@ -109,20 +108,9 @@ class StaticInputs:
         pinned = self._copies[self._turn]
         pinned.wait()
         pinned.write_step(plan, decode)
+        self._step_device.copy_(pinned.step, non_blocking=True)
         try:
-            places, values = self._page_changes(plan.slots)
-            fit = len(places) <= MAX_UPDATES
-            step, updates = pinned.send(places if fit else [], values if fit else [])
-            copied(step, out=self._step_device)
-            if places:
-                where, what = updates
-                if not fit:
-                    where, what = send(
-                        self._page_device.device,
-                        np.array(places, np.int64),
-                        np.array(values, np.int32),
-                    )
-                self._page_device.index_copy_(0, where, what)
+            self._fill_pages(pinned, plan.slots)
         except BaseException:
             # After an interruption, the host does not know which pages have arrived.
             self._forget_pages()
@@ -134,19 +122,28 @@ class StaticInputs:
         nothing: DeviceTable = (None, None, 0, 0)
         self._device_tables = [[nothing] * len(self.groups) for _ in range(self.num_seqs)]
 
-    def _page_changes(self, slots: Items[int]) -> tuple[list[int], list[int]]:
-        """Pages that the device does not have yet: indices of words in the block, and values."""
+    def _fill_pages(self, pinned: "_PinnedCopy", slots: Items[int]) -> None:
+        """Send the pages that the device does not have yet."""
         held, count = self._versions, len(slots)
         versions = self._tables.versions(slots)
+        if versions == held[:count]:
+            return
         places: list[int] = []
         values: list[int] = []
-        if versions == held[:count]:
-            return places, values
         for row, (new, old) in enumerate(zip(versions, held, strict=False)):
             if new is not old:
                 self._update(row, self._tables[slots[row]], places, values)
         held[:count] = versions
-        return places, values
+        if len(places) <= MAX_UPDATES:
+            words = pinned.write_updates(places, values)
+            updates = self._updates[: len(words)]
+            updates.copy_(words, non_blocking=True)
+            where, what = _cut_updates(updates)
+        else:
+            where, what = send(
+                self._page_device.device, np.array(places, np.int64), np.array(values, np.int32)
+            )
+        self._page_device.index_copy_(0, where, what)
 
     def _update(self, row: int, tables: BlockTables, places: list[int], values: list[int]) -> None:
         """Append the changes of a row's tables: indices of words in the block, and values."""
@@ -170,15 +167,9 @@ class StaticInputs:
 
 
 class _PinnedCopy:
-    """One of the two pinned copies. The host may write to it once the device has used it.
+    """One of the two pinned copies. The host may write to it once its transfers are done."""
 
-    Args:
-        stream: the CUDA stream that sends it; None: the device is a CPU.
-    """
-
-    def __init__(
-        self, static: StaticInputs, device: torch.device, stream: torch.cuda.Stream | None
-    ) -> None:
+    def __init__(self, static: StaticInputs, device: torch.device) -> None:
         pinned = device.type == "cuda"
         words = _step_words(static.num_tokens, static.num_seqs)
         self.step = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
@@ -188,14 +179,11 @@ class _PinnedCopy:
         self._ordinal = np.arange(static.num_seqs)
         self._own = np.arange(static.num_tokens) + static.num_sampled
         self._updates = torch.zeros(3 * MAX_UPDATES, dtype=torch.int32, pin_memory=pinned)
-        self._device, self._stream = device, stream
-        # Where a transfer arrives.
-        self._sent_step = torch.empty_like(self.step, device=device)
-        self._sent_updates = torch.empty_like(self._updates, device=device)
+        self._device = device
         self._event = torch.cuda.Event() if pinned else None
 
     def wait(self) -> None:
-        """Wait until the device has used the step before last, which is usually long ago."""
+        """Wait for the transfers of the step before last, which have usually been done long ago."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -227,25 +215,13 @@ class _PinnedCopy:
         elif plan.pending_rows:
             self._source[np.flatnonzero(self._ids[:count] == PENDING)] = plan.pending_rows
 
-    def send(self, places: list[int], values: list[int]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Send the step, and page updates.
-
-        Returns:
-            The step's words, and the indices and values of the updates, on the device.
-        """
+    def write_updates(self, places: list[int], values: list[int]) -> Tensor:
+        """Write page updates; returns the words, which `_cut_updates` splits."""
         words = self._updates[: 3 * len(places)]
         where, what = _cut_updates(words)
         where.numpy()[:] = places
         what.numpy()[:] = values
-        if self._stream is None:
-            return self.step, (where, what)
-        sent = self._sent_updates[: len(words)]
-        with torch.cuda.stream(self._stream):
-            self._sent_step.copy_(self.step, non_blocking=True)
-            if places:
-                sent.copy_(words, non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return self._sent_step, _cut_updates(sent)
+        return words
 
 
 class _PageLayout:

@@ -95,10 +95,21 @@ def _squares(a, b, c, d):
 
 
 @triton.jit
-def _load_fn(fn_ptr, row, d, D, M: tl.constexpr):
-    """Load the columns d of fn for all residual streams.
+def _fn_tile(
+    fn_ptr,
+    row,
+    d,
+    D,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COMPILED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Load the columns d of fn for all residual streams, and prepare them for the GEMM.
 
     A step of few tokens reads fn once, so it should not displace other data from the L2 cache.
+    SPLIT: return three bfloat16 tiles (`_split`); otherwise one in float32.
     """
     mask = (row < M)[:, None] & (d < D)[None, :]
     source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
@@ -106,18 +117,7 @@ def _load_fn(fn_ptr, row, d, D, M: tl.constexpr):
     f1 = tl.load(source + D, mask=mask, other=0.0, eviction_policy="evict_first")
     f2 = tl.load(source + 2 * D, mask=mask, other=0.0, eviction_policy="evict_first")
     f3 = tl.load(source + 3 * D, mask=mask, other=0.0, eviction_policy="evict_first")
-    return f0, f1, f2, f3
-
-
-@triton.jit
-def _fn_tile(
-    f, ROWS: tl.constexpr, SPLIT: tl.constexpr, COMPILED: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Prepare the values of `_load_fn` for the GEMM.
-
-    SPLIT: return three bfloat16 tiles (`_split`); otherwise one in float32.
-    """
-    fn = _settle(_take_turns(f[0], f[1], f[2], f[3], ROWS, BLOCK_D), COMPILED)
+    fn = _settle(_take_turns(f0, f1, f2, f3, ROWS, BLOCK_D), COMPILED)
     return _split(fn) if SPLIT else (fn,)
 
 
@@ -242,9 +242,7 @@ def streams_few_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     if M > 0:
-        fn = _load_fn(fn_ptr, row, d, D, M)
-        if K == 0:
-            fn = _fn_tile(fn, ROWS, SPLIT, COMPILED, BLOCK_D)
+        fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     mask = is_token[:, None] & (d < D)[None, :]
@@ -258,11 +256,6 @@ def streams_few_kernel(
         else:
             x = tl.load(x_ptr + token[:, None] * D + d[None, :], mask=mask, other=0.0)
         columns = _columns(post_ptr, res_ptr, token, is_token)
-    if (M > 0) & (K > 0):
-        # After the experts, programs start late: all their loads are under way before the first
-        # one is used.
-        fn = _fn_tile(fn, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if POST:
         streams = _post_tile(out_ptr, columns, streams, x, token, d, D, mask)
     if M > 0:
         _parts_tile(
@@ -340,9 +333,7 @@ def sum_streams_few_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     if (M > 0) & (LAST == 1):
-        fn = _load_fn(fn_ptr, row, d, D, M)
-        if K == 0:
-            fn = _fn_tile(fn, ROWS, SPLIT, COMPILED, BLOCK_D)
+        fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     epoch = tl.load(epochs_ptr + program) + 1
@@ -358,8 +349,6 @@ def sum_streams_few_kernel(
     if LAST == 1:
         streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
         columns = _columns(post_ptr, res_ptr, token, is_token)
-        if (M > 0) & (K > 0):
-            fn = _fn_tile(fn, ROWS, SPLIT, COMPILED, BLOCK_D)
         words = receive(
             buffer_ptr, limit_ptr, faults, own, is_word, epoch, place, rank, capacity, W
         )
