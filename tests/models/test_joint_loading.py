@@ -187,7 +187,8 @@ def test_weights_in_slabs_are_those_with_separate_memory(
     rank = Rank(1, 2)
     separate = dict(tensors(weights_of(files, rank, None)))
     monkeypatch.setattr("finwhale.models.deepseek_v4.build.SLAB_DEVICES", ("cpu",))
-    monkeypatch.setattr("finwhale.models.deepseek_v4.build.SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr("finwhale.models.deepseek_v4.build.FIRST_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr("finwhale.models.deepseek_v4.build.SLAB_BYTES", 2 * slab_bytes)
     weights = dict(tensors(weights_of(files, rank, None)))
     assert weights.keys() == separate.keys()
     for path, tensor in weights.items():

@@ -48,12 +48,14 @@ from finwhale.ops.moe import ExpertWeight
 
 Setter = Callable[[StoredWeight], object]
 
-# Unquantised weights of at least this size have a place, if they need no conversion. (Values in
-# places are checked only when all have arrived, which takes as long for a small tensor.)
+# Unquantised weights of at least this size have a place, if they need no conversion. Smaller ones
+# have none, because each place costs a check of its values after the last byte has arrived.
 LARGE_BYTES = 2**20
-# Tensors on these devices share allocations of SLAB_BYTES. Ranks that load together map each
-# other's allocations, which takes a millisecond for each.
+# Tensors on these devices share allocations. The first has FIRST_SLAB_BYTES, and each later one
+# twice as many, up to SLAB_BYTES. Ranks that load together map each other's allocations, which
+# takes a millisecond for each.
 SLAB_DEVICES = ("cuda",)
+FIRST_SLAB_BYTES = 2**24
 SLAB_BYTES = 2**28
 SLAB_ALIGN = 256
 
@@ -64,6 +66,7 @@ class Slabs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[Tensor] = []  # the rest of each allocation, newest last
+        self._size = FIRST_SLAB_BYTES
 
     def allocate(self, num_bytes: int) -> None:
         """Make an allocation, in which the next tensors lie as long as they fit."""
@@ -75,7 +78,8 @@ class Slabs:
         fits = (i for i in reversed(range(len(self._free))) if len(self._free[i]) >= size)
         at = next(fits, None)
         if at is None:
-            self.allocate(max(size, SLAB_BYTES))
+            self.allocate(max(size, self._size))
+            self._size = min(2 * self._size, SLAB_BYTES)
             at = -1
         memory = self._free[at]
         if size == len(memory):
