@@ -135,16 +135,18 @@ class JointRanks(Protocol):
 
 @dataclass(slots=True)
 class Piece:
-    """Adjacent bytes of a file.
+    """Adjacent bytes of a file: whole tensors, or some rows of a large one.
 
     Attributes:
+        start: offset in the large tensor of the piece's first byte; None: the tensors are whole.
         continues: the next piece has more rows of the same tensor.
     """
 
     file: str
     offset: int
     num_bytes: int = 0
-    parts: list[Part] = field(default_factory=list)
+    infos: list[TensorInfo] = field(default_factory=list)
+    start: int | None = None
     continues: bool = False
 
 
@@ -160,27 +162,14 @@ class Turn(NamedTuple):
     names: list[str]
 
 
-def pieces_of(
-    infos: Iterable[TensorInfo],
-    axes: Mapping[str, int | None],
-    num_ranks: int,
-    piece_bytes: int = PIECE_BYTES,
-) -> Iterator[Piece]:
-    """Cut whole tensors into pieces of adjacent bytes.
-
-    Args:
-        infos: the tensors, whole, in the order of the files.
-        axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
-    """
-    # Most tensors have one of a few shapes.
-    known: dict[tuple[int, tuple[int, ...], int | None], Sequence[RankCopy]] = {}
+def pieces_of(infos: Iterable[TensorInfo], piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    """Cut whole tensors, in the order of the files, into pieces of adjacent bytes."""
     piece = Piece("", 0)
     for info in infos:
-        name, size = info.name, info.num_bytes
-        axis = axes[name]
+        size = info.num_bytes
         if size > piece_bytes:
             yield piece
-            yield from _rows(info, axis, num_ranks, piece_bytes)
+            yield from _rows(info, piece_bytes)
             piece = Piece("", 0)
             continue
         begin = info.offset - piece.offset
@@ -188,24 +177,47 @@ def pieces_of(
         if not adjoins or begin + size > piece_bytes:
             yield piece
             piece, begin = Piece(info.file, info.offset), 0
-        kind = (size, info.shape, axis)
-        copies = known.get(kind)
-        if copies is None:
-            copies = known[kind] = tuple(copies_of(info, 0, size, axis, num_ranks))
-        piece.parts.append(Part(name, begin, copies))
+        piece.infos.append(info)
         piece.num_bytes = begin + size
     yield piece
 
 
-def _rows(info: TensorInfo, axis: int | None, num_ranks: int, piece_bytes: int) -> Iterator[Piece]:
+def _rows(info: TensorInfo, piece_bytes: int) -> Iterator[Piece]:
     """The pieces of a large tensor, in whole rows."""
     most = piece_bytes - piece_bytes % info.row_bytes
     assert most, (info, piece_bytes)
     for start in range(0, info.num_bytes, most):
         size = min(most, info.num_bytes - start)
-        copies = tuple(copies_of(info, start, size, axis, num_ranks))
-        part, continues = Part(info.name, 0, copies), start + size < info.num_bytes
-        yield Piece(info.file, info.offset + start, size, [part], continues)
+        continues = start + size < info.num_bytes
+        yield Piece(info.file, info.offset + start, size, [info], start, continues)
+
+
+class Division:
+    """How the ranks divide tensors.
+
+    Args:
+        axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
+    """
+
+    def __init__(self, axes: Mapping[str, int | None], num_ranks: int) -> None:
+        self._axes, self._num_ranks = axes, num_ranks
+        # Most tensors have one of a few shapes.
+        self._known: dict[tuple[int, tuple[int, ...], int | None], Sequence[RankCopy]] = {}
+
+    def parts(self, piece: Piece) -> Iterator[Part]:
+        """Every rank's part of a piece."""
+        axes, known, num_ranks = self._axes, self._known, self._num_ranks
+        if piece.start is not None:
+            info = piece.infos[0]
+            copies = copies_of(info, piece.start, piece.num_bytes, axes[info.name], num_ranks)
+            yield Part(info.name, 0, tuple(copies))
+            return
+        for info in piece.infos:
+            kind = info.num_bytes, info.shape, axes[info.name]
+            found = known.get(kind)
+            if found is None:
+                found = known[kind] = tuple(copies_of(info, 0, kind[0], kind[2], num_ranks))
+            yield Part(info.name, info.offset - piece.offset, found)
 
 
 def copies_of(
@@ -252,6 +264,7 @@ class JointReader:
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.axes = axes
+        self._division = Division(axes, ranks.size)
         self._ranks, self._piece_bytes = ranks, piece_bytes
         self._turns = self._plan(infos)
         self._lock = threading.Lock()
@@ -286,13 +299,13 @@ class JointReader:
 
     def _plan(self, infos: Iterable[TensorInfo]) -> Iterator[Turn]:
         """Plan the turns, each when a thread asks for it: the first bytes need not wait for all."""
-        every = pieces_of(infos, self.axes, self._ranks.size, self._piece_bytes)
+        every = pieces_of(infos, self._piece_bytes)
         pieces = (piece for piece in every if piece.num_bytes)
         index = self._ranks.index
         while turn := list(islice(pieces, self._ranks.size)):
             own = turn[index] if index < len(turn) else Piece("", 0)
-            ended = chain.from_iterable(piece.parts for piece in turn if not piece.continues)
-            yield Turn(own, [part.name for part in ended])
+            ended = chain.from_iterable(piece.infos for piece in turn if not piece.continues)
+            yield Turn(own, [info.name for info in ended])
 
     def names(self, wait: bool) -> Iterator[str]:
         """Iterate over the names of all tensors, each once, as reading proceeds.
@@ -362,7 +375,7 @@ class JointReader:
                     lane = lanes[(count - 1) % len(lanes)]
                     lane.wait()
                     self._read(piece, lane.buffer)
-                    lane.send(piece.num_bytes, piece.parts)
+                    lane.send(piece.num_bytes, self._division.parts(piece))
                 if count % PIECES_A_CHECK == 0 and self._ranks.has_failed():
                     self._others_failed = True
                 self._done.put(names)
@@ -393,5 +406,5 @@ class JointReader:
 
 def _name_at(piece: Piece, offset: int) -> str:
     """The name of the tensor at an offset in a piece."""
-    begins = np.array([part.begin for part in piece.parts])
-    return piece.parts[int(np.searchsorted(begins, offset, "right")) - 1].name
+    begins = np.array([info.offset - piece.offset for info in piece.infos])
+    return piece.infos[int(np.searchsorted(begins, offset, "right")) - 1].name
