@@ -153,13 +153,18 @@ def weights_of(files: Path, rank: Rank, ranks: JointRanks | None) -> ModelWeight
 
 
 @pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("whole_attention", (False, True))
 @pytest.mark.parametrize("size", (2, 4, 8))
-def test_weights_are_those_of_ranks_that_read_alone(files: Path, size: int) -> None:
+def test_weights_are_those_of_ranks_that_read_alone(
+    files: Path, size: int, whole_attention: bool
+) -> None:
+    """With whole_attention, some weights have two destinations; one of them is a place."""
+
     def load(ranks: ThreadRank) -> ModelWeights:
-        return weights_of(files, Rank(ranks.index, size), ranks)
+        return weights_of(files, Rank(ranks.index, size, whole_attention), ranks)
 
     for index, weights in enumerate(all_ranks(Threads(size), load)):
-        rank = Rank(index, size)
+        rank = Rank(index, size, whole_attention)
         alone = dict(tensors(loaded(*opened(files, rank), rank, packed=True)))
         joint = dict(tensors(weights))
         assert joint.keys() == alone.keys()
@@ -219,7 +224,7 @@ def test_the_ranks_read_each_byte_of_their_places_once(
     monkeypatch.setattr("finwhale.checkpoint.staging.os.preadv", preadv)
 
     def load(ranks: ThreadRank) -> ModelWeights:
-        return weights_of(files, Rank(ranks.index, size), ranks)
+        return weights_of(files, Rank(ranks.index, size, whole_attention=size == 2), ranks)
 
     all_ranks(Threads(size), load)
     once = ("embed.weight", "head.weight", ".ffn.experts.", ".compressor.wkv.weight", ".attn.wo_b.")

@@ -113,8 +113,8 @@ class WeightBuilder:
         config: the sizes of the rank.
         setters: by official name, a function that copies a stored weight to its destination.
         targets: by official name, tensors whose memory the setter writes to.
-        places: by name of a weight or scale, the destination of its bytes. E8M0 scales of FP8
-            weights are converted later (`convert_scales`); other tensors here need no conversion.
+        places: by name of a weight or scale, the destination of its bytes. `complete` converts the
+            E8M0 scales of FP8 weights; other tensors here need no conversion.
     """
 
     def __init__(
@@ -147,6 +147,8 @@ class WeightBuilder:
         self._slabs = Slabs(device) if device.type in SLAB_DEVICES else None
         # By name of an FP8 weight that has a place: the float32 destination of its scales.
         self._scales: dict[str, Tensor] = {}
+        # By name of a weight that has a place: setters of its further destinations.
+        self._further: dict[str, list[Setter]] = {}
         self._cuts: dict[str, Slice] = {}  # of the projections whose part is being allocated
         layers = tuple(
             self._layer(f"layers.{i}", ratio, config.is_hash_layer(i))
@@ -173,18 +175,34 @@ class WeightBuilder:
         self._exponents = dict(zip(self._scales, exponents.split(sizes), strict=True))
         self.places |= {name_of_scale(name): part for name, part in self._exponents.items()}
 
-    def convert_scales(self, names: Iterable[str]) -> None:
-        """Convert the scales of FP8 weights whose bytes have arrived in their places.
+    def complete(self, names: Iterable[str]) -> None:
+        """Convert scales, and set further destinations, of weights that have arrived in places.
 
         Args:
-            names: weights that have arrived in places; those of other formats are passed over.
+            names: all weights that have arrived in places.
         """
-        arrived = [name for name in names if name in self._scales]
+        known = set(names)
+        arrived = [name for name in self._scales if name in known]
         if arrived:
             parts = [self._exponents[name] for name in arrived]
             values = e8m0_to_float32(torch.cat(parts).view(torch.float8_e8m0fnu))
             targets = [self._scales[name].view(-1) for name in arrived]
             torch._foreach_copy_(targets, values.split([len(part) for part in parts]))
+        for name, setters in self._further.items():
+            if name in known:
+                stored = self._in_place(name)
+                for setter in setters:
+                    setter(stored)
+
+    def _in_place(self, name: str) -> StoredWeight:
+        """A weight whose bytes have arrived in its place."""
+        storage, shape = self.storages[name], self.specs[name].local_shape
+        if name not in self._scales:
+            dtype = next(d for d, plain in PLAIN_STORAGES.items() if plain == storage)
+            return StoredWeight(self.places[name].view(dtype).view(shape), None, storage)
+        scale = self._exponents[name].view(torch.float8_e8m0fnu).view(fp8_scale_shape(shape))
+        data = self.places[name].view(torch.float8_e4m3fn).view(shape)
+        return StoredWeight(data, scale, storage)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._slabs is None:
@@ -205,9 +223,8 @@ class WeightBuilder:
             setter = partial(_set_slice, setter, self._cuts[name])
         first = self.setters.get(name)
         self.setters[name] = setter if first is None else _both(first, setter)
-        if first is not None:
-            self.places.pop(name, None)
-            self._scales.pop(name, None)
+        if name in self.places:
+            self._further.setdefault(name, []).append(setter)
         self.targets[name] = (*self.targets.get(name, ()), *targets)
 
     def _copy_to(self, name: str, target: Tensor) -> None:
@@ -679,7 +696,7 @@ class WeightLoading:
         if self._waiting:
             waiting = self._waiting
             raise CheckpointError(f"{len(waiting)} tensors are missing, such as {min(waiting)}")
-        self._builder.convert_scales(self._in_places)
+        self._builder.complete(self._in_places)
         if self._builder.device.type == "cuda":
             # Free the temporary tensors of loading now. Otherwise converting the experts allocates
             # small tensors in their segments, and each one keeps up to a gigabyte reserved.
