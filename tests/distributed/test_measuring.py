@@ -123,3 +123,18 @@ def test_loading_on_two_ranks(tmp_path: Path) -> None:
     found = json.loads(record.read_text())
     assert found["tensor_parallel_size"] == 2 and found["layers"] == 3
     assert set(found["seconds"]) == {"plain read", "load", "fold"} and found["share"] > 0
+
+
+def test_loading_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ModelConfig.from_dict(sharded_config())
+    monkeypatch.setattr(ModelConfig, "preset", lambda name: config)
+    record = tmp_path / "load.jsonl"
+    options = f"--zeros --layers 2 --device cpu --repeats 1 --record {record}".split()
+    assert load.main(options) == 0
+    found = json.loads(record.read_text())
+    assert found["layers"] == 2 and found["bytes"] > 10**4 and "--zeros" in found["command"]
+    with pytest.raises(SystemExit):
+        load.main([*options, "--model", str(tmp_path)])
+    assert "give only one of them" in capsys.readouterr().err

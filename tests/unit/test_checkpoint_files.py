@@ -9,12 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.formats import dequantise_fp4, dequantise_fp8_block
 from finwhale.checkpoint.names import official_name
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
-from finwhale.checkpoint.writer import write_checkpoint
+from finwhale.checkpoint.writer import write_checkpoint, write_stored, write_zeros
 from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.testing.tiny import tiny_config
 
 SPECS = {
     spec.name: spec
@@ -300,6 +304,29 @@ def test_writer_wants_every_weight_once(tmp_path: Path) -> None:
     write(tmp_path / "full")
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
         write(tmp_path / "full")
+
+
+def test_zeros_have_the_form_of_other_weights(tmp_path: Path) -> None:
+    """All files are sparse."""
+    config = ModelConfig.from_dict(tiny_config(3, quantised=True))
+    specs = weight_specs(config)
+    write_stored(tmp_path / "random", config.to_dict(), DummySource(specs, "cpu"))
+    write_zeros(tmp_path / "zeros", config.to_dict(), specs.values(), max_shard_bytes=200_000)
+    random, zeros = Checkpoint.open(tmp_path / "random"), Checkpoint.open(tmp_path / "zeros")
+    files = [tmp_path / "zeros" / file for file, _ in zeros.shards()]
+    assert len(files) > 2 and zeros.config == random.config
+    assert zeros.tensors.keys() == random.tensors.keys()
+    write_zeros(tmp_path / "one file", config.to_dict(), specs.values())
+    one = Checkpoint.open(tmp_path / "one file").tensors
+    assert [(i.name, i.dtype, i.shape) for i in one.values()] == [
+        (info.name, info.dtype, info.shape) for info in random.tensors.values()
+    ]
+    tensors = [tensor for file in files for tensor in load_file(file).values()]
+    assert len(tensors) == len(random.tensors)
+    assert not any(tensor.view(torch.uint8).any() for tensor in tensors)
+    write_zeros(tmp_path / "large", {}, [specs["embed.weight"]._replace(shape=(10**6, 4096))])
+    status = (tmp_path / "large" / "model.safetensors").stat()
+    assert status.st_size > 10**9 > 1000 * 512 * status.st_blocks
 
 
 def test_two_checkpoints_share_a_file_of_the_directory_beside_them(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ The plain read copies the bytes of the same files to the same device, with the s
 threads and the same pinned memory. With several ranks, each one in a process, all load at once, and
 in the plain read each copies a part of the files; the slowest rank counts. The benchmark times both
 in turns, after one read that fills the page cache. Without --model it first writes a checkpoint of
-random weights in the official layout. It times the rearrangement of the experts' weights for the
-kernels ("fold") separately.
+random weights in the official layout, or with --zeros one of sparse files, which need no disk. It
+times the rearrangement of the experts' weights for the kernels ("fold") separately.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
-from finwhale.checkpoint.writer import write_stored
+from finwhale.checkpoint.writer import write_stored, write_zeros
 from finwhale.config import EngineConfig
 from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.launch import Answer, Opened, OwnerLink, SpawnedProcesses, Workers
@@ -210,28 +210,33 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
         config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
     else:
         config = ModelConfig.from_dict(Checkpoint.open(directory).config)
-    _check_room(config, directory, devices)
+    _check_room(config, directory, devices, args.zeros)
     if args.model is None and not any(directory.glob("*.safetensors")):
-        written = seconds_of(
-            lambda: write_stored(
-                directory,
-                {"written_by": "finwhale bench load", "num_hidden_layers": args.layers},
-                DummySource(weight_specs(config), choose_device(devices[0])[1]),
-            )
-        )
-        console.print(f"wrote {directory} in {written:.1f} s")
+        specs, about = weight_specs(config), {"written_by": "finwhale bench load"}
+        about |= {"num_hidden_layers": args.layers}
+        if args.zeros:
+            write_zeros(directory, about, specs.values())
+        else:
+            source = DummySource(specs, choose_device(devices[0])[1])
+            written = seconds_of(lambda: write_stored(directory, about, source))
+            console.print(f"wrote {directory} in {written:.1f} s")
     with closing(Loaders(partial(Loader, directory, config, devices), devices)) as loaders:
         return measure(args, config, loaders, console)
 
 
-def _check_room(config: ModelConfig, directory: Path, devices: Sequence[str]) -> None:
+def _check_room(
+    config: ModelConfig, directory: Path, devices: Sequence[str], zeros: bool = False
+) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     if devices[0] == "cpu":
         ops = load_ops(Platform.cpu())
         check_host_memory(weight_bytes(config, torch.float32, ops))
     specs = weight_specs(config).values()
     stored = sum(math.prod(spec.shape) * STORED_BYTES[spec.storage] for spec in specs)
-    if not any(directory.glob("*.safetensors")):
+    if zeros:
+        remedy = "end other programs, or use fewer --layers"
+        check_host_memory(int(stored), "the page cache, which holds all files,", remedy)
+    elif not any(directory.glob("*.safetensors")):
         check_disk(
             existing_folder(directory),
             stored,
@@ -279,7 +284,10 @@ def measure(
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench load`."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.zeros and args.model is not None:
+        parser.error("--zeros writes a checkpoint, and --model uses one: give only one of them")
     record = stamp("load", argv, ("torch",))
     with tempfile.TemporaryDirectory(prefix="finwhale-load-") as temporary:
         record |= run(args, Path(args.model or args.directory or temporary), new_console())
@@ -294,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="PATH", help="directory of a checkpoint to use instead")
     about = "keep the synthetic checkpoint here (default: delete it)"
     add("--directory", metavar="DIR", help=about)
+    add("--zeros", action="store_true", help="write only zeros, which take no room on the disk")
     add("--repeats", type=int, default=3, help="number of repetitions")
     add("--mapped", action="store_true", help="measure memory-mapped loading too")
     add_options(parser, EngineConfig, ("device", "tensor_parallel_size"))

@@ -1,7 +1,7 @@
 """Writes a checkpoint in the official layout: quantised, sharded, with index and config.json."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finwhale.checkpoint.formats import quantise_fp4, quantise_fp8_block
+from finwhale.checkpoint.formats import (
+    FP4_BLOCK,
+    fp8_scale_shape,
+    quantise_fp4,
+    quantise_fp8_block,
+)
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from finwhale.checkpoint.reader import CONFIG_FILE, DTYPES, INDEX_FILE, SINGLE_FILE
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.errors import CheckpointError
 
@@ -21,6 +26,11 @@ _PLAIN_DTYPES = {
     "f32": torch.float32,
     "i64": torch.int64,
 }
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The order in which save_file writes tensors; those of the same dtype are ordered by name.
+_DTYPE_ORDER = ("I64", "F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "I8")
+# Writes tensors to a file, with metadata.
+Save = Callable[[dict[str, Tensor], Path, dict[str, str]], object]
 
 
 def write_checkpoint(
@@ -96,6 +106,61 @@ def write_stored(
     _write_config(path, config)
 
 
+def write_zeros(
+    path: str | Path,
+    config: Mapping[str, Any],
+    specs: Iterable[WeightSpec],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a checkpoint whose values are all zero, in sparse files: it takes no room on the disk.
+
+    The arguments are those of write_checkpoint.
+
+    Raises:
+        CheckpointError: the directory already holds weights.
+    """
+    shards = _ShardWriter(_empty_directory(path), max_shard_bytes, _save_zeros)
+    for spec in specs:
+        shards.add(_without_values(spec))
+    shards.finish()
+    _write_config(path, config)
+
+
+def _without_values(spec: WeightSpec) -> dict[str, Tensor]:
+    """A weight's stored tensors by official name, on the meta device."""
+
+    def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+    if spec.storage in _PLAIN_DTYPES:
+        return {spec.name: empty(spec.shape, _PLAIN_DTYPES[spec.storage])}
+    if spec.storage == "fp8_block":
+        data = empty(spec.shape, torch.float8_e4m3fn)
+        scale = empty(fp8_scale_shape(spec.shape), torch.float8_e8m0fnu)
+    else:
+        *rows, columns = spec.shape
+        data = empty((*rows, columns // 2), torch.int8)
+        scale = empty((*rows, columns // FP4_BLOCK), torch.float8_e8m0fnu)
+    return {spec.name: data, spec.scale_name: scale}
+
+
+def _save_zeros(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Like save_file, for zeros instead of the tensors' values."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    dtypes = {name: _DTYPE_NAMES[tensor.dtype] for name, tensor in tensors.items()}
+    for name in sorted(tensors, key=lambda name: (_DTYPE_ORDER.index(dtypes[name]), name)):
+        shape, begin = list(tensors[name].shape), end
+        end += tensors[name].nbytes
+        header[name] = {"dtype": dtypes[name], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + end)
+
+
 def _empty_directory(path: str | Path) -> Path:
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -138,8 +203,8 @@ def encode(
 class _ShardWriter:
     """Collects tensors into files of limited size, and names the files at the end."""
 
-    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, max_shard_bytes: int, save: Save = save_file) -> None:
+        self._directory, self._save = directory, save
         self._max_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -177,7 +242,7 @@ class _ShardWriter:
         if not self._pending:
             return
         temporary = self._directory / f"part-{len(self._written) + 1:05d}.incomplete"
-        save_file(self._pending, temporary, metadata={"format": "pt"})
+        self._save(self._pending, temporary, {"format": "pt"})
         self._written.append((temporary, list(self._pending)))
         self._pending = {}
         self._pending_bytes = 0
