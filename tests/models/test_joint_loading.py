@@ -307,13 +307,10 @@ def test_an_error_of_the_last_pieces_is_not_lost(
     def load(ranks: ThreadRank) -> Any:
         return weights_of(files, Rank(ranks.index, 2), ranks)
 
-    errors = all_ranks(Threads(2), load)
-    assert any(isinstance(error, CheckpointError) for error in errors), errors
-    for index, error in enumerate(errors):
-        if isinstance(error, OtherRankError):  # the other rank was first, so this one stopped
-            assert str(error) == f"rank {1 - index}: error 719"
-        else:
-            assert isinstance(error, CheckpointError) and str(error) == "error 719"
+    # Otherwise the slower rank might stop before it has an error of its own.
+    monkeypatch.setattr(ThreadRank, "has_failed", lambda self: False)
+    for error in all_ranks(Threads(2), load):
+        assert isinstance(error, CheckpointError) and str(error) == "error 719"
 
 
 def test_a_rank_does_not_read_on_after_another_has_failed(files: Path) -> None:

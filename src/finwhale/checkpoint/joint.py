@@ -270,8 +270,8 @@ class JointReader:
         self._lock = threading.Lock()
         self._stopped = self._others_failed = False
         self._asked = 0
-        # The reading threads put here the names of each turn that they have done. When a thread
-        # ends, it puts its error here, or None if it has read all its turns.
+        # After each turn, a reading thread adds the turn's names to this queue. At its end, it adds
+        # its error, or None if it has read all its turns.
         self._done: SimpleQueue[list[str] | BaseException | None] = SimpleQueue()
         self._stack = ExitStack()
         self._files = Files(directory, self._stack)

@@ -157,8 +157,7 @@ def _compare(
     """Compare a checkpoint's headers with a model's weights.
 
     Returns:
-        The inventory, and a dictionary. For the name of each weight that the checkpoint has, the
-        dictionary says how the weight matches its spec.
+        The inventory, and by name how each weight that the checkpoint has matches its spec.
     """
     tensors = checkpoint.tensors
     missing: list[str] = []

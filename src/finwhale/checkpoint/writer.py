@@ -15,8 +15,8 @@ from finwhale.checkpoint.formats import (
     quantise_fp4,
     quantise_fp8_block,
 )
-from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.reader import CONFIG_FILE, DTYPES, INDEX_FILE, SINGLE_FILE
+from finwhale.checkpoint.loading import DTYPE_NAMES, StoredWeight
+from finwhale.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.errors import CheckpointError
 
@@ -26,7 +26,6 @@ _PLAIN_DTYPES = {
     "f32": torch.float32,
     "i64": torch.int64,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # The order in which save_file writes tensors; those of the same dtype are ordered by name.
 _DTYPE_ORDER = ("I64", "F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "I8")
 # Writes tensors to a file, with metadata.
@@ -149,7 +148,7 @@ def _save_zeros(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]
     """Like save_file, for zeros instead of the tensors' values."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    dtypes = {name: _DTYPE_NAMES[tensor.dtype] for name, tensor in tensors.items()}
+    dtypes = {name: DTYPE_NAMES[tensor.dtype] for name, tensor in tensors.items()}
     for name in sorted(tensors, key=lambda name: (_DTYPE_ORDER.index(dtypes[name]), name)):
         shape, begin = list(tensors[name].shape), end
         end += tensors[name].nbytes

@@ -74,7 +74,7 @@ class Slabs:
 
     def empty(self, num_bytes: int) -> Tensor:
         """A uint8 tensor [num_bytes] without values."""
-        size = aligned(num_bytes)
+        size = -(-num_bytes // SLAB_ALIGN) * SLAB_ALIGN
         fits = (i for i in reversed(range(len(self._free))) if len(self._free[i]) >= size)
         at = next(fits, None)
         if at is None:
@@ -87,11 +87,6 @@ class Slabs:
         else:
             self._free[at] = memory[size:]
         return memory[:num_bytes]
-
-
-def aligned(num_bytes: int) -> int:
-    """The bytes that a tensor takes in a slab."""
-    return -(-num_bytes // SLAB_ALIGN) * SLAB_ALIGN
 
 
 class WeightBuilder:
@@ -172,8 +167,7 @@ class WeightBuilder:
         """Allocate the places of the scales of FP8 weights."""
         sizes = [scale.numel() for scale in self._scales.values()]
         exponents = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        self._exponents = dict(zip(self._scales, exponents.split(sizes), strict=True))
-        self.places |= {name_of_scale(name): part for name, part in self._exponents.items()}
+        self.places |= zip(map(name_of_scale, self._scales), exponents.split(sizes), strict=True)
 
     def complete(self, names: Iterable[str]) -> None:
         """Convert scales, and set further destinations, of weights that have arrived in places.
@@ -184,7 +178,7 @@ class WeightBuilder:
         known = set(names)
         arrived = [name for name in self._scales if name in known]
         if arrived:
-            parts = [self._exponents[name] for name in arrived]
+            parts = [self.places[name_of_scale(name)] for name in arrived]
             values = e8m0_to_float32(torch.cat(parts).view(torch.float8_e8m0fnu))
             targets = [self._scales[name].view(-1) for name in arrived]
             torch._foreach_copy_(targets, values.split([len(part) for part in parts]))
@@ -196,13 +190,12 @@ class WeightBuilder:
 
     def _in_place(self, name: str) -> StoredWeight:
         """A weight whose bytes have arrived in its place."""
-        storage, shape = self.storages[name], self.specs[name].local_shape
-        if name not in self._scales:
-            dtype = next(d for d, plain in PLAIN_STORAGES.items() if plain == storage)
-            return StoredWeight(self.places[name].view(dtype).view(shape), None, storage)
-        scale = self._exponents[name].view(torch.float8_e8m0fnu).view(fp8_scale_shape(shape))
-        data = self.places[name].view(torch.float8_e4m3fn).view(shape)
-        return StoredWeight(data, scale, storage)
+        shape, scale = self.specs[name].local_shape, None
+        if name in self._scales:
+            exponents = self.places[name_of_scale(name)]
+            scale = exponents.view(torch.float8_e8m0fnu).view(fp8_scale_shape(shape))
+        # The first destination is the place.
+        return StoredWeight(self.targets[name][0].view(shape), scale, self.storages[name])
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._slabs is None:
@@ -227,6 +220,10 @@ class WeightBuilder:
             self._further.setdefault(name, []).append(setter)
         self.targets[name] = (*self.targets.get(name, ()), *targets)
 
+    def _may_have_place(self, name: str) -> bool:
+        """Whether the next destination of a weight is its first one, and takes all of it."""
+        return name not in self.setters and name not in self._cuts
+
     def _copy_to(self, name: str, target: Tensor) -> None:
         """Set a tensor by a copy that also converts, which avoids a second, float32 embedding."""
 
@@ -234,10 +231,10 @@ class WeightBuilder:
             dtype = torch.float32 if stored.scale is not None else stored.data.dtype
             target.copy_(stored.dequantise(dtype, self.device))
 
+        may_have_place = self._may_have_place(name)
         self._set(name, copy, target)
         same = self.storages[name] == PLAIN_STORAGES.get(target.dtype)
-        once = name not in self._cuts and len(self.targets[name]) == 1
-        if same and once and target.is_contiguous() and target.nbytes >= LARGE_BYTES:
+        if may_have_place and same and target.is_contiguous() and target.nbytes >= LARGE_BYTES:
             self.places[name] = target.view(-1).view(torch.uint8)
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -282,12 +279,11 @@ class WeightBuilder:
             values = scale_to_float32(stored.scale)
             scale[: values.shape[0]].copy_(values)
 
+        may_have_place = self._may_have_place(name)
         self._set(name, copy, weight, scale)
-        once = name not in self._cuts and len(self.targets[name]) == 2
-        if once and weight.is_contiguous():
+        if may_have_place and weight.is_contiguous():
             self.places[name] = weight.view(-1).view(torch.uint8)
-            rows, _ = fp8_scale_shape((len(weight), weight.shape[1]))
-            self._scales[name] = scale[:rows]
+            self._scales[name] = scale[: fp8_scale_shape(weight.shape)[0]]
 
     def _stacked(
         self,
@@ -541,8 +537,8 @@ class WeightBuilder:
         count = len(names)
         parts = codes.view(-1).split([codes.nbytes // count] * count)
         scales = exponents.view(-1).split([exponents.nbytes // count] * count)
-        # A model has 36,000 of these weights, and calling `_set` for each would take too long. Each
-        # has only one destination, so an entry in each of the tables is enough.
+        # Calling `_set` 36,000 times would take too long. Each of these weights has only one
+        # destination, so this loop can write to the tables itself.
         setters, places = self.setters, self.places
         for name, part, scale in zip(names, parts, scales, strict=True):
             setters[name] = partial(_copy_fp4, part, scale)
