@@ -22,10 +22,13 @@ from .sm90_compile import f32, meta
 
 # D, I, E, K.
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "demo": (256, 512, 6, 2)}
-# (model, I of a rank of several, tokens): longer rings for one token, more steps for several.
+# (model, I of a rank of several, tokens): every length of the rings of few tokens.
 RANKS = (
     ("flash", 1024, 1),
     ("flash", 1024, 8),
+    ("flash", 512, 1),
+    ("flash", 512, 4),
+    ("flash", 512, 6),
     ("flash", 256, 1),
     ("flash", 256, 8),
     ("pro", 384, 1),

@@ -4,12 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 from finwhale.ops.moe.experts_hopper import PLANS, _cut
-from finwhale.ops.moe.experts_hopper_few import (
-    PROGRAM_BYTES,
-    STAGES,
-    _stages,
-    takes_one_launch,
-)
+from finwhale.ops.moe.experts_hopper_few import LOADS, _loads
 from finwhale.ops.moe.experts_hopper_parts import down_steps
 
 from .conftest import Compile
@@ -34,30 +29,27 @@ def test_a_rank_of_several_has_as_long_programs_as_one_rank() -> None:
             assert all(whole / 4 <= blocks <= whole for blocks in ranks)
 
 
-def test_one_token_has_as_many_bytes_in_flight_on_every_rank() -> None:
-    """Tiles of all rings together, of gate and up for six experts; at most 24 for a program."""
-    for blocks, rows in ((32, 64), (56, 96)):
-        tiles = [rows // n * 6 * _stages(rows // n * 6, blocks) for n in (1, 2, 4, 8)]
-        assert tiles[0] == rows * 6 * STAGES
-        assert min(tiles) >= tiles[0] // 2
+def test_rings_leave_room_for_as_many_programs_as_there_are() -> None:
+    assert _loads(96, 132) == LOADS[2]  # one token on one of four ranks
+    assert _loads(384, 132) == LOADS[3]  # one token on one GPU: 2.9 programs on each multiprocessor
+    assert _loads(576, 132) == LOADS[5]  # six tokens on one of four ranks: 4.4
+    assert _loads(768, 132) == LOADS[3]  # eight: twice 2.9
+    assert _loads(2304, 132) == LOADS[5]  # six tokens on one GPU
+    assert _loads(396, 114) == LOADS[5]  # an H100 PCIe has fewer multiprocessors
 
 
-def test_one_launch_only_where_all_programs_run_at_once() -> None:
-    """Programs wait for each other, so they would wait for ever for programs that never start."""
-    assert takes_one_launch(4096, 2048, 6, 132)  # Flash
-    assert not takes_one_launch(4096, 2048, 6, 114)  # Flash on an H100 PCIe
-    assert not takes_one_launch(7168, 3072, 6, 132)  # Pro
-    assert not takes_one_launch(4096, 1024, 6, 132)  # Flash on one of two ranks
-    assert takes_one_launch(256, 512, 2, 132)  # the embedded model
-
-
-def test_shared_memory_of_one_launch(sm90: Compile) -> None:
-    """`programs_at_once` assumes at least what the compiler reports, and 1 KiB that CUDA takes."""
-    for call, blocks in (("flash-hopper-16-1", 32), ("demo-hopper-16-1", 4)):
-        (found,) = (
-            report["shared"]
-            for report in sm90("sm90_experts", call)
-            if report["kernel"].endswith("._one_token_kernel")
-        )
-        assumed = blocks * (128 + 4) * 8 + STAGES * (64 * 64 + 64 * 4) + PROGRAM_BYTES
-        assert assumed - 2048 < found <= assumed - 1024, call
+@pytest.mark.parametrize(("call", "places"), [("512-1", 2), ("512-4", 3), ("512-6", 5)])
+def test_as_many_programs_fit_a_multiprocessor(sm90: Compile, call: str, places: int) -> None:
+    """A multiprocessor has 227 KiB of shared memory and 65,536 registers. Of the memory, CUDA takes
+    1 KiB for each program. A warp has a multiple of 256 registers."""
+    reports = [
+        report
+        for report in sm90("sm90_experts", f"flash-rank-{call}")
+        if "._few_" in report["kernel"]
+    ]
+    assert len(reports) == 2
+    for report in reports:
+        assert 227 * 1024 // (report["shared"] + 1024) == places, report["kernel"]
+        registers = -(-report["registers"] // 8) * 8
+        assert 65536 // (registers * 128) >= places
+        assert not report["spilled"]

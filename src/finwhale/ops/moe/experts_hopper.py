@@ -604,7 +604,7 @@ def plan(num_pairs: int, num_experts: int) -> HopperPlan:
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    return launch_tokens_of(plan, model, most) | up_to(most, (FEW_TOKENS,))
+    return launch_tokens_of(plan, model, most) | up_to(most, range(1, FEW_TOKENS + 1))
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
@@ -622,11 +622,11 @@ def compute(
     w: ExpertWeight,
     limit: float,
     *,
-    num_multiprocessors: int = 0,
+    num_multiprocessors: int,
 ) -> Tensor:
     """x bfloat16 with strided rows. Returns bfloat16 [N,K,D].
 
-    num_multiprocessors: number in the GPU; 0: one token takes two launches on every GPU.
+    num_multiprocessors: number in the GPU; the rings of few tokens depend on it.
     """
     tiled = check_inputs(x_ND, weights_NK, pairs, w)
     each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)

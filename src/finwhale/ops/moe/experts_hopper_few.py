@@ -1,24 +1,21 @@
 """The routed experts of one to FEW_TOKENS tokens on Hopper GPUs, in Gluon: each pair on its own.
 
-Read experts_hopper.py first. Here a program computes a tile of one pair and rounds the token's row
+Read experts_hopper.py first. Here a program computes tiles of one pair and rounds the token's row
 itself while its first weights arrive, so no launches are needed to order and round. The row is row
 0 of tiles of eight rows in shared memory; the results of the other seven rows are ignored. The bits
 are those of experts_hopper.py. If several tokens have the same expert, its weights are read for
 each of them; few tokens seldom do.
 
-Each program reads the whole row, 8 KiB from L2, and rounds it to 1 KiB of shared memory per block
-of 128 values. A token of Flash has 384 programs. With several tokens on one of several ranks, a
-program of the down GEMM computes several tiles (`down_steps`).
+One launch computes gate and up, and one down. A program is one group of four warps, without a warp
+of its own for the loads. So it has few registers and little shared memory: it holds only a part of
+its row at a time, and up to five programs share a multiprocessor. Its loads go to a ring. Each
+brings up to four blocks of 128 columns, whose products run at the same time. When all warps have
+read a load, the next one is requested in its place.
 
-One launch computes gate and up, and one down. If all programs of one token fit on the GPU at once,
-as Flash's do, one launch computes both. Each program computes a tile of both. While it waits for
-the other tiles of its pair's hidden values, its ring already has the first weights of w2. The
-programs count in `arrivals`; the last one that has waited for a pair resets the counts. If they do
-not fit, programs would wait for others that never start. The kernels of other streams may delay the
-start of some programs, but must not wait for this launch themselves.
-
-On one of several ranks, gate and up have fewer tiles than down, and one token has two launches too:
-that of gate and up has longer rings, so that as many bytes are in flight.
+All multiprocessors should have equally many programs, because the last one decides. The GPU does
+not see to that: with room for five programs on each, it may give five to some and two to others. So
+the length of the ring follows from the number of programs (`_loads`): longer rings leave room for
+fewer programs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -42,7 +39,6 @@ from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
 from finwhale.ops.moe.experts_hopper_parts import (
-    barriers,
     decode,
     down_steps,
     mma,
@@ -50,21 +46,17 @@ from finwhale.ops.moe.experts_hopper_parts import (
     swiglu,
     weight_descriptors,
 )
-from finwhale.ops.moe.experts_layout import MOST_PAIRS, TiledExperts
+from finwhale.ops.moe.experts_layout import TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 
 # With more tokens, ordering the pairs by expert costs less than reading weights again.
 FEW_TOKENS = 8
-# Tiles of a program's ring. A launch with fewer than MANY_PROGRAMS programs, such as gate and up on
-# one of several ranks, has up to MOST_STAGES, so that as many bytes are in flight.
-STAGES, MOST_STAGES = 6, 24
-MANY_PROGRAMS = 396  # three per multiprocessor
+MOST_LOAD = 4  # blocks of weights of one load
+REGISTERS = 96  # per thread; five programs share a multiprocessor
+# Programs that fit a multiprocessor, with rings of so many loads of MOST_LOAD blocks.
+LOADS = {2: 4, 3: 3, 5: 2}
 # Synchronises the threads of a group of warps. Triton 3.7 renamed the function.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-REGISTERS = 64  # per thread; four programs share a multiprocessor if their rows fit
-MOST_PROGRAMS = 4  # of a multiprocessor, for that reason
-# Bytes of shared memory: of a multiprocessor; of a program beyond its row and ring.
-SHARED_BYTES, PROGRAM_BYTES = 227 * 1024, 2048
 
 
 @gluon.constexpr_function
@@ -73,36 +65,110 @@ def _columns():
     return 8
 
 
-@gluon.jit
-def _round_row(
-    x_ptr, x, scales, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, TOP: gl.constexpr, LEAST
-):
-    """Round BLOCKS blocks of 128 values into row 0 of x's tiles, with one scale per block.
+@gluon.constexpr_function
+def _most_held():
+    """The blocks of its row that a program holds at most, and has room for."""
+    return 8
 
-    The function rounds CHUNK blocks, a power of two, at a time.
-    """
+
+@gluon.jit
+def _part_of_row(x_ptr, BLOCKS: gl.constexpr):
+    """BLOCKS blocks of 128 values, in the layout in which they are rounded."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows = x._reinterpret(gl.float8e4nv, [BLOCKS // CHUNK, CHUNK, _columns() * 128], plain)
-    columns = scales._reinterpret(gl.float32, [BLOCKS // CHUNK, CHUNK, _columns()], plain)
-    block = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    block = gl.arange(0, BLOCKS, gl.SliceLayout(1, layout))
     i = gl.arange(0, 128, gl.SliceLayout(0, layout))
-    for chunk in gl.static_range(BLOCKS // CHUNK):
-        at = gl.expand_dims((chunk * CHUNK + block) * 128, 1) + gl.expand_dims(i, 0)
-        values = gl.load(x_ptr + at).to(gl.float32)
-        amax = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST)
-        bits = (amax * (1.0 / TOP)).to(gl.int32, bitcast=True)
-        bits = (bits + 0x7FFFFF) & 0x7F800000
-        inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 1)
-        rows.index(chunk).slice(0, 128, 1).store((values * inverse).to(gl.float8e4nv))
-        scale = gl.expand_dims(bits.to(gl.float32, bitcast=True), 1)
-        columns.index(chunk).store(scale + gl.full([CHUNK, _columns()], 0.0, gl.float32, layout))
+    return gl.load(x_ptr + gl.expand_dims(block * 128, 1) + gl.expand_dims(i, 0))
+
+
+@gluon.jit
+def _round_part(values, row, TOP: gl.constexpr, LEAST: gl.constexpr):
+    """Round blocks of 128 values into row 0 of their tiles, with one scale per block."""
+    tiles, scales = row
+    blocks: gl.constexpr = values.shape[0]
+    layout: gl.constexpr = values.type.layout
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    first_rows = tiles._reinterpret(gl.float8e4nv, [blocks, _columns() * 128], plain)
+    columns = scales._reinterpret(gl.float32, [blocks, _columns()], plain)
+    values = values.to(gl.float32)
+    amax = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST)
+    bits = (amax * (1.0 / TOP)).to(gl.int32, bitcast=True)
+    bits = (bits + 0x7FFFFF) & 0x7F800000
+    inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 1)
+    first_rows.slice(0, 128, 1).store((values * inverse).to(gl.float8e4nv))
+    scale = gl.expand_dims(bits.to(gl.float32, bitcast=True), 1)
+    columns.store(scale + gl.full([blocks, _columns()], 0.0, gl.float32, layout))
     fence_async_shared()
 
 
 @gluon.jit
+def _request(weights, rings, n, slot, LOAD: gl.constexpr):
+    """Start the program's n-th load, if it has so many.
+
+    weights: the descriptors, the program's first block, and its number of blocks.
+    """
+    w_desc, steps_desc, first, count = weights
+    w_ring, steps_ring, full = rings
+    ready = full.index(slot)
+    at = first + n * LOAD
+    more = n * LOAD < count
+    mbarrier.expect(ready, LOAD * (64 * 64 + 64 * 4), pred=more)
+    tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(slot), pred=more)
+    tma.async_copy_global_to_shared(steps_desc, [at, 0], ready, steps_ring.index(slot), pred=more)
+
+
+@gluon.jit
+def _start_product(rings, slot, j: gl.constexpr, x, k):
+    """Start the product [64,8] of block j of a load and block k of the row."""
+    w_ring, steps_ring, _ = rings
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma(_columns()), 4)
+    each: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    load: gl.constexpr = steps_ring.shape[1]
+    steps = steps_ring.index(slot)._reinterpret(gl.int32, [load, 1, 64], each).index(j)
+    steps = steps._reinterpret(gl.int32, [64], plain)
+    a = decode(w_ring.index(slot).slice(j * 64, 64, 0), steps, operand)
+    zero = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
+    return warpgroup_mma(a, x.index(k).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scaled(product, scales, k):
+    """A product times the factor of block k of the row."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scale = scales.index(k)._reinterpret(gl.float32, [_columns()], plain)
+    return product * gl.expand_dims(scale.load(gl.SliceLayout(0, mma(_columns()))), 0)
+
+
+@gluon.jit
+def _multiply(total, rings, slot, row, k, LOAD: gl.constexpr):
+    """total + the products of a load and the row's blocks from k on, added in their order."""
+    x, scales = row
+    if LOAD == 1:
+        a = warpgroup_mma_wait(0, deps=[_start_product(rings, slot, 0, x, k)])
+        total += _scaled(a, scales, k)
+    elif LOAD == 2:
+        a = _start_product(rings, slot, 0, x, k)
+        b = _start_product(rings, slot, 1, x, k + 1)
+        a, b = warpgroup_mma_wait(0, deps=[a, b])
+        total += _scaled(a, scales, k)
+        total += _scaled(b, scales, k + 1)
+    else:
+        gl.static_assert(LOAD == 4)
+        a = _start_product(rings, slot, 0, x, k)
+        b = _start_product(rings, slot, 1, x, k + 1)
+        c = _start_product(rings, slot, 2, x, k + 2)
+        d = _start_product(rings, slot, 3, x, k + 3)
+        a, b, c, d = warpgroup_mma_wait(0, deps=[a, b, c, d])
+        total += _scaled(a, scales, k)
+        total += _scaled(b, scales, k + 1)
+        total += _scaled(c, scales, k + 2)
+        total += _scaled(d, scales, k + 3)
+    return total
+
+
+@gluon.jit
 def _after(slot, phase, STAGES: gl.constexpr):
-    """The ring's next tile, and its phase."""
+    """The ring's next slot, and its phase."""
     slot += 1
     if slot == STAGES:
         slot = 0
@@ -111,88 +177,80 @@ def _after(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _start_part(rings, slot, x, k):
-    """Start the product [64,8] of a tile of the ring and block k of the row."""
-    w_ring, steps_ring, _, _ = rings
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma(_columns()), 4)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    zero = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
-    steps = steps_ring.index(slot)._reinterpret(gl.int32, [64], plain)
-    a = decode(w_ring.index(slot), steps, operand)
-    return warpgroup_mma(a, x.index(k).permute((1, 0)), zero, use_acc=False, is_async=True)
+def _start(weights, STAGES: gl.constexpr, LOAD: gl.constexpr):
+    """Allocate a program's ring and the part of its row that it holds, and start its first loads.
 
-
-@gluon.jit
-def _scaled(part, scales, k):
-    """A product times the factor of block k of the row."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scale = scales.index(k)._reinterpret(gl.float32, [_columns()], plain)
-    return part * gl.expand_dims(scale.load(gl.SliceLayout(0, mma(_columns()))), 0)
-
-
-@gluon.jit
-def _multiply(
-    rings, first, x, scales, TWO: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr
-):
-    """w x^T [64,8] before the rows' factors: sums over 128 values, which are added in float32.
-
-    first: number of the tiles that the program has read from the ring before.
-    TWO: decode a block while the tensor cores multiply the one before. That shortens a program. It
-        helps where few programs run at once, as those of one token.
+    There is always room for as many blocks, because `_loads` counts on it.
     """
-    _, _, full, empty = rings
-    total = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
-    slot = first % STAGES
-    phase = (first // STAGES) & 1
-    if TWO:
-        for i in range(BLOCKS // 2):
-            other, other_phase = _after(slot, phase, STAGES)
-            mbarrier.wait(full.index(slot), phase)
-            mbarrier.wait(full.index(other), other_phase)
-            part = _start_part(rings, slot, x, 2 * i)
-            other_part = _start_part(rings, other, x, 2 * i + 1)
-            part, other_part = warpgroup_mma_wait(0, deps=[part, other_part])
-            mbarrier.arrive(empty.index(slot), count=1)
-            mbarrier.arrive(empty.index(other), count=1)
-            total += _scaled(part, scales, 2 * i)
-            total += _scaled(other_part, scales, 2 * i + 1)
-            slot, phase = _after(other, other_phase, STAGES)
-    for k in range(BLOCKS // 2 * 2 if TWO else 0, BLOCKS):
-        mbarrier.wait(full.index(slot), phase)
-        part = warpgroup_mma_wait(0, deps=[_start_part(rings, slot, x, k)])
-        total += _scaled(part, scales, k)
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = _after(slot, phase, STAGES)
-    return total
+    w_desc, steps_desc, _, _ = weights
+    bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8, rank=2
+    )
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    x = gl.allocate_shared_memory(gl.float8e4nv, [_most_held(), _columns(), 128], bytes_layout)
+    scales = gl.allocate_shared_memory(gl.float32, [_most_held(), 1, _columns()], words)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+    fence_async_shared()
+    _barrier()
+    rings = ring(w_desc, STAGES, 64 * LOAD), ring(steps_desc, STAGES, LOAD), full
+    for slot in gl.static_range(STAGES):
+        _request(weights, rings, slot, slot, LOAD)
+    return rings, (x, scales)
 
 
 @gluon.jit
-def _load(descs, rings, first, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """Load a tile's blocks of weights, one after the other, after `first` others."""
-    w_desc, steps_desc = descs
-    w_ring, steps_ring, full, empty = rings
-    slot = first % STAGES
-    phase = ((first // STAGES) & 1) ^ 1
-    for k in range(BLOCKS):
-        mbarrier.wait(empty.index(slot), phase)
-        ready = full.index(slot)
-        mbarrier.expect(ready, 64 * 64 + 64 * 4)
-        at = tile * BLOCKS + k
-        tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(slot))
-        tma.async_copy_global_to_shared(steps_desc, [at, 0], ready, steps_ring.index(slot))
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-
-
-@gluon.jit
-def _load_tiles(
-    descs, rings, tile, TILES: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr
+def _tiles(
+    weights,
+    rings,
+    row,
+    x_ptr,
+    unit_ptr,
+    unit,
+    result,
+    TILES: gl.constexpr,
+    STORE: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    HELD: gl.constexpr,
+    STAGES: gl.constexpr,
+    LOAD: gl.constexpr,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
 ):
-    """The work of one warp: load the weights of adjacent tiles."""
+    """Compute adjacent tiles.
+
+    unit: the factors of the first tile's rows, which were requested before the row was complete.
+    HELD: blocks of the row that the program holds at a time.
+    """
+    _, _, full = rings
+    n = 0
+    slot = 0
+    phase = 0
+    values = _part_of_row(x_ptr, HELD)
     for i in range(TILES):
-        _load(descs, rings, i * BLOCKS, tile + i, BLOCKS, STAGES)
+        next_unit = _units(unit_ptr, gl.minimum(i + 1, TILES - 1))
+        total = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
+        for part in range(BLOCKS // HELD):
+            if HELD < BLOCKS or i == 0:
+                _round_part(values, row, TOP, LEAST)
+            if HELD < BLOCKS:
+                values = _part_of_row(x_ptr + (part + 1) % (BLOCKS // HELD) * (HELD * 128), HELD)
+            for k in range(0, HELD, LOAD):
+                mbarrier.wait(full.index(slot), phase)
+                total = _multiply(total, rings, slot, row, k, LOAD)
+                _barrier()
+                _request(weights, rings, n + STAGES, slot, LOAD)
+                n += 1
+                slot, phase = _after(slot, phase, STAGES)
+        STORE(total * gl.expand_dims(unit, 1), result, i)
+        unit = next_unit
+
+
+@gluon.jit
+def _units(unit_ptr, tile):
+    """The factors [64] of a tile's rows."""
+    return gl.load(unit_ptr + tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
 
 
 @gluon.jit
@@ -218,84 +276,6 @@ def _store_first(ptr, x):
 
 
 @gluon.jit
-def _shared_memory(descs, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """Allocate a program's rings, and its row of BLOCKS blocks with their scales."""
-    w_desc, steps_desc = descs
-    w = ring(w_desc, STAGES, 64)
-    steps = ring(steps_desc, STAGES, 1)
-    bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=8, rank=2
-    )
-    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    x = gl.allocate_shared_memory(gl.float8e4nv, [BLOCKS, _columns(), 128], bytes_layout)
-    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, 1, _columns()], words)
-    full, empty = barriers(STAGES, 1)
-    return (w, steps, full, empty), x, scales
-
-
-@gluon.jit
-def _group(
-    rings,
-    x,
-    scales,
-    x_ptr,
-    unit_ptr,
-    result,
-    STORE: gl.constexpr,
-    WAIT: gl.constexpr,
-    TWO: gl.constexpr,
-    TILES: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    CHUNK: gl.constexpr,
-    STAGES: gl.constexpr,
-    TOP: gl.constexpr,
-    LEAST: gl.constexpr,
-):
-    """The work of four warps: round the row, then multiply TILES tiles of weights with it."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, mma(_columns())))
-    unit = gl.load(unit_ptr + row)
-    wait_for_last(WAIT)
-    _round_row(x_ptr, x, scales, BLOCKS, CHUNK, TOP, LEAST)
-    for i in range(TILES):
-        next_unit = gl.load(unit_ptr + gl.minimum(i + 1, TILES - 1) * 64 + row)
-        total = _multiply(rings, i * BLOCKS, x, scales, TWO, BLOCKS, STAGES)
-        STORE(total * gl.expand_dims(unit, 1), result, i)
-        unit = next_unit
-
-
-@gluon.jit
-def _run(
-    descs,
-    arguments,
-    expert,
-    STORE: gl.constexpr,
-    WAIT: gl.constexpr,
-    TWO: gl.constexpr,
-    TILES: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    CHUNK: gl.constexpr,
-    STAGES: gl.constexpr,
-    TOP: gl.constexpr,
-    LEAST: gl.constexpr,
-):
-    x_ptr, unit_ptr, result = arguments
-    tile = (expert * gl.num_programs(0) + gl.program_id(0)) * TILES
-    rings, x, scales = _shared_memory(descs, BLOCKS, STAGES)
-    unit_ptr += tile * 64
-    # fmt: off
-    gl.warp_specialize(
-        [
-            (_group, (rings, x, scales, x_ptr, unit_ptr, result, STORE, WAIT, TWO, TILES, BLOCKS,
-                      CHUNK, STAGES, TOP, LEAST)),
-            (_load_tiles, (descs, rings, tile, TILES, BLOCKS, STAGES)),
-        ],
-        [1],
-        [24],
-    )
-    # fmt: on
-
-
-@gluon.jit
 def _few_gate_up_kernel(
     x_ptr,
     stride_x,
@@ -307,10 +287,10 @@ def _few_gate_up_kernel(
     hidden_ptr,
     limit,
     TOPK: gl.constexpr,
-    TWO: gl.constexpr,
     BLOCKS: gl.constexpr,
-    CHUNK: gl.constexpr,
+    HELD: gl.constexpr,
     STAGES: gl.constexpr,
+    LOAD: gl.constexpr,
     TOP: gl.constexpr,
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
@@ -325,21 +305,15 @@ def _few_gate_up_kernel(
     x_ptr += pair // TOPK * stride_x
     hidden_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 32
     if expert >= 0:
-        arguments = x_ptr, unit_ptr, (hidden_ptr, gl.load(weights_ptr + pair), limit)
-        _run(
-            (w_desc, steps_desc),
-            arguments,
-            expert,
-            _store_hidden,
-            False,
-            TWO,
-            1,
-            BLOCKS,
-            CHUNK,
-            STAGES,
-            TOP,
-            LEAST,
-        )
+        tile = expert * gl.num_programs(0) + gl.program_id(0)
+        weights = w_desc, steps_desc, tile * BLOCKS, BLOCKS
+        rings, row = _start(weights, STAGES, LOAD)
+        unit = _units(unit_ptr, tile)
+        result = hidden_ptr, gl.load(weights_ptr + pair), limit
+        # fmt: off
+        _tiles(weights, rings, row, x_ptr, unit_ptr, unit, result, 1, _store_hidden,
+               BLOCKS, HELD, STAGES, LOAD, TOP, LEAST)
+        # fmt: on
 
 
 @gluon.jit
@@ -350,11 +324,11 @@ def _few_down_kernel(
     steps_desc,
     unit_ptr,
     out_ptr,
-    TWO: gl.constexpr,
     TILES: gl.constexpr,
     BLOCKS: gl.constexpr,
-    CHUNK: gl.constexpr,
+    HELD: gl.constexpr,
     STAGES: gl.constexpr,
+    LOAD: gl.constexpr,
     TOP: gl.constexpr,
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
@@ -370,157 +344,21 @@ def _few_down_kernel(
     hidden_ptr += pair * (BLOCKS * 128)
     out_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * (64 * TILES)
     if expert >= 0:
-        arguments = hidden_ptr, unit_ptr, out_ptr
-        _run(
-            (w_desc, steps_desc),
-            arguments,
-            expert,
-            _store_out,
-            PDL,
-            TWO,
-            TILES,
-            BLOCKS,
-            CHUNK,
-            STAGES,
-            TOP,
-            LEAST,
-        )
+        tile = (expert * gl.num_programs(0) + gl.program_id(0)) * TILES
+        weights = w_desc, steps_desc, tile * BLOCKS, TILES * BLOCKS
+        rings, row = _start(weights, STAGES, LOAD)
+        unit_ptr += tile * 64
+        unit = _units(unit_ptr, 0)
+        wait_for_last(PDL)
+        # fmt: off
+        _tiles(weights, rings, row, hidden_ptr, unit_ptr, unit, out_ptr, TILES,
+               _store_out, BLOCKS, HELD, STAGES, LOAD, TOP, LEAST)
+        # fmt: on
     else:
         wait_for_last(PDL)
 
 
-@gluon.jit
-def _group_of_both(
-    rings,
-    x,
-    scales,
-    up,
-    down,
-    UP_BLOCKS: gl.constexpr,
-    UP_CHUNK: gl.constexpr,
-    DOWN_BLOCKS: gl.constexpr,
-    DOWN_CHUNK: gl.constexpr,
-    MOST_PAIRS: gl.constexpr,
-    STAGES: gl.constexpr,
-    TOP: gl.constexpr,
-    LEAST: gl.constexpr,
-):
-    """The work of four warps: a tile of gate and up, then a tile of down."""
-    up_expert, x_ptr, up_unit_ptr, hidden_ptr, weight, limit, stored_ptr = up
-    down_expert, row_ptr, down_unit_ptr, out_ptr, arrived_ptr = down
-    rows: gl.constexpr = gl.SliceLayout(1, mma(_columns()))
-    if up_expert >= 0:
-        unit = gl.load(up_unit_ptr + gl.arange(0, 64, rows))
-        _round_row(x_ptr, x, scales, UP_BLOCKS, UP_CHUNK, TOP, LEAST)
-        total = _multiply(rings, 0, x, scales, True, UP_BLOCKS, STAGES)
-        _store_hidden(total * gl.expand_dims(unit, 1), (hidden_ptr, weight, limit), 0)
-        _barrier()
-        gl.atomic_add(stored_ptr, 1, sem="release", scope="gpu")
-    if down_expert >= 0:
-        unit = gl.load(down_unit_ptr + gl.arange(0, 64, rows))
-        arrived = gl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
-        while arrived < DOWN_BLOCKS * 4:
-            arrived = gl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
-        _round_row(row_ptr, x, scales, DOWN_BLOCKS, DOWN_CHUNK, TOP, LEAST)
-        first = (up_expert >= 0).to(gl.int32) * UP_BLOCKS
-        total = _multiply(rings, first, x, scales, True, DOWN_BLOCKS, STAGES)
-        _store_out(total * gl.expand_dims(unit, 1), out_ptr, 0)
-        waited = gl.atomic_add(arrived_ptr + MOST_PAIRS, 1, sem="relaxed", scope="gpu")
-        if waited == UP_BLOCKS * 2 - 1:
-            gl.store(arrived_ptr, 0)
-            gl.store(arrived_ptr + MOST_PAIRS, 0)
-
-
-@gluon.jit
-def _load_both(
-    rings, up, down, UP_BLOCKS: gl.constexpr, DOWN_BLOCKS: gl.constexpr, STAGES: gl.constexpr
-):
-    """The work of one warp: load the weights of both tiles."""
-    up_expert, up_descs, up_tile = up
-    down_expert, down_descs, down_tile = down
-    if up_expert >= 0:
-        _load(up_descs, rings, 0, up_tile, UP_BLOCKS, STAGES)
-    if down_expert >= 0:
-        first = (up_expert >= 0).to(gl.int32) * UP_BLOCKS
-        _load(down_descs, rings, first, down_tile, DOWN_BLOCKS, STAGES)
-
-
-@gluon.jit
-def _one_token_kernel(
-    x_ptr,
-    ids_ptr,
-    w13_desc,
-    steps13_desc,
-    unit13_ptr,
-    weights_ptr,
-    hidden_ptr,
-    limit,
-    w2_desc,
-    steps2_desc,
-    unit2_ptr,
-    out_ptr,
-    arrivals_ptr,
-    PAIRS: gl.constexpr,
-    UP_BLOCKS: gl.constexpr,
-    UP_CHUNK: gl.constexpr,
-    DOWN_BLOCKS: gl.constexpr,
-    DOWN_CHUNK: gl.constexpr,
-    MOST_PAIRS: gl.constexpr,
-    STAGES: gl.constexpr,
-    TOP: gl.constexpr,
-    LEAST: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Compute both GEMMs of the token's pairs, one after the other.
-
-    Program i computes tile i of the gate and up GEMM, and tile i of the down GEMM if there is one.
-    Tiles are numbered through all pairs.
-
-    arrivals [2, MOST_PAIRS]: for each pair, the programs that have stored their hidden values, and
-    the programs that have waited for them.
-    """
-    stream_tma_loads()
-    wait_for_last(PDL)
-    start_next(PDL)
-    up_tiles: gl.constexpr = DOWN_BLOCKS * 4  # of 32 hidden values
-    down_tiles: gl.constexpr = UP_BLOCKS * 2  # of 64 values of D
-    program = gl.program_id(0)
-    up_pair = program // up_tiles
-    down_pair = program // down_tiles
-    up_expert = gl.load(ids_ptr + gl.minimum(up_pair, PAIRS - 1)).to(gl.int32)
-    down_expert = gl.load(ids_ptr + gl.minimum(down_pair, PAIRS - 1)).to(gl.int32)
-    weight = gl.load(weights_ptr + gl.minimum(up_pair, PAIRS - 1))
-    up_expert = gl.where(up_pair < PAIRS, up_expert, -1)
-    down_expert = gl.where(down_pair < PAIRS, down_expert, -1)
-    up_tile = up_expert * up_tiles + program % up_tiles
-    down_tile = down_expert * down_tiles + program % down_tiles
-    most: gl.constexpr = UP_BLOCKS if UP_BLOCKS > DOWN_BLOCKS else DOWN_BLOCKS
-    rings, x, scales = _shared_memory((w13_desc, steps13_desc), most, STAGES)
-    # fmt: off
-    up = (up_expert, x_ptr, unit13_ptr + up_tile * 64, hidden_ptr + program * 32,
-          weight, limit, arrivals_ptr + up_pair)
-    down = (down_expert, hidden_ptr + down_pair * (DOWN_BLOCKS * 128), unit2_ptr + down_tile * 64,
-            out_ptr + program * 64, arrivals_ptr + down_pair)
-    gl.warp_specialize(
-        [
-            (_group_of_both, (rings, x, scales, up, down, UP_BLOCKS, UP_CHUNK, DOWN_BLOCKS,
-                              DOWN_CHUNK, MOST_PAIRS, STAGES, TOP, LEAST)),
-            (_load_both, (rings, (up_expert, (w13_desc, steps13_desc), up_tile),
-                          (down_expert, (w2_desc, steps2_desc), down_tile), UP_BLOCKS,
-                          DOWN_BLOCKS, STAGES)),
-        ],
-        [1],
-        [24],
-    )
-    # fmt: on
-
-
 # --- Launch ---------------------------------------------------------------------------------------
-
-
-def _stages(programs: int, blocks: int) -> int:
-    """The ring's tiles for a launch of programs that each read `blocks` tiles."""
-    return max(STAGES, min(blocks, MOST_STAGES, STAGES * (MANY_PROGRAMS // programs)))
 
 
 # Of every launch.
@@ -533,34 +371,25 @@ COMMON: dict[str, Any] = {
 }
 
 
-def _chunk(blocks: int) -> int:
-    """The blocks of a row that a program rounds at a time: a power of two that divides them."""
-    return min(32, blocks & -blocks)
+def _loads(programs: int, num_multiprocessors: int) -> int:
+    """The loads of MOST_LOAD blocks in a ring, for a launch of so many programs.
+
+    It leaves the fewest places on a multiprocessor that hold all programs at once. If there are up
+    to six programs for each, two rounds of three places take less time than two of five.
+    """
+    for places, loads in LOADS.items():
+        if programs <= places * num_multiprocessors:
+            return loads
+    return LOADS[3] if programs <= 6 * num_multiprocessors else LOADS[5]
 
 
-def _options(width: int, programs: int) -> dict[str, Any]:
-    """Options of a launch that computes one GEMM."""
+def _options(width: int, grid: tuple[int, int], num_multiprocessors: int) -> dict[str, Any]:
+    """Options of a launch whose rows have `width` values."""
     blocks = width // 128
-    return COMMON | {
-        "BLOCKS": blocks,
-        "CHUNK": _chunk(blocks),
-        "STAGES": _stages(programs, blocks),
-    }
-
-
-def programs_at_once(width: int, inner: int, num_multiprocessors: int) -> int:
-    """How many programs of the launch that computes both GEMMs run at once."""
-    blocks = max(width, inner) // 128
-    ring = STAGES * (64 * 64 + 64 * 4)
-    shared = blocks * (128 + 4) * 8 + ring + PROGRAM_BYTES
-    return num_multiprocessors * min(MOST_PROGRAMS, SHARED_BYTES // shared)
-
-
-def takes_one_launch(width: int, inner: int, topk: int, num_multiprocessors: int) -> bool:
-    """Whether one launch computes both GEMMs."""
-    up_tiles, down_tiles = inner // 32, width // 64
-    at_once = programs_at_once(width, inner, num_multiprocessors)
-    return up_tiles >= down_tiles and topk <= MOST_PAIRS and up_tiles * topk <= at_once
+    held = min(_most_held(), blocks & -blocks)  # a power of two that divides them
+    load = min(MOST_LOAD, held)
+    stages = _loads(math.prod(grid), num_multiprocessors) * MOST_LOAD // load
+    return COMMON | {"BLOCKS": blocks, "HELD": held, "STAGES": stages, "LOAD": load}
 
 
 def launch(
@@ -579,33 +408,15 @@ def launch(
     (num_tokens, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
     num_pairs = num_tokens * topk
     hidden = torch.empty((num_pairs, inner), dtype=torch.float32, device=x.device)
+    tiles = math.gcd(down_steps(1, inner), width // 64)
+    up_grid, down_grid = (inner // 32, num_pairs), (width // 64 // tiles, num_pairs)
+    options = _options(width, up_grid, num_multiprocessors)
     w13, steps13, unit13 = w.gate_up()
-    gate_up = (ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit)
+    weights13 = (*weight_descriptors(w13, steps13, options["LOAD"]), unit13)
+    _few_gate_up_kernel[up_grid](
+        x, x.stride(0), ids, *weights13, weights, hidden, limit, TOPK=topk, **options
+    )
+    options = _options(inner, down_grid, num_multiprocessors)
     w2, steps2, unit2 = w.down()
-    down = (*weight_descriptors(w2, steps2), unit2, out)
-    if num_tokens == 1 and takes_one_launch(width, inner, topk, num_multiprocessors):
-        assert w.arrivals is not None
-        up_blocks, down_blocks = width // 128, inner // 128
-        _one_token_kernel[(inner // 32 * topk,)](
-            *(x, *gate_up, *down, w.arrivals),
-            PAIRS=topk,
-            UP_BLOCKS=up_blocks,
-            UP_CHUNK=_chunk(up_blocks),
-            DOWN_BLOCKS=down_blocks,
-            DOWN_CHUNK=_chunk(down_blocks),
-            MOST_PAIRS=MOST_PAIRS,
-            STAGES=STAGES,
-            **COMMON,
-        )
-        return
-    up_programs, down_programs = inner // 32 * topk, width // 64 * topk
-    if num_tokens > 1:  # one launch signature for any number of them
-        up_programs = down_programs = MANY_PROGRAMS
-    two = num_tokens == 1
-    _few_gate_up_kernel[(inner // 32, num_pairs)](
-        x, x.stride(0), *gate_up, TOPK=topk, TWO=two, **_options(width, up_programs)
-    )
-    tiles = 1 if num_tokens == 1 else math.gcd(down_steps(1, inner), width // 64)
-    _few_down_kernel[(width // 64 // tiles, num_pairs)](
-        *(hidden, ids, *down), TWO=two, TILES=tiles, **_options(inner, down_programs)
-    )
+    weights2 = (*weight_descriptors(w2, steps2, options["LOAD"]), unit2)
+    _few_down_kernel[down_grid](hidden, ids, *weights2, out, TILES=tiles, **options)

@@ -107,11 +107,15 @@ def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     return full, empty
 
 
-def weight_descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Descriptors of tiled weights and their steps. A box has 64 rows and 128 columns."""
+def weight_descriptors(
+    w: Tensor, steps: Tensor, blocks: int = 1
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of tiled weights and their steps. A box has so many blocks of 64 rows and 128
+    columns.
+    """
     return (
-        TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
-        TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
+        TensorDescriptor.from_tensor(w.view(-1, 64), [64 * blocks, 64], NIBBLES),
+        TensorDescriptor.from_tensor(steps.view(-1, 64), [blocks, 64], WORDS),
     )
 
 

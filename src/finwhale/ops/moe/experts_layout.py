@@ -20,7 +20,6 @@ from finwhale.ops.moe import EXPONENT_SPREAD, Dispatched, ExpertWeight
 logger = logging.getLogger(__name__)
 
 GROUP = 128  # activations that share a scale
-MOST_PAIRS = 32  # experts of a token whose programs can count
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +30,10 @@ class TiledExperts(ExpertWeight):
         scale13, scale2: uint8 "steps" of the scales' shapes: 8 (11 - d), where d is the difference
             between the row's largest exponent and the group's.
         unit13, unit2: float32 [E,2I] and [E,D]: the factor of a row's decoded values.
-        arrivals: int32 [2,MOST_PAIRS]: counts of `experts_hopper_few`, 0 between launches.
     """
 
     unit13: Tensor | None = None
     unit2: Tensor | None = None
-    arrivals: Tensor | None = None
 
     def gate_up(self) -> tuple[Tensor, Tensor, Tensor]:
         """w13, its steps as words of four groups, and its units."""
@@ -160,8 +157,7 @@ def tile_experts(w: ExpertWeight) -> tuple[TiledExperts, Tensor]:
     """
     unit13, changed13 = _tile(w.w13, w.scale13, paired=True)
     unit2, changed2 = _tile(w.w2, w.scale2, paired=False)
-    arrivals = torch.zeros((2, MOST_PAIRS), dtype=torch.int32, device=w.w13.device)
-    tiled = TiledExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, unit13, unit2, arrivals)
+    tiled = TiledExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, unit13, unit2)
     return tiled, changed13 + changed2
 
 
