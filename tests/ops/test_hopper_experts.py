@@ -38,18 +38,22 @@ def test_rings_leave_room_for_as_many_programs_as_there_are() -> None:
     assert _loads(396, 114) == LOADS[5]  # an H100 PCIe has fewer multiprocessors
 
 
-@pytest.mark.parametrize(("call", "places"), [("512-1", 2), ("512-4", 3), ("512-6", 5)])
-def test_as_many_programs_fit_a_multiprocessor(sm90: Compile, call: str, places: int) -> None:
-    """A multiprocessor has 227 KiB of shared memory and 65,536 registers. Of the memory, CUDA takes
-    1 KiB for each program. A warp has a multiple of 256 registers."""
-    reports = [
-        report
-        for report in sm90("sm90_experts", f"flash-rank-{call}")
-        if "._few_" in report["kernel"]
-    ]
-    assert len(reports) == 2
-    for report in reports:
-        assert 227 * 1024 // (report["shared"] + 1024) == places, report["kernel"]
+@pytest.mark.parametrize(
+    ("tokens", "places"), [(1, (2, 3)), (4, (3, 3)), (6, (5, 5))], ids=["one", "four", "six"]
+)
+def test_as_many_programs_fit_a_multiprocessor(
+    sm90: Compile, tokens: int, places: tuple[int, int]
+) -> None:
+    """The programs of gate and up, and of down, on one of four ranks.
+
+    A multiprocessor has 227 KiB of shared memory and 65,536 registers. Of the memory, CUDA takes
+    1 KiB for each program. A warp has a multiple of 256 registers.
+    """
+    reports = sm90("sm90_experts", f"flash-rank-512-{tokens}")
+    few = [report for report in reports if "._few_" in report["kernel"]]
+    assert len(few) == 2
+    for report, wanted in zip(few, places, strict=True):
+        assert 227 * 1024 // (report["shared"] + 1024) == wanted, report["kernel"]
         registers = -(-report["registers"] // 8) * 8
-        assert 65536 // (registers * 128) >= places
+        assert 65536 // (registers * 128) >= wanted
         assert not report["spilled"]

@@ -40,7 +40,6 @@ from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
 from finwhale.ops.moe.experts_hopper_parts import (
     decode,
-    down_steps,
     mma,
     ring,
     swiglu,
@@ -52,6 +51,8 @@ from finwhale.ops.rounding import MIN_AMAX
 # With more tokens, ordering the pairs by expert costs less than reading weights again.
 FEW_TOKENS = 8
 MOST_LOAD = 4  # blocks of weights of one load
+# With several tokens, a program of the down GEMM multiplies this many blocks, or one tile's.
+DOWN_BLOCKS = 8
 REGISTERS = 96  # per thread; five programs share a multiprocessor
 # Programs that fit a multiprocessor, with rings of so many loads of MOST_LOAD blocks.
 LOADS = {2: 4, 3: 3, 5: 2}
@@ -408,7 +409,7 @@ def launch(
     (num_tokens, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
     num_pairs = num_tokens * topk
     hidden = torch.empty((num_pairs, inner), dtype=torch.float32, device=x.device)
-    tiles = math.gcd(down_steps(1, inner), width // 64)
+    tiles = 1 if num_tokens == 1 else math.gcd(max(1, DOWN_BLOCKS * 128 // inner), width // 64)
     up_grid, down_grid = (inner // 32, num_pairs), (width // 64 // tiles, num_pairs)
     options = _options(width, up_grid, num_multiprocessors)
     w13, steps13, unit13 = w.gate_up()
