@@ -31,14 +31,13 @@ from finwhale.ops.indexer.prepare_queries_triton import (
 )
 from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
 from finwhale.ops.launch import launch_options
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 
 PAGE_ROWS = (64, 128)
 # Columns of the GEMM: the heads of all queries that share a tile of keys.
 PREFILL_COLUMNS = 128
 STAGES = 4
-NUM_MULTIPROCESSORS = 132  # of an H100 or H200
 # Programs per multiprocessor that fill the GPU; the tiles of a row are split over all of them.
 DECODE_PROGRAMS = 4
 PREFILL_PROGRAMS = 8

@@ -36,14 +36,13 @@ import triton
 from torch import Tensor
 
 from finwhale.ops.launch import launch_options
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
+from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.gemm_triton import row_kernel, sum_kernel, tile_kernel
 from finwhale.ops.linear.quantise_triton import launch_tokens as quantise_tokens
 from finwhale.ops.linear.quantise_triton import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
-NUM_MULTIPROCESSORS = 132  # of an H100 or H200
 # row_kernel processes one token, or ROW_TOKENS if the weight is unscaled. A weight should occupy at
 # least MIN_PROGRAMS programs. A program takes several blocks of rows only if a row has LONG_ROW
 # bytes or more, because rounding the token is then expensive; with an unrounded token, at most

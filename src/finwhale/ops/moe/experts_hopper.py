@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, up_to
 from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_few
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS
@@ -622,7 +622,7 @@ def compute(
     w: ExpertWeight,
     limit: float,
     *,
-    num_multiprocessors: int,
+    num_multiprocessors: int = NUM_MULTIPROCESSORS,
 ) -> Tensor:
     """x bfloat16 with strided rows. Returns bfloat16 [N,K,D].
 
