@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from tests.models.test_sharded_loading import QUANTISED, loaded, opened, tensors
-from torch import Tensor
 
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.joint import JointRanks, JointReader, Part
 from finwhale.checkpoint.loading import StoredWeight, WeightSource
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
@@ -34,7 +34,7 @@ class Threads:
 
     def __init__(self, size: int, can_share: bool = True) -> None:
         self.size, self.can_share = size, can_share
-        self.places: list[Mapping[str, Tensor]] = [{} for _ in range(size)]
+        self.places = [Places() for _ in range(size)]
         self.faults: list[str | None] = [None] * size
         self.barrier = threading.Barrier(size)
 
@@ -49,7 +49,7 @@ class ThreadRank:
         self._threads, self.index, self.size = threads, index, threads.size
         self.closed = 0
 
-    def open(self, places: Mapping[str, Tensor]) -> bool:
+    def open(self, places: Places) -> bool:
         self._threads.places[self.index] = places
         self._threads.barrier.wait(30)
         return self._threads.can_share
@@ -93,7 +93,7 @@ class JointSource(WeightSource):
     """Reads as for a GPU."""
 
     def into(
-        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
+        self, places: Places, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         return self._staged(places, ranks)
 
@@ -117,13 +117,15 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("finwhale.checkpoint.loading.JointReader", reader)
 
 
-def places_of(stream: WeightSource) -> dict[str, Tensor]:
-    return {
-        info.name: torch.empty(info.num_bytes, dtype=torch.uint8)
-        for name in stream.storages
-        for info in stream._parts(name)
-        if ".ffn.experts." in name
-    }
+def places_of(stream: WeightSource) -> Places:
+    return Places(
+        {
+            info.name: torch.empty(info.num_bytes, dtype=torch.uint8)
+            for name in stream.storages
+            for info in stream._parts(name)
+            if ".ffn.experts." in name
+        }
+    )
 
 
 def all_ranks(threads: Threads, load: Callable[[ThreadRank], Any]) -> list[Any]:

@@ -4,7 +4,7 @@ import gc
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight, WeightSource
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import Checkpoint, TensorInfo
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.checkpoint.staging import Staging
@@ -147,7 +148,7 @@ class StagedSource(WeightSource):
     """Reads as for a GPU: through Staging, and directly into places."""
 
     def into(
-        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
+        self, places: Places, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         return self._staged(places, ranks)
 
@@ -376,7 +377,7 @@ def drop_or_repeat(
     stream: WeightSource, name: str, times: int
 ) -> Callable[..., Iterator[tuple[WeightSpec, StoredWeight | None]]]:
     def into(
-        places: Mapping[str, Tensor], ranks: JointRanks | None = None
+        places: Places, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         for spec, stored in WeightSource.into(stream, places, ranks):
             for _ in range(times if spec.name == name else 1):

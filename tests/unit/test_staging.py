@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import ALIGN, Staging, groups_of
 from finwhale.checkpoint.writer import write_stored
@@ -58,7 +59,7 @@ def test_staged_weights_are_the_mapped_ones(path: Path) -> None:
     assert len(list(path.glob("*.safetensors"))) > 2
     mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
     count = 0
-    for spec, stored in source(path)._staged({}):
+    for spec, stored in source(path)._staged(Places()):
         assert stored is not None
         wanted = mapped.pop(spec.name)
         assert stored.storage == wanted.storage
@@ -75,12 +76,12 @@ def test_staged_weights_are_the_mapped_ones(path: Path) -> None:
 def test_tensors_go_to_their_places(path: Path) -> None:
     """Those that have one; the others are given."""
     mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
-    places = {}
+    places = Places()
     for name, stored in mapped.items():
         if stored.scale is not None and stored.storage == "fp4":
-            places[name] = torch.full((stored.data.nbytes,), 0x55, dtype=torch.uint8)
-            scale_name = weight_specs(CONFIG)[name].scale_name
-            places[scale_name] = torch.full((stored.scale.nbytes,), 0x55, dtype=torch.uint8)
+            names = name, weight_specs(CONFIG)[name].scale_name
+            sizes = stored.data.nbytes, stored.scale.nbytes
+            places.divide(names, torch.full((sum(sizes),), 0x55, dtype=torch.uint8), sizes)
     assert places
     given = dict.fromkeys(mapped, 0)
     for spec, staged in source(path)._staged(places):
@@ -168,7 +169,7 @@ def test_nan_is_found_and_named(path: Path, name: str, value: int, fault: str | 
     staged = source(path)
     before = threading.active_count()
     with pytest.raises(CheckpointError, match=rf"{name} in .* holds {fault}"):
-        for _ in staged._staged({}):
+        for _ in staged._staged(Places()):
             pass
     assert threading.active_count() == before
 
@@ -194,9 +195,9 @@ def test_nan_in_a_place_is_found_and_named(
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     infos = list(Checkpoint.open(tmp_path).tensors.values())
-    places = {i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos}
-    adjacent = torch.empty(4 * 64 * dtype.itemsize, dtype=torch.uint8).chunk(4)
-    places |= {f"t{i}": adjacent[i] for i in range(4)}
+    places = Places({i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos})
+    adjacent = torch.empty(4 * 64, dtype=dtype)
+    places.divide([f"t{i}" for i in range(4)], adjacent, [64 * dtype.itemsize] * 4)
     assert [t for _, t in Staging(tmp_path, CPU, places=places).tensors(infos)] == [None] * 9
     info = next(i for i in infos if i.name == f"t{number}")
     with (tmp_path / info.file).open("r+b") as file:
@@ -214,8 +215,8 @@ def test_a_damaged_file_keeps_no_place(path: Path, cut: bool) -> None:
         os.truncate(path / infos[-1].file, infos[-1].offset)
     else:
         damaged(path, "layers.1.ffn.experts.1.w2.scale", 0xFF)
-    places = {i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos}
-    first = weakref.ref(places[infos[0].name])
+    places = Places({i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos})
+    first = weakref.ref(places.memories[0])
     gc.collect()
     gc.disable()
     try:
@@ -238,7 +239,7 @@ def test_a_file_that_was_cut_meanwhile(path: Path) -> None:
 
 def test_stopping_early_leaves_no_thread(path: Path) -> None:
     before = threading.active_count()
-    weights = source(path)._staged({})
+    weights = source(path)._staged(Places())
     assert isinstance(weights, Generator)
     next(weights)
     weights.close()
@@ -252,7 +253,7 @@ def test_a_place_that_fits_no_value_leaves_no_thread(path: Path) -> None:
     name = next(i.name for i in infos if i.dtype == torch.float32)
     odd = torch.empty(5, dtype=torch.uint8)[1:]
     with pytest.raises(RuntimeError, match="divisible"):
-        list(Staging(path, CPU, 4096, {name: odd}).tensors(infos))
+        list(Staging(path, CPU, 4096, Places({name: odd})).tensors(infos))
     assert threading.active_count() == before
 
 

@@ -18,6 +18,7 @@ from finwhale.checkpoint.formats import (
 )
 from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
 from finwhale.number_formats import E2M1_VALUES
 
@@ -54,7 +55,7 @@ class DummySource:
         return {name: spec.storage for name, spec in self._specs.items()}
 
     def into(
-        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
+        self, places: Places, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         """Iterate over all weights. No file is read, so the arguments are not used."""
         return iter(self)

@@ -17,8 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from torch import Tensor
 
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.checkpoint.staging import (
     PIECE_BYTES,
@@ -97,12 +97,12 @@ class JointRanks(Protocol):
     def index(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def open(self, places: Mapping[str, Tensor]) -> bool:
+    def open(self, places: Places) -> bool:
         """Tell the other ranks this rank's destinations.
 
         Args:
-            places: destinations by name: uint8 [num_bytes]. Those of the other ranks have the same
-                names and sizes.
+            places: this rank's destinations. Those of the other ranks have the same names and
+                sizes.
 
         Returns:
             False if some rank cannot write to the memory of another one.
@@ -278,7 +278,7 @@ class JointReader:
         self._threads: list[threading.Thread] = []
         self._running = 0
 
-    def open(self, places: Mapping[str, Tensor]) -> bool:
+    def open(self, places: Places) -> bool:
         """See JointRanks.open."""
         return self._ranks.open(places)
 

@@ -20,6 +20,7 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
 )
 from finwhale.checkpoint.joint import JointRanks, JointReader
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import DTYPES, Checkpoint, Layout, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.staging import (
@@ -168,15 +169,16 @@ def _compare(
     # Thousands of experts differ only in their names, so they share a match. Faults are not shared,
     # because they name the tensor.
     known: dict[object, _Match] = {}
-    for spec in specs.values():
-        name, shape, spec_storage, part = spec
+    for name, spec in specs.items():
+        _, shape, spec_storage, part = spec
         scale_name = name_of_scale(name)
         data, scale = tensors.get(name), tensors.get(scale_name)
         if data is None:
             missing.append(name)
             continue
-        scale_kind = None if scale is None else (scale.shape, scale.dtype)
-        kind = (shape, spec_storage, part, data.shape, data.dtype, scale_kind)
+        kind: object = (shape, spec_storage, part, data.shape, data.dtype)
+        if scale is not None:
+            kind = (kind, scale.shape, scale.dtype)
         match = known.get(kind)
         if match is None:
             match = _match(spec, data, scale)
@@ -185,16 +187,17 @@ def _compare(
             else:
                 mismatched.append(match.fault)
         matches[name] = match
-        storage = match.storage
-        if storage is not None:
-            storages[name] = storage
-        if storage is None or has_scale(storage):
+        if match.storage is not None:
+            storages[name] = match.storage
+        if match.may_have_scale:
             if scale is not None:
                 scale_names.add(scale_name)
-            elif storage is not None:
+            elif match.storage is not None:
                 missing.append(scale_name)
     left_out = tuple(ignored or ())
-    rest = [name for name in tensors if name not in matches and name not in scale_names]
+    rest: list[str] = []
+    if len(tensors) != len(matches) + len(scale_names):
+        rest = [name for name in tensors if name not in matches and name not in scale_names]
     inventory = Inventory(
         missing=tuple(missing),
         unexpected=tuple(n for n in rest if not n.startswith(left_out)),
@@ -266,12 +269,12 @@ class WeightSource:
         return self.inventory.storages
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        for spec, stored in self.into({}):
+        for spec, stored in self.into(Places()):
             assert stored is not None
             yield spec, stored
 
     def into(
-        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
+        self, places: Places, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate over the weights, and read some tensors directly into their destinations.
 
@@ -304,7 +307,7 @@ class WeightSource:
         assert not waiting, waiting
 
     def _staged(
-        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
+        self, places: Places, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate as for a GPU. What the ranks read together comes when it is ready."""
         places = self._fitting(places)
@@ -315,28 +318,29 @@ class WeightSource:
                 return
         yield from self._read_alone(places)
 
-    def _fitting(self, places: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _fitting(self, places: Places) -> Places:
         """The destinations without those of FP8 weights with float32 scales, which are for E8M0."""
         tensors, other = self._checkpoint.tensors, set[str]()
         for name, storage in self.storages.items():
             if storage == "fp8_block" and tensors[name_of_scale(name)].dtype == torch.float32:
                 other |= {name, name_of_scale(name)}
-        return {n: place for n, place in places.items() if n not in other} if other else places
+        return places.without(other) if other else places
 
-    def _joint_reader(self, places: Container[str], ranks: JointRanks) -> JointReader:
+    def _joint_reader(self, places: Places, ranks: JointRanks) -> JointReader:
         """A reader of what has a destination."""
         axes: dict[str, int | None] = {}
+        parts = places.parts
         for name, _, _, part in self._specs.values():
-            if name in places:
+            if name in parts:
                 axes[name] = axis = None if part is None else part.axis
                 scale_name = name_of_scale(name)
-                if scale_name in places:
+                if scale_name in parts:
                     axes[scale_name] = axis
         infos = (info for name, info in self._checkpoint.tensors.items() if name in axes)
         return JointReader(self._checkpoint.path, infos, axes, ranks)
 
     def _read_jointly(
-        self, places: Mapping[str, Tensor], reader: JointReader
+        self, places: Places, reader: JointReader
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         stop: BaseException | None = CheckpointError("loading stopped")
         try:
@@ -368,7 +372,7 @@ class WeightSource:
                 yield self._specs[name], None
 
     def _read_alone(
-        self, places: Mapping[str, Tensor], joint: Container[str] = ()
+        self, places: Places, joint: Container[str] = ()
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate over the tensors that are not `joint` through Staging, file by file.
 
@@ -425,6 +429,7 @@ class _Match(NamedTuple):
         scale: the layout of the slice of its scales.
         num_bytes: bytes of the weight and its scales that this process reads.
         fault: the wrong shape or dtype, of the weight or its scales.
+        may_have_scale: a tensor with the name of its scales belongs to it.
     """
 
     storage: Storage | None
@@ -432,6 +437,7 @@ class _Match(NamedTuple):
     scale: Layout | None = None
     num_bytes: int = 0
     fault: Mismatch | None = None
+    may_have_scale: bool = True
 
 
 def _match(spec: WeightSpec, data: TensorInfo, scale: TensorInfo | None) -> _Match:
@@ -439,18 +445,20 @@ def _match(spec: WeightSpec, data: TensorInfo, scale: TensorInfo | None) -> _Mat
     storage = storage_of(spec, data)
     if isinstance(storage, Mismatch):
         return _Match(None, fault=storage)
-    if not has_scale(storage):
+    scaled = has_scale(storage)
+    if not scaled:
         scale = None
     fault = None if scale is None else scale_mismatch(spec, scale, storage)
     part = spec.slice
     if fault is not None:
         return _Match(storage, fault=fault)
     if part is None:
-        return _Match(storage, num_bytes=data.num_bytes + (scale.num_bytes if scale else 0))
+        num_bytes = data.num_bytes + (scale.num_bytes if scale else 0)
+        return _Match(storage, num_bytes=num_bytes, may_have_scale=scaled)
     data_layout = data.layout_of(_data_slice(part, storage))
     scale_layout = None if scale is None else scale.layout_of(_scale_slice(part, storage))
     num_bytes = data_layout.num_bytes + (scale_layout.num_bytes if scale_layout else 0)
-    return _Match(storage, data_layout, scale_layout, num_bytes)
+    return _Match(storage, data_layout, scale_layout, num_bytes, None, scaled)
 
 
 def has_scale(storage: Storage) -> bool:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.formats import E8M0_NAN, fault, not_finite
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import CheckpointError
 
@@ -134,12 +135,12 @@ class Staging:
         directory: Path,
         device: torch.device,
         piece_bytes: int = PIECE_BYTES,
-        places: Mapping[str, Tensor] | None = None,
+        places: Places | None = None,
         threads: int = THREADS,
     ) -> None:
         self._directory, self._device, self._piece_bytes = directory, device, piece_bytes
         self._num_threads = num_threads(threads)
-        self._places = places or {}
+        self._places = Places() if places is None else places
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._stopped = threading.Event()
@@ -309,35 +310,33 @@ class _Arrived:
 Check = tuple[list[TensorInfo], Tensor]
 
 
-def place_checks(infos: Iterable[TensorInfo], places: Mapping[str, Tensor]) -> list[Check]:
+def place_checks(infos: Iterable[TensorInfo], places: Places) -> list[Check]:
     """Find which values must be finite: those of all tensors that have a destination.
 
-    A model has thousands of small tensors of scales. If scales of the same size lie next to each
-    other in one allocation, one check covers them all.
+    A model has thousands of small tensors of scales. If scales of the same size are adjacent parts
+    of one tensor, one check covers them all.
     """
     checks: list[Check] = []
-    scales: list[tuple[int, int, TensorInfo]] = []
+    scales: list[tuple[tuple[int, int, int], TensorInfo]] = []
     for info in infos:
-        if not info.dtype.is_floating_point:
-            continue
-        place = places.get(info.name)
-        if place is None or not place.numel():
+        part = places.parts.get(info.name)
+        if part is None or not part[2] or not info.dtype.is_floating_point:
             continue
         if info.dtype == torch.float8_e8m0fnu:
-            scales.append((place.data_ptr(), place.numel(), info))
+            scales.append((part, info))
         else:
-            checks.append(([info], place.view(info.dtype)))
-    runs: list[tuple[int, list[TensorInfo]]] = []
-    behind, end = (0, 0), 0  # where the run could go on, and where its allocation ends
-    for address, size, info in sorted(scales, key=itemgetter(0)):
-        if behind != (address, size) or address == end:
-            runs.append((size, []))
-            memory = places[info.name].untyped_storage()
-            end = memory.data_ptr() + memory.nbytes()
-        runs[-1][1].append(info)
-        behind = address + size, size
-    for size, run in runs:
-        checks.append((run, places[run[0].name].as_strided((len(run), size), (size, 1))))
+            checks.append(([info], places[info.name].view(info.dtype)))
+    runs: list[list[TensorInfo]] = []
+    next_part = (-1, 0, 0)  # with which the run could go on
+    for part, info in sorted(scales, key=itemgetter(0)):
+        if part != next_part:
+            runs.append([])
+        runs[-1].append(info)
+        memory, begin, size = part
+        next_part = memory, begin + size, size
+    for run in runs:
+        first = places[run[0].name]
+        checks.append((run, first.as_strided((len(run), len(first)), (len(first), 1))))
     return checks
 
 

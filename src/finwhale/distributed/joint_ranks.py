@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import chain, product
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from finwhale.borrowed import without_holding
 from finwhale.checkpoint.joint import Part
+from finwhale.checkpoint.places import Places
 from finwhale.distributed.cuda_ipc import IpcHandle, discard, open_buffer, share, uuid_of
 from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError, OtherRankError, first_line
@@ -34,7 +35,9 @@ class IpcJointRanks:
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers, self._device = peers, device
-        self._own: Mapping[str, Tensor] = {}
+        self._own = Places()
+        # Of each of its memories: the address of its allocation, and its offset there.
+        self._within: list[tuple[int, int]] = []
         # All ranks have the same allocations. By the address of one of this rank's: the addresses
         # of the same one on every rank, as this rank has mapped them.
         self._addresses: dict[int, list[int]] = {}
@@ -56,7 +59,7 @@ class IpcJointRanks:
     def size(self) -> int:
         return self._peers.rank.size
 
-    def open(self, places: Mapping[str, Tensor]) -> bool:
+    def open(self, places: Places) -> bool:
         """See JointRanks.
 
         Mapping an allocation takes about a millisecond, so this maps only the first one of each
@@ -67,7 +70,7 @@ class IpcJointRanks:
         self._failed_key = self._peers.new_key("joint_ranks.failed")
         # Earlier work may still use the memory that other ranks write to.
         torch.cuda.synchronize(self._device)
-        found = {place.untyped_storage().data_ptr(): place for place in places.values()}
+        found = {memory.untyped_storage().data_ptr(): memory for memory in places.memories}
         sent = self._exchange_handles(found.values())
         if not self._fault and found:
             for number, address in enumerate(found):
@@ -82,7 +85,7 @@ class IpcJointRanks:
             self._peers.barrier()  # now no other rank has mapped this rank's allocations
             self._lent = []
             return False
-        self._own = places
+        self._own, self._within = places, [_within(memory) for memory in places.memories]
         self._mapper = threading.Thread(target=self._map_all, name="joint ranks", daemon=True)
         self._mapper.start()
         return True
@@ -98,8 +101,8 @@ class IpcJointRanks:
 
     def addresses(self, name: str) -> list[int]:
         """The addresses of every rank's destination with this name."""
-        place = self._own[name]
-        own = place.untyped_storage().data_ptr()
+        memory, begin, _ = self._own.parts[name]
+        own, offset = self._within[memory]
         found = self._addresses.get(own)
         if found is None:
             with self._mapped:
@@ -107,7 +110,7 @@ class IpcJointRanks:
             if self._fault:
                 raise FinwhaleError(self._fault)
             found = self._addresses[own]
-        offset = place.data_ptr() - own
+        offset += begin
         return [address + offset for address in found]
 
     def has_failed(self) -> bool:
@@ -198,7 +201,8 @@ class IpcJointRanks:
         _discard_all(handles for _, handles in self._waiting)
         self._waiting.clear()
         self._addresses.clear()
-        self._own, self._opened, self._mapper, self._fault = {}, [], None, ""
+        self._own, self._within = Places(), []
+        self._opened, self._mapper, self._fault = [], None, ""
 
 
 class _Side(ctypes.Structure):
@@ -299,6 +303,12 @@ def _check(code: int) -> None:
 def _discard_all(handles: Iterable[Iterable[IpcHandle]]) -> None:
     for handle in chain.from_iterable(handles):
         discard(handle)
+
+
+def _within(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's allocation, and the tensor's offset in it."""
+    address = tensor.untyped_storage().data_ptr()
+    return address, tensor.data_ptr() - address
 
 
 def _allocation(tensor: Tensor) -> Tensor:

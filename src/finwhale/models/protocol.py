@@ -19,6 +19,7 @@ from torch import Tensor
 from finwhale.chat.effort import EffortLadder
 from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import ALONE, Rank
@@ -521,12 +522,12 @@ class WeightStream(Protocol):
     @property
     def storages(self) -> Mapping[str, Storage]: ...
     def into(
-        self, places: Mapping[str, Tensor], ranks: JointRanks | None = None
+        self, places: Places, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Yield each weight's specification and stored values.
 
         Args:
-            places: destinations for the bytes of some weights, by name. If the stream has written a
+            places: destinations for the bytes of some weights. If the stream has written a
                 weight to its destination itself, it yields None instead of the values.
             ranks: the ranks that iterate together, if they can read for each other.
         """

@@ -26,6 +26,7 @@ from finwhale.checkpoint.formats import (
 )
 from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import PLAIN_STORAGES, StoredWeight
+from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.spec import Slice, Storage, WeightSpec, name_of_scale
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
@@ -136,7 +137,7 @@ class WeightBuilder:
         self.storages = storages or {name: spec.storage for name, spec in self.specs.items()}
         self.setters: dict[str, Setter] = {}
         self.targets: dict[str, tuple[Tensor, ...]] = {}
-        self.places: dict[str, Tensor] = {}
+        self.places = Places()
         self.num_bytes = 0
         self._rank = rank
         self._slabs = Slabs(device) if device.type in SLAB_DEVICES else None
@@ -167,7 +168,7 @@ class WeightBuilder:
         """Allocate the places of the scales of FP8 weights."""
         sizes = [scale.numel() for scale in self._scales.values()]
         exponents = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        self.places |= zip(map(name_of_scale, self._scales), exponents.split(sizes), strict=True)
+        self.places.divide(list(map(name_of_scale, self._scales)), exponents, sizes)
 
     def complete(self, names: Iterable[str]) -> None:
         """Convert scales, and set further destinations, of weights that have arrived in places.
@@ -235,7 +236,7 @@ class WeightBuilder:
         self._set(name, copy, target)
         same = self.storages[name] == PLAIN_STORAGES.get(target.dtype)
         if may_have_place and same and target.is_contiguous() and target.nbytes >= LARGE_BYTES:
-            self.places[name] = target.view(-1).view(torch.uint8)
+            self.places.add(name, target)
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate memory for one tensor that needs no special layout."""
@@ -282,7 +283,7 @@ class WeightBuilder:
         may_have_place = self._may_have_place(name)
         self._set(name, copy, weight, scale)
         if may_have_place and weight.is_contiguous():
-            self.places[name] = weight.view(-1).view(torch.uint8)
+            self.places.add(name, weight)
             self._scales[name] = scale[: fp8_scale_shape(weight.shape)[0]]
 
     def _stacked(
@@ -534,16 +535,13 @@ class WeightBuilder:
 
     def _set_fp4(self, names: Sequence[str], codes: Tensor, exponents: Tensor) -> None:
         """Set FP4 weights, which divide `codes` and `exponents` equally, by copying their bytes."""
-        count = len(names)
-        parts = codes.view(-1).split([codes.nbytes // count] * count)
-        scales = exponents.view(-1).split([exponents.nbytes // count] * count)
+        count, places = len(names), self.places
+        places.divide(names, codes, [codes.nbytes // count] * count)
+        scales = list(map(name_of_scale, names))
+        places.divide(scales, exponents, [exponents.nbytes // count] * count)
         # Calling `_set` 36,000 times would take too long. Each of these weights has only one
-        # destination, so this loop can write to the tables itself.
-        setters, places = self.setters, self.places
-        for name, part, scale in zip(names, parts, scales, strict=True):
-            setters[name] = partial(_copy_fp4, part, scale)
-            places[name] = part
-            places[name_of_scale(name)] = scale
+        # destination, so the tables can be written to directly.
+        self.setters.update((name, partial(_copy_fp4, places, name)) for name in names)
         self.targets.update(dict.fromkeys(names, (codes, exponents)))
 
     def _set_expert(self, name: str, w13: Tensor, w2: Tensor) -> None:
@@ -591,10 +589,10 @@ def _expert_names(expert: str) -> tuple[str, str, str]:
     return f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight"
 
 
-def _copy_fp4(codes: Tensor, exponents: Tensor, stored: StoredWeight) -> None:
+def _copy_fp4(places: Places, name: str, stored: StoredWeight) -> None:
     assert stored.scale is not None and stored.storage == "fp4"
-    codes.copy_(stored.data.view(torch.uint8).reshape(-1))
-    exponents.copy_(e8m0_bytes(stored.scale).reshape(-1))
+    places[name].copy_(stored.data.view(torch.uint8).reshape(-1))
+    places[name_of_scale(name)].copy_(e8m0_bytes(stored.scale).reshape(-1))
 
 
 def _set_slice(setter: Setter, part: Slice, stored: StoredWeight) -> None:
@@ -649,7 +647,7 @@ class WeightLoading:
         return self._builder.num_bytes
 
     @property
-    def places(self) -> Mapping[str, Tensor]:
+    def places(self) -> Places:
         """See WeightBuilder.places."""
         return self._builder.places
 
