@@ -16,8 +16,11 @@ HOPPER, PORTABLE = load_ops(Platform("nvidia", "sm90")), load_ops(Platform("amd"
 
 # D, I, E, K of Flash, Pro (fewer experts) and the embedded model, and on one of several ranks.
 SIZES = [(4096, 2048, 256, 6), (7168, 3072, 96, 6), (256, 512, 6, 2)]
-RANK_SIZES = [(4096, 1024, 256, 6), (4096, 512, 256, 6), (4096, 256, 64, 6), (7168, 384, 64, 6)]
-RANK_NAMES = ["flash-2", "flash-4", "flash-8", "pro-8"]
+RANK_SIZES = [
+    *((4096, 1024, 64, 6), (4096, 512, 64, 6), (4096, 256, 64, 6)),
+    *((7168, 1536, 64, 6), (7168, 768, 64, 6), (7168, 384, 64, 6)),
+]
+RANK_NAMES = ["flash-2", "flash-4", "flash-8", "pro-2", "pro-4", "pro-8"]
 
 
 def weights(D: int, I: int, E: int) -> ExpertWeight:  # noqa: E741

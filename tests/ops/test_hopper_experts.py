@@ -3,11 +3,24 @@
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
-from finwhale.ops.moe.experts_hopper import PLANS, _cut
-from finwhale.ops.moe.experts_hopper_few import LOADS, _loads
+from finwhale.ops.launch.sizes import ModelSizes
+from finwhale.ops.moe.experts_hopper import PLANS, _cut, launch_tokens
+from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS, LOADS, _down_tiles, _loads, _options
 from finwhale.ops.moe.experts_hopper_parts import down_steps
 
 from .conftest import Compile
+
+SIZES = ModelSizes(
+    vocab_size=1,
+    num_heads=1,
+    head_dim=1,
+    window=1,
+    index_topk=1,
+    complete_ratios=(),
+    num_experts=256,
+    experts_per_token=6,
+    linears=frozenset(),
+)
 
 
 def test_programs_share_all_rows() -> None:
@@ -29,11 +42,35 @@ def test_a_rank_of_several_has_as_long_programs_as_one_rank() -> None:
             assert all(whole / 4 <= blocks <= whole for blocks in ranks)
 
 
+@pytest.mark.parametrize("inner", [2048, 1024, 512, 256, 768, 384])
+def test_every_kind_of_launch_is_compiled(inner: int) -> None:
+    """Each number of tokens with other constants than the next one is in `launch_tokens`."""
+
+    def kind(num_tokens: int) -> object:
+        tiles = _down_tiles(num_tokens, 4096, inner)
+        up, down = (inner // 32, 6 * num_tokens), (4096 // 64 // tiles, 6 * num_tokens)
+        return tiles, _options(4096, up, 132), _options(inner, down, 132)
+
+    listed = launch_tokens(SIZES, FEW_TOKENS + 1)
+    for n in range(1, FEW_TOKENS):
+        assert kind(n) == kind(n + 1) or n in listed, n
+    assert FEW_TOKENS in listed
+
+
+def test_tiles_of_a_program_of_down() -> None:
+    assert [_down_tiles(6, 4096, inner) for inner in (2048, 1024, 512, 256)] == [1, 1, 2, 4]
+    assert [_down_tiles(6, 7168, inner) for inner in (3072, 768, 384)] == [1, 1, 2]
+    assert _down_tiles(1, 4096, 512) == 1
+    assert _down_tiles(6, 192, 256) == 1  # three tiles
+
+
 def test_rings_leave_room_for_as_many_programs_as_there_are() -> None:
-    assert _loads(96, 132) == LOADS[2]  # one token on one of four ranks
+    assert _loads(96, 132) == _loads(264, 132) == LOADS[2]  # one token on one of four ranks: 96
     assert _loads(384, 132) == LOADS[3]  # one token on one GPU: 2.9 programs on each multiprocessor
     assert _loads(576, 132) == LOADS[5]  # six tokens on one of four ranks: 4.4
-    assert _loads(768, 132) == LOADS[3]  # eight: twice 2.9
+    assert _loads(396, 132) == LOADS[3] and _loads(397, 132) == LOADS[5]
+    assert _loads(768, 132) == _loads(792, 132) == LOADS[3]  # eight tokens: twice 2.9
+    assert _loads(660, 132) == _loads(793, 132) == LOADS[5]
     assert _loads(2304, 132) == LOADS[5]  # six tokens on one GPU
     assert _loads(396, 114) == LOADS[5]  # an H100 PCIe has fewer multiprocessors
 

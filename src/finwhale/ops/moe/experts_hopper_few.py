@@ -9,8 +9,9 @@ each of them; few tokens seldom do.
 One launch computes gate and up, and one down. A program is one group of four warps, without a warp
 of its own for the loads. So it has few registers and little shared memory: it holds only a part of
 its row at a time, and up to five programs share a multiprocessor. Its loads go to a ring. Each
-brings up to four blocks of 128 columns, whose products run at the same time. When all warps have
-read a load, the next one is requested in its place.
+brings up to four blocks of 128 columns. When all warps have read a load, the next one is requested
+in its place. With REGISTERS registers, the assembler lets each product of four end before the next
+one starts; those of two would overlap.
 
 All multiprocessors should have equally many programs, because the last one decides. The GPU does
 not see to that: with room for five programs on each, it may give five to some and two to others. So
@@ -51,10 +52,11 @@ from finwhale.ops.rounding import MIN_AMAX
 # With more tokens, ordering the pairs by expert costs less than reading weights again.
 FEW_TOKENS = 8
 MOST_LOAD = 4  # blocks of weights of one load
-# With several tokens, a program of the down GEMM multiplies this many blocks, or one tile's.
-DOWN_BLOCKS = 8
+# With several tokens, a program of the down GEMM has tiles of up to this many blocks, or one tile.
+BLOCKS_OF_DOWN = 8
 REGISTERS = 96  # per thread; five programs share a multiprocessor
-# Programs that fit a multiprocessor, with rings of so many loads of MOST_LOAD blocks.
+# The length of the ring, in loads of MOST_LOAD blocks, by the number of programs that then fit a
+# multiprocessor.
 LOADS = {2: 4, 3: 3, 5: 2}
 # Synchronises the threads of a group of warps. Triton 3.7 renamed the function.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -181,7 +183,8 @@ def _after(slot, phase, STAGES: gl.constexpr):
 def _start(weights, STAGES: gl.constexpr, LOAD: gl.constexpr):
     """Allocate a program's ring and the part of its row that it holds, and start its first loads.
 
-    There is always room for as many blocks, because `_loads` counts on it.
+    There is always room for `_most_held` blocks of the row. So the shared memory of a program
+    depends on its ring alone, as LOADS says.
     """
     w_desc, steps_desc, _, _ = weights
     bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
@@ -393,6 +396,13 @@ def _options(width: int, grid: tuple[int, int], num_multiprocessors: int) -> dic
     return COMMON | {"BLOCKS": blocks, "HELD": held, "STAGES": stages, "LOAD": load}
 
 
+def _down_tiles(num_tokens: int, width: int, inner: int) -> int:
+    """The tiles of 64 rows that a program of the down GEMM computes; they divide the rows."""
+    if num_tokens == 1:
+        return 1
+    return math.gcd(max(1, BLOCKS_OF_DOWN * 128 // inner), width // 64)
+
+
 def launch(
     x: Tensor,
     weights: Tensor,
@@ -409,7 +419,7 @@ def launch(
     (num_tokens, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
     num_pairs = num_tokens * topk
     hidden = torch.empty((num_pairs, inner), dtype=torch.float32, device=x.device)
-    tiles = 1 if num_tokens == 1 else math.gcd(max(1, DOWN_BLOCKS * 128 // inner), width // 64)
+    tiles = _down_tiles(num_tokens, width, inner)
     up_grid, down_grid = (inner // 32, num_pairs), (width // 64 // tiles, num_pairs)
     options = _options(width, up_grid, num_multiprocessors)
     w13, steps13, unit13 = w.gate_up()

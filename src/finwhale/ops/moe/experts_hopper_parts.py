@@ -110,8 +110,10 @@ def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 def weight_descriptors(
     w: Tensor, steps: Tensor, blocks: int = 1
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Descriptors of tiled weights and their steps. A box has so many blocks of 64 rows and 128
-    columns.
+    """Descriptors of tiled weights and their steps.
+
+    Args:
+        blocks: number of adjacent blocks, each of 64 rows and 128 columns, in a box.
     """
     return (
         TensorDescriptor.from_tensor(w.view(-1, 64), [64 * blocks, 64], NIBBLES),
