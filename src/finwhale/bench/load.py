@@ -291,7 +291,8 @@ def main(argv: Sequence[str]) -> int:
     record = stamp("load", argv, ("torch",))
     with tempfile.TemporaryDirectory(prefix="finwhale-load-") as temporary:
         record |= run(args, Path(args.model or args.directory or temporary), new_console())
-    keep_record(args.record, record)
+        # Deleting the files comes later: with all layers, it takes many seconds.
+        keep_record(args.record, record)
     return 0
 
 
