@@ -3,24 +3,13 @@
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
-from finwhale.ops.launch.sizes import ModelSizes
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.model import launch_sizes
 from finwhale.ops.moe.experts_hopper import PLANS, _cut, launch_tokens
-from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS, LOADS, _down_tiles, _loads, _options
+from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS, LOADS, _down_tiles, _launches, _loads
 from finwhale.ops.moe.experts_hopper_parts import down_steps
 
 from .conftest import Compile
-
-SIZES = ModelSizes(
-    vocab_size=1,
-    num_heads=1,
-    head_dim=1,
-    window=1,
-    index_topk=1,
-    complete_ratios=(),
-    num_experts=256,
-    experts_per_token=6,
-    linears=frozenset(),
-)
 
 
 def test_programs_share_all_rows() -> None:
@@ -46,12 +35,10 @@ def test_a_rank_of_several_has_as_long_programs_as_one_rank() -> None:
 def test_every_kind_of_launch_is_compiled(inner: int) -> None:
     """Each number of tokens with other constants than the next one is in `launch_tokens`."""
 
-    def kind(num_tokens: int) -> object:
-        tiles = _down_tiles(num_tokens, 4096, inner)
-        up, down = (inner // 32, 6 * num_tokens), (4096 // 64 // tiles, 6 * num_tokens)
-        return tiles, _options(4096, up, 132), _options(inner, down, 132)
+    def kind(num_tokens: int) -> list[object]:
+        return [constants for _, constants in _launches(num_tokens, 4096, inner, 6, 132)]
 
-    listed = launch_tokens(SIZES, FEW_TOKENS + 1)
+    listed = launch_tokens(launch_sizes(ModelConfig.preset("flash")), FEW_TOKENS + 1)
     for n in range(1, FEW_TOKENS):
         assert kind(n) == kind(n + 1) or n in listed, n
     assert FEW_TOKENS in listed

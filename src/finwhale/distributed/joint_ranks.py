@@ -36,7 +36,8 @@ class IpcJointRanks:
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers, self._device = peers, device
         self._own = Places()
-        # Of each of its memories: the address of its allocation, and its offset there.
+        # For each tensor in `_own.memories`: the address of the allocation that holds it, and the
+        # offset of the tensor in this allocation.
         self._within: list[tuple[int, int]] = []
         # All ranks have the same allocations. By the address of one of this rank's: the addresses
         # of the same one on every rank, as this rank has mapped them.

@@ -539,8 +539,8 @@ class WeightBuilder:
         places.divide(names, codes, [codes.nbytes // count] * count)
         scales = list(map(name_of_scale, names))
         places.divide(scales, exponents, [exponents.nbytes // count] * count)
-        # Calling `_set` 36,000 times would take too long. Each of these weights has only one
-        # destination, so the tables can be written to directly.
+        # A model has 36,000 of these weights, and 36,000 calls of `_set` take too long. Each weight
+        # has only one destination, so this code makes the entries of `_set` itself.
         self.setters.update((name, partial(_copy_fp4, places, name)) for name in names)
         self.targets.update(dict.fromkeys(names, (codes, exponents)))
 

@@ -105,7 +105,7 @@ def _round_part(values, row, TOP: gl.constexpr, LEAST: gl.constexpr):
 
 @gluon.jit
 def _request(weights, rings, n, slot, LOAD: gl.constexpr):
-    """Start the program's n-th load, if it has so many.
+    """Start the n-th load of the program. After the program's last load, do nothing.
 
     weights: the descriptors, the program's first block, and its number of blocks.
     """
@@ -376,10 +376,11 @@ COMMON: dict[str, Any] = {
 
 
 def _loads(programs: int, num_multiprocessors: int) -> int:
-    """The loads of MOST_LOAD blocks in a ring, for a launch of so many programs.
+    """The length of the rings of a launch with `programs` programs, in loads of MOST_LOAD blocks.
 
-    It leaves the fewest places on a multiprocessor that hold all programs at once. If there are up
-    to six programs for each, two rounds of three places take less time than two of five.
+    The rings leave the fewest places on a multiprocessor that hold all programs at once. If a
+    multiprocessor has six programs to run, two rounds of three take less time than five and then
+    one.
     """
     for places, loads in LOADS.items():
         if programs <= places * num_multiprocessors:
@@ -403,6 +404,18 @@ def _down_tiles(num_tokens: int, width: int, inner: int) -> int:
     return math.gcd(max(1, BLOCKS_OF_DOWN * 128 // inner), width // 64)
 
 
+def _launches(
+    num_tokens: int, width: int, inner: int, topk: int, num_multiprocessors: int
+) -> tuple[tuple[tuple[int, int], dict[str, Any]], tuple[tuple[int, int], dict[str, Any]]]:
+    """The grid and the constants of both launches: of gate and up, and of down."""
+    num_pairs, tiles = num_tokens * topk, _down_tiles(num_tokens, width, inner)
+    up, down = (inner // 32, num_pairs), (width // 64 // tiles, num_pairs)
+    return (
+        (up, _options(width, up, num_multiprocessors) | {"TOPK": topk}),
+        (down, _options(inner, down, num_multiprocessors) | {"TILES": tiles}),
+    )
+
+
 def launch(
     x: Tensor,
     weights: Tensor,
@@ -417,17 +430,13 @@ def launch(
     Rows of out with id -1 are not written.
     """
     (num_tokens, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
-    num_pairs = num_tokens * topk
-    hidden = torch.empty((num_pairs, inner), dtype=torch.float32, device=x.device)
-    tiles = _down_tiles(num_tokens, width, inner)
-    up_grid, down_grid = (inner // 32, num_pairs), (width // 64 // tiles, num_pairs)
-    options = _options(width, up_grid, num_multiprocessors)
+    up, down = _launches(num_tokens, width, inner, topk, num_multiprocessors)
+    hidden = torch.empty((num_tokens * topk, inner), dtype=torch.float32, device=x.device)
+    grid, options = up
     w13, steps13, unit13 = w.gate_up()
     weights13 = (*weight_descriptors(w13, steps13, options["LOAD"]), unit13)
-    _few_gate_up_kernel[up_grid](
-        x, x.stride(0), ids, *weights13, weights, hidden, limit, TOPK=topk, **options
-    )
-    options = _options(inner, down_grid, num_multiprocessors)
+    _few_gate_up_kernel[grid](x, x.stride(0), ids, *weights13, weights, hidden, limit, **options)
+    grid, options = down
     w2, steps2, unit2 = w.down()
     weights2 = (*weight_descriptors(w2, steps2, options["LOAD"]), unit2)
-    _few_down_kernel[down_grid](hidden, ids, *weights2, out, TILES=tiles, **options)
+    _few_down_kernel[grid](hidden, ids, *weights2, out, **options)
