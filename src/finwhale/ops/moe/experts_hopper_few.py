@@ -159,11 +159,13 @@ def _multiply(total, rings, slot, row, k, LOAD: gl.constexpr):
         gl.static_assert(LOAD == 4)
         a = _start_product(rings, slot, 0, x, k)
         b = _start_product(rings, slot, 1, x, k + 1)
+        # With 96 registers the compiler would let each of four products wait for the one before.
+        a, b = warpgroup_mma_wait(0, deps=[a, b])
         c = _start_product(rings, slot, 2, x, k + 2)
         d = _start_product(rings, slot, 3, x, k + 3)
-        a, b, c, d = warpgroup_mma_wait(0, deps=[a, b, c, d])
         total += _scaled(a, scales, k)
         total += _scaled(b, scales, k + 1)
+        c, d = warpgroup_mma_wait(0, deps=[c, d])
         total += _scaled(c, scales, k + 2)
         total += _scaled(d, scales, k + 3)
     return total
