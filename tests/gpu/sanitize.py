@@ -1,28 +1,36 @@
 """Every kernel of the nvidia table at small sizes, for compute-sanitizer; no test by itself.
 
-compute-sanitizer --tool memcheck --kernel-name kns=_kernel python tests/gpu/sanitize.py
-compute-sanitizer --tool racecheck --kernel-name kns=_kernel python tests/gpu/sanitize.py
+compute-sanitizer --tool memcheck --kernel-name kns=_kernel python -m tests.gpu.sanitize
+compute-sanitizer --tool racecheck --kernel-name kns=_kernel python -m tests.gpu.sanitize [NAME ..]
 
 The shared cases, compared with the references, and the operators at the sizes of Flash and of the
 embedded model for a few tokens, padding included; what is meant for thousands of tokens begins at a
-few hundred here. Every tensor gets memory of its own, so that what lies past its end is noticed.
+few hundred here. NAME is an operator, or "drafts" for all operators around drafts. Every tensor
+gets memory of its own, so that what lies past its end is noticed.
 """
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
+from torch import Tensor
 
 from finwhale.bench import ops as bench
 from finwhale.bench.packing import padded
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import CONFIGS, ModelDraw, Sizes, results
+from finwhale.ops.case import CONFIGS, Draw, ModelDraw, Sizes, results, to_device
+from finwhale.ops.drafts import BlockShape
 from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import dispatch_triton
 from finwhale.platform import Platform
+
+from ..ops import draft_cases as drafts  # noqa: TID252
 
 TOKENS = (1, 3, 40, 140, 200)
 # The same and what meets every plan of the experts: 0.75 to 150 pairs each.
@@ -59,11 +67,73 @@ def run_sizes(operator: str, table: Ops, sizes: Sizes) -> int:
     return calls
 
 
+def continued(args: tuple[Any, ...], ops: Ops) -> tuple[Tensor, ...]:
+    args = to_device(args, "cuda")
+    ops.continue_tokens(*args)
+    return args[2:]
+
+
+def accepted(case: drafts.Verification, ops: Ops) -> tuple[Tensor, ...]:
+    args = to_device(case.args(), "cuda")
+    return (*ops.accept_drafts(*args), *args[2:])
+
+
+def blocks(last: tuple[int, ...], rows: int, ops: Ops) -> tuple[Tensor, ...]:
+    newest, table = Draw().integers(1000, len(last)), drafts.window_table(last, 64, 128, rows)
+    newest, tokens, table = to_device((newest, drafts.one_each(last), table), "cuda")
+    block = ops.make_blocks(newest, tokens, table, BlockShape(rows, 2**17 + 1, 128))
+    tokens = block.tokens
+    return block.ids, tokens.positions, tokens.sequence, tokens.query_start, block.further_slots
+
+
+def corrected(rows: int, num_tokens: int, dtype: torch.dtype, ops: Ops) -> tuple[Tensor]:
+    return (ops.markov_logits(*to_device(drafts.markov(rows, num_tokens, 256, dtype), "cuda")),)
+
+
+def confidences(count: int, width: int, markov: int, ops: Ops) -> tuple[Tensor]:
+    draw, w = Draw(), drafts.confidence_weight(width, markov)
+    streams = draw.normal(count, 5, 4, width, scale=2.0).bfloat16()
+    ids = draw.integers(40, count), draw.integers(40, count, 5)
+    streams, newest, ids, w = to_device((streams, *ids, w), "cuda")
+    scores = ops.score_streams(streams, w, drafts.PARAMS)
+    return (ops.draft_confidences(scores, newest, ids, w),)
+
+
+def draft_calls() -> Iterator[Callable[[Ops], tuple[Tensor, ...]]]:
+    """Calls of every operator around drafts. Each returns what the operator has written."""
+    for sizes in ((1, 1, 2), (128, 5, 4), (300, 64, 8)):
+        yield partial(continued, drafts.continuation(*sizes))
+    for step in drafts.STEPS:
+        yield partial(accepted, drafts.verification(*step))
+    for rows in (1, 2, 5, 8):
+        yield partial(blocks, drafts.LAST, rows)
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (1, 2, 16, 17):
+            yield partial(corrected, rows, 8450, dtype)
+    for count, width, markov in ((1, 64, 0), (3, 100, 8), (4, 4096, 256)):
+        yield partial(confidences, count, width, markov)
+
+
+def run_drafts(table: Ops, reference: Ops) -> tuple[int, int]:
+    """(calls, calls with wrong results)"""
+    calls = wrong = 0
+    for call in draft_calls():
+        pairs = zip(call(table), call(reference), strict=True)
+        wrong += not all(torch.allclose(one, other, rtol=1e-5, atol=1e-4) for one, other in pairs)
+        calls += 1
+    return calls, wrong
+
+
 @torch.inference_mode()
 def main() -> int:
     table, reference = load_ops(Platform.detect()), load_ops(Platform.detect(), reference=True)
     wrong = 0
-    for operator in sys.argv[1:] or bench.kernels(table):
+    for operator in sys.argv[1:] or ("drafts", *bench.kernels(table)):
+        if operator == "drafts":
+            ran, failed = run_drafts(table, reference)
+            wrong += failed
+            print(f"drafts: {ran} calls, {failed} wrong", flush=True)
+            continue
         ran, failed = run_cases(operator, table, reference)
         wrong += failed
         ran += run_sizes(operator, table, CONFIGS["demo"])

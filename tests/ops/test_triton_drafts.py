@@ -29,6 +29,7 @@ from .draft_cases import (
     STEPS,
     confidence_weight,
     continuation,
+    markov,
     one_each,
     verification,
     window_table,
@@ -115,17 +116,6 @@ def test_confidences(
         scores = kernels.score_streams(streams[last], w, PARAMS)
         alone = kernels.draft_confidences(scores, newest[last], ids[last], w)
         assert torch.equal(alone, found[last])
-
-
-def markov(
-    rows: int, num_tokens: int, width: int, dtype: torch.dtype, num_drafts: int = 3
-) -> tuple[Tensor, Tensor, Tensor, LinearWeight]:
-    """Arguments of markov_logits. The logits are every third row, and the ids a column."""
-    draw = Draw()
-    logits = draw.normal(rows, num_drafts, num_tokens, scale=3.0)[:, num_drafts // 2]
-    newest = draw.integers(3 * 97, rows, 4)[:, 1]
-    w1, w2 = draw.normal(3 * 97, width).to(dtype), draw.normal(num_tokens, width).to(dtype)
-    return logits, newest, w1, LinearWeight(w2, out_dtype=torch.float32)
 
 
 def composed(args: tuple[Tensor, Tensor, Tensor, LinearWeight], options: Options) -> Tensor:
