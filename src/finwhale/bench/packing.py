@@ -249,7 +249,7 @@ def ready(ops: Ops, arg: Any) -> Any:
 
 
 def far_pages(args: Args, least_bytes: int) -> Args:
-    """Move all pages behind empty ones, so that their offsets are at least `least_bytes`."""
+    """Move all pages after empty ones, so that their offsets are at least `least_bytes`."""
     extra: dict[int, int] = {}
 
     def shift(table: PageTable) -> PageTable:

@@ -2,7 +2,7 @@
 
 The ranks take turns with pieces of the files. A thread reads a piece into pinned memory, sends it
 to the rank's own GPU, and lets the GPU copy every rank's part to that rank's destination. Compared
-with ranks that read alone, nobody reads short rows with gaps between them. Each piece costs only a
+with ranks that read alone, no rank reads short rows with gaps between them. Each piece costs only a
 few calls in Python, because all threads of a process share Python's lock.
 """
 

@@ -309,7 +309,7 @@ class WeightSource:
     def _staged(
         self, places: Places, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """Iterate as for a GPU. What the ranks read together comes when it is ready."""
+        """Iterate as for a GPU. Weights that the ranks read jointly come as they become ready."""
         places = self._fitting(places)
         if ranks is not None and ranks.size > 1:
             reader = self._joint_reader(places, ranks)
@@ -319,7 +319,7 @@ class WeightSource:
         yield from self._read_alone(places)
 
     def _fitting(self, places: Places) -> Places:
-        """The destinations without those of FP8 weights with float32 scales, which are for E8M0."""
+        """Drop the destinations of FP8 weights with float32 scales: they are for E8M0 scales."""
         tensors, other = self._checkpoint.tensors, set[str]()
         for name, storage in self.storages.items():
             if storage == "fp8_block" and tensors[name_of_scale(name)].dtype == torch.float32:
@@ -327,7 +327,7 @@ class WeightSource:
         return places.without(other) if other else places
 
     def _joint_reader(self, places: Places, ranks: JointRanks) -> JointReader:
-        """A reader of what has a destination."""
+        """A reader of the tensors that have a destination."""
         axes: dict[str, int | None] = {}
         parts = places.parts
         for name, _, _, part in self._specs.values():

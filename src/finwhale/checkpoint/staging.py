@@ -327,7 +327,7 @@ def place_checks(infos: Iterable[TensorInfo], places: Places) -> list[Check]:
         else:
             checks.append(([info], places[info.name].view(info.dtype)))
     runs: list[list[TensorInfo]] = []
-    next_part = (-1, 0, 0)  # with which the run could go on
+    next_part = (-1, 0, 0)  # the part that would continue the run
     for part, info in sorted(scales, key=itemgetter(0)):
         if part != next_part:
             runs.append([])
@@ -447,7 +447,7 @@ def _read(reads: Sequence[Read], files: Files, pinned: _Pinned, begin: int) -> N
     offset = first.info.offset + first.start // length * pitch
     for i in range(0, len(rows), count):
         part = rows[i : i + count]
-        # The file may end with the last row, so do not read the gap behind it.
+        # The file may end with the last row, so do not read the gap after it.
         size = (len(part) - 1) * pitch + length
         fill(gapped[:size], files, file, offset + i * pitch, name_at)
         part[:] = gapped[: len(part) * pitch].reshape(-1, pitch)[:, :length]

@@ -46,8 +46,9 @@ class PushSizes:
 
 
 SIZES = {
-    # On two H200s NCCL is never faster. Fused sums are faster up to this number of tokens, and
-    # beyond. On four, those of bfloat16 are faster at 16 tokens and slower at 24.
+    # On two H200s NCCL is never faster. Fused sums are faster at fused_tokens and at all fewer
+    # tokens, on two also at more. On four, those of bfloat16 are faster at 16 tokens and slower at
+    # 24.
     2: PushSizes(one_shot=2**19, two_shot=2**19, nccl=2**62, fused_tokens=32),
     4: PushSizes(one_shot=2**17, two_shot=2**20, fused_tokens=16),
     8: PushSizes(one_shot=2**16, two_shot=2**20),

@@ -11,9 +11,9 @@ from finwhale.errors import FinwhaleError
 # messages, so that no other kernels are compiled.
 WIDTH = 32
 LENGTHS = (WIDTH, 2**12 + WIDTH, 2**18, 2**20 + WIDTH)
-# Rows of one candidate; ranks exchange candidates when they sample. Triton compiles a kernel for
-# rows of a multiple of 8 candidates, which LENGTHS need too, another one if only all rows together
-# have a multiple of 8, and a third one for other numbers.
+# Numbers of rows with one candidate each; ranks exchange candidates when they sample. Triton
+# compiles one kernel if each row has a multiple of 8 candidates (LENGTHS use it, too), one if only
+# all rows together do, and one for other numbers.
 ROWS = (1, 8)
 
 

@@ -81,7 +81,7 @@ class PageLayout:
 
     A page of a packed group has one part for each field and layer. A page of another group has
     rows_per_page rows, each with the values of every field and layer. So row r of page p lies
-    row_bytes * (p * rows_per_page + r) bytes behind row 0 of page 0, and a layer's rows form a
+    row_bytes * (p * rows_per_page + r) bytes after row 0 of page 0, and a layer's rows form a
     strided tensor [rows, width].
 
     Attributes:
@@ -109,9 +109,9 @@ class CacheGroup:
             tokens have been computed.
         keep: None: the group keeps every row. (align, before): after n tokens, it keeps the rows of
             the tokens from floor(n / align) * align - before on.
-        tail_only: a step writes only the rows that later steps need: to resume at the ends of
-            blocks within the step, and to continue after it, or after any number of its tokens that
-            may be accepted if it has at most max_verify_tokens.
+        tail_only: a step writes only the rows that later steps need to resume at the ends of its
+            blocks and to continue after it. They can continue after any token of a step that has at
+            most max_verify_tokens.
         max_verify_tokens: the most tokens of a sequence in a step that verifies drafts. Only the
             first token is certain to be accepted.
     """
@@ -296,8 +296,8 @@ class ModelConfig(Protocol):
 
     @property
     def draft_block_tokens(self) -> int:
-        """Number of rows that a draft pass writes, starting at the newest token, for any number of
-        drafts. 0: one row fewer than drafts.
+        """Number of rows that a draft pass writes, starting at the newest token, whatever the
+        number of drafts. 0: K drafts write K - 1 rows.
         """
         ...
 

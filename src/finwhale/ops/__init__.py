@@ -1,7 +1,8 @@
 """The operator table: every operator that the model calls, chosen once per process.
 
-`Ops` has no defaults, so each platform's table names an implementation for every operator. No
-operator falls back at call time. Each family's package has the contract and a reference (`ref.py`).
+`Ops` has no defaults, so each platform's table names an implementation for every operator. An
+implementation may choose among functions, by size for example, but never uses another table. Each
+family's package has the contract and a reference (`ref.py`).
 """
 
 import logging

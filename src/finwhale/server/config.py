@@ -83,7 +83,7 @@ class ServerConfig:
     max_body_bytes: int | None = option(
         None,
         "maximum size of a request's body",
-        unset="4 MiB, and 16 bytes for each token of the context",
+        unset="4 MiB plus 16 bytes for each token of the context",
         metavar="N",
     )
     max_buffered_bytes: int = option(

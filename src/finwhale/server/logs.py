@@ -119,7 +119,7 @@ class RequestLog:
         last_tokens: time of the latest token of each continuation, by the engine's request id and
             the continuation's index.
         key: the request's API key; None: the server needs none.
-        batch: whether it belongs to a batch, which runs behind all other requests.
+        batch: whether it belongs to a batch, which runs after all other requests.
         cache_salt: only requests with the same value share cached prefixes; None: any.
         finish: the finish reason of each continuation that has ended.
         model: the name by which the request calls the model.

@@ -79,7 +79,7 @@ class Engine:
     """One model and the requests that run on it. Several threads may call its methods.
 
     Args:
-        executor: runs the engine's step plans (loop/opening.py opens a local one).
+        executor: runs the engine's step plans (loop/opening.py opens it).
 
     Attributes:
         steps_ahead: number of further steps launched before the engine collects the oldest step's
@@ -466,7 +466,7 @@ class Engine:
             self._update_can_step()
 
     def _drain(self, requests: Requests) -> None:
-        """Collect the steps in flight, and preempt or end the running requests if asked."""
+        """Collect the steps in flight; if asked, preempt running sequences or end all requests."""
         try:
             while self._in_flight:
                 self._touched += self._collect()

@@ -1,4 +1,4 @@
-"""Text output of running sequences, and in-flight steps: launched steps with unknown tokens."""
+"""Text output of unfinished sequences, and in-flight steps: launched steps with unknown tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from finwhale.request import CompletionOutput, ExpertIds, RequestOutput
 
 @dataclass(slots=True)
 class TextStream:
-    """One running sequence and its text output.
+    """One unfinished sequence and its text output.
 
     Attributes:
         ends: token ids that end the sequence.
@@ -62,7 +62,7 @@ class TextStream:
 
 @dataclass(slots=True)
 class Request:
-    """A running request, and the number of its sequences that have not ended."""
+    """An unfinished request, and the number of its sequences that have not ended."""
 
     output: RequestOutput
     unfinished: int

@@ -63,7 +63,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(2 * self.seconds, file=file)
         if began is None or began == reported or time.monotonic() - began < self.seconds:
             return reported
-        with contextlib.suppress(BlockingIOError):  # nobody reads the server's log
+        with contextlib.suppress(BlockingIOError):  # the log's pipe is full
             text = f"finwhale: a step has taken {self.seconds:g} seconds; stacks:\n"
             os.write(file, text.encode())
         faulthandler.dump_traceback(file)

@@ -24,9 +24,9 @@ TIMES = 9
 SAMPLES, PATIENCE = 3, 8
 # Choose the best kind again after this many steps.
 CHOOSE_STEPS = 16
-# A probe may begin PROBE_STEPS steps after the last one, and while the draft head pauses,
-# PAUSE_PROBE_STEPS, because it costs more then: HEAD_STEPS steps precede it. A probe of a kind that
-# was never measured may begin at once.
+# A probe may begin PROBE_STEPS steps after the last one. While the draft head pauses, it may begin
+# only after PAUSE_PROBE_STEPS, because HEAD_STEPS steps must then precede it. A probe of a kind
+# that was never measured may begin at once.
 PROBE_STEPS, PAUSE_PROBE_STEPS = 256, 1024
 # Change to another kind only if its token rate is higher by at least this fraction.
 MARGIN = 0.01

@@ -41,7 +41,7 @@ class DraftRules:
         for chunk in chunks:
             sequence = chunk.sequence
             most = min(len(sequence.drafts), budget, sequence.max_len - chunk.end - 1)
-            if most > 0 and not self._has_room(sequence, chunk.start, chunk.end + most):
+            if most > 0 and not self._try_allocate(sequence, chunk.start, chunk.end + most):
                 most = 0
             limits.append(max(0, most))
             budget -= limits[-1]
@@ -54,7 +54,7 @@ class DraftRules:
             return
         uniform = self.uniform and all(
             chunk.decodes
-            and self._has_room(chunk.sequence, chunk.start, self._with_drafts(chunk.end, count))
+            and self._try_allocate(chunk.sequence, chunk.start, self._with_drafts(chunk.end, count))
             for chunk in chunks
         )
         for chunk in chunks:
@@ -78,7 +78,7 @@ class DraftRules:
                 continue  # The in-flight step samples this sequence's last token.
             # If all drafts are accepted, the chunk begins that many tokens later.
             latest = start + 1 + len(chunk.drafts) + chunk.propose
-            if not self._has_room(sequence, start, latest):
+            if not self._try_allocate(sequence, start, latest):
                 return []
             following.append(Chunk(sequence, start, start + 1, unresolved=True))
             limits.append(chunk.propose)
@@ -89,7 +89,7 @@ class DraftRules:
         for chunk in following:
             # The rows of the next drafts follow the chunk.
             end = self._with_drafts(chunk.end + accepted[chunk.sequence.key], self.draft_tokens)
-            if not self._has_room(chunk.sequence, chunk.start, end):
+            if not self._try_allocate(chunk.sequence, chunk.start, end):
                 return []
             chunk.propose = self.draft_tokens
         return following
@@ -113,11 +113,11 @@ class DraftRules:
         most = min(sequence.max_len - chunk.known - 2, sequence.max_len - chunk.end + 1)
         count = min(self.draft_tokens, most)
         end = self._with_drafts(chunk.end, count)
-        if end > chunk.end and not self._has_room(sequence, chunk.end, end):
+        if end > chunk.end and not self._try_allocate(sequence, chunk.end, end):
             count = 0 if self._block_tokens else 1
         return max(0, count)
 
-    def _has_room(self, sequence: Sequence, start: int, end: int) -> bool:
+    def _try_allocate(self, sequence: Sequence, start: int, end: int) -> bool:
         """Allocate the pages for tokens start..end-1 if enough are free; returns whether it did."""
         if end > self._max_model_len:
             return False

@@ -198,9 +198,9 @@ class PageManager:
                     if table.pages and first == last == table.end:
                         table.pages.append(self._allocate(group))
                         if group.tail_only and decodes and end == start + 1:
-                            # Such pages are freed after a few tokens, so a second page halves the
-                            # number of calls. A step of many tokens would not use the second page
-                            # and would need just as many others.
+                            # A decode frees such pages after a few tokens, so allocating two at
+                            # once halves the number of calls. A step of many tokens would not use
+                            # the second page.
                             table.pages.append(self._allocate(group))
                     else:
                         self._extend(group, table, start, end, first, last)

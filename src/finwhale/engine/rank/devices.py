@@ -85,7 +85,7 @@ def parse_device(name: str | None) -> tuple[str | None, tuple[int, ...]]:
     """The kind of device (None: the name is None) and the indices of the named GPUs.
 
     Raises:
-        FinwhaleError: the name has none of the known forms, or names a GPU twice beside others.
+        FinwhaleError: the name has none of the known forms, or names a GPU twice among others.
     """
     if name is None:
         return None, ()
@@ -103,7 +103,7 @@ def parse_device(name: str | None) -> tuple[str | None, tuple[int, ...]]:
 
 
 def num_sharers(name: str | None) -> int:
-    """Number of ranks on each GPU of a device's name. More than one are for development."""
+    """Number of ranks on each GPU of a device's name. More than one is for development."""
     _, indices = parse_device(name)
     return max(1, len(indices)) // max(1, len(set(indices)))
 

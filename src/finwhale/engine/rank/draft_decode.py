@@ -7,8 +7,9 @@ the device, so the host can launch that step before it knows them. Sequences may
 numbers of drafts. The step is padded to a captured number of sequences and of tokens. On a GPU,
 `verify` and `draft` are one captured graph each for a batch size, a width and a K.
 
-Legend: B sequences of a step (padded to a captured size), W the width, N = B * W tokens, H residual
-streams, D hidden, X tokens of this rank's part of the vocabulary.
+Legend: B sequences of a step (padded to a captured size), W the width (the step's tokens for each
+sequence, on average and rounded up), N tokens (B * W in a captured step), H residual streams, D
+hidden, X tokens of this rank's part of the vocabulary.
 """
 
 from collections.abc import Callable, Mapping
@@ -198,7 +199,9 @@ class VerificationSteps:
 
     @torch.inference_mode()
     def verify(self, plan: StepPlan, settings: Mapping[int, SamplingSettings]) -> Tensor:
-        """Run the model's forward: logits [count * W, X] float32, valid until the next step.
+        """Run the model's forward: logits [sum(plan.lengths), X] float32.
+
+        They are valid until the next step.
 
         Args:
             settings: the settings of the plan's slots.

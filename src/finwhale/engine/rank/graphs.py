@@ -31,9 +31,9 @@ T = TypeVar("T")
 Forward = Callable[[StepInputs, Segments], Tensor]
 
 WARM_UP_STEPS = 1  # allocates memory that outlives a step; the kernels are built before
-# Numbers of tokens of captured steps with prefill. In larger steps of one GPU, a graph gains
-# nothing: the kernels run longer than the host takes to launch them, about 2.5 ms a layer. N ranks
-# divide that work, so they also capture a full step of up to N times as many tokens.
+# Numbers of tokens of captured steps with prefill. On one GPU, larger steps gain nothing from a
+# graph: a layer's kernels run for 2.5 ms or more, longer than the host takes to launch them. N
+# ranks divide that work, so they also capture a full step of up to N times as many tokens.
 PREFILL_SIZES = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048),
@@ -52,8 +52,8 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
     """Numbers of tokens to capture for steps with prefill of up to max_num_tokens.
 
-    Steps smaller than PREFILL_SIZES are not captured: with few tokens, mHC may leave work on a side
-    stream until its next operator, which is in another segment.
+    No size is below PREFILL_SIZES[0]; smaller steps are padded to it. With fewer tokens, mHC may
+    leave work on a side stream until its next operator, which is in another segment.
     """
     sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
     within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1] * num_ranks

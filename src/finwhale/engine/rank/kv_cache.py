@@ -48,7 +48,8 @@ def plan_cache(
 ) -> CachePlan:
     """Divide budget_bytes among the groups.
 
-    A group that drops old rows gets all pages it can ever need; the other groups share the rest.
+    A group that drops old rows gets all pages that its sequences can need. The other groups and the
+    states at block ends share the rest.
 
     Args:
         itemsize, packed: bytes of an activation, and whether rows are packed.

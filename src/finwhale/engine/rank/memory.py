@@ -143,9 +143,9 @@ class LargestSteps:
         """Bytes that torch's allocator needs for `run`, fragmentation included.
 
         The allocator keeps gaps between the weights: several hundred MB that temporaries of loading
-        left. `run` may lie there, but captured graphs have a pool of their own, and the cache may
-        take the gaps first. So the peak of what is allocated counts, if it is more than what the
-        allocator takes from the driver.
+        left. `run` may use them, but captured graphs have a pool of their own, and the cache may
+        take the gaps first. So this returns the larger of two peaks: what `run` allocates, and what
+        the allocator takes from the driver.
         """
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 # The first byte of a message to the workers says what the message is.
 _EXECUTE, _SAMPLE, _READY, _CALL = b"e", b"s", b"r", b"c"
-CAUSE_S = 2.0  # how long a rank waits for the rank that made it fail to report the cause
+CAUSE_S = 2.0  # how long a failed rank waits for another rank to report the cause
 CLOSE_S = 2.0  # time limit for closing the device and NCCL
 EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank that is gone
 
@@ -299,7 +299,7 @@ def _close(owner: int, workers: Workers, local: LocalExecutor) -> None:
     """End the workers, and close the rank of this process within CLOSE_S: its device may wait for a
     rank that is gone.
     """
-    if os.getpid() != owner:  # a forked process ends nobody
+    if os.getpid() != owner:  # a forked process must not end the workers
         return
     workers.close()
     closing = threading.Thread(target=local.close, name="close", daemon=True)

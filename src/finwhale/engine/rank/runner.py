@@ -33,7 +33,7 @@ class ModelRunner:
         verification_steps: runs drafting decodes that continue on the device; None: the host plans
             every step, as on a CPU.
         graphs: captured decodes; None: nothing is captured.
-        prefill_graphs: captured steps of few tokens; None: nothing is captured.
+        prefill_graphs: captured steps with prefill; None: nothing is captured.
         routed: the model writes each step's routed experts here; None: it does not
             (Model.record_routed_experts).
         times: measures steps, and the LM head in steps with prefill.

@@ -420,7 +420,7 @@ class _Start:
 
     @torch.inference_mode()
     def _capture(self, runner: ModelRunner) -> Tensor:
-        """Capture whole decodes with logits, and small steps up to the residual streams.
+        """Capture whole decodes with logits, and steps with prefill up to the residual streams.
 
         Returns:
             The tensor from which captured decodes read sampled ids; a new one if none is captured.

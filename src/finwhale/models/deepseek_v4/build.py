@@ -49,8 +49,9 @@ from finwhale.ops.moe import ExpertWeight
 
 Setter = Callable[[StoredWeight], object]
 
-# Unquantised weights of at least this size have a place, if they need no conversion. Smaller ones
-# have none, because each place costs a check of its values after the last byte has arrived.
+# Unquantised weights of at least this size that need no conversion are read directly into their
+# final memory. Smaller ones are not, because the values of each would have to be checked by
+# themselves after the last byte has arrived.
 LARGE_BYTES = 2**20
 # Tensors on these devices share allocations. The first has FIRST_SLAB_BYTES, and each later one
 # twice as many, up to SLAB_BYTES. Ranks that load together map each other's allocations, which
@@ -145,7 +146,7 @@ class WeightBuilder:
         self._scales: dict[str, Tensor] = {}
         # By name of a weight that has a place: setters of its further destinations.
         self._further: dict[str, list[Setter]] = {}
-        self._cuts: dict[str, Slice] = {}  # of the projections whose part is being allocated
+        self._cuts: dict[str, Slice] = {}  # slices of the projections whose part is being allocated
         layers = tuple(
             self._layer(f"layers.{i}", ratio, config.is_hash_layer(i))
             for i, ratio in enumerate(config.layer_ratios)

@@ -60,10 +60,10 @@ class DecoderLayer:
     layer returned; x is then the output [N,D] of that layer's last block. The layer calls `entered`
     with the residual streams at its start. The layers of a draft head are decoder layers too.
 
-    A block's output is a partial sum. The layer sums it over all ranks, or passes its terms to the
-    next mHC operator: a `PartialSum`, or the experts' outputs (`RankLinks`). In steps of many
-    tokens, arguments and results have only this rank's rows, and the ranks gather the blocks'
-    inputs (`RankLinks`).
+    A block's output is a partial sum, unless attention is whole (`Attention.is_whole`). The layer
+    sums it over all ranks, or passes its terms to the next mHC operator: a `PartialSum`, or the
+    experts' outputs (`RankLinks`). In steps of many tokens, arguments and results have only this
+    rank's rows, and the ranks gather the blocks' inputs (`RankLinks`).
 
     Args:
         config: the sizes of this rank's part.

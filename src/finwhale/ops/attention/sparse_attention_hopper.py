@@ -380,9 +380,9 @@ def ready_from(p: Problem) -> int | None:
 
     This is safe for each token by itself. For a token from this position on, the kernel of the
     scores has programs that let the next kernel start only after their own wait. A kernel starts
-    when all programs of the one before it have let it start, so the selection, and then this
-    kernel, start after such a wait. It ends when all kernels before the scores have ended,
-    including those that write the queries.
+    once every program of the previous kernel allows it. So the selection, and then this kernel,
+    start after such a wait, when all kernels before the scores have ended, including those that
+    write the queries.
     """
     # Another compilation might give other bits, so an invariant problem has only one.
     if p.invariant or len(p.q) > EARLY_QUERY_TOKENS:

@@ -82,7 +82,7 @@ def collect(launch_all: Callable[[], None]) -> list[Variant]:
         kernels = kernel.device_caches[compile["device"]][0]
         kernels[key] = _NOT_COMPILED
         noted.append((kernels, key))
-        return True  # Triton then leaves the compilation to somebody else.
+        return True  # Triton then skips the compilation.
 
     with intercept_launches(lambda kernel, run: run(), others=busy), busy:
         knobs.runtime.jit_cache_hook = note

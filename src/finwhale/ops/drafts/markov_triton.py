@@ -2,8 +2,8 @@
 
 A kernel gathers the rows of the tokens before the drafts, multiplies them by the head's weight, and
 adds the logits. `row_kernel` and `tile_kernel` (linear/gemm_triton.py) compute the same products:
-one or two drafts on ordinary units, up to MAX_TILE_DRAFTS on tensor cores. Both kernels here have
-their plans and their order of sums, so the bits are those of a gather, a linear layer and a sum.
+one or two drafts on CUDA cores, up to MAX_TILE_DRAFTS on tensor cores. Both kernels here have their
+plans and their order of sums, so the bits are those of a gather, a linear layer and a sum.
 
 With more drafts, `markov_logits` runs these three. It also does if the products are not float32, if
 the plan splits K or gives a program several blocks of rows, and with `Options.invariant`.

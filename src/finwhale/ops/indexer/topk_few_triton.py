@@ -44,12 +44,12 @@ FEW_ROWS = 16
 LEAST_ENTRIES = 4096  # shorter rows take topk_triton.py
 GROUP = 8  # entries of which the kernel of the scores stores the largest key
 TILE = 16384  # entries that a program holds at once
-LINES = tl.constexpr(4)  # of a tile that are counted together, each in one byte of an int32
+LINES = tl.constexpr(4)  # lines of a tile, counted together: one byte of an int32 each
 KEYS, SCORES, CANDIDATES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_SCORES = tl.constexpr(-(0x7FFFFF << 32) - 0x800000)  # minus infinity, twice
 NOT_LOW = tl.constexpr(-(1 << 32))  # the high half of an int64
-MAXIMA = 2048  # that a program compares; in a longer row, each is the largest of several
-MOST_CANDIDATES = 2  # that a program holds, as a multiple of topk
+MAXIMA = 2048  # maxima per program; in longer rows, each covers several groups
+MOST_CANDIDATES = 2  # candidates per program, as a multiple of topk
 BLOCK = 1024  # entries of a pass over a whole row
 # On an H200 with 16 warps, attention, which follows, is 2 us slower at short contexts.
 NUM_WARPS = 32

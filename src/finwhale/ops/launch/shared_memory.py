@@ -2,9 +2,10 @@
 
 A multiprocessor divides its memory between L1 cache and shared memory as the first program that it
 runs prefers, and cannot change the division while a program runs. A kernel that has started early
-waits on many multiprocessors. If it uses little shared memory, no program of the next kernels fits
-there that needs much: those that hold all of their weights (few_tokens_hopper.py) would start, and
-request their weights, only when it ends. So such a kernel prefers shared memory, too.
+waits on many multiprocessors. If it prefers little shared memory, large programs of the next
+kernels do not fit on these multiprocessors. Programs that hold all of their weights
+(few_tokens_hopper.py) would then start, and request their weights, only when it ends. So such a
+kernel prefers shared memory, too.
 """
 
 import ctypes

@@ -15,7 +15,7 @@ Each function returns the last size of every class: the next size has other sign
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-NUM_MULTIPROCESSORS = 132  # of an H100 or H200; the tables pass the number of the GPU
+NUM_MULTIPROCESSORS = 132  # an H100's or H200's; the tables pass the number of the GPU in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The Triton kernels of the linear layers; `linear_triton.py` chooses, describes and launches them.
 
-- `row_kernel`: one or two tokens; a program computes whole rows of the weight, on ordinary units.
+- `row_kernel`: one or two tokens; a program computes whole rows of the weight, on CUDA cores.
 - `tile_kernel`: several tokens on tensor cores; a program computes one tile of one part of K.
 - `sum_kernel`: adds the parts of K in order, and applies SwiGLU.
 

@@ -45,11 +45,11 @@ from finwhale.ops.moe import ExpertWeight
 
 # row_kernel processes one token, or ROW_TOKENS if the weight is unscaled. A weight should occupy at
 # least MIN_PROGRAMS programs. A program takes several blocks of rows only if a row has LONG_ROW
-# bytes or more, because rounding the token is then expensive; with an unrounded token, at most
-# MAX_PROGRAMS divided by the number of blocks. A program holds MIN_ROWS rows or HELD_BYTES of the
-# weight at a time, whichever is more, and at most MAX_HELD_BYTES. If the programs can hold all of
-# the weight, a program has one larger block: it loads all its rows before it waits for the token.
-# E4M3 rows of more than MAX_ROW bytes use tile_kernel.
+# bytes or more, because rounding the token is then expensive. If the token is not rounded, it takes
+# at most MAX_PROGRAMS divided by the number of blocks. A program holds MIN_ROWS rows or HELD_BYTES
+# of the weight at a time, whichever is more, and at most MAX_HELD_BYTES. If the programs can hold
+# all of the weight, a program has one larger block: it loads all its rows before it waits for the
+# token. E4M3 rows of more than MAX_ROW bytes use tile_kernel.
 ROW_TOKENS = 2
 MIN_PROGRAMS = 256
 MAX_PROGRAMS = 2048

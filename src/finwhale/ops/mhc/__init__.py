@@ -153,9 +153,9 @@ class MhcOfTerms:
     MhcPost and MhcPostPre of the whole sum may differ in the last bits, because the compiler may
     fuse other multiplications with additions.
 
-    With a PartialSum, all ranks must make the same calls in the same order. Its kernels are not
-    built at start, because the ranks build one after the other; the first call compiles one kernel
-    for all numbers of tokens.
+    With a PartialSum, all ranks must make the same calls in the same order. The kernels for a
+    PartialSum are not built at start, because the ranks build one after the other; the first call
+    compiles one kernel for all numbers of tokens.
 
     Attributes:
         expert_tokens: the most tokens for which the operators take `ExpertTerms`.

@@ -185,7 +185,7 @@ def _empty_parts(
 
 
 def _res_behind(parts: Tensor) -> Tensor:
-    """The residual mixes [N,H,H], in memory behind the parts of few tokens.
+    """The residual mixes [N,H,H], in memory after the parts of few tokens.
 
     As long as they exist, so does the memory of the parts, which a side stream may read until the
     next operator joins it.
@@ -198,8 +198,8 @@ def _res_behind(parts: Tensor) -> Tensor:
 def _stream_beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
     """The side stream of a CUDA stream.
 
-    An engine captures its graphs on a stream of its own. So what it captures never meets the steps
-    of another engine in this process.
+    An engine captures its graphs on a stream of its own. So captured work never shares this stream
+    with steps of another engine in this process.
     """
     return torch.cuda.Stream(stream.device)
 

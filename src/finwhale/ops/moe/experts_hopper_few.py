@@ -10,13 +10,13 @@ One launch computes gate and up, and one down. A program is one group of four wa
 of its own for the loads. So it has few registers and little shared memory: it holds only a part of
 its row at a time, and up to five programs share a multiprocessor. Its loads go to a ring. Each
 brings up to four blocks of 128 columns. When all warps have read a load, the next one is requested
-in its place. With REGISTERS registers, the assembler lets each product of four end before the next
-one starts; those of two would overlap.
+in its place. With REGISTERS registers, the assembler (ptxas) overlaps two products but serialises
+four, so at most two are under way.
 
-All multiprocessors should have equally many programs, because the last one decides. The GPU does
-not see to that: with room for five programs on each, it may give five to some and two to others. So
-the length of the ring follows from the number of programs (`_loads`): longer rings leave room for
-fewer programs.
+Every multiprocessor should run the same number of programs, because the slowest sets the time. The
+GPU does not balance them: with room for five programs on each, it may give five to some and two to
+others. So the length of the ring follows from the number of programs (`_loads`): longer rings leave
+room for fewer programs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -367,7 +367,7 @@ def _few_down_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-# Of every launch.
+# Options of every launch.
 COMMON: dict[str, Any] = {
     "TOP": E4M3_MAX,
     "LEAST": MIN_AMAX,

@@ -1,4 +1,4 @@
-"""Runs the batches of a server behind its other requests, and continues them after a restart."""
+"""Runs the batches of a server after its other requests, and continues them after a restart."""
 
 import asyncio
 import contextlib
