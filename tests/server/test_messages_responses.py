@@ -1,8 +1,10 @@
 """The anthropic package, and the openai package's responses, as clients."""
 
+import json
 from typing import Any
 
 import anthropic
+import httpx2 as httpx
 import openai
 import pytest
 
@@ -61,9 +63,32 @@ def test_count_tokens_counts_the_prompt_of_messages(
     server: RunningServer, fields: dict[str, Any]
 ) -> None:
     client = server.anthropic()
-    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "extra_body": fields}
+    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION}
+    plain = client.messages.count_tokens(**options).input_tokens
+    options["extra_body"] = fields
     made = client.messages.create(**options, max_tokens=1)
-    assert client.messages.count_tokens(**options).input_tokens == made.usage.input_tokens
+    counted = client.messages.count_tokens(**options).input_tokens
+    assert counted == made.usage.input_tokens
+    if fields.keys() & {"output_format", "output_config"}:
+        assert counted > plain + 20, "the prompt has no schema"
+
+
+def test_the_tool_runner_of_anthropic_s_client(server: RunningServer) -> None:
+    """It asks for a thread on the server, is refused, and sends the whole conversation."""
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """Returns the weather."""
+        return f"sunny in {city}"
+
+    runner = server.anthropic().beta.messages.tool_runner(
+        model=MODEL, max_tokens=200, messages=QUESTION, tools=[get_weather],
+        tool_choice={"type": "any"}, max_iterations=2,
+    )  # fmt: skip
+    first, second = runner
+    assert first.stop_reason == "tool_use" and first.content[-1].type == "tool_use"
+    cached = second.usage.cache_read_input_tokens or 0
+    assert cached + second.usage.input_tokens > first.usage.input_tokens
 
 
 def test_messages_stop_and_length(server: RunningServer) -> None:
@@ -99,6 +124,7 @@ def test_messages_errors(
         assert isinstance(body, dict) and body["type"] == "error"
         assert body["error"]["type"] in ("not_found_error", "invalid_request_error")
         assert body["error"]["message"]
+        assert (caught.value.request_id or "").startswith("req_")
 
 
 @pytest.mark.parametrize("thinking", [False, True])
@@ -148,6 +174,7 @@ def test_responses_conversation_and_length(server: RunningServer) -> None:
     [
         {"previous_response_id": "resp_1"},
         {"background": True},
+        {"include": ["message.output_text.unheard_of"]},
         {"input": [{"type": "function_call_output", "call_id": "none", "output": "1"}]},
         {"tools": [{"type": "function", "name": "not a name"}]},
         {"temperature": 9},
@@ -158,6 +185,44 @@ def test_responses_errors(server: RunningServer, wrong: dict[str, Any]) -> None:
         server.openai().responses.create(**{"model": MODEL, "input": TEXT, **wrong})
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_included_logprobs(server: RunningServer) -> None:
+    options: dict[str, Any] = {"model": MODEL, "input": TEXT, "max_output_tokens": 2}
+    for fields, tops in (({}, 0), ({"top_logprobs": 1}, 1)):
+        made = server.openai().responses.create(
+            **options, **fields, include=["message.output_text.logprobs"]
+        )
+        (part,) = (part for item in made.output for part in getattr(item, "content", ()))
+        assert part.logprobs and all(len(token.top_logprobs) == tops for token in part.logprobs)
+
+
+def test_a_custom_tool_that_must_be_called(server: RunningServer) -> None:
+    made = server.openai().responses.create(
+        model=MODEL, input=TEXT, max_output_tokens=60, temperature=0,
+        tools=[
+            {"type": "function", "name": "get_weather", "parameters": {}, "strict": None},
+            {"type": "custom", "name": "apply_patch"},
+        ],
+        tool_choice={"type": "custom", "name": "apply_patch"},
+    )  # fmt: skip
+    call = made.output[-1]
+    assert call.type == "custom_tool_call" and call.name == "apply_patch"
+
+
+def test_a_responses_stream_that_fails(start: Any) -> None:
+    """Its last event is a typed error with the next number, and the client raises it."""
+    server = start(request_timeout_s=0.3)
+    body = {"model": MODEL, "input": TEXT, "max_output_tokens": 4000, "stream": True}
+    own = {"ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/responses", json=body | own, timeout=30).text
+    *_, before, last = answer.strip().split("\n\n")
+    assert last.startswith("event: error\n")
+    told, sent = (json.loads(event.partition("data: ")[2]) for event in (last, before))
+    assert told["type"] == "error" and told["code"] == told["error"]["code"] == "timeout"
+    assert told["sequence_number"] == sent["sequence_number"] + 1
+    with pytest.raises(openai.APIError, match="longer than the server allows"):
+        list(server.openai().responses.create(**body, extra_body=own))
 
 
 def test_a_responses_tool_whose_name_is_no_string(server: RunningServer) -> None:

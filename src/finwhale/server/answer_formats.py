@@ -241,8 +241,10 @@ def take_choice(protocol: ProtocolName, fields: Fields) -> ToolChoice:
     elif kind == "required":
         del fields["tool_choice"]
         return ToolChoice(required=True, parallel=parallel)
-    named = "tool" if protocol == "messages" else "function"
-    if not isinstance(choice, Mapping) or kind != named:
+    named = {"messages": ("tool",), "responses": ("function", "custom")}.get(
+        protocol, ("function",)
+    )
+    if not isinstance(choice, Mapping) or kind not in named:
         return ToolChoice(parallel=parallel)
     holder = choice.get("function", choice) if protocol == "chat" else choice
     name = holder.get("name") if isinstance(holder, Mapping) else None

@@ -25,9 +25,8 @@ from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
     ApiError,
     as_api_error,
-    error_body,
+    error_event,
     error_response,
-    is_anthropic,
 )
 from finwhale.server.limits import STATIC_PATH, Gate
 from finwhale.server.logs import RequestLog, note_refusal
@@ -49,7 +48,7 @@ from finwhale.server.schemas import (
     TokenizeAnswer,
     TokenizeBody,
 )
-from finwhale.server.sse import ClientGone, EventStream, event, unless_disconnected
+from finwhale.server.sse import ClientGone, EventStream, unless_disconnected
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -264,15 +263,14 @@ async def _with_errors(
     source: AsyncGenerator[bytes, None], state: ServerState, request: Request
 ) -> AsyncGenerator[bytes, None]:
     """The pieces of a stream; if the source fails, an error event is the last one."""
+    piece = b""
     try:
         async for piece in source:
             yield piece
     except Exception as error:
         told = _told(error, state)
         note_refusal(request.scope, told, state.config.log_prompts)
-        anthropic = is_anthropic(request.url.path)
-        body = JSONResponse(error_body(told, anthropic=anthropic)).body
-        yield event(bytes(body).decode(), "error" if anthropic else None)
+        yield error_event(told, request.url.path, piece)
     finally:
         await source.aclose()
 

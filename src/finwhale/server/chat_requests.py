@@ -3,11 +3,12 @@
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.effort import changed
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
@@ -22,7 +23,9 @@ from finwhale.server.answer_formats import (
     take_own_format,
     tool_schemas,
 )
+from finwhale.server.errors import ApiError
 from finwhale.server.schemas import (
+    LOGPROBS,
     ChatBody,
     CountTokensBody,
     MessagesBody,
@@ -166,8 +169,16 @@ class ConvertedBody:
 def convert_body(
     state: ServerState, protocol: ProtocolName, body: ChatProtocolBody | CountTokensBody
 ) -> ConvertedBody:
-    """Converts a checked body to a conversation. Raises RequestError."""
+    """Converts a checked body to a conversation. Raises RequestError and ApiError."""
     fields = plain_fields(body)
+    if isinstance(body, MessagesBody) and body.thread is not None:
+        raise ApiError(
+            400,
+            "thread is not supported: send the whole conversation in messages",
+            code="unsupported_value",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
     if isinstance(body, CountTokensBody):
         fields["max_tokens"] = 1  # deepseek-recipe needs a value, which no prompt depends on
     original = dict(fields)
@@ -181,6 +192,10 @@ def convert_body(
     if protocol == "responses":
         default_thinking = _default_thinking(fields, default_thinking)
     converted = convert(protocol, fields, default_thinking=default_thinking, echo_body=original)
+    if protocol == "messages" and wanted is not None:
+        # As deepseek-recipe does in the other protocols, tell the model about the schema.
+        shown = changed(converted.conversation, response_schema=wanted[1])
+        converted = replace(converted, conversation=shown)
     return ConvertedBody(converted, tool_schemas(fields), wanted, choice)
 
 
@@ -309,6 +324,7 @@ def _template_fields(kwargs: Fields) -> Fields:
 
 
 def _wanted_logprobs(body: ChatProtocolBody, options: recipe.InferenceOptions) -> int | None:
-    if isinstance(body, MessagesBody) or not options.logprobs:
+    asked = isinstance(body, ResponsesBody) and LOGPROBS in (body.include or ())
+    if isinstance(body, MessagesBody) or not (options.logprobs or asked):
         return None
     return int(options.top_logprobs or 0)

@@ -1,6 +1,7 @@
 """Errors on the wire: each protocol's error object and status code."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -8,6 +9,7 @@ from starlette.responses import Response
 
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.server.client import QueueFullError, StoppingError
+from finwhale.server.sse import event
 
 ErrorCode = Literal[
     "batch_ended",
@@ -84,6 +86,7 @@ class ApiError(Exception):
         message: one line for the client.
         code: OpenAI's machine-readable code, or None.
         param: the field of the request that is wrong, or None.
+        details: what the error object of Messages says besides, for clients that act on it.
         headers: further headers of the answer; Retry-After if `retry_after_s` is not None.
     """
 
@@ -94,6 +97,7 @@ class ApiError(Exception):
         *,
         code: ErrorCode | None = None,
         param: str | None = None,
+        details: Mapping[str, object] | None = None,
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -102,6 +106,7 @@ class ApiError(Exception):
         self.message = message
         self.code = code
         self.param = param
+        self.details = details
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["retry-after"] = str(retry_after_s)
@@ -133,7 +138,8 @@ def error_body(error: ApiError, *, anthropic: bool) -> dict[str, object]:
     if anthropic:
         kind = _ANTHROPIC_TYPES.get(error.status)
         kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        details = {} if error.details is None else {"details": error.details}
+        return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
     return {
         "error": {
             "message": error.message,
@@ -142,6 +148,29 @@ def error_body(error: ApiError, *, anthropic: bool) -> dict[str, object]:
             "code": error.code,
         }
     }
+
+
+def error_event(error: ApiError, path: str, last: bytes) -> bytes:
+    """The event that ends a stream which has failed.
+
+    Args:
+        last: the stream's last piece. Events of Responses have numbers, and this one gets the next.
+    """
+    anthropic = is_anthropic(path)
+    body = error_body(error, anthropic=anthropic)
+    if path == "/v1/responses":
+        # Clients that read typed events look at the first four. The openai package raises `error`.
+        numbers = re.findall(rb'"sequence_number": ?(\d+)', last)
+        body = {
+            "type": "error",
+            "code": error.code,
+            "message": error.message,
+            "param": error.param,
+            "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
+            **body,
+        }
+    named = anthropic or path == "/v1/responses"
+    return event(json.dumps(body), "error" if named else None)
 
 
 def error_response(error: ApiError, path: str) -> Response:

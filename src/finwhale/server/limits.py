@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from finwhale.server.batch.inside import InsideCall
 from finwhale.server.batch.upload import OVERHEAD_BYTES
 from finwhale.server.bodies import Budget
-from finwhale.server.errors import ApiError, error_response
+from finwhale.server.errors import ApiError, error_response, is_anthropic
 from finwhale.server.keys import ApiKey
 from finwhale.server.listening import HostCheck
 from finwhale.server.logs import note_refusal, printable
@@ -66,6 +66,8 @@ class Gate:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
+                if is_anthropic(path):
+                    headers["request-id"] = request_id
                 headers["x-content-type-options"] = "nosniff"
                 if ignored := scope["state"].get("ignored"):
                     headers["finwhale-ignored"] = ",".join(ignored)

@@ -32,6 +32,17 @@ Bias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_the_first_wrong)
 ]
 Json = dict[str, Any]
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 Jsons = Annotated[list[Json], Field(fail_fast=True)]
 # The description of a field that vllm-router and sglang-router add to a request.
 _ROUTERS = "routers add false, which has no effect; true is not supported"
@@ -318,7 +329,9 @@ class ResponsesBody(SamplingBody):
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: Annotated[list[str], Field(max_length=64)] | None = None
+    include: Annotated[list[Includable], Field(max_length=64)] | None = Field(
+        default=None, description=f"{LOGPROBS}; no other value has an effect"
+    )
     tools: Annotated[Jsons, Field(max_length=1024)] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
@@ -371,6 +384,10 @@ class MessagesBody(SamplingBody):
     )
     cache_control: Json | None = Field(
         default=None, description="no effect: every prefix may be cached"
+    )
+    thread: Json | None = Field(
+        default=None,
+        description="refused: Anthropic's tool runner then sends the whole conversation each time",
     )
     metadata: Json | None = Field(default=None, description="no effect")
     service_tier: str | None = Field(default=None, description="no effect")
