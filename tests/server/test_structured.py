@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import openai
 import pytest
 from jsonschema_rs import validate
 
@@ -91,9 +92,52 @@ def test_completion_with_a_format(server: RunningServer) -> None:
     assert all(choice.text in ("yes", "no") for choice in made.choices)
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """OpenAI's choice of some of the tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools(server: RunningServer) -> None:
+    """The prompt has only the allowed tools, in both of OpenAI's protocols."""
+    chat, responses = server.openai().chat.completions, server.openai().responses
+
+    def prompt_tokens(choice: Any, *names: str) -> int:
+        made = chat.create(
+            model=MODEL, messages=QUESTION, max_tokens=1, tool_choice=choice,
+            tools=[function(name) for name in names],  # type: ignore[misc]
+        )  # fmt: skip
+        assert made.usage is not None
+        return made.usage.prompt_tokens
+
+    both = prompt_tokens("auto", "weather", "sky")
+    assert prompt_tokens(allowed("auto", "weather", "sky"), "weather", "sky") == both
+    assert prompt_tokens(allowed("auto", "sky"), "weather", "sky") == prompt_tokens("auto", "sky")
+    call = responses.create(
+        model=MODEL, input="Hi", max_output_tokens=300,
+        tools=[{"type": "function", **function(name)["function"]} for name in ("weather", "sky")],
+        tool_choice={
+            "type": "allowed_tools", "mode": "required",
+            "tools": [{"type": "function", "name": "sky"}],
+        },
+    ).output[-1]  # fmt: skip
+    assert call.type == "function_call" and call.name == "sky"
+    for wrong, message in (
+        (allowed("auto", "sea"), "'sea', which is not among"),
+        (allowed("never", "sky"), "auto or required, got 'never'"),
+        ({"type": "allowed_tools"}, "needs a list of tools"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            prompt_tokens(wrong, "sky")
+
+
 @pytest.mark.parametrize(
     ("choice", "effort"),
-    [("required", "low"), ({"type": "function", "function": {"name": "sky"}}, "none")],
+    [
+        ("required", "low"),
+        ({"type": "function", "function": {"name": "sky"}}, "none"),
+        (allowed("required", "sky"), "none"),
+    ],
 )
 def test_tool_choice(server: RunningServer, effort: str, choice: Any) -> None:
     options: dict[str, Any] = {

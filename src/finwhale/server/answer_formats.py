@@ -23,6 +23,12 @@ Fields = dict[str, Any]
 Format = tuple[Literal["json", "regex", "grammar"], Any]
 
 _ANY_OBJECT = {"type": "object"}
+# The types of a tool choice that name one tool.
+_NAMES_A_TOOL: dict[ProtocolName, tuple[str, ...]] = {
+    "chat": ("function",),
+    "responses": ("function", "custom"),
+    "messages": ("tool",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,19 +247,35 @@ def take_choice(protocol: ProtocolName, fields: Fields) -> ToolChoice:
     elif kind == "required":
         del fields["tool_choice"]
         return ToolChoice(required=True, parallel=parallel)
-    named = {"messages": ("tool",), "responses": ("function", "custom")}.get(
-        protocol, ("function",)
-    )
-    if not isinstance(choice, Mapping) or kind not in named:
+    elif isinstance(choice, Mapping) and kind == "allowed_tools":
+        allowed = choice.get("allowed_tools") if protocol == "chat" else choice
+        return ToolChoice(required=_take_allowed(allowed, fields), parallel=parallel)
+    if not isinstance(choice, Mapping) or kind not in _NAMES_A_TOOL[protocol]:
         return ToolChoice(parallel=parallel)
-    holder = choice.get("function", choice) if protocol == "chat" else choice
-    name = holder.get("name") if isinstance(holder, Mapping) else None
-    tools = [tool for tool in fields.get("tools", ()) if _tool_name(tool) == name]
-    if not isinstance(name, str) or not tools:
-        raise RequestError(f"tool_choice names {name!r}, which is not among the tools")
-    fields["tools"] = tools
-    del fields["tool_choice"]
+    _keep_tools([_tool_name(choice)], fields)
     return ToolChoice(required=True, parallel=parallel)
+
+
+def _take_allowed(allowed: Any, fields: Fields) -> bool:
+    """Keep only the allowed tools; returns whether a call is required."""
+    tools = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError("tool_choice of type allowed_tools needs a list of tools")
+    if allowed.get("mode") not in ("auto", "required"):
+        raise RequestError(f"tool_choice's mode is auto or required, got {allowed.get('mode')!r}")
+    _keep_tools([_tool_name(tool) for tool in tools], fields)
+    return bool(allowed["mode"] == "required")
+
+
+def _keep_tools(names: list[Any], fields: Fields) -> None:
+    """Keep only the tools with these names, and remove the choice. Raises RequestError."""
+    tools = fields.get("tools", ())
+    known = [_tool_name(tool) for tool in tools]
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise RequestError(f"tool_choice names {name!r}, which is not among the tools")
+    fields["tools"] = [tool for tool in tools if _tool_name(tool) in names]
+    del fields["tool_choice"]
 
 
 def _tool_name(tool: Mapping[str, Any]) -> Any:

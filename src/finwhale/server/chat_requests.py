@@ -188,6 +188,10 @@ def convert_body(
     if isinstance(body, ChatBody):
         wanted = only_format(wanted, body, fields.get("response_format"))
     choice = take_choice(protocol, fields)
+    given = original.get("tool_choice")
+    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
+        # deepseek-recipe does not know this type, which an answer of Responses would repeat.
+        original["tool_choice"] = given.get("mode")
     default_thinking = state.config.default_thinking
     if protocol == "responses":
         default_thinking = _default_thinking(fields, default_thinking)

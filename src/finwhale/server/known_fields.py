@@ -122,8 +122,13 @@ _RESPONSE_FORMAT: Shape = Variants(
     },
     open=True,
 )
+_CHAT_NAMED = _fields("type", "name", function=_fields("name"))
 _CHAT_CHOICE: Shape = Variants(
-    "type", {"function": _fields("type", "name", function=_fields("name"))}
+    "type",
+    {
+        "function": _CHAT_NAMED,
+        "allowed_tools": _fields("type", allowed_tools=_fields("mode", tools=[_CHAT_NAMED])),
+    },
 )
 # no effect: budget_tokens, display
 _THINKING: Shape = _fields("type", "budget_tokens", "display")
@@ -166,8 +171,14 @@ _RESPONSES_TOOLS: Shape = [
         },
     )
 ]
+_RESPONSES_NAMED = _fields("type", "name")
 _RESPONSES_CHOICE: Shape = Variants(
-    "type", {"function": _fields("type", "name"), "custom": _fields("type", "name")}
+    "type",
+    {
+        "function": _RESPONSES_NAMED,
+        "custom": _RESPONSES_NAMED,
+        "allowed_tools": _fields("type", "mode", tools=[_RESPONSES_NAMED]),
+    },
 )
 _RESPONSES_INPUT: Shape = [
     Variants(
