@@ -14,7 +14,7 @@ from finwhale.models.deepseek_v4.attention import Attention
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.moe import Moe
-from finwhale.models.protocol import StepInputs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 

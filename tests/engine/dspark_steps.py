@@ -20,7 +20,7 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.protocol import Inline
+from finwhale.models.step_inputs import Inline
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, with_dspark, write_quantised_checkpoint
 

@@ -16,9 +16,10 @@ from finwhale.engine.rank import batch as building
 from finwhale.engine.rank.batch import BatchBuilder
 from finwhale.engine.rank.host_transfer import ALIGN, send
 from finwhale.engine.rank.memory import StepLimits, largest_transfer
+from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.protocol import CacheGroup, StepInputs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.request import SamplingParams
 from finwhale.testing.tiny import tiny_config
 from finwhale.testing.traffic import Traffic, planned

@@ -30,8 +30,10 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import LargestSteps, StepLimits
 from finwhale.engine.rank.startup import draft_kinds, new_verification_steps
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.dspark import DsparkHead
-from finwhale.models.protocol import Drafts, DraftStart, PagedCache, Segments
+from finwhale.models.protocol import Drafts
+from finwhale.models.step_inputs import DraftStart, Segments
 from finwhale.ops.paging import MAX_DECODE_QUERY
 from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 

@@ -21,7 +21,7 @@ from finwhale.engine.rank.graphs import (
 )
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
-from finwhale.models.protocol import StepInputs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.testing.traffic import Traffic
 
 SEEDS, NUM_SEQS = st.integers(0, 40), st.integers(1, 5)

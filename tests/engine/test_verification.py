@@ -26,10 +26,11 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.kv_cache import allocate_cache
 from finwhale.engine.rank.startup import draft_on_device, new_verification_steps, step_limits
 from finwhale.engine.rank.static_inputs import NO_STEP
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
-from finwhale.models.protocol import Drafts, PagedCache
+from finwhale.models.protocol import Drafts
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
 from ..models.drafts import RandomDrafts  # noqa: TID252

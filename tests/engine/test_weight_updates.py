@@ -28,7 +28,7 @@ from finwhale.checkpoint.loading import DTYPE_NAMES
 from finwhale.engine.loop.weight_updates import _staging
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.weight_update import WeightUpdate
-from finwhale.models.protocol import tensors_of
+from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.moe import ExpertWeight
 from finwhale.testing.tiny import random_weights, write_plain_checkpoint

@@ -10,7 +10,7 @@ import finwhale.engine.rank.startup as startup
 from finwhale import LLM, SamplingParams
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.protocol import Inline
+from finwhale.models.step_inputs import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform

@@ -13,7 +13,7 @@ START = """
 import json, sys
 import torch
 from finwhale import LLM, SamplingParams
-from finwhale.models.protocol import Inline
+from finwhale.models.step_inputs import Inline
 from finwhale.testing.stepping import Stepper
 def refuse(*args, **kwargs):
     raise AssertionError("traced or compiled")

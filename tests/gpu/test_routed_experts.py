@@ -15,7 +15,7 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.protocol import StepInputs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.request import ExpertIds
 

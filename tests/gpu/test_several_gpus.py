@@ -29,7 +29,7 @@ from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks, fewest_ranks
 from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.protocol import Inline
+from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.testing.stepping import Stepper
 

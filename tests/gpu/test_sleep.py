@@ -17,8 +17,8 @@ from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.protocol import tensors_of
 from finwhale.models.registry import architecture_of
+from finwhale.models.weight_protocol import tensors_of
 from finwhale.models.weight_sources import DummyWeights
 
 pytestmark = pytest.mark.alone

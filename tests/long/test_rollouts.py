@@ -27,8 +27,8 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.loop import weight_updates
 from finwhale.engine.rank.weight_update import Loader, WeightUpdate
-from finwhale.models.protocol import tensors_of
 from finwhale.models.registry import architecture_of, parse_config
+from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
 from finwhale.testing.tiny import (

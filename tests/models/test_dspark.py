@@ -13,7 +13,8 @@ from torch import Tensor
 from finwhale import LLM
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.models.deepseek_v4.dspark import DsparkHead
-from finwhale.models.protocol import Drafts, DraftStart
+from finwhale.models.protocol import Drafts
+from finwhale.models.step_inputs import DraftStart
 from finwhale.ops.paging import Tokens
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint

@@ -11,7 +11,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.protocol import StepInputs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import load_ops
 from finwhale.ops.case import step_tokens
 from finwhale.platform import Platform

@@ -30,7 +30,7 @@ from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.protocol import WeightStream
+from finwhale.models.weight_protocol import WeightStream
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
 

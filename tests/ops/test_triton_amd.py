@@ -21,7 +21,7 @@ import finwhale.engine.rank.startup as startup
 from finwhale import LLM, SamplingParams
 from finwhale.compiled import graph_forms
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.protocol import Inline
+from finwhale.models.step_inputs import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import mhc_unfused_triton, ref
 from finwhale.ops.paging import PageTable

@@ -22,7 +22,7 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
-from finwhale.models.protocol import Inline
+from finwhale.models.step_inputs import Inline
 from finwhale.testing.stepping import Stepper
 
 MISTAKE = pytest.mark.parametrize("mistake", [False, True], ids=["as it is", "put back"])

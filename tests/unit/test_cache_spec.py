@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.errors import ResourceError
+from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.protocol import CacheGroup
 from finwhale.testing.tiny import tiny_config
 
 

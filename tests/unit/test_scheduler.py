@@ -21,9 +21,9 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk, Sequence
 from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.protocol import CacheGroup
 from finwhale.request import SamplingParams
 from finwhale.testing.tiny import tiny_config
 

@@ -35,9 +35,9 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.stopwatch import StepTimes
+from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.protocol import CacheGroup
 from finwhale.ops.builds import NothingToBuild
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.options import add_options

@@ -17,7 +17,8 @@ from finwhale.cli.options import add_path
 from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.errors import FinwhaleError, ResourceError
-from finwhale.models.protocol import Architecture, CacheGroup, ModelConfig
+from finwhale.models.cache import CacheGroup
+from finwhale.models.protocol import Architecture, ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform

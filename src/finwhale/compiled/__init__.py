@@ -20,11 +20,12 @@ from finwhale.compiled.custom_ops import custom, namespace
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.compiled.step_tensors import StepTensors
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer
 from finwhale.models.deepseek_v4.model import DeepseekV4, MtpLayer
-from finwhale.models.protocol import Model, PagedCache
+from finwhale.models.protocol import Model
 from finwhale.ops import Ops
 from finwhale.ops.linear.ref import grouped_form
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.compressor import C4Entries
 from finwhale.models.deepseek_v4.layer import BlockOutput, LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.protocol import PagedCache, Segments, StepInputs, tensors_of
+from finwhale.models.step_inputs import Segments, StepInputs
+from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.paging import contiguous_rows
 

@@ -16,11 +16,13 @@ from torch import Tensor
 from finwhale.compiled.cpu_ops import columns
 from finwhale.compiled.graph_store import Argument, Traceable
 from finwhale.compiled.step_tensors import StepTensors
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.compressor import C4Entries, C4Weights
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import PagedCache, StepInputs, tensors_of
+from finwhale.models.step_inputs import StepInputs
+from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import Ops
 from finwhale.ops.attention import Selected
 from finwhale.ops.moe import ExpertWeight

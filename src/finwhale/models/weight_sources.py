@@ -13,8 +13,9 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Progress
 from finwhale.distributed.rank import Rank
-from finwhale.models.protocol import ModelConfig, WeightStream
+from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of
+from finwhale.models.weight_protocol import WeightStream
 
 
 class Weights(Protocol):

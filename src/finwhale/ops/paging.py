@@ -26,7 +26,7 @@ def contiguous_rows(pool: Tensor) -> tuple[Tensor, int]:
     """View a dense pool [rows, width] as contiguous rows [X, width]; returns (view, step).
 
     Row r of the pool is row step * r of the view; the rows between belong to other layers. The
-    stride of a cache's rows is a multiple of their width (models/protocol.py, PageLayout). The pool
+    stride of a cache's rows is a multiple of their width (models/cache.py, PageLayout). The pool
     object stores the result, because every step reads it.
     """
     found: tuple[Tensor, int] | None = getattr(pool, "_contiguous_rows", None)

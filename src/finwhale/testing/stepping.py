@@ -13,7 +13,7 @@ from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.executor import LocalExecutor, local_executor
-from finwhale.models.protocol import StepInputs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.request import SamplingParams
 
 

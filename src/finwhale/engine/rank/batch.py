@@ -18,7 +18,8 @@ from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import aligned
-from finwhale.models.protocol import CacheGroup, StepInputs
+from finwhale.models.cache import CacheGroup
+from finwhale.models.step_inputs import StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
 

@@ -30,15 +30,9 @@ from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs
-from finwhale.models.protocol import (
-    CacheGroup,
-    DraftStart,
-    Inline,
-    Model,
-    PagedCache,
-    Segments,
-    StepInputs,
-)
+from finwhale.models.cache import CacheGroup, PagedCache
+from finwhale.models.protocol import Model
+from finwhale.models.step_inputs import DraftStart, Inline, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.drafts import PlannedTokens, VerifiedStep
 from finwhale.ops.paging import PageTable, Tokens

@@ -20,7 +20,7 @@ from torch import Tensor
 from finwhale.engine.plan.step_plan import SamplingSettings
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.sampler import draw_arrays
-from finwhale.models.protocol import ChooseDraft
+from finwhale.models.step_inputs import ChooseDraft
 from finwhale.ops.sampling import Filters, Sample, SamplingBatch
 
 # The position of a draw is the number of output tokens before it. After the last verified token, at

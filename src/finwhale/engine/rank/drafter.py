@@ -24,7 +24,9 @@ from finwhale.engine.rank.batch import Batch
 from finwhale.engine.rank.draft_noise import choose_drafts
 from finwhale.engine.rank.host_transfer import send
 from finwhale.errors import FinwhaleError
-from finwhale.models.protocol import DraftHead, DraftStart, Inline, ModelConfig, PagedCache
+from finwhale.models.cache import PagedCache
+from finwhale.models.protocol import DraftHead, ModelConfig
+from finwhale.models.step_inputs import DraftStart, Inline
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import Sample
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from finwhale.borrowed import without_holding
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
-from finwhale.models.protocol import Inline, Segments, StepInputs
+from finwhale.models.step_inputs import Inline, Segments, StepInputs
 
 P = ParamSpec("P")
 A = TypeVar("A")

@@ -8,7 +8,7 @@ import torch
 from finwhale.engine.plan.pages import pages_at_block_end, windowed_pages
 from finwhale.engine.rank.arena import Arena
 from finwhale.errors import ResourceError
-from finwhale.models.protocol import CacheField, CacheGroup, PagedCache, PageLayout
+from finwhale.models.cache import CacheField, CacheGroup, PagedCache, PageLayout
 
 # Once every sequence can run, 1/STATE_SHARE of the remaining memory is for the states at block ends
 # from which other sequences resume. A state of Flash takes as much memory as five blocks, and a

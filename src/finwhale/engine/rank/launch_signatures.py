@@ -23,7 +23,9 @@ from finwhale.engine.rank.memory import (
     without_filters,
 )
 from finwhale.engine.rank.static_inputs import aligned
-from finwhale.models.protocol import CacheGroup, Model, PagedCache, StepInputs
+from finwhale.models.cache import CacheGroup, PagedCache
+from finwhale.models.protocol import Model
+from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.builds.sizes import LaunchSizes
 from finwhale.ops.drafts import PlannedTokens, VerifiedStep

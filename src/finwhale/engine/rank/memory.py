@@ -15,14 +15,9 @@ from torch import Tensor
 
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache
 from finwhale.engine.rank.static_inputs import aligned
-from finwhale.models.protocol import (
-    CacheGroup,
-    DraftStart,
-    Inline,
-    Model,
-    PagedCache,
-    StepInputs,
-)
+from finwhale.models.cache import CacheGroup, PagedCache
+from finwhale.models.protocol import Model
+from finwhale.models.step_inputs import DraftStart, Inline, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import (

@@ -16,7 +16,9 @@ from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.kv_cache import CachePlan
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.stopwatch import StepTimes
-from finwhale.models.protocol import CacheGroup, Inline, Model, PagedCache
+from finwhale.models.cache import CacheGroup, PagedCache
+from finwhale.models.protocol import Model
+from finwhale.models.step_inputs import Inline
 from finwhale.ops import Ops
 from finwhale.platform import Platform
 

@@ -42,16 +42,10 @@ from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.weight_update import Loader
 from finwhale.errors import FinwhaleError, ResourceError, first_line
-from finwhale.models.protocol import (
-    Model,
-    ModelConfig,
-    Segments,
-    StepInputs,
-    WeightLoading,
-    WeightStream,
-    tensors_of,
-)
+from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.registry import architecture_of
+from finwhale.models.step_inputs import Segments, StepInputs
+from finwhale.models.weight_protocol import WeightLoading, WeightStream, tensors_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, load_builds

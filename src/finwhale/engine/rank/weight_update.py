@@ -21,8 +21,9 @@ from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory
 from finwhale.errors import CheckpointError, FinwhaleError
-from finwhale.models.protocol import Architecture, ModelConfig, WeightLoading, tensors_of
+from finwhale.models.protocol import Architecture, ModelConfig
 from finwhale.models.registry import parse_config
+from finwhale.models.weight_protocol import WeightLoading, tensors_of
 from finwhale.ops import Ops
 
 if TYPE_CHECKING:

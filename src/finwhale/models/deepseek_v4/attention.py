@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.compressor import (
     C4Entries,
     C4Weights,
@@ -23,7 +24,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import PagedCache, Segments, StepInputs
+from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.indexer import IndexQueries

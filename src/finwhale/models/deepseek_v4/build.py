@@ -40,7 +40,7 @@ from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.sharding import rank_config, rank_slice
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.protocol import WeightStream, tensors_of
+from finwhale.models.weight_protocol import WeightStream, tensors_of
 from finwhale.ops import Ops
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.linear import LinearWeight

@@ -6,8 +6,8 @@ states of both compressors.
 
 from collections.abc import Iterable
 
+from finwhale.models.cache import CacheField, CacheGroup, FieldKind
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.protocol import CacheField, CacheGroup, FieldKind
 from finwhale.ops.compressor import STATE_KEPT
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
 
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.rank_links import RankLinks
-from finwhale.models.protocol import PagedCache, StepInputs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected
 from finwhale.ops.compressor import CompressorWeight, CompressPart

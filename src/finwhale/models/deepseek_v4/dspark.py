@@ -25,19 +25,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import (
-    ChooseDraft,
-    Drafts,
-    DraftStart,
-    PagedCache,
-    Segments,
-    StepInputs,
-)
+from finwhale.models.protocol import Drafts
+from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight
 from finwhale.ops.linear import LinearWeight

@@ -7,13 +7,14 @@ from typing import Protocol
 from torch import Tensor
 
 from finwhale.distributed.collectives import Alone
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import PagedCache, Segments, StepInputs
+from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.moe import ExpertTerms

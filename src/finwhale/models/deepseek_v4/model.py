@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
+from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
@@ -24,15 +25,8 @@ from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import (
-    ChooseDraft,
-    DividedSteps,
-    Drafts,
-    DraftStart,
-    PagedCache,
-    Segments,
-    StepInputs,
-)
+from finwhale.models.protocol import DividedSteps, Drafts
+from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight

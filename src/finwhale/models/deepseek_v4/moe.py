@@ -6,7 +6,7 @@ from torch import Tensor
 
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import StepInputs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertTerms, ExpertWeight
 

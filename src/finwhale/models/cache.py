@@ -1,0 +1,190 @@
+"""The layout of the cache in pages, which a model declares and the engine allocates."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Literal
+
+from torch import Tensor
+
+from finwhale.ops.attention import layout as row_layout
+from finwhale.ops.indexer import layout as key_layout
+from finwhale.ops.paging import BLOCK_TOKENS
+
+FieldKind = Literal["row", "key", "state"]
+
+# Bytes. Kernels load 16 bytes at once, so every part of a page begins at a multiple of 16. A page
+# of packed parts begins at a multiple of a cache line.
+PART_ALIGN, PAGE_ALIGN = 16, 128
+# Triton compiles a kernel anew for a row stride that is no multiple of 16 float32 values.
+STATE_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheField:
+    """One kind of row that some layers store in the cache.
+
+    Attributes:
+        width: values in a row.
+        kind: "row" of attention, "key" of an indexer, or "state" of a compressor. State is float32
+            whatever the dtype of the activations.
+        rope: number of last values of a row, which are never rounded.
+        layers: the layers that store it. The draft layers' numbers follow the model's.
+    """
+
+    name: str
+    width: int
+    kind: FieldKind
+    rope: int
+    layers: tuple[int, ...]
+
+    @property
+    def full_precision(self) -> bool:
+        return self.kind == "state"
+
+    def packed_bytes(self, rows_per_page: int) -> int:
+        """Bytes of one layer's part of a packed page. A packed index key of 128 FP4 values takes 68
+        bytes, for example.
+        """
+        assert not self.full_precision
+        if self.kind == "row":
+            return row_layout.page_bytes(rows_per_page, self.width, self.rope)
+        return key_layout.page_bytes(rows_per_page, self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLayout:
+    """The layout of a group's rows in its pages.
+
+    A page of a packed group has one part for each field and layer. A page of another group has
+    rows_per_page rows, each with the values of every field and layer. So row r of page p lies
+    row_bytes * (p * rows_per_page + r) bytes after row 0 of page 0, and a layer's rows form a
+    strided tensor [rows, width].
+
+    Attributes:
+        page_bytes: size of a page.
+        row_bytes: bytes from one row to the next; 0: the group is packed.
+        offsets: byte offset in a page of each part, by field name and layer.
+    """
+
+    page_bytes: int
+    row_bytes: int
+    offsets: Mapping[tuple[str, int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Fields whose rows share their pages and their page table.
+
+    A sequence can resume at the end of any block of another sequence with the same prefix. It needs
+    all rows of the groups that keep every row, and the rows of tokens first_needed(end) .. end-1 of
+    the other groups. No page spans two blocks, so no sequence writes into a page that another one
+    reads.
+
+    Attributes:
+        tokens_per_row: 1, or the compression ratio: row r exists once tokens_per_row * (r + 1)
+            tokens have been computed.
+        keep: None: the group keeps every row. (align, before): after n tokens, it keeps the rows of
+            the tokens from floor(n / align) * align - before on.
+        tail_only: a step writes only the rows that later steps need to resume at the ends of its
+            blocks and to continue after it. They can continue after any token of a step that has at
+            most max_verify_tokens.
+        max_verify_tokens: the most tokens of a sequence in a step that verifies drafts. Only the
+            first token is certain to be accepted.
+    """
+
+    name: str
+    tokens_per_row: int
+    rows_per_page: int
+    keep: tuple[int, int] | None
+    tail_only: bool
+    max_verify_tokens: int = 1
+    fields: tuple[CacheField, ...]
+
+    def __post_init__(self) -> None:
+        assert self.block_tokens % self.tokens_per_page == 0
+
+    @property
+    def tokens_per_page(self) -> int:
+        return self.tokens_per_row * self.rows_per_page
+
+    @property
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first token whose row a token at position num_tokens or later can need."""
+        if self.keep is None:
+            return 0
+        align, before = self.keep
+        return max(0, num_tokens // align * align - before)
+
+    def unneeded_at(self, first_page: int) -> int:
+        """The smallest number of tokens after which no token needs page number first_page."""
+        assert self.keep is not None
+        align, before = self.keep
+        return -(-((first_page + 1) * self.tokens_per_page + before) // align) * align
+
+    def first_written(self, start: int, end: int) -> int:
+        """The first token whose row a step over tokens start..end-1 writes."""
+        if not self.tail_only:
+            return start
+        settled = end if end - start > self.max_verify_tokens else start + 1
+        return max(start, self.first_needed(settled))
+
+    def layout(self, itemsize: int, packed: bool = False) -> PageLayout:
+        """The layout of a page.
+
+        Args:
+            itemsize: bytes of one activation.
+            packed: rows and keys are stored as the bytes that the kernels read, not as values.
+        """
+        states = {f.full_precision for f in self.fields}
+        assert len(states) == 1, f"{self.name}: states have groups of their own"
+        packed = packed and states == {False}
+        offsets: dict[tuple[str, int], int] = {}
+        end = 0
+        for f in self.fields:
+            size = f.width * (4 if f.full_precision else itemsize)
+            if packed:
+                size = f.packed_bytes(self.rows_per_page)
+            for layer in f.layers:
+                offsets[f.name, layer] = end
+                end += _aligned(size, PART_ALIGN)
+        if packed:
+            return PageLayout(page_bytes=_aligned(end, PAGE_ALIGN), row_bytes=0, offsets=offsets)
+        # A row holds a whole number of each field's rows: a table on a CPU finds a layer's row r
+        # as row k * r of a contiguous array (ops/cpu_math.py).
+        widths = [f.width * itemsize for f in self.fields]
+        row_bytes = _aligned(end, STATE_ALIGN if states == {True} else lcm(PART_ALIGN, *widths))
+        return PageLayout(
+            page_bytes=self.rows_per_page * row_bytes, row_bytes=row_bytes, offsets=offsets
+        )
+
+    def page_bytes(self, itemsize: int, packed: bool = False) -> int:
+        """Bytes of one page with all fields and layers. The arguments are those of `layout`."""
+        return self.layout(itemsize, packed).page_bytes
+
+
+def _aligned(size: int, align: int) -> int:
+    return -(-size // align) * align
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """The memory of the cache.
+
+    Attributes:
+        pools: field -> layer -> the layer's rows in all pages, a strided view of `pages`: [rows,
+            width], where row r of page p is row p * rows_per_page + r; for packed rows and keys,
+            uint8 [num_pages, bytes of the layer's part].
+        pages: group -> uint8 [num_pages, page_bytes]. A page is contiguous and has the rows of all
+            layers, so copying it saves or restores all of them. Empty while a graph is traced,
+            which needs only some pools.
+    """
+
+    pools: Mapping[str, Mapping[int, Tensor]]
+    pages: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def pool(self, field: str, layer: int) -> Tensor:
+        return self.pools[field][layer]

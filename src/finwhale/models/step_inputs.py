@@ -1,0 +1,91 @@
+"""What the engine gives to a model and its draft head in each step.
+
+Legend: N tokens of a step, all sequences one after the other; B sequences; X tokens of the
+vocabulary whose logits this rank computes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ParamSpec, Protocol
+
+from torch import Tensor
+
+from finwhale.ops.paging import PageTable, Tokens
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """The inputs of one forward over a batch of sequences of different lengths.
+
+    Attributes:
+        token_ids: [N] int64.
+        tokens: the positions and sequences of the tokens.
+        tables: the page table of each group of the cache.
+        further_slots: [N,K] int32: slots of rows of the window group that each token sees in
+            addition to its own window, in layers without compressed entries; unused slots are -1
+            and come last. None: a token sees only its window.
+        own_tokens: in a model whose ranks divide the tokens of this step, those of this rank; the
+            model sets it. None: the ranks do not divide them.
+    """
+
+    token_ids: Tensor
+    tokens: Tokens
+    tables: Mapping[str, PageTable]
+    further_slots: Tensor | None = None
+    own_tokens: Tokens | None = None
+
+    def bounded(self, max_len: int, max_query: int) -> "StepInputs":
+        """The same inputs with other bounds of the tokens."""
+        own = self.own_tokens
+        return replace(
+            self,
+            tokens=self.tokens.bounded(max_len, max_query),
+            own_tokens=None if own is None else own.bounded(max_len, max_query),
+        )
+
+
+class Segments(Protocol):
+    """Divides a forward into captured graphs and functions that run eagerly between them."""
+
+    def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run `fn` outside the captured graph. `fn` writes into its arguments.
+
+        At a replay, a StepInputs among the arguments may have other bounds (`StepInputs.bounded`).
+        """
+        ...
+
+
+class Inline:
+    """Segments without a capture: `eager` calls the function."""
+
+    def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        fn(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStart:
+    """The inputs from which a draft head makes the drafts of B sequences.
+
+    Attributes:
+        hidden: [B,..]: the row that the head returned for each sequence's last verified token.
+        newest_ids: [B] int64: the token after it, which the model has not computed yet.
+        tokens: the last verified token of each sequence, in order. Position -1 is padding.
+        tables: the page tables of the B sequences, with pages for the drafts.
+    """
+
+    hidden: Tensor
+    newest_ids: Tensor
+    tokens: Tokens
+    tables: Mapping[str, PageTable]
+
+
+ChooseDraft = Callable[[Tensor, int], Tensor]
+"""Chooses a draft of each sequence: (logits, k) -> ids.
+
+    logits: [B,X] float32: this rank's part of the logits for draft k, counted from 0.
+    ids: [B] int64, the same on all ranks, and valid even if logits are not finite.
+
+With several ranks, the call is a collective.
+"""
