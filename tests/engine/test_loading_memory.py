@@ -67,7 +67,7 @@ LOAD = """
 import json, sys
 import torch
 from finwhale import LLM
-import finwhale.engine.loop.engine, finwhale.models.deepseek_v4.build
+import finwhale.engine.loop.engine, finwhale.models.deepseek_v4.weight_loading
 
 def status(name):
     with open("/proc/self/status") as lines:

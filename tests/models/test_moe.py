@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from finwhale.checkpoint.dummy import DummySource
-from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import load_ops

@@ -26,9 +26,9 @@ from finwhale.checkpoint.staging import Staging
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights
+from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.weight_protocol import WeightStream
 from finwhale.ops import load_ops

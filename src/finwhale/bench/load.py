@@ -44,9 +44,9 @@ from finwhale.distributed.peers import Peers, StoreAddress, serve_store
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
 from finwhale.models.deepseek_v4.architecture import weight_bytes
-from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights
+from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options

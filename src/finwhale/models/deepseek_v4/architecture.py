@@ -9,11 +9,12 @@ import torch
 from finwhale.chat.effort import effort_ladder
 from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.build import WeightBuilder, WeightLoading
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.sharding import is_of_heads, rank_config
+from finwhale.models.deepseek_v4.weight_builder import WeightBuilder
+from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.models.protocol import Architecture
 from finwhale.ops import Ops

@@ -5,7 +5,7 @@ head, and a part of every expert's intermediate size. It holds a copy of every o
 block, an FP4 block and a group of 128 activations that are rounded together never span two ranks.
 
 With `Rank.whole_attention`, a rank loads the weights of all heads, and also keeps a copy of those
-of its own heads (build.py).
+of its own heads (weight_builder.py).
 """
 
 import re
