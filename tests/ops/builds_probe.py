@@ -41,7 +41,8 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.model import DeepseekV4, launch_sizes
+from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.rank_links import NoCollectives
 from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import weight_specs

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.model import launch_sizes
+from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes
 from finwhale.ops.moe.experts_hopper import PLANS, _cut, launch_tokens
 from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS, LOADS, _down_tiles, _launches, _loads
 from finwhale.ops.moe.experts_hopper_parts import down_steps

@@ -24,7 +24,8 @@ from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer
-from finwhale.models.deepseek_v4.model import DeepseekV4, MtpLayer
+from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.mtp import MtpLayer
 from finwhale.models.protocol import Model
 from finwhale.ops import Ops
 from finwhale.ops.linear.ref import grouped_form

@@ -20,14 +20,13 @@ it that this rank computes, W window.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, RunLayers, mhc_params
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -145,19 +144,6 @@ class DsparkContext:
                 cache.pool("window", self.first_layer + stage),
                 inputs.tables["window"],
             )
-
-
-class RunLayers(Protocol):
-    """DeepseekV4.run_layers."""
-
-    def __call__(
-        self,
-        layers: Sequence[Layer],
-        streams_RHD: Tensor,
-        inputs: StepInputs,
-        cache: PagedCache,
-        segments: Segments,
-    ) -> Tensor: ...
 
 
 class DsparkHead:

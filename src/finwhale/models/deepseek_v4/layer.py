@@ -1,6 +1,6 @@
-"""One decoder layer. Legend: N tokens, H residual streams, D hidden."""
+"""One decoder layer. Legend: N tokens, R rows of this rank, H residual streams, D hidden."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -41,6 +41,19 @@ class Layer(Protocol):
         residual: Tensor | None = None,
         entered: Callable[[Tensor], None] | None = None,
     ) -> LayerState: ...
+
+
+class RunLayers(Protocol):
+    """Runs residual streams through layers and the last post step: `DeepseekV4.run_layers`."""
+
+    def __call__(
+        self,
+        layers: Sequence[Layer],
+        streams_RHD: Tensor,
+        inputs: StepInputs,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

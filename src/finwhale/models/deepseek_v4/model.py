@@ -20,31 +20,20 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
+from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
 from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import DividedSteps, Drafts
-from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
+from finwhale.models.protocol import DividedSteps
+from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
-from finwhale.ops.paging import Tokens
 from finwhale.ops.sampling import Sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MtpWeights:
-    """The MTP layer's own weights; it shares embedding and LM head. Norms: [D] float32."""
-
-    enorm: Tensor
-    hnorm: Tensor
-    e_proj: LinearWeight
-    h_proj: LinearWeight
-    layer: LayerWeights
-    hc_head: HcHeadWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +53,6 @@ class ModelWeights:
 ALONE = Alone()
 # The side streams of the draft head's features and context.
 FEATURE_STREAM, CONTEXT_STREAM = 0, 2
-# cuBLAS has one kernel for 8k + 1 to 8k + 8 rows, and others for some multiples of 8 alone, such as
-# 2,752 (seen on H200s).
-GEMM_ROWS = 8
 
 
 class DeepseekV4:
@@ -118,7 +104,19 @@ class DeepseekV4:
         self.draft_head: MtpLayer | DsparkHead | None = None
         self.draft_context: DsparkContext | None = None
         if weights.mtp is not None:
-            self.draft_head = MtpLayer(self, ops, weights.mtp, round_activations)
+            layer = self.new_layer(
+                ops, weights.mtp.layer, config.num_hidden_layers, round_activations
+            )
+            self.draft_head = MtpLayer(
+                config,
+                ops,
+                weights.mtp,
+                layer,
+                self.links,
+                weights.embed,
+                weights.head,
+                self.run_layers,
+            )
         elif weights.dspark is not None:
             stages = [
                 self.new_layer(ops, layer, config.num_hidden_layers + i, round_activations)
@@ -234,7 +232,7 @@ class DeepseekV4:
     def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
         """See protocol.Model."""
         streams = torch.zeros(num_rows, *self.residual_shape, dtype=self.dtype, device=self.device)
-        for rows in _sizes(num_rows):
+        for rows in library_gemm_rows(num_rows):
             self.compute_logits(streams[:rows])
         x_ND = torch.zeros(
             num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
@@ -242,7 +240,7 @@ class DeepseekV4:
         for layer in self._one_of_each():
             entries = layer.attn.entries if isinstance(layer, DecoderLayer) else None
             if entries is not None:
-                for rows in _sizes(num_tokens):
+                for rows in library_gemm_rows(num_tokens):
                     entries.project(x_ND[:rows])
 
     def without_collectives(self) -> AbstractContextManager[None]:
@@ -331,121 +329,3 @@ class DeepseekV4:
         """This rank's logits [M,X] float32 of the residual streams [M,H,D]."""
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.weights.head).float()
-
-
-class MtpLayer:
-    """Multi-token prediction, a DraftHead: one more layer, which predicts the token after the next.
-
-    It shares the model's embedding, LM head, rotary tables and CUDA side streams. Its layer is an
-    ordinary decoder layer.
-    """
-
-    def __init__(
-        self, model: DeepseekV4, ops: Ops, weights: MtpWeights, round_activations: bool
-    ) -> None:
-        config = model.config
-        self.weights = weights
-        self.links = model.links
-        self.embed = model.weights.embed
-        self.head = model.weights.head
-        self.run_layers = model.run_layers
-        self.rms_norm = ops.rms_norm
-        self.linear = ops.linear
-        self.hc_head = ops.hc_head
-        self.params = mhc_params(config)
-        self.eps = config.rms_norm_eps
-        number = config.num_hidden_layers
-        self.layers: Sequence[Layer] = [
-            model.new_layer(ops, weights.layer, number, round_activations)
-        ]
-
-    def __call__(
-        self,
-        inputs: StepInputs,
-        streams_NHD: Tensor,
-        next_token_ids: Tensor,
-        cache: PagedCache,
-        segments: Segments,
-    ) -> Tensor:
-        """Compute the residual streams that predict the token after next_token_ids.
-
-        Args:
-            streams_NHD: residual streams of the step's N tokens, from the model or, in a further
-                draft step, from this layer.
-            next_token_ids: [N] int64: the token that follows each token.
-
-        Each stream is h = h_proj(hnorm(stream)) + e_proj(enorm(embedding of the next token)).
-        """
-        w = self.weights
-        embedded = self.rms_norm(self.embed.index_select(0, next_token_ids), w.enorm, self.eps)
-        normed = self.rms_norm(streams_NHD, w.hnorm, self.eps)
-        from_streams = self.linear(normed.flatten(0, 1), w.h_proj).view_as(streams_NHD)
-        streams = from_streams + self.linear(embedded, w.e_proj)[:, None]
-        return self.run_layers(self.layers, self.links.own(streams), inputs, cache, segments)
-
-    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
-        """This rank's logits [M,X] float32 of this layer's residual streams."""
-        hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
-        return self.linear(hidden, self.head).float()
-
-    def draft(
-        self,
-        start: DraftStart,
-        num_drafts: int,
-        cache: PagedCache,
-        segments: Segments,
-        choose: ChooseDraft,
-    ) -> Drafts:
-        """Draft tokens after each sequence's newest token.
-
-        The inputs for each further draft are the previous draft and this layer's residual streams.
-        """
-        streams, tokens, positions = start.hidden, start.tokens, start.tokens.positions
-        drafts = [choose(self.compute_logits(streams), 0)]
-        for step in range(1, num_drafts):
-            read = Tokens(
-                positions=torch.where(positions < 0, positions, positions + step),
-                sequence=tokens.sequence,
-                query_start=tokens.query_start,
-                max_len=tokens.max_len,
-                max_query=1,
-            )
-            inputs = StepInputs(token_ids=drafts[-1], tokens=read, tables=start.tables)
-            streams = self(inputs, streams, drafts[-1], cache, segments)
-            drafts.append(choose(self.compute_logits(streams), step))
-        return Drafts(ids=torch.stack(drafts))
-
-
-def _sizes(most: int) -> list[int]:
-    """Numbers of rows up to `most` with which cuBLAS chooses all of its kernels."""
-    return [rows for rows in range(1, most + 1) if rows % GEMM_ROWS in (0, 1)]
-
-
-def launch_sizes(config: ModelConfig) -> ModelSizes:
-    """The sizes that launch signatures depend on. config: the sizes of a rank's part."""
-    values = config.num_attention_heads * config.head_dim
-    width, inner = config.hidden_size, config.moe_intermediate_size
-    linears = {
-        (1, 1, width),
-        (1, 1, config.q_lora_rank),
-        (1, 1, inner * config.n_shared_experts),
-        (1, config.o_groups, values // config.o_groups),
-        (1, 1, config.o_groups * config.o_lora_rank),
-        (config.hc_mult, 1, width),  # the MTP layer's projection of each residual stream
-    }
-    if config.dspark is not None:
-        linears |= {
-            (1, 1, len(config.dspark.target_layer_ids) * width),
-            (1, 1, config.dspark.markov_rank),
-        }
-    return ModelSizes(
-        vocab_size=config.vocab_size,
-        num_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        window=config.sliding_window,
-        index_topk=config.index_topk,
-        complete_ratios=tuple({ratio for ratio in config.layer_ratios if ratio > 4}),
-        num_experts=config.n_routed_experts,
-        experts_per_token=config.num_experts_per_tok,
-        linears=frozenset(linears),
-    )

@@ -33,8 +33,9 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.dspark import DsparkWeights
 from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.deepseek_v4.layer import LayerWeights
-from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
+from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
+from finwhale.models.deepseek_v4.mtp import MtpWeights
 from finwhale.models.deepseek_v4.sharding import rank_config, rank_slice
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import Ops
