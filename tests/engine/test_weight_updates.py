@@ -208,12 +208,12 @@ def test_a_failed_update_leaves_outputs_and_prefixes(
 def test_weights_that_do_not_fit_the_host_are_refused(
     engine: LLM, before: list[object], other_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: 1)
+    monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: 1)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
     # Each of two ranks would fit alone.
     size = sum(tensor.nbytes for tensor in weights_of(engine))
-    monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: 2 * size - 1)
+    monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: 2 * size - 1)
     monkeypatch.setattr(local_executor(engine.engine.executor), "ranks_on_host", 2)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)

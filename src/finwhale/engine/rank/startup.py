@@ -1,7 +1,6 @@
 """Opens a rank: weights, kernels built ahead, memory budget, cache, captured steps."""
 
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,7 +20,7 @@ from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.devices import check_gpu_memory, check_host_memory, choose_device
+from finwhale.engine.rank.devices import choose_device, choose_dtype
 from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
@@ -35,6 +34,11 @@ from finwhale.engine.rank.memory import (
     largest_transfer,
     remaining_bytes,
     tensor_bytes,
+)
+from finwhale.engine.rank.memory_checks import (
+    check_cache_memory,
+    check_gpu_memory,
+    check_host_memory,
 )
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
@@ -372,7 +376,7 @@ class _Start:
             drafts=bool(config.draft_tokens),
         )
         if self.device.type == "cpu":
-            _check_fits_machine(plan.total_bytes)
+            check_cache_memory(plan.total_bytes)
         return plan
 
     def _max_model_len(self, cache_plan: CachePlan) -> int:
@@ -618,24 +622,6 @@ def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.max_model_len or limit
 
 
-def _check_fits_machine(num_bytes: int) -> None:
-    """Raise ResourceError if the cache exceeds the machine's memory. The allocation might succeed,
-    but its use would end the process.
-    """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if num_bytes > memory:
-        raise ResourceError(
-            f"the cache would take {num_bytes:,} bytes, but this machine has {memory:,} bytes of "
-            "memory: lower cache_memory_bytes"
-        )
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     """If a CPU allocation fails, torch raises a plain RuntimeError and numpy a MemoryError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate" in str(error)
-
-
-def choose_dtype(name: str | None, platform: Platform) -> torch.dtype:
-    if name is None:
-        return torch.float32 if platform.vendor == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -19,7 +19,7 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
-from finwhale.engine.rank.devices import check_host_memory
+from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.protocol import Architecture, ModelConfig, WeightLoading, tensors_of
 from finwhale.models.registry import parse_config
