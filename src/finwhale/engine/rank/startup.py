@@ -44,7 +44,7 @@ from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
-from finwhale.engine.rank.weight_update import Loader
+from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.protocol import (
     Model,
@@ -138,7 +138,7 @@ class _Start:
             self.compiled_mode = CompiledMode(self.ops)
             self.ops = self.compiled_mode.ops
         self.capabilities = self.ops.capabilities
-        self.loader = Loader(
+        self.loader = WeightLoader(
             architecture=self.architecture,
             model_config=model_config,
             ops=self.ops,
