@@ -15,7 +15,8 @@ from finwhale.engine.plan.sequences import Chunk, Sequence
 from finwhale.engine.rank import batch as building
 from finwhale.engine.rank.batch import BatchBuilder
 from finwhale.engine.rank.host_transfer import ALIGN, send
-from finwhale.engine.rank.memory import StepLimits, largest_transfer
+from finwhale.engine.rank.memory import largest_transfer
+from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.protocol import CacheGroup, StepInputs

@@ -28,8 +28,9 @@ from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import LargestSteps, StepLimits
-from finwhale.engine.rank.startup import draft_kinds, new_verification_steps
+from finwhale.engine.rank.memory import LargestSteps
+from finwhale.engine.rank.startup import new_verification_steps
+from finwhale.engine.rank.step_limits import StepLimits, draft_kinds
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts, DraftStart, PagedCache, Segments
 from finwhale.ops.paging import MAX_DECODE_QUERY

@@ -1,8 +1,7 @@
 """Opens a rank: weights, kernels built ahead, memory budget, cache, captured steps."""
 
 import logging
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,18 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers
-from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.devices import choose_device, choose_dtype
-from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
+from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
+from finwhale.engine.rank.graphs import GraphMemory, Graphs
 from finwhale.engine.rank.host_transfer import hold_pinned_memory
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
-from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.launch_signatures import SignatureRun, build_configuration
 from finwhale.engine.rank.memory import (
     LargestSteps,
-    StepLimits,
     largest_transfer,
     remaining_bytes,
     tensor_bytes,
@@ -44,6 +41,7 @@ from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
+from finwhale.engine.rank.step_limits import StepLimits, step_limits
 from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.protocol import (
@@ -161,7 +159,7 @@ class _Start:
                 raise FinwhaleError("the compiled mode cannot sleep: leave out compile")
             self.arenas = {tag: Arena(self.device) for tag in ("weights", "cache")}
         if not peers.rank.index:  # rank 0 builds for all
-            self.builds.expect(self._launches(self.longest))
+            self.builds.expect(self._build_configuration(self.longest))
 
     def open(self) -> LocalExecutor:
         config, longest = self.config, self.longest
@@ -179,7 +177,7 @@ class _Start:
         builds = self.capabilities.builds_kernels and not self.peers.rank.index
         if builds and unfilled is not None:
             launch_all = partial(self._launch_without_weights, unfilled)
-            self.builds.begin(self._launches(longest), launch_all)
+            self.builds.begin(self._build_configuration(longest), launch_all)
             self.phases.end("kernels")
         weights = self._load()
         if self.arenas:
@@ -308,8 +306,9 @@ class _Start:
             self.config, self.model_config, self.capabilities.captures_steps, max_len
         )
 
-    def _launches(self, max_len: int) -> object:
-        return launches(self.config, self.model_config, self.capabilities.captures_steps, max_len)
+    def _build_configuration(self, max_len: int) -> object:
+        captures = self.capabilities.captures_steps
+        return build_configuration(self.config, self.model_config, captures, max_len)
 
     def _prepare_in_turn(self, model: Model, max_len: int) -> Built:
         """Build the kernels on rank 0. The other ranks then find them in the cache."""
@@ -322,7 +321,9 @@ class _Start:
 
     def _prepare(self, model: Model, max_len: int) -> Built:
         """Build every kernel that a request may use."""
-        return self.builds.prepare(self._launches(max_len), self._every_launch(model, max_len))
+        return self.builds.prepare(
+            self._build_configuration(max_len), self._every_launch(model, max_len)
+        )
 
     def _every_launch(self, model: Model, max_len: int) -> SignatureRun:
         return SignatureRun(
@@ -530,57 +531,6 @@ def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verificati
     steps = runner.verification_steps = new_verification_steps(runner, config, None)
     executor.description = replace(executor.description, device_drafts=steps.description)
     return steps
-
-
-def step_limits(
-    config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
-) -> StepLimits:
-    """The sizes of the largest steps and of the graphs to capture."""
-    decodes: Iterable[int] = ()
-    verifies: Iterable[int] = ()
-    prefills: tuple[int, ...] = ()
-    most = config.max_num_batched_tokens
-    kinds = draft_kinds(config, model_config)
-    if can_capture and not config.enforce_eager:
-        if any(width == 1 for width, _ in kinds):
-            # "auto" pads steps without drafts as an engine that does not draft.
-            decodes = config.graph_sizes or decode_sizes(config.max_num_seqs)
-        if config.draft_tokens:
-            verifies = config.graph_sizes or verification_sizes(config.max_num_seqs)
-        if config.graph_sizes is None:
-            prefills = tuple(prefill_sizes(most, config.tensor_parallel_size or 1))
-    return StepLimits(
-        num_tokens=most,
-        num_seqs=config.max_num_seqs,
-        max_len=max_len,
-        decode_graphs=tuple(sorted(set(decodes))),
-        verify_graphs=tuple(sorted(set(verifies))),
-        prefill_graphs=prefills,
-        draft_kinds=kinds,
-    )
-
-
-def launches(
-    config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
-) -> object:
-    """The values that determine launch signatures. Equal values need the same kernels."""
-    return {
-        "model": asdict(model_config),  # type: ignore[call-overload]
-        "steps": asdict(step_limits(config, model_config, can_capture, max_len)),
-        "batch_invariant": config.batch_invariant,
-        "wo_a_input": config.wo_a_input,
-        "eager": config.enforce_eager,
-        "compile": config.compile,
-        "ranks": config.tensor_parallel_size,
-    }
-
-
-def draft_kinds(config: EngineConfig, model_config: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """The kinds of decodes: tokens for each sequence, and drafts that it gets after the step."""
-    if config.draft_tokens == "auto":
-        most, block = model_config.max_draft_tokens, model_config.draft_block_tokens > 0
-        return tuple([(kind.width, kind.drafts) for kind in step_kinds(most, block=block)])
-    return ((1 + config.draft_tokens, config.draft_tokens),)
 
 
 def _table_serves(
