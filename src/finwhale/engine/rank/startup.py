@@ -95,7 +95,15 @@ def open_rank(
 
 
 class _Start:
-    """Starts one rank. The constructor checks the options and allocates no memory."""
+    """Starts one rank. The constructor checks the options and allocates no memory.
+
+    Attributes:
+        longest: the most tokens of one sequence that the options allow. The cache may hold fewer.
+        builds_ahead: kernels are built before the first step that launches them.
+        allocated_before, reserved_before: bytes of the GPU that torch had when the start began.
+        weight_bytes: bytes of the loaded weights.
+        routed: where the model records the experts of a step's tokens; None: it does not.
+    """
 
     def __init__(
         self,
@@ -124,18 +132,11 @@ class _Start:
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
-        self.compiled_mode: CompiledMode | None = None
-        if config.compile:
-            if peers.rank.size > 1:
-                raise FinwhaleError("the compiled mode runs on one rank: leave out compile")
-            if self.ops.capabilities.compiled_layers is None:
-                raise FinwhaleError(
-                    "the compiled mode is for the platform's own operators, and here the plain "
-                    "definitions would run"
-                )
-            self.compiled_mode = CompiledMode(self.ops)
+        self.compiled_mode = self._new_compiled_mode()
+        if self.compiled_mode is not None:
             self.ops = self.compiled_mode.ops
         self.capabilities = self.ops.capabilities
+        self.builds_ahead = self.device.type == "cuda" and self.capabilities.builds_kernels
         self.loader = WeightLoader(
             architecture=self.architecture,
             model_config=model_config,
@@ -152,95 +153,30 @@ class _Start:
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
         self.groups = self.architecture.cache_groups(model_config)
+        self.allocated_before = self.reserved_before = self.weight_bytes = 0
         self.routed: Tensor | None = None
-        self.arenas: dict[str, Arena] = {}
-        if config.enable_sleep_mode:
-            if config.compile:
-                raise FinwhaleError("the compiled mode cannot sleep: leave out compile")
-            self.arenas = {tag: Arena(self.device) for tag in ("weights", "cache")}
+        self.arenas = self._new_arenas()
         if not peers.rank.index:  # rank 0 builds for all
             self.builds.expect(self._build_configuration(self.longest))
 
     def open(self) -> LocalExecutor:
-        config, longest = self.config, self.longest
-        on_gpu = self.device.type == "cuda"
-        allocated = reserved = 0
-        unfilled: WeightLoading | None = None
-        if on_gpu:
-            torch.cuda.empty_cache()
-            allocated = torch.cuda.memory_allocated(self.device)
-            reserved = torch.cuda.memory_reserved(self.device)
-            unfilled = self.loader.begin(torch.device("meta"))
-            self._check_fits_gpu(unfilled.num_bytes)
+        """Run the phases of the start, each of which uses what those before it left."""
+        unfilled = self._check_gpu()
         self.peers.barrier()  # here every rank has checked its options
         self.collectives = self._connect()
-        builds = self.capabilities.builds_kernels and not self.peers.rank.index
-        if builds and unfilled is not None:
-            launch_all = partial(self._launch_without_weights, unfilled)
-            self.builds.begin(self._build_configuration(longest), launch_all)
-            self.phases.end("kernels")
+        self._begin_builds(unfilled)
         weights = self._load()
-        if self.arenas:
-            self.arenas["weights"].adopt(tensors_of(weights))
-            weight_bytes = self.arenas["weights"].num_bytes
-        elif on_gpu:
-            weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
-        else:
-            weight_bytes = tensor_bytes(weights)
-        self.phases.end("weights")
-        model, built = None, Built()
-        if on_gpu and self.capabilities.builds_kernels:
-            model = self._build(weights, longest)
-            built = self._prepare_in_turn(model, longest)
-        self.phases.end("kernels")
+        model, built = self._prepare_kernels(weights)
         cache_plan = self._plan_cache(model)
-        max_model_len = self._max_model_len(cache_plan)
-        if on_gpu:
-            torch.cuda.empty_cache()  # free what building and measuring left cached
-        runner = self._new_runner(
-            model or self._build(weights, max_model_len), cache_plan, max_model_len
-        )
-        self.phases.end("memory")
-        if model is not None and max_model_len != longest:
-            self._prepare_in_turn(model, max_model_len)
-            self.phases.end("kernels")
-        compiled = self._compile(runner)
-        head = runner.model.draft_head
-        if config.draft_tokens and head is not None:
-            runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
-            if self.capabilities.captures_steps and config.enforce_eager:
-                runner.verification_steps = new_verification_steps(runner, config, None)
-        runner.keep_sampled_in(self._capture(runner))
-        self.phases.end("graphs")
-        memory = self._hold(runner, weight_bytes, reserved)
-        self.phases.end("memory")
-        steps = runner.verification_steps
-        return LocalExecutor(
-            runner,
-            self.builds,
-            RankDescription(
-                device=str(self.device),
-                num_ranks=self.peers.rank.size,
-                asynchronous=self.device.type != "cpu",
-                needs_warm_up=self.device.type != "cpu" and self.capabilities.builds_kernels,
-                groups=self.groups,
-                num_pages=cache_plan.num_pages,
-                max_model_len=max_model_len,
-                can_draft=runner.drafter is not None,
-                device_drafts=None if steps is None else steps.description,
-                memory=memory,
-                kernels=built.kernels,
-                compiled_kernels=built.compiled,
-                compiled_layers=compiled,
-                start_seconds=dict(self.phases.seconds),
-                routed_experts=_form(self.routed),
-            ),
-            self.collectives,
-            # The compiled mode keeps copies of some weights, which an update could not replace.
-            self.loader if self.compiled_mode is None else None,
-            self.arenas,
-            self.peers.on_this_host(),
-        )
+        runner = self._allocate_cache(cache_plan, weights, model)
+        self._prepare_shorter_context(runner)
+        compiled_layers = self._compile_layers(runner)
+        self._add_drafter(runner)
+        self._capture_steps(runner)
+        memory = self._reserve_memory(runner)
+        return self._new_executor(runner, memory, built, compiled_layers)
+
+    # --- Options ----------------------------------------------------------------------------------
 
     def _holds_whole_attention(self) -> bool:
         """Whether each rank holds attention's weights whole. All ranks decide alike."""
@@ -253,6 +189,52 @@ class _Start:
             return False
         total = torch.cuda.get_device_properties(self.device).total_memory // self.sharers
         return self.architecture.fits_whole_attention(self.model_config, self.peers.minimum(total))
+
+    def _new_compiled_mode(self) -> CompiledMode | None:
+        """The compiled mode, if the options ask for it."""
+        if not self.config.compile:
+            return None
+        if self.peers.rank.size > 1:
+            raise FinwhaleError("the compiled mode runs on one rank: leave out compile")
+        if self.ops.capabilities.compiled_layers is None:
+            raise FinwhaleError(
+                "the compiled mode is for the platform's own operators, and here the plain "
+                "definitions would run"
+            )
+        return CompiledMode(self.ops)
+
+    def _new_arenas(self) -> dict[str, Arena]:
+        """The arenas of weights and cache in an engine that can sleep; else none."""
+        if not self.config.enable_sleep_mode:
+            return {}
+        if self.config.compile:
+            raise FinwhaleError("the compiled mode cannot sleep: leave out compile")
+        return {tag: Arena(self.device) for tag in ("weights", "cache")}
+
+    # --- Kernels and weights ----------------------------------------------------------------------
+
+    def _check_gpu(self) -> WeightLoading | None:
+        """Note the memory in use on a GPU, and check that weights and cache fit the rest.
+
+        Returns:
+            The loading of the weights, without memory; None: the device is no GPU.
+        """
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.empty_cache()
+        self.allocated_before = torch.cuda.memory_allocated(self.device)
+        self.reserved_before = torch.cuda.memory_reserved(self.device)
+        unfilled = self.loader.begin(torch.device("meta"))
+        self._check_fits_gpu(unfilled.num_bytes)
+        return unfilled
+
+    def _check_fits_gpu(self, weights: int) -> None:
+        """Check that the weights (bytes) and the smallest cache fit, before anything is read."""
+        cache = self.config.cache_memory_bytes
+        share = self.config.gpu_memory_utilization if cache is None else 1.0
+        room = remaining_bytes(self.device, share) // self.sharers
+        check_gpu_memory(weights, room, self.peers.rank.size)
+        self._divide_cache(room - weights if cache is None else cache)
 
     def _connect(self) -> Collectives:
         if self.peers.store is None:
@@ -267,15 +249,27 @@ class _Start:
         self.phases.end("connect")
         return collectives
 
-    def _check_fits_gpu(self, weights: int) -> None:
-        """Check that the weights (bytes) and the smallest cache fit, before anything is read."""
-        cache = self.config.cache_memory_bytes
-        share = self.config.gpu_memory_utilization if cache is None else 1.0
-        room = remaining_bytes(self.device, share) // self.sharers
-        check_gpu_memory(weights, room, self.peers.rank.size)
-        self._divide_cache(room - weights if cache is None else cache)
+    def _begin_builds(self, unfilled: WeightLoading | None) -> None:
+        """Compile missing kernels while the GPU's memory is free. Rank 0 does it for all ranks."""
+        if self.capabilities.builds_kernels and not self.peers.rank.index and unfilled is not None:
+            launch_all = partial(self._launch_without_weights, unfilled)
+            self.builds.begin(self._build_configuration(self.longest), launch_all)
+            self.phases.end("kernels")
 
     def _load(self) -> Any:
+        """Load the weights, and count their bytes."""
+        weights = self._fill_weights()
+        if self.arenas:
+            self.arenas["weights"].adopt(tensors_of(weights))
+            self.weight_bytes = self.arenas["weights"].num_bytes
+        elif self.device.type == "cuda":
+            self.weight_bytes = torch.cuda.memory_allocated(self.device) - self.allocated_before
+        else:
+            self.weight_bytes = tensor_bytes(weights)
+        self.phases.end("weights")
+        return weights
+
+    def _fill_weights(self) -> Any:
         if self.device.type == "cpu":
             # Ranks on a CPU share its memory. Together they hold at least all weights.
             check_host_memory(
@@ -285,30 +279,18 @@ class _Start:
         ranks = IpcJointRanks(self.peers, self.device)
         return self.loader.begin(self.device).fill(self.stream, ranks)
 
-    def _build(self, weights: Any, max_positions: int) -> Model:
-        model = self.architecture.build(
-            self.model_config,
-            self.ops,
-            weights,
-            round_activations=self.round_activations,
-            max_positions=max_positions,
-            collectives=self.collectives,
-        )
-        # All ranks choose the same experts, and only rank 0 transfers results to the host.
-        if self.config.enable_return_routed_experts and not self.peers.rank.index:
-            largest = self._largest(max_positions)
-            most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
-            self.routed = model.record_routed_experts(most)
-        return model
+    def _prepare_kernels(self, weights: Any) -> tuple[Model | None, Built]:
+        """Load the kernels, and compile those that are still missing.
 
-    def _largest(self, max_len: int) -> StepLimits:
-        return step_limits(
-            self.config, self.model_config, self.capabilities.captures_steps, max_len
-        )
-
-    def _build_configuration(self, max_len: int) -> object:
-        captures = self.capabilities.captures_steps
-        return build_configuration(self.config, self.model_config, captures, max_len)
+        Returns:
+            The model that has launched them, and the kernels. None: none are built ahead.
+        """
+        model, built = None, Built()
+        if self.builds_ahead:
+            model = self._build_model(weights, self.longest)
+            built = self._prepare_in_turn(model, self.longest)
+        self.phases.end("kernels")
+        return model, built
 
     def _prepare_in_turn(self, model: Model, max_len: int) -> Built:
         """Build the kernels on rank 0. The other ranks then find them in the cache."""
@@ -331,14 +313,32 @@ class _Start:
             self.groups,
             self.ops,
             LargestSteps.alone(model, self.groups, self.ops).cache,
-            self._largest(max_len),
+            self._step_limits(max_len),
             eager=self.config.enforce_eager,
         )
 
     def _launch_without_weights(self, unfilled: WeightLoading) -> None:
         """Call the operators with a model and a cache that have no memory."""
-        model = self._build(unfilled.finish_unfilled(), self.longest)
+        model = self._build_model(unfilled.finish_unfilled(), self.longest)
         self._every_launch(model, self.longest)()
+
+    def _build_model(self, weights: Any, max_positions: int) -> Model:
+        model = self.architecture.build(
+            self.model_config,
+            self.ops,
+            weights,
+            round_activations=self.round_activations,
+            max_positions=max_positions,
+            collectives=self.collectives,
+        )
+        # All ranks choose the same experts, and only rank 0 transfers results to the host.
+        if self.config.enable_return_routed_experts and not self.peers.rank.index:
+            largest = self._step_limits(max_positions)
+            most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
+            self.routed = model.record_routed_experts(most)
+        return model
+
+    # --- Cache ------------------------------------------------------------------------------------
 
     def _plan_cache(self, model: Model | None) -> CachePlan:
         """Plan the cache; `model` runs the largest steps to measure their workspace."""
@@ -348,7 +348,7 @@ class _Start:
             budget = CPU_CACHE_BYTES
         elif budget is None and model is not None:
             steps = LargestSteps.alone(model, self.groups, self.ops)
-            workspace = steps.workspace_bytes(self._largest(self.longest))
+            workspace = steps.workspace_bytes(self._step_limits(self.longest))
             del steps
             self.peers.barrier()  # here every rank of this GPU holds its weights
             remaining = remaining_bytes(self.device, config.gpu_memory_utilization)
@@ -380,17 +380,15 @@ class _Start:
             check_cache_memory(plan.total_bytes)
         return plan
 
-    def _max_model_len(self, cache_plan: CachePlan) -> int:
-        length, wanted = min(self.longest, cache_plan.capacity_tokens), self.config.max_model_len
-        if wanted is not None and length < wanted:
-            raise ResourceError(
-                f"max_model_len {wanted} was asked for, but the cache's memory "
-                f"({cache_plan.total_bytes:,} bytes) holds {cache_plan.capacity_tokens} tokens: "
-                "raise gpu_memory_utilization or cache_memory_bytes"
-            )
-        return length
-
-    def _new_runner(self, model: Model, cache_plan: CachePlan, max_model_len: int) -> ModelRunner:
+    def _allocate_cache(
+        self, cache_plan: CachePlan, weights: Any, model: Model | None
+    ) -> ModelRunner:
+        """Allocate the cache, and build the model unless its kernels are prepared already."""
+        max_model_len = self._max_model_len(cache_plan)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # free what building and measuring left cached
+        if model is None:
+            model = self._build_model(weights, max_model_len)
         model.limit_positions(max_model_len)
         packed = self.capabilities.packed_cache
         arena = self.arenas.get("cache")
@@ -399,7 +397,7 @@ class _Start:
             # "auto" skips the draft head where drafting does not pay. A later draft may then read
             # rows that were never written, so these must be finite.
             cache.pages["window"].zero_()
-        return ModelRunner(
+        runner = ModelRunner(
             platform=self.platform,
             device=self.device,
             dtype=self.dtype,
@@ -412,8 +410,28 @@ class _Start:
             tables=SlotTables([group.name for group in self.groups]),
             routed=self.routed,
         )
+        self.phases.end("memory")
+        return runner
 
-    def _compile(self, runner: ModelRunner) -> int:
+    def _max_model_len(self, cache_plan: CachePlan) -> int:
+        length, wanted = min(self.longest, cache_plan.capacity_tokens), self.config.max_model_len
+        if wanted is not None and length < wanted:
+            raise ResourceError(
+                f"max_model_len {wanted} was asked for, but the cache's memory "
+                f"({cache_plan.total_bytes:,} bytes) holds {cache_plan.capacity_tokens} tokens: "
+                "raise gpu_memory_utilization or cache_memory_bytes"
+            )
+        return length
+
+    def _prepare_shorter_context(self, runner: ModelRunner) -> None:
+        """Prepare the kernels of a shorter context, if the cache does not hold the longest one."""
+        if self.builds_ahead and runner.max_model_len != self.longest:
+            self._prepare_in_turn(runner.model, runner.max_model_len)
+            self.phases.end("kernels")
+
+    # --- Compiled layers and captured steps -------------------------------------------------------
+
+    def _compile_layers(self, runner: ModelRunner) -> int:
         """Compile the decoder layers to graphs; returns how many were not in the cache."""
         if self.compiled_mode is None:
             return 0
@@ -423,8 +441,21 @@ class _Start:
         self.phases.end("compiled layers")
         return count
 
+    def _add_drafter(self, runner: ModelRunner) -> None:
+        """Add the drafter, if the engine drafts, and eager verification steps."""
+        config, head = self.config, runner.model.draft_head
+        if config.draft_tokens and head is not None:
+            runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
+            if self.capabilities.captures_steps and config.enforce_eager:
+                runner.verification_steps = new_verification_steps(runner, config, None)
+
+    def _capture_steps(self, runner: ModelRunner) -> None:
+        """Capture steps of the configured sizes."""
+        runner.keep_sampled_in(self._capture_graphs(runner))
+        self.phases.end("graphs")
+
     @torch.inference_mode()
-    def _capture(self, runner: ModelRunner) -> Tensor:
+    def _capture_graphs(self, runner: ModelRunner) -> Tensor:
         """Capture whole decodes with logits, and steps with prefill up to the residual streams.
 
         Returns:
@@ -438,7 +469,7 @@ class _Start:
             return runner.model.forward_with_logits(inputs, runner.cache, segments)[0]
 
         config, max_seqs = self.config, self.config.max_num_seqs
-        largest = self._largest(runner.max_model_len)
+        largest = self._step_limits(runner.max_model_len)
         if not largest.graphs:
             return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
         memory = GraphMemory(self.device)
@@ -472,18 +503,29 @@ class _Start:
         )
         return static.sampled
 
-    def _hold(self, runner: ModelRunner, weights: int, reserved_before: int) -> MemoryUse:
+    # --- Memory and result ------------------------------------------------------------------------
+
+    def _reserve_memory(self, runner: ModelRunner) -> MemoryUse:
+        """Reserve the memory of the largest steps.
+
+        Returns:
+            The memory that the rank holds from then on.
+        """
+        workspace, cache = 0, runner.cache_plan.total_bytes
+        if self.device.type == "cuda" and self.capabilities.bounded_workspace:
+            workspace = self._run_largest_steps(runner)
+        self.phases.end("memory")
+        return MemoryUse(weights=self.weight_bytes, workspace=workspace, cache=cache)
+
+    def _run_largest_steps(self, runner: ModelRunner) -> int:
         """Run the largest steps once to reserve their memory and load their kernels.
 
         Pinned memory of the host is reserved too.
 
         Returns:
-            The memory that the rank holds from then on.
+            Bytes of the GPU that the rank holds besides weights and cache.
         """
-        config, cache = self.config, runner.cache_plan.total_bytes
-        if self.device.type != "cuda" or not self.capabilities.bounded_workspace:
-            return MemoryUse(weights=weights, workspace=0, cache=cache)
-        largest = self._largest(runner.max_model_len)
+        largest = self._step_limits(runner.max_model_len)
         LargestSteps(runner.model, self.groups, runner.cache).run(largest)
         with torch.inference_mode():
             rows = largest.num_seqs * (1 + largest.draft_tokens)
@@ -491,17 +533,62 @@ class _Start:
         vocab_size = self.model_config.vocab_size
         hold_pinned_memory(self.device, largest_transfer(self.groups, largest, vocab_size))
         torch.cuda.synchronize(self.device)
-        held = torch.cuda.memory_reserved(self.device) - reserved_before
+        held = torch.cuda.memory_reserved(self.device) - self.reserved_before
         free, total = torch.cuda.mem_get_info(self.device)
-        allowed = int(total * config.gpu_memory_utilization)
-        if config.cache_memory_bytes is None and total - free > allowed:
+        allowed = int(total * self.config.gpu_memory_utilization)
+        if self.config.cache_memory_bytes is None and total - free > allowed:
             logger.warning(
                 "%s bytes of the GPU are in use, of %s that gpu_memory_utilization allows",
                 f"{total - free:,}",
                 f"{allowed:,}",
             )
-        elsewhere = 0 if self.arenas else weights + cache
-        return MemoryUse(weights=weights, workspace=max(0, held - elsewhere), cache=cache)
+        # Arenas hold their memory outside torch's allocator.
+        elsewhere = 0 if self.arenas else self.weight_bytes + runner.cache_plan.total_bytes
+        return max(0, held - elsewhere)
+
+    def _new_executor(
+        self, runner: ModelRunner, memory: MemoryUse, built: Built, compiled_layers: int
+    ) -> LocalExecutor:
+        steps = runner.verification_steps
+        description = RankDescription(
+            device=str(self.device),
+            num_ranks=self.peers.rank.size,
+            asynchronous=self.device.type != "cpu",
+            needs_warm_up=self.device.type != "cpu" and self.capabilities.builds_kernels,
+            groups=self.groups,
+            num_pages=runner.cache_plan.num_pages,
+            max_model_len=runner.max_model_len,
+            can_draft=runner.drafter is not None,
+            device_drafts=None if steps is None else steps.description,
+            memory=memory,
+            kernels=built.kernels,
+            compiled_kernels=built.compiled,
+            compiled_layers=compiled_layers,
+            start_seconds=dict(self.phases.seconds),
+            routed_experts=_form(self.routed),
+        )
+        # The compiled mode keeps copies of some weights, which an update could not replace.
+        loader = self.loader if self.compiled_mode is None else None
+        return LocalExecutor(
+            runner,
+            self.builds,
+            description,
+            self.collectives,
+            loader,
+            self.arenas,
+            self.peers.on_this_host(),
+        )
+
+    # --- Limits -----------------------------------------------------------------------------------
+
+    def _step_limits(self, max_len: int) -> StepLimits:
+        return step_limits(
+            self.config, self.model_config, self.capabilities.captures_steps, max_len
+        )
+
+    def _build_configuration(self, max_len: int) -> object:
+        captures = self.capabilities.captures_steps
+        return build_configuration(self.config, self.model_config, captures, max_len)
 
 
 def new_verification_steps(
