@@ -25,11 +25,11 @@ from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.rank.capture import new_verification_steps
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import LargestSteps
-from finwhale.engine.rank.startup import new_verification_steps
 from finwhale.engine.rank.step_limits import StepLimits, draft_kinds
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts, DraftStart, PagedCache, Segments

@@ -18,11 +18,10 @@ from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
+from finwhale.engine.rank.capture import capture_graphs, new_verification_steps
 from finwhale.engine.rank.devices import choose_device, choose_dtype
-from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.graphs import GraphMemory, Graphs
 from finwhale.engine.rank.host_transfer import hold_pinned_memory
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.rank.launch_signatures import SignatureRun, build_configuration
@@ -40,15 +39,12 @@ from finwhale.engine.rank.memory_checks import (
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
-from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
 from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.protocol import (
     Model,
     ModelConfig,
-    Segments,
-    StepInputs,
     WeightLoading,
     WeightStream,
     tensors_of,
@@ -451,57 +447,9 @@ class _Start:
 
     def _capture_steps(self, runner: ModelRunner) -> None:
         """Capture steps of the configured sizes."""
-        runner.keep_sampled_in(self._capture_graphs(runner))
-        self.phases.end("graphs")
-
-    @torch.inference_mode()
-    def _capture_graphs(self, runner: ModelRunner) -> Tensor:
-        """Capture whole decodes with logits, and steps with prefill up to the residual streams.
-
-        Returns:
-            The tensor from which captured decodes read sampled ids; a new one if none is captured.
-        """
-
-        def streams(inputs: StepInputs, segments: Segments) -> Tensor:
-            return runner.model(inputs, runner.cache, segments)
-
-        def logits(inputs: StepInputs, segments: Segments) -> Tensor:
-            return runner.model.forward_with_logits(inputs, runner.cache, segments)[0]
-
-        config, max_seqs = self.config, self.config.max_num_seqs
         largest = self._step_limits(runner.max_model_len)
-        if not largest.graphs:
-            return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
-        memory = GraphMemory(self.device)
-        static = StaticInputs(
-            max(largest.graphs),
-            max_seqs,
-            self.groups,
-            runner.tables,
-            runner.max_model_len,
-            self.device,
-        )
-        if largest.prefill_graphs:
-            runner.prefill_graphs = Graphs(
-                streams,
-                static,
-                sizes=largest.prefill_graphs,
-                decode=False,
-                device=self.device,
-                memory=memory,
-            )
-        if runner.drafter is not None:
-            runner.verification_steps = new_verification_steps(runner, config, memory)
-            return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
-        runner.graphs = Graphs(
-            logits,
-            static,
-            sizes=largest.decode_graphs,
-            decode=True,
-            device=self.device,
-            memory=memory,
-        )
-        return static.sampled
+        runner.keep_sampled_in(capture_graphs(runner, self.config, largest))
+        self.phases.end("graphs")
 
     # --- Memory and result ------------------------------------------------------------------------
 
@@ -589,35 +537,6 @@ class _Start:
     def _build_configuration(self, max_len: int) -> object:
         captures = self.capabilities.captures_steps
         return build_configuration(self.config, self.model_config, captures, max_len)
-
-
-def new_verification_steps(
-    runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
-) -> VerificationSteps:
-    """Make the decodes of a drafting engine. Without `memory`, the host launches every kernel."""
-    model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
-    largest = step_limits(config, model_config, can_capture, runner.max_model_len)
-    return VerificationSteps(
-        runner.model,
-        runner.cache,
-        runner.groups,
-        runner.tables,
-        runner.ops,
-        kinds=largest.draft_kinds,
-        sizes=largest.verify_graphs or (config.max_num_seqs,),
-        plain_sizes=largest.decode_graphs,
-        max_len=runner.max_model_len,
-        device=runner.device,
-        memory=memory,
-    )
-
-
-def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
-    """Run drafting decodes as on a GPU, launched by the host: for tests and measurements."""
-    runner = executor.runner
-    steps = runner.verification_steps = new_verification_steps(runner, config, None)
-    executor.description = replace(executor.description, device_drafts=steps.description)
-    return steps
 
 
 def _table_serves(
