@@ -24,12 +24,12 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.drafter import Drafter
 from finwhale.engine.rank.executor import LocalExecutor, local_executor
 from finwhale.engine.rank.kv_cache import allocate_cache, plan_cache
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.startup import draft_on_device
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops

@@ -21,7 +21,7 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import StepLimits
+from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.ops.launch.sizes import ModelSizes

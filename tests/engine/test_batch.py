@@ -1,7 +1,7 @@
 """The tensors of a step against the chunks and page tables that they describe."""
 
 import random
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from finwhale.engine.plan.pages import PageManager
-from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.rank import batch as building
 from finwhale.engine.rank.batch import BatchBuilder
 from finwhale.engine.rank.host_transfer import ALIGN, send
-from finwhale.engine.rank.memory import StepLimits, largest_transfer
+from finwhale.engine.rank.memory import largest_transfer
+from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -29,7 +30,7 @@ SEEDS, NUM_SEQS, DECODE = st.integers(0, 40), st.integers(1, 5), st.booleans()
 DRAWS = st.integers(0, 2**32).map(random.Random)
 
 
-def build(groups: Items[CacheGroup], chunks: list[Chunk]) -> StepInputs:
+def build(groups: Sequence[CacheGroup], chunks: list[Chunk]) -> StepInputs:
     plan, tables = planned(chunks)
     return BatchBuilder(groups, tables, torch.device("cpu")).build(plan).inputs
 
@@ -105,7 +106,9 @@ def test_a_model_of_window_layers_has_one_table() -> None:
     config = ModelConfig.from_dict(raw | {"compress_ratios": [0] * (raw["num_hidden_layers"] + 1)})
     groups = cache_spec(config)
     pages = PageManager(groups, {g.name: 9 for g in groups})
-    sequence = Sequence("a", "a", 0, [1, 2, 3], 3, 9, PARAMS, tables=pages.new_tables(), slot=0)
+    sequence = SequenceState(
+        "a", "a", 0, [1, 2, 3], 3, 9, PARAMS, tables=pages.new_tables(), slot=0
+    )
     pages.grow(sequence.tables, 0, 3)
     inputs = build(groups, [Chunk(sequence, 0, 3)])
     assert list(inputs.tables) == ["window"]
@@ -116,7 +119,9 @@ def test_before_the_first_entry_its_table_has_no_page(count: int) -> None:
     config = ModelConfig.from_dict(tiny_config(0))
     groups = cache_spec(config)
     pages = PageManager(groups, {g.name: 9 for g in groups})
-    sequence = Sequence("a", "a", 0, [1, 2, 3], 3, 9, PARAMS, tables=pages.new_tables(), slot=0)
+    sequence = SequenceState(
+        "a", "a", 0, [1, 2, 3], 3, 9, PARAMS, tables=pages.new_tables(), slot=0
+    )
     pages.grow(sequence.tables, 0, count)
     inputs = build(groups, [Chunk(sequence, 0, count)])
     for name in ("c4", "c128"):

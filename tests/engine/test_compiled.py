@@ -21,7 +21,7 @@ from finwhale.compiled.graph_forms import Graph
 from finwhale.compiled.graph_store import GraphStore, Traceable
 from finwhale.config import EngineConfig
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.startup import launches
+from finwhale.engine.rank.launch_signatures import build_configuration
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.deepseek_v4.layer import DecoderLayer
@@ -304,7 +304,7 @@ def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: P
     config, model = engine.config, engine.model_config
 
     def of(config: EngineConfig) -> object:
-        return launches(config, model, can_capture=False, max_len=64)
+        return build_configuration(config, model, can_capture=False, max_len=64)
 
     assert of(config) == of(replace(config, cache_dir="elsewhere"))
     for changes in ({"compile": True}, {"wo_a_input": "bf16"}):

@@ -25,11 +25,12 @@ from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.rank.capture import new_verification_steps
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import LargestSteps, StepLimits
-from finwhale.engine.rank.startup import draft_kinds, new_verification_steps
+from finwhale.engine.rank.memory import LargestSteps
+from finwhale.engine.rank.step_limits import StepLimits, draft_kinds
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts

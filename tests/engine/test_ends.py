@@ -8,8 +8,8 @@ import pytest
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine.loop.step_loop import Launcher
+from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.startup import draft_on_device
 
 EOS = 1
 SURE = {EOS: 100.0, 9: 80.0}  # the end of sequence always comes, or else token 9

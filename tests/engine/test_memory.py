@@ -11,7 +11,8 @@ from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.rank import memory
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, LargestSteps, StepLimits
+from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, LargestSteps
+from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.deepseek_v4.compressor import C4Entries, C128Entries
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4

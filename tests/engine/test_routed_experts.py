@@ -16,7 +16,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
-from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -198,7 +198,7 @@ def test_preemption_and_aborts(new_llm: Callable[..., LLM], formulas: Formulas) 
     want(engine, 0.9)
     preempted, preempt = set(), engine.scheduler._preempt
 
-    def noted(sequence: RunningSequence) -> None:
+    def noted(sequence: SequenceState) -> None:
         preempted.add(sequence.request_id)
         preempt(sequence)
 

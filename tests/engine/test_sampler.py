@@ -10,7 +10,7 @@ import torch
 
 from finwhale.engine.loop.sampled_tokens import NOT_FINITE, SampledToken, TokenReader
 from finwhale.engine.plan.sampling import RequestSampling
-from finwhale.engine.plan.sequences import Sequence
+from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_plan import SlotAdmission
 from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 from finwhale.engine.rank.executor import LocalResult, begin_transfer
@@ -39,7 +39,7 @@ class Sampler:
     def __init__(self, sample: Sample, vocab_size: int = VOCAB_SIZE) -> None:
         self.rank, self.receiver = RankSampler(sample, vocab_size), Receiver(torch.device("cpu"))
         self.reader = TokenReader()
-        self.sequences: dict[Hashable, Sequence] = {}
+        self.sequences: dict[Hashable, SequenceState] = {}
         self.slots = 0
 
     def add(
@@ -52,7 +52,7 @@ class Sampler:
     ) -> None:
         sampling = RequestSampling(params, prompt, vocab_size, index)
         self.slots += 1
-        self.sequences[key] = Sequence(
+        self.sequences[key] = SequenceState(
             str(key), str(key), index, list(prompt), len(prompt), 10**6, params,
             sampling=sampling, slot=self.slots,
         )  # fmt: skip

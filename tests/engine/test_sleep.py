@@ -149,7 +149,7 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
         "finwhale.engine.loop.engine.check_can_save", lambda executor: check_can_save(gpu)
     )
     needed = 2 * gpu.arenas["weights"].num_bytes
-    memory = "finwhale.engine.rank.devices.available_memory"
+    memory = "finwhale.engine.rank.memory_checks.available_memory"
     monkeypatch.setattr(memory, lambda: needed - 1)
     with pytest.raises(ResourceError, match="sleep saves in host memory, take"):
         engine.sleep()
@@ -165,7 +165,7 @@ def test_weights_that_do_not_fit_the_disk_stay_in_memory(
     engine: LLM, before: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = local_executor(engine.engine.executor).arenas["weights"].num_bytes
-    usage = "finwhale.engine.rank.devices.shutil.disk_usage"
+    usage = "finwhale.engine.rank.memory_checks.shutil.disk_usage"
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(ResourceError, match=r"sleep saves in temporary files, take .* TMPDIR"):
         engine.sleep()

@@ -58,7 +58,7 @@ def engine(shared: LLM, tiny_path: Path, before: list[object], one_thread: None)
     version = shared.updates.version
     yield shared
     executor = local_executor(shared.engine.executor)
-    assert executor.update is None and not shared.updates.begun
+    assert executor.staged_weights is None and not shared.updates.begun
     for name in list(executor.groups):
         shared.destroy_weights_update_group(name)
     if shared.updates.version != version:

@@ -27,7 +27,7 @@ from finwhale import (
 from finwhale.checkpoint.loading import DTYPE_NAMES
 from finwhale.engine.loop.weight_updates import _staging
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.weight_update import WeightUpdate
+from finwhale.engine.rank.staged_weights import StagedWeights
 from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.moe import ExpertWeight
@@ -86,7 +86,7 @@ def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
     shared.update_weights(old_path, requests="abort")
     shared.engine.check_integrity()
     assert not shared.engine._text_streams
-    assert local_executor(shared.engine.executor).update is None
+    assert local_executor(shared.engine.executor).staged_weights is None
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_tensors_of_every_dtype_reach_the_processes_of_other_ranks() -> None:
     sent = {str(dtype): bits.view(dtype).view(2, -1) for dtype in DTYPE_NAMES}
     sent["scalar"] = torch.tensor(1.5)
     found: dict[str, Tensor] = {}
-    executor: Any = SimpleNamespace(update=SimpleNamespace(add=found.update))
+    executor: Any = SimpleNamespace(staged_weights=SimpleNamespace(add=found.update))
     for work in _staging(sent.items(), alone=False):
         pickle.loads(pickle.dumps(work, 5))(executor)
     assert found.keys() == sent.keys()
@@ -192,7 +192,7 @@ def test_a_failed_update_changes_nothing(
     with pytest.raises((CheckpointError, ConnectionError), match=message):
         engine.update_weights(broken(tensors, how))
     assert all(map(torch.equal, weights_of(engine), kept))
-    assert local_executor(engine.engine.executor).update is None
+    assert local_executor(engine.engine.executor).staged_weights is None
 
 
 def test_a_failed_update_leaves_outputs_and_prefixes(
@@ -208,12 +208,12 @@ def test_a_failed_update_leaves_outputs_and_prefixes(
 def test_weights_that_do_not_fit_the_host_are_refused(
     engine: LLM, before: list[object], other_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: 1)
+    monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: 1)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
     # Each of two ranks would fit alone.
     size = sum(tensor.nbytes for tensor in weights_of(engine))
-    monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: 2 * size - 1)
+    monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: 2 * size - 1)
     monkeypatch.setattr(local_executor(engine.engine.executor), "ranks_on_host", 2)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
@@ -223,11 +223,11 @@ def test_weights_that_do_not_fit_the_host_are_refused(
 def test_a_rank_that_fails_while_it_writes_ends_the_engine(
     old_path: Path, other_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def commit(update: WeightUpdate) -> None:
+    def commit(staged: StagedWeights) -> None:
         raise RuntimeError("the copy failed")
 
     engine = LLM(old_path, device="cpu", activations="exact", max_num_seqs=4)
-    monkeypatch.setattr(WeightUpdate, "commit", commit)
+    monkeypatch.setattr(StagedWeights, "commit", commit)
     with pytest.raises(EngineDeadError, match="the copy failed"):
         engine.update_weights(other_path)
     assert engine.updates.version == "0" and not engine.updates.begun

@@ -17,10 +17,10 @@ from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.ranks import Ranks
-from finwhale.engine.rank.startup import draft_on_device
 
 from ..engine.dspark_steps import (  # noqa: TID252
     BLOCK_SIZE,

@@ -26,7 +26,8 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.loop import weight_updates
-from finwhale.engine.rank.weight_update import Loader, WeightUpdate
+from finwhale.engine.rank.staged_weights import StagedWeights
+from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import load_ops
@@ -181,7 +182,7 @@ def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:
             architecture.begin_loading(model_config, storages=s.storages, **form).fill(s)
             for s in sources
         )
-        loader = Loader(
+        loader = WeightLoader(
             architecture=architecture,
             model_config=model_config,
             storages=sources[0].storages,
@@ -189,21 +190,21 @@ def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:
         )
         names = sorted(new.tensors, key=lambda name: name[::-1])
         for some in (False, True):
-            update = WeightUpdate(loader, running, partial=some)
-            update.add((name, new.read(name)) for name in names)
-            update.prepare()
-            update.commit()
+            staged = StagedWeights(loader, running, partial=some)
+            staged.add((name, new.read(name)) for name in names)
+            staged.prepare()
+            staged.commit()
             for ours, theirs in zip(tensors_of(running), tensors_of(fresh), strict=True):
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-        update = WeightUpdate(loader, running, partial=True)
+        staged = StagedWeights(loader, running, partial=True)
         name = next(n for n in names if n.endswith("wq_a.weight"))
         with pytest.raises(CheckpointError, match=r"stored as bf16.*fp8_block"):
-            update.add([(name, new.read(name).to(torch.bfloat16))])
-        update = WeightUpdate(loader, running, partial=True)
+            staged.add([(name, new.read(name).to(torch.bfloat16))])
+        staged = StagedWeights(loader, running, partial=True)
         name = next(n for n in names if n.endswith(".scale"))
-        update.add([(name, new.read(name))])
+        staged.add([(name, new.read(name))])
         with pytest.raises(CheckpointError, match="without"):
-            update.prepare()
+            staged.prepare()
 
 
 @pytest.mark.parametrize("requests", ["keep", "recompute", "abort"])

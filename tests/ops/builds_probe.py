@@ -36,8 +36,9 @@ from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.graphs import prefill_sizes
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import LargestSteps, StepLimits
+from finwhale.engine.rank.memory import LargestSteps
 from finwhale.engine.rank.slot_tables import SlotTables
+from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
+from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.startup import draft_on_device
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, DraftBlock, ref

@@ -17,15 +17,14 @@ from finwhale.engine.plan.draft_policy import (
     select_drafts,
     step_kinds,
 )
-from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.request import SamplingParams
 
 Seconds = Callable[[int, StepKind], float]
 
 
-def new_sequence(name: int) -> RunningSequence:
-    return RunningSequence(str(name), str(name), 0, [1, 2], 1, 10**9, SamplingParams())
+def new_sequence(name: int) -> SequenceState:
+    return SequenceState(str(name), str(name), 0, [1, 2], 1, 10**9, SamplingParams())
 
 
 class Play:

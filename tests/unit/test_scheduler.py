@@ -4,7 +4,7 @@ import hashlib
 import math
 import random
 import sys
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from finwhale.engine.plan import prefix_index as prefix
 from finwhale.engine.plan.admission import PATIENCE
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
-from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.cache import CacheGroup
@@ -53,11 +53,13 @@ def make_scheduler(
     return Scheduler(pages, max_num_seqs=seqs, max_num_batched_tokens=budget, **options)
 
 
-def make_sequence(key: str, prompt: int | list[int], output: int, priority: int = 0) -> Sequence:
+def make_sequence(
+    key: str, prompt: int | list[int], output: int, priority: int = 0
+) -> SequenceState:
     """A prompt of this length has tokens that no other has, the key among them."""
     if isinstance(prompt, int):
         prompt = [1000 + int.from_bytes(key.encode()[-2:]), *[5] * (prompt - 1)]
-    return Sequence(
+    return SequenceState(
         key=key,
         request_id=key,
         index=0,
@@ -72,7 +74,7 @@ def make_sequence(key: str, prompt: int | list[int], output: int, priority: int 
 class Text:
     """Tokens, and for each the hash of all up to it."""
 
-    def __init__(self, tokens: Items[int]) -> None:
+    def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens: list[int] = []
         self.hashes = [0]
         for token in tokens:
@@ -96,7 +98,7 @@ class Memory:
     window: int
     pages: dict[tuple[str, int], list[int | None]] = field(default_factory=dict)
 
-    def place(self, group: CacheGroup, sequence: Sequence, number: int) -> tuple[str, int]:
+    def place(self, group: CacheGroup, sequence: SequenceState, number: int) -> tuple[str, int]:
         """Where the sequence's page of this number lies."""
         table = sequence.tables[group.name]
         assert 0 <= number - table.first < len(table.pages), (
@@ -106,19 +108,19 @@ class Memory:
         assert page, f"page {number} of {group.name} is nobody's"
         return group.name, page
 
-    def step(self, chunks: Items[Chunk], texts: dict[str, Text]) -> None:
+    def step(self, chunks: Sequence[Chunk], texts: dict[str, Text]) -> None:
         """Write what the model writes, then read what it reads, by the model's formulas."""
         for chunk in chunks:
             self._step(chunk, texts[chunk.sequence.key])
 
-    def _write(self, group: CacheGroup, sequence: Sequence, text: Text, row: int) -> None:
+    def _write(self, group: CacheGroup, sequence: SequenceState, text: Text, row: int) -> None:
         place = self.place(group, sequence, row // group.rows_per_page)
         pool = self.scheduler.pages.pools[group.name]
         assert pool.references[place[1]] == 1, "a page that others read is written"
         rows = self.pages.setdefault(place, [None] * group.rows_per_page)
         rows[row % group.rows_per_page] = text.hashes[(row + 1) * group.tokens_per_row]
 
-    def _read(self, group: CacheGroup, sequence: Sequence, text: Text, rows: range) -> None:
+    def _read(self, group: CacheGroup, sequence: SequenceState, text: Text, rows: range) -> None:
         """A page at a time: a long prompt's steps read all that is before them."""
         if not rows:
             return
@@ -172,10 +174,10 @@ class Driver:
         self.memory = Memory(scheduler, tiny_config(seed)["sliding_window"])
         self.ahead = ahead
         self.texts: dict[str, Text] = {}
-        self.finished: list[Sequence] = []
-        self._flight: list[tuple[Sequence, int]] = []
+        self.finished: list[SequenceState] = []
+        self._flight: list[tuple[SequenceState, int]] = []
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         self.texts[sequence.key] = Text(sequence.token_ids)
         self.scheduler.add(sequence)
 
@@ -207,7 +209,7 @@ class Driver:
             self._flight = []
         return chunks
 
-    def _arrive(self, flight: list[tuple[Sequence, int]]) -> None:
+    def _arrive(self, flight: list[tuple[SequenceState, int]]) -> None:
         for sequence, place in flight:
             if place >= len(sequence.token_ids) or sequence in self.finished:
                 continue
@@ -217,7 +219,7 @@ class Driver:
                 self.end(sequence)
                 self.finished.append(sequence)
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: SequenceState) -> None:
         while sequence.token_ids[-1] == PENDING:
             sequence.token_ids.pop()
         self._flight = [(s, place) for s, place in self._flight if s is not sequence]
@@ -232,7 +234,7 @@ class Driver:
         raise AssertionError("no end in sight")
 
 
-def living(scheduler: Scheduler) -> list[Sequence]:
+def living(scheduler: Scheduler) -> list[SequenceState]:
     aside = [s for some in scheduler.admission.followers.values() for s in some]
     return [*scheduler.running, *scheduler.admission.waiting, *aside]
 
@@ -299,7 +301,7 @@ def test_random_traffic(data: st.DataObject) -> None:
     assert_empty(scheduler)
 
 
-def some_prompt(draw: random.Random, texts: Items[list[int]], longest: int) -> list[int]:
+def some_prompt(draw: random.Random, texts: Sequence[list[int]], longest: int) -> list[int]:
     """The beginning of some text, up to around a boundary, and then other tokens."""
     text = draw.choice(texts)
     cut = draw.choice((128, 256, 256, 384, 512, 768, len(text))) + draw.choice((0, 0, 1, -1, 4, -4))
@@ -311,11 +313,11 @@ def some_prompt(draw: random.Random, texts: Items[list[int]], longest: int) -> l
 # --- Order ----------------------------------------------------------------------------------------
 
 
-def keys_of(chunks: Items[Chunk]) -> list[str]:
+def keys_of(chunks: Sequence[Chunk]) -> list[str]:
     return [c.sequence.key for c in chunks]
 
 
-def sizes(chunks: Items[Chunk]) -> list[tuple[str, int]]:
+def sizes(chunks: Sequence[Chunk]) -> list[tuple[str, int]]:
     return [(c.sequence.key, c.end - c.start) for c in chunks]
 
 
@@ -471,7 +473,7 @@ def test_a_less_urgent_request_is_preempted_by_a_more_urgent_one() -> None:
 # --- Common beginnings ----------------------------------------------------------------------------
 
 
-def read(driver: Driver, key: str, prompt: list[int], output: int = 2) -> Sequence:
+def read(driver: Driver, key: str, prompt: list[int], output: int = 2) -> SequenceState:
     """Serve one request to its end."""
     sequence = make_sequence(key, prompt, output)
     driver.add(sequence)

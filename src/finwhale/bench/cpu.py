@@ -27,7 +27,7 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import Activations
-from finwhale.engine.rank.devices import check_host_memory
+from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.llm import LLM
 from finwhale.models.deepseek_v4.architecture import weight_bytes

@@ -32,11 +32,11 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.engine.rank.start_times import freeze_heap
-from finwhale.engine.rank.startup import draft_on_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.sampling import SampledTokens, SamplingBatch

@@ -42,7 +42,8 @@ from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.launch import Answer, Opened, OwnerLink, SpawnedProcesses, Workers
 from finwhale.distributed.peers import Peers, StoreAddress, serve_store
 from finwhale.distributed.rank import Rank
-from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
+from finwhale.engine.rank.devices import choose_device, choose_devices
+from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights

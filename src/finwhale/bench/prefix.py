@@ -18,7 +18,7 @@ from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
-from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -77,8 +77,8 @@ def _scheduler(num_tokens: int) -> Scheduler:
     return Scheduler(pages, max_num_seqs=4, max_num_batched_tokens=STEP_TOKENS)
 
 
-def _sequence(key: str, prompt: list[int]) -> RunningSequence:
-    return RunningSequence(
+def _sequence(key: str, prompt: list[int]) -> SequenceState:
+    return SequenceState(
         key=key,
         request_id=key,
         index=0,

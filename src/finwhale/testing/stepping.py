@@ -8,8 +8,7 @@ from torch import Tensor
 
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager
-from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.executor import LocalExecutor, local_executor
@@ -35,14 +34,14 @@ class Stepper:
         self.inputs: StepInputs | None = None
         self._count = 0
 
-    def sequence(self, token_ids: Sequence[int]) -> RunningSequence:
+    def sequence(self, token_ids: Sequence[int]) -> SequenceState:
         """Make a sequence without computed tokens."""
         if self._engine is not None:
             # The engine's cached prefixes use the same pages, so free them.
             self._engine.reset_prefix_cache()
         self._count += 1
         name = f"stepper-{self._count}"
-        return RunningSequence(
+        return SequenceState(
             key=name,
             request_id=name,
             index=0,
@@ -54,7 +53,7 @@ class Stepper:
             tables=self.pages.new_tables(),
         )
 
-    def step(self, parts: Sequence[tuple[RunningSequence, int]]) -> list[Tensor]:
+    def step(self, parts: Sequence[tuple[SequenceState, int]]) -> list[Tensor]:
         """Compute the next `count` tokens of each sequence in one forward, and store its `inputs`.
 
         Returns:
@@ -90,7 +89,7 @@ class Stepper:
             chunks.append(Chunk(sequence, end - 1, end))
         return chunks
 
-    def moved(self, sequence: RunningSequence) -> RunningSequence:
+    def moved(self, sequence: SequenceState) -> SequenceState:
         """Move the sequence to other pages: copy the bytes page by page, overwrite every byte of
         the old pages, and release `sequence`.
         """
@@ -110,7 +109,7 @@ class Stepper:
         self.release(sequence)
         return other
 
-    def release(self, sequence: RunningSequence) -> None:
+    def release(self, sequence: SequenceState) -> None:
         """Free the sequence's pages."""
         self.pages.release(sequence.tables)
 

@@ -1,13 +1,13 @@
 """Random steps: chunks of sequences at random positions, with pages as an engine allocates them."""
 
 import random
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import torch
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import PrefixIndex
-from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.batch import Batch, BatchBuilder
@@ -18,7 +18,7 @@ from finwhale.request import SamplingParams
 from finwhale.testing.tiny import tiny_config
 
 
-def planned(chunks: Items[Chunk]) -> tuple[StepPlan, SlotTables]:
+def planned(chunks: Sequence[Chunk]) -> tuple[StepPlan, SlotTables]:
     """Make a step's plan, and the rank's page tables of its slots."""
     plan = StepPlanner(vocab_size=0).plan(chunks)
     tables = SlotTables(list(chunks[0].sequence.tables))
@@ -60,7 +60,9 @@ class Traffic:
             count = 1 if decode else count
             known = start + count + draw.choice((0, 0, 1, 7))
             token_ids = [draw.randrange(self.config.vocab_size) for _ in range(known)]
-            sequence = Sequence(str(i), str(i), i, token_ids, known, known + 5, SamplingParams())
+            sequence = SequenceState(
+                str(i), str(i), i, token_ids, known, known + 5, SamplingParams()
+            )
             sequence.slot = i
             sequence.tables = self.pages.new_tables()
             at = 0
@@ -77,13 +79,13 @@ class Traffic:
         plan, tables = planned(self.chunks)
         return BatchBuilder(self.groups, tables, torch.device("cpu")).build(plan)
 
-    def has_page(self, sequence: Sequence, group: str, row: int) -> bool:
+    def has_page(self, sequence: SequenceState, group: str, row: int) -> bool:
         """Whether the sequence has a page with this row."""
         table = sequence.tables[group]
         number = row // self.rows_per_page[group] - table.first
         return 0 <= number < len(table.pages) and table.pages[number] > 0
 
-    def slot(self, sequence: Sequence, group: str, row: int) -> int:
+    def slot(self, sequence: SequenceState, group: str, row: int) -> int:
         """Slot of a row according to the sequence's own page table; the page must exist."""
         table, per_page = sequence.tables[group], self.rows_per_page[group]
         number = row // per_page - table.first

@@ -7,8 +7,7 @@ be admitted, or if sampling needs the previous tokens (penalties, grammars, min_
 """
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from finwhale.config import DraftTokens
@@ -67,11 +66,11 @@ class DraftLoop:
     def drop_rows(self) -> None:
         pass
 
-    def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
+    def sample_waiting(self, in_flight: Sequence[InFlightStep]) -> None:
         pass
 
     def launch(
-        self, streams: Mapping[str, TextStream], in_flight: Items[InFlightStep]
+        self, streams: Mapping[str, TextStream], in_flight: Sequence[InFlightStep]
     ) -> InFlightStep | None:
         scheduler = self._launcher.scheduler
         device_drafts = self._launcher.executor.description.device_drafts
@@ -128,7 +127,7 @@ class DraftLoop:
                 step.began = 0.0
         return step
 
-    def _fit_device(self, chunks: Items[Chunk]) -> bool:
+    def _fit_device(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the rank's device steps run these chunks."""
         steps, count = self._launcher.executor.description.device_drafts, chunks[0].propose
         return (
@@ -137,7 +136,7 @@ class DraftLoop:
             and steps.width(len(chunks), sum(c.end - c.start for c in chunks), count) is not None
         )
 
-    def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
+    def collect(self, step: InFlightStep, later: Sequence[InFlightStep]) -> list[NewToken]:
         assert step.result is not None
         result, rows = step.result.wait(), step.rows
         step.scores, step.routed = result.scored, result.routed
@@ -198,7 +197,7 @@ class DraftLoop:
             self._policy.record_time(len(step.chunks), num_drafts, step.kind, seconds)
 
 
-def _positions(chunks: Items[Chunk]) -> list[int]:
+def _positions(chunks: Sequence[Chunk]) -> list[int]:
     """Positions of the draws of all non-greedy rows. A chunk has 1 + number of drafts rows."""
     return [
         chunk.known - chunk.sequence.num_prompt + further
@@ -208,7 +207,7 @@ def _positions(chunks: Items[Chunk]) -> list[int]:
     ]
 
 
-def _histories(chunks: Items[Chunk]) -> list[History]:
+def _histories(chunks: Sequence[Chunk]) -> list[History]:
     """The history of each row."""
     return [
         history

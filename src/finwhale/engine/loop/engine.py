@@ -39,8 +39,7 @@ from finwhale.engine.plan.executor import Executor, MemoryUse
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
-from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.rank.sleep import allocate_memory, check_can_save, free_memory
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
@@ -252,7 +251,7 @@ class Engine:
             if params.return_routed_experts and routed_form is not None:
                 # The first continuation also has the experts of the prompt.
                 routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
-            sequence = RunningSequence(
+            sequence = SequenceState(
                 key=f"{request_id}/{index}",
                 request_id=request_id,
                 index=index,

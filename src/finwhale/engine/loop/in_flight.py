@@ -10,8 +10,7 @@ from finwhale.engine.loop.routed_experts import RoutedExperts
 from finwhale.engine.plan.draft_policy import PLAIN, StepKind
 from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History
-from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.request import CompletionOutput, ExpertIds, RequestOutput
 
 
@@ -26,7 +25,7 @@ class TextStream:
         routed: the routed experts of its tokens so far; None: the request wants none.
     """
 
-    sequence: RunningSequence
+    sequence: SequenceState
     request: "Request"
     output: CompletionOutput
     ends: frozenset[int]

@@ -5,8 +5,7 @@ forward one step ahead. Only the sampling waits until the host knows these token
 """
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Mapping, Sequence
 
 from finwhale.engine.loop.in_flight import InFlightStep, Rows, TextStream
 from finwhale.engine.loop.metrics import Meter
@@ -29,7 +28,7 @@ class PlainLoop:
         self._rows = self._on_device = Rows([])
 
     def launch(
-        self, streams: Mapping[str, TextStream], in_flight: Items[InFlightStep]
+        self, streams: Mapping[str, TextStream], in_flight: Sequence[InFlightStep]
     ) -> InFlightStep | None:
         scheduler = self._launcher.scheduler
         chunks = scheduler.schedule()
@@ -69,7 +68,7 @@ class PlainLoop:
             for row, sequence in enumerate(rows.sequences):
                 sequence.sampled_row = row
 
-    def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
+    def collect(self, step: InFlightStep, later: Sequence[InFlightStep]) -> list[NewToken]:
         assert step.result is not None
         rows, result = step.rows, step.result.wait()
         step.scores, step.routed = result.scored, result.routed
@@ -90,7 +89,7 @@ class PlainLoop:
     def appended(self) -> None:
         """Do nothing: the engine appends every token of a plain step."""
 
-    def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
+    def sample_waiting(self, in_flight: Sequence[InFlightStep]) -> None:
         if in_flight and in_flight[0].result is None:
             self._sample(in_flight[0])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from finwhale.engine.plan.executor import RowLogprobs, StepResult
 from finwhale.engine.plan.sampling import History
-from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.sequences import SequenceState
 
 NOT_FINITE = "the model's logits for this token are not finite (NaN or infinity)"
 NO_TOKEN_FITS = "no token fits the grammar here, or the model's logits are not finite"
@@ -46,7 +46,7 @@ class TokenReader:
     def read(
         self,
         result: StepResult,
-        sequences: Sequence[RunningSequence],
+        sequences: Sequence[SequenceState],
         histories: Sequence[History],
     ) -> list[SampledToken]:
         """Make the token of each row.
@@ -74,7 +74,7 @@ class TokenReader:
     def read_runs(
         self,
         result: StepResult,
-        sequences: Sequence[RunningSequence],
+        sequences: Sequence[SequenceState],
         drafts: Sequence[Sequence[int]],
         histories: Sequence[History],
     ) -> list[list[SampledToken]]:

@@ -1,7 +1,6 @@
 """The interface of step loops to the engine, and the launcher that both loops use."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from finwhale.engine.loop.in_flight import InFlightStep, TextStream
@@ -20,7 +19,7 @@ class StepLoop(Protocol):
     """Plans, launches and collects the steps of an engine."""
 
     def launch(
-        self, streams: Mapping[str, TextStream], in_flight: Items[InFlightStep]
+        self, streams: Mapping[str, TextStream], in_flight: Sequence[InFlightStep]
     ) -> InFlightStep | None:
         """Plan the next step and launch it. None: no step can be launched now.
 
@@ -29,7 +28,7 @@ class StepLoop(Protocol):
         """
         ...
 
-    def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
+    def collect(self, step: InFlightStep, later: Sequence[InFlightStep]) -> list[NewToken]:
         """Wait for a step's tokens. A sequence may end before it has used all of its tokens.
 
         Args:
@@ -41,7 +40,7 @@ class StepLoop(Protocol):
         """Record the tokens of the last `collect` that the engine has appended to outputs."""
         ...
 
-    def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
+    def sample_waiting(self, in_flight: Sequence[InFlightStep]) -> None:
         """Launch the sampling that had to wait for the tokens of the last `collect`."""
         ...
 
@@ -59,7 +58,7 @@ class Launcher:
         self.planner = StepPlanner(vocab_size, can_route=can_route)
 
     def launch(
-        self, chunks: Items[Chunk], inputs: SamplingInputs | None, draft: DraftPlan | None = None
+        self, chunks: Sequence[Chunk], inputs: SamplingInputs | None, draft: DraftPlan | None = None
     ) -> PendingResult | None:
         """Launch a step. Without `inputs` it returns None, and the caller must call `sample`."""
         freed = self.scheduler.take_freed()
@@ -73,7 +72,7 @@ class Launcher:
             raise
 
     def sample(
-        self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Items[int] | None = None
+        self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Sequence[int] | None = None
     ) -> PendingResult:
         """Launch the sampling of the last step's tokens."""
         return self.executor.sample(self.planner.sampling(slots, inputs, rows))

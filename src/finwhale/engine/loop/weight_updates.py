@@ -15,14 +15,7 @@ from finwhale.checkpoint.loading import DTYPE_NAMES
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupAddress, GroupBackend
 from finwhale.engine.loop.engine import Engine, Requests
-from finwhale.engine.rank.weight_transfer import (
-    announce,
-    join_group,
-    leave_group,
-    read_buffer,
-    receive,
-)
-from finwhale.engine.rank.weight_update import (
+from finwhale.engine.rank.staged_weights import (
     begin_update,
     commit_update,
     discard_update,
@@ -30,6 +23,13 @@ from finwhale.engine.rank.weight_update import (
     stage_bytes,
     stage_checkpoint,
     stage_tensors,
+)
+from finwhale.engine.rank.weight_transfer import (
+    announce,
+    join_group,
+    leave_group,
+    read_buffer,
+    receive,
 )
 from finwhale.errors import EngineDeadError, RequestError
 

@@ -5,7 +5,7 @@ from itertools import count
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
-from finwhale.engine.plan.sequences import Sequence
+from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_plan import PENDING
 
 # After this many admissions of sequences with a higher priority, the sequence that has waited
@@ -32,15 +32,15 @@ class Admission:
     """
 
     def __init__(
-        self, pages: PageManager, prefix: PrefixIndex | None, running: list[Sequence]
+        self, pages: PageManager, prefix: PrefixIndex | None, running: list[SequenceState]
     ) -> None:
-        self.waiting: list[Sequence] = []
-        self.followers: dict[bytes, list[Sequence]] = {}
+        self.waiting: list[SequenceState] = []
+        self.followers: dict[bytes, list[SequenceState]] = {}
         self._pages, self._prefix, self._running = pages, prefix, running
         self._block_tokens = pages.groups[0].block_tokens
         self._num_blocks = pages.free_blocks
         # The running sequence that will compute a block, by the block's key.
-        self._leaders: dict[bytes, Sequence] = {}
+        self._leaders: dict[bytes, SequenceState] = {}
         self._arrivals = count()
         self._passed_over = 0
 
@@ -49,17 +49,17 @@ class Admission:
         # Another thread may read this during a step, so do not iterate over a dict that changes.
         return len(self.waiting) + sum(map(len, list(self.followers.values())))
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Add a new sequence to the queue."""
         assert self._blocks(sequence.max_len) <= self._num_blocks
         sequence.arrival = next(self._arrivals)
         self.put_back(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def put_back(self, sequence: SequenceState) -> None:
         """Return a sequence to its place in the queue, by its priority and original arrival."""
         insort(self.waiting, sequence, key=in_order)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that ends while it waits."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -69,7 +69,7 @@ class Admission:
         if not self.followers[key]:
             del self.followers[key]
 
-    def admit(self) -> tuple[Sequence, list[Block], int] | None:
+    def admit(self) -> tuple[SequenceState, list[Block], int] | None:
         """Remove the next sequence from the queue, if it can start.
 
         Returns:
@@ -100,17 +100,17 @@ class Admission:
             return sequence, known, resumable
         return None
 
-    def block_added(self, key: bytes, sequence: Sequence) -> None:
+    def block_added(self, key: bytes, sequence: SequenceState) -> None:
         """Release the followers of a block that a running sequence has added to the cache."""
         if self._leaders.get(key) is sequence:
             self._release_followers(key)
 
-    def remove_leader(self, sequence: Sequence) -> None:
+    def remove_leader(self, sequence: SequenceState) -> None:
         """Release all followers of a sequence that will add no more blocks to the cache."""
         for key in sequence.keys[len(sequence.chain) :]:
             self.block_added(key, sequence)
 
-    def _next_in_queue(self) -> Sequence:
+    def _next_in_queue(self) -> SequenceState:
         first = self.waiting[0]
         if first.priority == self.waiting[-1].priority:
             return first
@@ -124,20 +124,20 @@ class Admission:
             self.put_back(oldest)
         return self.waiting[0]
 
-    def _count_passed_over(self, sequence: Sequence) -> None:
+    def _count_passed_over(self, sequence: SequenceState) -> None:
         priorities_differ = self.waiting and self.waiting[-1].priority != sequence.priority
         if priorities_differ and min(s.arrival for s in self.waiting) < sequence.arrival:
             self._passed_over += 1
         else:
             self._passed_over = 0
 
-    def _match(self, sequence: Sequence) -> tuple[list[Block], int]:
+    def _match(self, sequence: SequenceState) -> tuple[list[Block], int]:
         if self._prefix is None:
             return [], 0
         self._prefix.extend_keys(sequence.keys, sequence.token_ids, sequence.prefix_owner)
         return self._prefix.match(sequence.keys[: sequence.num_reusable // self._block_tokens])
 
-    def _follows(self, sequence: Sequence, resumable: int) -> bool:
+    def _follows(self, sequence: SequenceState, resumable: int) -> bool:
         """Make a sequence a follower if a running one is about to compute its next block."""
         last = None
         for key in sequence.keys[resumable : sequence.num_reusable // self._block_tokens]:
@@ -163,7 +163,7 @@ class Admission:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
 
-    def _unallocated_blocks(self, sequence: Sequence) -> int:
+    def _unallocated_blocks(self, sequence: SequenceState) -> int:
         """Number of blocks that a running sequence must still allocate for its tokens so far."""
         group = self._pages.full_groups[0]
         allocated = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens
@@ -180,6 +180,6 @@ class Admission:
             assert sequence.running and key in sequence.keys[len(sequence.chain) :]
 
 
-def in_order(sequence: Sequence) -> tuple[int, int]:
+def in_order(sequence: SequenceState) -> tuple[int, int]:
     """The sort key of sequences: first their priority, then their arrival."""
     return sequence.priority, sequence.arrival

@@ -5,10 +5,10 @@ the product of their conditional acceptance probabilities. A draft head may esti
 probabilities itself (confidences). Otherwise they come from counts of accepted drafts.
 """
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from math import exp, log
 
-from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 
 # Each position begins with this many verified drafts at this acceptance rate. The rate is high, so
 # that a few rejected drafts do not end drafting.
@@ -84,7 +84,7 @@ class DraftEstimates:
         self._calibrations = [[Calibration() for _ in range(max_drafts)] for _ in range(2)]
         self._acceptances: dict[str, SequenceAcceptance] = {}
 
-    def survivals(self, sequence: Sequence, *, unresolved: bool) -> list[float]:
+    def survivals(self, sequence: SequenceState, *, unresolved: bool) -> list[float]:
         """The survival of each of a sequence's next drafts.
 
         Args:
@@ -131,7 +131,7 @@ class DraftEstimates:
                 calibration = self._calibrations[chunk.stale_confidences][position]
                 calibration.add(chunk.confidences[position], accepted)
 
-    def keep(self, sequences: Items[Sequence]) -> None:
+    def keep(self, sequences: Sequence[SequenceState]) -> None:
         """Forget all other sequences."""
         if len(self._acceptances) > 2 * len(sequences) + 16:
             living = {sequence.key for sequence in sequences}

@@ -7,15 +7,14 @@ confidences.
 """
 
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from statistics import median
 from typing import NamedTuple, Protocol
 
 from finwhale.engine.plan.draft_estimates import DraftEstimates
-from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 
 # The time of a kind of step is the median of its last TIMES measurements.
 TIMES = 9
@@ -84,7 +83,7 @@ class DraftChoice(NamedTuple):
     """
 
     kind: StepKind
-    counts: Items[int]
+    counts: Sequence[int]
 
 
 class DraftChooser(Protocol):
@@ -96,7 +95,7 @@ class DraftChooser(Protocol):
         ...
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
+        self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
     ) -> DraftChoice:
         """Choose the drafts of a step.
 
@@ -114,7 +113,7 @@ class FixedDrafts:
         self.kind = StepKind(1 + drafts, drafts)
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
+        self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
     ) -> DraftChoice:
         return DraftChoice(self.kind, [min(limit, self.kind.drafts) for limit in limits])
 
@@ -160,7 +159,7 @@ class DraftPolicy:
         sizes: batch sizes to which steps are padded, ascending; empty: steps are not padded.
     """
 
-    def __init__(self, max_drafts: int, *, block: bool = False, sizes: Items[int] = ()) -> None:
+    def __init__(self, max_drafts: int, *, block: bool = False, sizes: Sequence[int] = ()) -> None:
         self.estimates = DraftEstimates(max_drafts)
         self.kinds = step_kinds(max_drafts, block=block)
         self._sizes = tuple(sizes)
@@ -177,7 +176,7 @@ class DraftPolicy:
         self.estimates.verified(chunk, num_accepted)
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
+        self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
     ) -> DraftChoice:
         """See DraftChooser."""
         self.estimates.keep(sequences)
@@ -264,7 +263,7 @@ class DraftPolicy:
             probe.steps += 1
         return probe.timed < SAMPLES and probe.steps < PATIENCE
 
-    def _choose_kind(self, size: _SizeMeasurements, survivals: Items[Items[float]]) -> None:
+    def _choose_kind(self, size: _SizeMeasurements, survivals: Sequence[Sequence[float]]) -> None:
         batch = len(survivals)
         tokens = expected_tokens(
             survivals, {kind: self._tokens(batch, kind) - batch for kind in self.kinds}
@@ -343,7 +342,7 @@ class DraftPolicy:
 
 
 def expected_tokens(
-    survivals: Items[Items[float]], rows: Mapping[StepKind, int]
+    survivals: Sequence[Sequence[float]], rows: Mapping[StepKind, int]
 ) -> dict[StepKind, float]:
     """For each kind of step, compute how many tokens all sequences together gain on average.
 
@@ -361,7 +360,9 @@ def expected_tokens(
     return found
 
 
-def select_drafts(survivals: Items[Items[float]], limits: Items[int], rows: int) -> list[int]:
+def select_drafts(
+    survivals: Sequence[Sequence[float]], limits: Sequence[int], rows: int
+) -> list[int]:
     """Choose the `rows` drafts with the highest survival; returns each sequence's number of drafts.
 
     Survivals do not increase along a sequence, so its admitted drafts are its first ones. Of equal

@@ -3,11 +3,11 @@
 Drafts use free pages only: no sequence is preempted for a draft.
 """
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 from finwhale.engine.plan.draft_policy import DraftChooser
 from finwhale.engine.plan.pages import PageManager
-from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 
 
 class DraftRules:
@@ -33,7 +33,7 @@ class DraftRules:
         """Number of drafts that a sequence gets in a step at present."""
         return 0 if self.chooser is None else self.chooser.kind.drafts
 
-    def add_to_decodes(self, chunks: Items[Chunk], budget: int) -> None:
+    def add_to_decodes(self, chunks: Sequence[Chunk], budget: int) -> None:
         """Let decodes verify drafts: at most `budget` in total."""
         if self.chooser is None:
             return
@@ -47,7 +47,7 @@ class DraftRules:
             budget -= limits[-1]
         self._set_drafts(chunks, limits, unresolved=False)
 
-    def add_proposals(self, chunks: Items[Chunk]) -> None:
+    def add_proposals(self, chunks: Sequence[Chunk]) -> None:
         """Let chunks that complete their sequences get drafts after the step."""
         count = self.draft_tokens
         if not count:
@@ -61,7 +61,7 @@ class DraftRules:
             if chunk.completes:
                 chunk.propose = count if uniform else self._num_proposals(chunk)
 
-    def schedule_ahead(self, chunks: Items[Chunk]) -> list[Chunk]:
+    def schedule_ahead(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Schedule the next step of decodes while the number of their accepted drafts is unknown.
 
         Args:
@@ -94,7 +94,9 @@ class DraftRules:
             chunk.propose = self.draft_tokens
         return following
 
-    def _set_drafts(self, chunks: Items[Chunk], limits: Items[int], *, unresolved: bool) -> None:
+    def _set_drafts(
+        self, chunks: Sequence[Chunk], limits: Sequence[int], *, unresolved: bool
+    ) -> None:
         assert self.chooser is not None
         sequences = [chunk.sequence for chunk in chunks]
         counts = self.chooser.choose(sequences, limits, unresolved=unresolved).counts
@@ -117,7 +119,7 @@ class DraftRules:
             count = 0 if self._block_tokens else 1
         return max(0, count)
 
-    def _try_allocate(self, sequence: Sequence, start: int, end: int) -> bool:
+    def _try_allocate(self, sequence: SequenceState, start: int, end: int) -> bool:
         """Allocate the pages for tokens start..end-1 if enough are free; returns whether it did."""
         if end > self._max_model_len:
             return False

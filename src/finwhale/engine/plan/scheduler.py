@@ -10,14 +10,14 @@ the prefix cache often still has its blocks.
 import sys
 import time
 from bisect import insort
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finwhale.engine.plan.admission import Admission, in_order
 from finwhale.engine.plan.draft_rules import DraftRules
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
-from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 
 # Share of max_num_batched_tokens that a step may have if sequences decode in it. On one H200
 # (Flash, 8 layers, 128 sequences) a decode takes 8.2 ms, and a step with three quarters of 2,048
@@ -78,7 +78,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_tokens = _share(max_num_batched_tokens, MIXED_SHARE)
         self.long_tokens = _share(max_num_batched_tokens, LONG_SHARE)
-        self.running: list[Sequence] = []
+        self.running: list[SequenceState] = []
         self.counts = SchedulerCounts()
         # A model with window layers only has no blocks to cache.
         self.prefix: PrefixIndex | None = None
@@ -97,13 +97,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         return self.admission.num_waiting
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         self.admission.add(sequence)
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, with their pages; empty when there is nothing to compute."""
         chunks: list[Chunk] = []
-        prefilling: list[Sequence] = []
+        prefilling: list[SequenceState] = []
         preempted = self.counts.preemptions
         budget = self.max_num_batched_tokens
         for sequence in self.running:
@@ -148,7 +148,7 @@ class Scheduler:
         self.drafting.add_proposals(chunks)
         return chunks
 
-    def schedule_ahead(self, chunks: Items[Chunk]) -> list[Chunk]:
+    def schedule_ahead(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The next step of in-flight decodes (DraftRules.schedule_ahead).
 
         Empty: the next step needs the result of `chunks`, or should admit a sequence.
@@ -160,10 +160,10 @@ class Scheduler:
             return []
         return self.drafting.schedule_ahead(living)
 
-    def _is_long(self, sequence: Sequence) -> bool:
+    def _is_long(self, sequence: SequenceState) -> bool:
         return sequence.remaining > self.max_num_batched_tokens
 
-    def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+    def _prefill(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """Add the longest chunk of a prompt that fits the budget; returns its number of tokens."""
         start = sequence.num_computed
         end = start + min(sequence.remaining, budget)
@@ -172,7 +172,7 @@ class Scheduler:
         chunks.append(Chunk(sequence, start, end))
         return end - start
 
-    def _make_room(self, sequence: Sequence, end: int, chunks: list[Chunk]) -> bool:
+    def _make_room(self, sequence: SequenceState, end: int, chunks: list[Chunk]) -> bool:
         """Allocate the pages for tokens up to `end`; preempts other sequences if necessary.
 
         Returns:
@@ -194,7 +194,7 @@ class Scheduler:
         sequence.room = self.pages.grow(sequence.tables, start, end, decodes)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self.counts.preemptions += 1
         self._stop(sequence)
         self.admission.put_back(sequence)
@@ -204,7 +204,7 @@ class Scheduler:
         for sequence in reversed(self.running[:]):
             self._preempt(sequence)
 
-    def _admit(self) -> Sequence | None:
+    def _admit(self) -> SequenceState | None:
         """Start the next waiting sequence, and return it; None: no sequence can start now."""
         admitted = self.admission.admit()
         if admitted is None:
@@ -212,7 +212,7 @@ class Scheduler:
         self._start(*admitted)
         return admitted[0]
 
-    def _start(self, sequence: Sequence, known: list[Block], resumable: int) -> None:
+    def _start(self, sequence: SequenceState, known: list[Block], resumable: int) -> None:
         sequence.tables = self.pages.new_tables()
         sequence.slot = self._free_slots.pop()
         sequence.running = True
@@ -233,7 +233,7 @@ class Scheduler:
             self.counts.cached_tokens += sequence.num_cached
         insort(self.running, sequence, key=in_order)
 
-    def computed(self, chunks: Items[Chunk]) -> None:
+    def computed(self, chunks: Sequence[Chunk]) -> None:
         """Record that these chunks are in the cache, and free pages that no later token needs."""
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.end
@@ -256,7 +256,7 @@ class Scheduler:
         if end >= sequence.due:
             self._settle(sequence, end, decodes=chunk.known == chunk.start + 1)
 
-    def _settle(self, sequence: Sequence, known: int, *, decodes: bool) -> None:
+    def _settle(self, sequence: SequenceState, known: int, *, decodes: bool) -> None:
         """Add complete blocks to the prefix cache, and free pages that are no longer needed.
 
         Args:
@@ -272,7 +272,7 @@ class Scheduler:
         if not decodes:
             sequence.due = min(sequence.due, again)
 
-    def _add_block(self, prefix: PrefixIndex, sequence: Sequence, end: int) -> None:
+    def _add_block(self, prefix: PrefixIndex, sequence: SequenceState, end: int) -> None:
         """Add the block that ends at `end` to the prefix cache, with the state at its end."""
         place = len(sequence.chain)
         if place == len(sequence.keys):
@@ -293,7 +293,7 @@ class Scheduler:
             sequence.newest = block
         self.admission.block_added(key, sequence)
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: SequenceState) -> None:
         """Free the pages and the slot of a running sequence."""
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
@@ -305,7 +305,7 @@ class Scheduler:
         self.pages.release(sequence.tables)
         self._detach(sequence)
 
-    def _detach(self, sequence: Sequence) -> None:
+    def _detach(self, sequence: SequenceState) -> None:
         """Detach a sequence from the prefix cache: it uses no blocks and no sequence follows it."""
         if self.prefix is None:
             return
@@ -322,7 +322,7 @@ class Scheduler:
         """Let `take_freed` return these slots again, because their step was not launched."""
         self._freed_slots += slots
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: SequenceState) -> None:
         """Remove a running or waiting sequence, and free its pages."""
         if sequence.running:
             self._stop(sequence)

@@ -1,6 +1,6 @@
 """Sequences, and the chunks of them that a step computes. Pure Python: no torch."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from finwhale.engine.plan.pages import BlockTables
@@ -11,8 +11,8 @@ from finwhale.request import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One continuation of one prompt.
+class SequenceState:
+    """One continuation of one prompt: its tokens, its pages and its place in the schedule.
 
     Attributes:
         key: unique among living sequences.
@@ -62,7 +62,7 @@ class Sequence:
     num_computed: int = 0
     sampled_row: int = 0
     drafts: list[int] = field(default_factory=list)
-    confidences: Items[float] = ()
+    confidences: Sequence[float] = ()
     num_cached: int | None = None
     admitted: float = 0.0
     tables: BlockTables = field(default_factory=BlockTables)
@@ -108,16 +108,16 @@ class Chunk:
         stale_confidences: `confidences` are those of the previous drafts, not of the chunk's.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     end: int
     drafts: tuple[int, ...] = ()
     propose: int = 0
     unresolved: bool = False
-    confidences: Items[float] = ()
+    confidences: Sequence[float] = ()
     stale_confidences: bool = False
 
-    def resolve(self, num_accepted: int, drafts: Items[int]) -> None:
+    def resolve(self, num_accepted: int, drafts: Sequence[int]) -> None:
         """Set the start and the drafts of an unresolved chunk once the host knows them."""
         assert self.unresolved and len(drafts) >= len(self.drafts)
         self.start += num_accepted

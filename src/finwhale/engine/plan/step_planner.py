@@ -1,12 +1,12 @@
 """Makes step plans from the scheduler's chunks, and tracks what ranks have received. No torch."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from finwhale.engine.plan.pages import BlockTable, BlockTables
 from finwhale.engine.plan.sampling import History, allowed_rows, penalty_rows
-from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import (
     PENDING,
     DraftPlan,
@@ -44,8 +44,8 @@ class SamplingInputs(NamedTuple):
         histories: the history of each row. Empty: no row needs one.
     """
 
-    positions: Items[int] = ()
-    histories: Items[History] = ()
+    positions: Sequence[int] = ()
+    histories: Sequence[History] = ()
 
 
 class StepPlanner:
@@ -69,9 +69,9 @@ class StepPlanner:
 
     def plan(
         self,
-        chunks: Items[Chunk],
+        chunks: Sequence[Chunk],
         *,
-        freed: Items[int] = (),
+        freed: Sequence[int] = (),
         inputs: SamplingInputs | None = None,
         draft: DraftPlan | None = None,
     ) -> StepPlan:
@@ -138,7 +138,7 @@ class StepPlanner:
         )
 
     def sampling(
-        self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Items[int] | None = None
+        self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Sequence[int] | None = None
     ) -> SamplingPlan:
         """Make the plan of a step's sampling.
 
@@ -156,7 +156,7 @@ class StepPlanner:
         )
 
     def _update(
-        self, sequence: Sequence, admitted: list[SlotAdmission], pages: list[PageUpdate]
+        self, sequence: SequenceState, admitted: list[SlotAdmission], pages: list[PageUpdate]
     ) -> None:
         """Add the settings and pages of a sequence that the ranks have not received yet."""
         slot, tables = sequence.slot, sequence.tables
@@ -177,7 +177,7 @@ class StepPlanner:
         self._versions[slot] = tables.version
 
 
-def _scored(chunks: Items[Chunk]) -> list[ScoredTokens]:
+def _scored(chunks: Sequence[Chunk]) -> list[ScoredTokens]:
     """The prompt tokens whose log-probabilities are wanted."""
     found = []
     for index, chunk in enumerate(chunks):

@@ -4,7 +4,7 @@ The host builds the arrays with numpy and copies them to the device in one trans
 numpy calls does not grow with the number of sequences. ops/paging.py has the legend.
 """
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class BatchBuilder:
 
     def __init__(
         self,
-        groups: Items[CacheGroup],
+        groups: Sequence[CacheGroup],
         tables: SlotTables,
         device: torch.device,
         sampled: Tensor | None = None,
@@ -107,7 +107,7 @@ class BatchBuilder:
         return rows
 
 
-def _pages_and_first(tables: Items[BlockTable]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _pages_and_first(tables: Sequence[BlockTable]) -> tuple[NDArray[Any], NDArray[Any]]:
     """(pages [B,P], first [B]) of a step's sequences in one group."""
     # Rows are aligned for wide loads, as in captured steps, so that the same kernels run.
     width = aligned(max(1, *(len(table.pages) for table in tables)))

@@ -1,15 +1,16 @@
-"""Chooses how many ranks share a model, and the device of each."""
+"""Chooses how many ranks share a model, and the device and dtype of each."""
 
 import re
-import shutil
-import tempfile
 from collections.abc import Callable
 
 import torch
 
 from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.errors import FinwhaleError, ResourceError
-from finwhale.platform import Platform, available_memory
+from finwhale.models.protocol import ModelConfig
+from finwhale.models.registry import architecture_of
+from finwhale.ops import load_ops
+from finwhale.platform import Platform
 
 _FORMS = 'device must be "cpu", "cuda", "cuda:N" or "cuda:N,N,..."'
 
@@ -18,8 +19,8 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
     """The device of each rank, as torch names it.
 
     Args:
-        fewest: returns the number of ranks that the model needs, given the number of GPUs. It is
-            called if the options do not say how many.
+        fewest: returns the number of ranks that the model needs, given the number of GPUs
+            (fewest_ranks). It is called if the options do not say how many.
 
     Raises:
         FinwhaleError: the options contradict each other.
@@ -55,6 +56,34 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
     if size == 1:
         return (given or kind,)
     return tuple(f"cuda:{index}" for index in range(size))
+
+
+def fewest_ranks(config: EngineConfig, model_config: ModelConfig, num_gpus: int) -> int:
+    """The fewest GPUs that hold the model and leave a tenth of the allowed memory for the rest.
+
+    All GPUs are taken to be as large as the first one. If all of them together are too small, the
+    result is the largest number that can divide the model.
+    """
+    if num_gpus == 1:
+        return 1
+    platform, device = choose_device("cuda:0")
+    ops = load_ops(platform, reference=config.reference, batch_invariant=config.batch_invariant)
+    total = torch.cuda.get_device_properties(device).total_memory
+    room = 0.9 * config.gpu_memory_utilization * total
+    architecture, dtype = architecture_of(model_config), choose_dtype(config.dtype, platform)
+    rounds = config.activations == "as-trained"
+    most = 1
+    for size in RANK_COUNTS:
+        if size > num_gpus:
+            break
+        try:
+            architecture.rank_config(model_config, size, round_activations=rounds)
+        except FinwhaleError:
+            continue
+        most = size
+        if architecture.weight_bytes(model_config, dtype, ops, size) <= room:
+            break
+    return most
 
 
 def device_kind(config: EngineConfig, size: int) -> str:
@@ -128,53 +157,11 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
     return Platform.detect(index), torch.device(kind, index)
 
 
-def check_host_memory(
-    num_bytes: int,
-    what: str = "on a CPU the weights",
-    remedy: str = "`finwhale inspect` says which GPUs hold the model",
-) -> None:
-    """Check that weights fit the host's free memory. Otherwise the system would kill the process.
-
-    Raises:
-        ResourceError: they do not fit. The message names `what` and the remedy.
-    """
-    free = available_memory()
-    if free is not None:
-        _check_room(num_bytes, free, what, "memory are free", remedy)
-
-
-def check_temporary_disk(num_bytes: int, what: str, remedy: str) -> None:
-    """Check that the disk of temporary files has room.
-
-    Raises:
-        ResourceError: it has not. The message names `what` and the remedy.
-    """
-    folder = tempfile.gettempdir()
-    _check_room(num_bytes, shutil.disk_usage(folder).free, what, f"{folder} are free", remedy)
-
-
-def check_gpu_memory(weights: int, room: int, num_ranks: int) -> None:
-    """Check that a rank's weights fit its GPU. Otherwise the start would fail after reading them.
-
-    Args:
-        weights, room: bytes of the rank's weights, and bytes of its GPU that it may use.
-
-    Raises:
-        ResourceError: they do not fit.
-    """
-    whose = "the weights" if num_ranks == 1 else f"the weights of each of {num_ranks} ranks"
-    remedy = (
-        "use more GPUs (tensor_parallel_size), or raise gpu_memory_utilization; `finwhale inspect` "
-        "says which GPUs hold the model"
-    )
-    _check_room(weights, room, whose, "the GPU may be used", remedy)
-
-
-def _check_room(num_bytes: int, room: int, what: str, place: str, remedy: str) -> None:
-    if num_bytes > room:
-        raise ResourceError(
-            f"{what} take {num_bytes / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB of {place}: {remedy}"
-        )
+def choose_dtype(name: str | None, platform: Platform) -> torch.dtype:
+    """The named dtype. None: the one that the platform's operators support."""
+    if name is None:
+        return torch.float32 if platform.vendor == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def _gpus(count: int) -> str:

@@ -12,8 +12,7 @@ sequence, on average and rounded up), N tokens (B * W in a captured step), H res
 hidden, X tokens of this rank's part of the vocabulary.
 """
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -103,13 +102,13 @@ class VerificationSteps:
         self,
         model: Model,
         cache: PagedCache,
-        groups: Items[CacheGroup],
+        groups: Sequence[CacheGroup],
         tables: SlotTables,
         ops: Ops,
         *,
-        kinds: Items[tuple[int, int]],
-        sizes: Items[int],
-        plain_sizes: Items[int] = (),
+        kinds: Sequence[tuple[int, int]],
+        sizes: Sequence[int],
+        plain_sizes: Sequence[int] = (),
         max_len: int,
         device: torch.device,
         memory: GraphMemory | None = None,
@@ -256,7 +255,7 @@ class VerificationSteps:
         return _copied(self._carried[:count, 1 : 1 + num_drafts])
 
     def _send_layout(
-        self, lengths: Items[int], draft: DraftPlan, size: int, num_tokens: int
+        self, lengths: Sequence[int], draft: DraftPlan, size: int, num_tokens: int
     ) -> None:
         """Send the indices of the step's tokens and drafts, if they differ from the last step's."""
         layout = (lengths, draft.links, size, num_tokens)

@@ -24,7 +24,8 @@ from finwhale.engine.rank.host_transfer import Instant, NoReceiver, Receiver, Tr
 from finwhale.engine.rank.prompt_scores import PendingScores, score
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
-from finwhale.engine.rank.weight_update import Loader, WeightUpdate
+from finwhale.engine.rank.staged_weights import StagedWeights
+from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import FinwhaleError
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
@@ -66,7 +67,7 @@ class LocalExecutor:
         loader: loads weights as this rank does; None: the weights cannot be replaced.
         arenas: the memory of "weights" and "cache", if it can be freed while the engine sleeps.
         ranks_on_host: number of ranks on this host, with this rank.
-        update: the new weights that are being staged.
+        staged_weights: the new weights of an update that has begun.
         groups: the process groups over which trainers send weights, by name.
     """
 
@@ -76,13 +77,13 @@ class LocalExecutor:
         builds: Builds,
         description: RankDescription,
         collectives: Collectives = ALONE,
-        loader: Loader | None = None,
+        loader: WeightLoader | None = None,
         arenas: Mapping[str, Arena] | None = None,
         ranks_on_host: int = 1,
     ) -> None:
         self.ranks_on_host = ranks_on_host
         self.loader, self.arenas = loader, arenas or {}
-        self.update: WeightUpdate | None = None
+        self.staged_weights: StagedWeights | None = None
         self.groups: dict[str, WeightGroup] = {}
         self.runner, self.builds, self.description = runner, builds, description
         self.collectives = collectives

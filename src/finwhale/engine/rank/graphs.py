@@ -11,8 +11,7 @@ ends the graph, stores the call and begins the next graph.
 """
 
 import bisect
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -60,7 +59,7 @@ def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
     return [*sizes, max_num_tokens] if within else sizes
 
 
-def always_captured(sizes: Items[int]) -> int:
+def always_captured(sizes: Sequence[int]) -> int:
     """Return the largest number of tokens up to which every step with prefill has a graph.
 
     sizes: those of the captured steps.
@@ -169,7 +168,7 @@ class Graphs:
         forward: Forward,
         static: StaticInputs,
         *,
-        sizes: Items[int],
+        sizes: Sequence[int],
         decode: bool,
         device: torch.device,
         memory: GraphMemory,

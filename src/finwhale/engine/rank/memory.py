@@ -7,7 +7,7 @@ write their state to one page.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache
 from finwhale.engine.rank.static_inputs import aligned
+from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import DraftStart, Inline, StepInputs
@@ -33,56 +34,6 @@ from finwhale.request import MAX_LOGPROBS
 PAGE = 1  # all tokens of these steps read and write this page; no sequence owns page 0
 # The driver's memory for one captured graph of some thousand kernels, without its tensors.
 GRAPH_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    """The sizes of the largest steps, and of captured steps.
-
-    Attributes:
-        num_tokens: tokens of a step with prefill.
-        num_seqs: sequences of a decode.
-        max_len: tokens of the longest sequence.
-        decode_graphs: sizes of captured steps with one token of each sequence.
-        verify_graphs: sizes of captured steps that verify drafts, in sequences.
-        prefill_graphs: sizes of captured steps with prefill, in tokens.
-        draft_kinds: the kinds of decodes with drafts (DeviceDrafts.kinds). The draft head never
-            runs if this is ((1, 0),).
-    """
-
-    num_tokens: int
-    num_seqs: int
-    max_len: int
-    decode_graphs: tuple[int, ...] = ()
-    verify_graphs: tuple[int, ...] = ()
-    prefill_graphs: tuple[int, ...] = ()
-    draft_kinds: tuple[tuple[int, int], ...] = ((1, 0),)
-
-    @property
-    def drafts(self) -> tuple[int, ...]:
-        """Numbers of drafts that a decode may verify for each sequence."""
-        return tuple(sorted({width - 1 for width, _ in self.draft_kinds}))
-
-    @property
-    def draft_tokens(self) -> int:
-        return max(self.drafts)
-
-    @property
-    def graphs(self) -> tuple[int, ...]:
-        """Sizes of all captured steps."""
-        return self.decode_graphs + self.verify_graphs + self.prefill_graphs
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of captured graphs. A step of a drafting engine has a verify graph for each width,
-        and a draft graph for each kind.
-        """
-        count = len(self.decode_graphs) + len(self.prefill_graphs)
-        if self.draft_tokens:
-            wide = [width for width, _ in self.draft_kinds if width > 1]
-            count += len(self.decode_graphs)
-            count += len(self.verify_graphs) * (len(set(wide)) + len(wide))
-        return count
 
 
 class LargestSteps:

@@ -21,17 +21,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch._C._distributed_c10d import Store
 
-from finwhale.config import RANK_COUNTS, EngineConfig
+from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Place
 from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, OwnerLink, Workers
 from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
-from finwhale.engine.rank.devices import choose_device, choose_devices, num_sharers
+from finwhale.engine.rank.devices import choose_devices, fewest_ranks, num_sharers
 from finwhale.engine.rank.executor import (
     LocalExecutor,
     LocalResult,
@@ -41,12 +40,10 @@ from finwhale.engine.rank.executor import (
 from finwhale.engine.rank.host_transfer import NoReceiver
 from finwhale.engine.rank.rank_processes import RankProcesses, at_place, on_ray, spawn
 from finwhale.engine.rank.start_times import freeze_heap
-from finwhale.engine.rank.startup import choose_dtype, open_rank
+from finwhale.engine.rank.startup import open_rank
 from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError
 from finwhale.models.protocol import ModelConfig
-from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
-from finwhale.ops import load_ops
 
 logger = logging.getLogger(__name__)
 
@@ -86,34 +83,6 @@ def open_executor(
         partial(open_one, config, model_config, weights.without_progress(), processes.devices),
         processes,
     )
-
-
-def fewest_ranks(config: EngineConfig, model_config: ModelConfig, num_gpus: int) -> int:
-    """The fewest GPUs that hold the model and leave a tenth of the allowed memory for the rest.
-
-    All GPUs are taken to be as large as the first one. If all of them together are too small, the
-    result is the largest number that can divide the model.
-    """
-    if num_gpus == 1:
-        return 1
-    platform, device = choose_device("cuda:0")
-    ops = load_ops(platform, reference=config.reference, batch_invariant=config.batch_invariant)
-    total = torch.cuda.get_device_properties(device).total_memory
-    room = 0.9 * config.gpu_memory_utilization * total
-    architecture, dtype = architecture_of(model_config), choose_dtype(config.dtype, platform)
-    rounds = config.activations == "as-trained"
-    most = 1
-    for size in RANK_COUNTS:
-        if size > num_gpus:
-            break
-        try:
-            architecture.rank_config(model_config, size, round_activations=rounds)
-        except FinwhaleError:
-            continue
-        most = size
-        if architecture.weight_bytes(model_config, dtype, ops, size) <= room:
-            break
-    return most
 
 
 def open_one(

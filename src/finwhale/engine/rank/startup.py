@@ -1,9 +1,7 @@
 """Opens a rank: weights, kernels built ahead, memory budget, cache, captured steps."""
 
 import logging
-import os
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,33 +16,34 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers
-from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.devices import check_gpu_memory, check_host_memory, choose_device
-from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
+from finwhale.engine.rank.capture import capture_graphs, new_verification_steps
+from finwhale.engine.rank.devices import choose_device, choose_dtype
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
 from finwhale.engine.rank.host_transfer import hold_pinned_memory
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
-from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.launch_signatures import SignatureRun, build_configuration
 from finwhale.engine.rank.memory import (
     LargestSteps,
-    StepLimits,
     largest_transfer,
     remaining_bytes,
     tensor_bytes,
 )
+from finwhale.engine.rank.memory_checks import (
+    check_cache_memory,
+    check_gpu_memory,
+    check_host_memory,
+)
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
-from finwhale.engine.rank.static_inputs import StaticInputs
-from finwhale.engine.rank.weight_update import Loader
+from finwhale.engine.rank.step_limits import StepLimits, step_limits
+from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.registry import architecture_of
-from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.models.weight_protocol import WeightLoading, WeightStream, tensors_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
@@ -87,7 +86,15 @@ def open_rank(
 
 
 class _Start:
-    """Starts one rank. The constructor checks the options and allocates no memory."""
+    """Starts one rank. The constructor checks the options and allocates no memory.
+
+    Attributes:
+        longest: the most tokens of one sequence that the options allow. The cache may hold fewer.
+        builds_ahead: kernels are built before the first step that launches them.
+        allocated_before, reserved_before: bytes of the GPU that torch had when the start began.
+        weight_bytes: bytes of the loaded weights.
+        routed: where the model records the experts of a step's tokens; None: it does not.
+    """
 
     def __init__(
         self,
@@ -116,19 +123,12 @@ class _Start:
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
-        self.compiled_mode: CompiledMode | None = None
-        if config.compile:
-            if peers.rank.size > 1:
-                raise FinwhaleError("the compiled mode runs on one rank: leave out compile")
-            if self.ops.capabilities.compiled_layers is None:
-                raise FinwhaleError(
-                    "the compiled mode is for the platform's own operators, and here the plain "
-                    "definitions would run"
-                )
-            self.compiled_mode = CompiledMode(self.ops)
+        self.compiled_mode = self._new_compiled_mode()
+        if self.compiled_mode is not None:
             self.ops = self.compiled_mode.ops
         self.capabilities = self.ops.capabilities
-        self.loader = Loader(
+        self.builds_ahead = self.device.type == "cuda" and self.capabilities.builds_kernels
+        self.loader = WeightLoader(
             architecture=self.architecture,
             model_config=model_config,
             ops=self.ops,
@@ -144,95 +144,30 @@ class _Start:
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
         self.groups = self.architecture.cache_groups(model_config)
+        self.allocated_before = self.reserved_before = self.weight_bytes = 0
         self.routed: Tensor | None = None
-        self.arenas: dict[str, Arena] = {}
-        if config.enable_sleep_mode:
-            if config.compile:
-                raise FinwhaleError("the compiled mode cannot sleep: leave out compile")
-            self.arenas = {tag: Arena(self.device) for tag in ("weights", "cache")}
+        self.arenas = self._new_arenas()
         if not peers.rank.index:  # rank 0 builds for all
-            self.builds.expect(self._launches(self.longest))
+            self.builds.expect(self._build_configuration(self.longest))
 
     def open(self) -> LocalExecutor:
-        config, longest = self.config, self.longest
-        on_gpu = self.device.type == "cuda"
-        allocated = reserved = 0
-        unfilled: WeightLoading | None = None
-        if on_gpu:
-            torch.cuda.empty_cache()
-            allocated = torch.cuda.memory_allocated(self.device)
-            reserved = torch.cuda.memory_reserved(self.device)
-            unfilled = self.loader.begin(torch.device("meta"))
-            self._check_fits_gpu(unfilled.num_bytes)
+        """Run the phases of the start, each of which uses what those before it left."""
+        unfilled = self._check_gpu()
         self.peers.barrier()  # here every rank has checked its options
         self.collectives = self._connect()
-        builds = self.capabilities.builds_kernels and not self.peers.rank.index
-        if builds and unfilled is not None:
-            launch_all = partial(self._launch_without_weights, unfilled)
-            self.builds.begin(self._launches(longest), launch_all)
-            self.phases.end("kernels")
+        self._begin_builds(unfilled)
         weights = self._load()
-        if self.arenas:
-            self.arenas["weights"].adopt(tensors_of(weights))
-            weight_bytes = self.arenas["weights"].num_bytes
-        elif on_gpu:
-            weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
-        else:
-            weight_bytes = tensor_bytes(weights)
-        self.phases.end("weights")
-        model, built = None, Built()
-        if on_gpu and self.capabilities.builds_kernels:
-            model = self._build(weights, longest)
-            built = self._prepare_in_turn(model, longest)
-        self.phases.end("kernels")
+        model, built = self._prepare_kernels(weights)
         cache_plan = self._plan_cache(model)
-        max_model_len = self._max_model_len(cache_plan)
-        if on_gpu:
-            torch.cuda.empty_cache()  # free what building and measuring left cached
-        runner = self._new_runner(
-            model or self._build(weights, max_model_len), cache_plan, max_model_len
-        )
-        self.phases.end("memory")
-        if model is not None and max_model_len != longest:
-            self._prepare_in_turn(model, max_model_len)
-            self.phases.end("kernels")
-        compiled = self._compile(runner)
-        head = runner.model.draft_head
-        if config.draft_tokens and head is not None:
-            runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
-            if self.capabilities.captures_steps and config.enforce_eager:
-                runner.verification_steps = new_verification_steps(runner, config, None)
-        runner.keep_sampled_in(self._capture(runner))
-        self.phases.end("graphs")
-        memory = self._hold(runner, weight_bytes, reserved)
-        self.phases.end("memory")
-        steps = runner.verification_steps
-        return LocalExecutor(
-            runner,
-            self.builds,
-            RankDescription(
-                device=str(self.device),
-                num_ranks=self.peers.rank.size,
-                asynchronous=self.device.type != "cpu",
-                needs_warm_up=self.device.type != "cpu" and self.capabilities.builds_kernels,
-                groups=self.groups,
-                num_pages=cache_plan.num_pages,
-                max_model_len=max_model_len,
-                can_draft=runner.drafter is not None,
-                device_drafts=None if steps is None else steps.description,
-                memory=memory,
-                kernels=built.kernels,
-                compiled_kernels=built.compiled,
-                compiled_layers=compiled,
-                start_seconds=dict(self.phases.seconds),
-                routed_experts=_form(self.routed),
-            ),
-            self.collectives,
-            # The compiled mode keeps copies of some weights, which an update could not replace.
-            self.loader if self.compiled_mode is None else None,
-            self.arenas,
-            self.peers.on_this_host(),
-        )
+        runner = self._allocate_cache(cache_plan, weights, model)
+        self._prepare_shorter_context(runner)
+        compiled_layers = self._compile_layers(runner)
+        self._add_drafter(runner)
+        self._capture_steps(runner)
+        memory = self._reserve_memory(runner)
+        return self._new_executor(runner, memory, built, compiled_layers)
+
+    # --- Options ----------------------------------------------------------------------------------
 
     def _holds_whole_attention(self) -> bool:
         """Whether each rank holds attention's weights whole. All ranks decide alike."""
@@ -245,6 +180,52 @@ class _Start:
             return False
         total = torch.cuda.get_device_properties(self.device).total_memory // self.sharers
         return self.architecture.fits_whole_attention(self.model_config, self.peers.minimum(total))
+
+    def _new_compiled_mode(self) -> CompiledMode | None:
+        """The compiled mode, if the options ask for it."""
+        if not self.config.compile:
+            return None
+        if self.peers.rank.size > 1:
+            raise FinwhaleError("the compiled mode runs on one rank: leave out compile")
+        if self.ops.capabilities.compiled_layers is None:
+            raise FinwhaleError(
+                "the compiled mode is for the platform's own operators, and here the plain "
+                "definitions would run"
+            )
+        return CompiledMode(self.ops)
+
+    def _new_arenas(self) -> dict[str, Arena]:
+        """The arenas of weights and cache in an engine that can sleep; else none."""
+        if not self.config.enable_sleep_mode:
+            return {}
+        if self.config.compile:
+            raise FinwhaleError("the compiled mode cannot sleep: leave out compile")
+        return {tag: Arena(self.device) for tag in ("weights", "cache")}
+
+    # --- Kernels and weights ----------------------------------------------------------------------
+
+    def _check_gpu(self) -> WeightLoading | None:
+        """Note the memory in use on a GPU, and check that weights and cache fit the rest.
+
+        Returns:
+            The loading of the weights, without memory; None: the device is no GPU.
+        """
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.empty_cache()
+        self.allocated_before = torch.cuda.memory_allocated(self.device)
+        self.reserved_before = torch.cuda.memory_reserved(self.device)
+        unfilled = self.loader.begin(torch.device("meta"))
+        self._check_fits_gpu(unfilled.num_bytes)
+        return unfilled
+
+    def _check_fits_gpu(self, weights: int) -> None:
+        """Check that the weights (bytes) and the smallest cache fit, before anything is read."""
+        cache = self.config.cache_memory_bytes
+        share = self.config.gpu_memory_utilization if cache is None else 1.0
+        room = remaining_bytes(self.device, share) // self.sharers
+        check_gpu_memory(weights, room, self.peers.rank.size)
+        self._divide_cache(room - weights if cache is None else cache)
 
     def _connect(self) -> Collectives:
         if self.peers.store is None:
@@ -259,15 +240,27 @@ class _Start:
         self.phases.end("connect")
         return collectives
 
-    def _check_fits_gpu(self, weights: int) -> None:
-        """Check that the weights (bytes) and the smallest cache fit, before anything is read."""
-        cache = self.config.cache_memory_bytes
-        share = self.config.gpu_memory_utilization if cache is None else 1.0
-        room = remaining_bytes(self.device, share) // self.sharers
-        check_gpu_memory(weights, room, self.peers.rank.size)
-        self._divide_cache(room - weights if cache is None else cache)
+    def _begin_builds(self, unfilled: WeightLoading | None) -> None:
+        """Compile missing kernels while the GPU's memory is free. Rank 0 does it for all ranks."""
+        if self.capabilities.builds_kernels and not self.peers.rank.index and unfilled is not None:
+            launch_all = partial(self._launch_without_weights, unfilled)
+            self.builds.begin(self._build_configuration(self.longest), launch_all)
+            self.phases.end("kernels")
 
     def _load(self) -> Any:
+        """Load the weights, and count their bytes."""
+        weights = self._fill_weights()
+        if self.arenas:
+            self.arenas["weights"].adopt(tensors_of(weights))
+            self.weight_bytes = self.arenas["weights"].num_bytes
+        elif self.device.type == "cuda":
+            self.weight_bytes = torch.cuda.memory_allocated(self.device) - self.allocated_before
+        else:
+            self.weight_bytes = tensor_bytes(weights)
+        self.phases.end("weights")
+        return weights
+
+    def _fill_weights(self) -> Any:
         if self.device.type == "cpu":
             # Ranks on a CPU share its memory. Together they hold at least all weights.
             check_host_memory(
@@ -277,29 +270,18 @@ class _Start:
         ranks = IpcJointRanks(self.peers, self.device)
         return self.loader.begin(self.device).fill(self.stream, ranks)
 
-    def _build(self, weights: Any, max_positions: int) -> Model:
-        model = self.architecture.build(
-            self.model_config,
-            self.ops,
-            weights,
-            round_activations=self.round_activations,
-            max_positions=max_positions,
-            collectives=self.collectives,
-        )
-        # All ranks choose the same experts, and only rank 0 transfers results to the host.
-        if self.config.enable_return_routed_experts and not self.peers.rank.index:
-            largest = self._largest(max_positions)
-            most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
-            self.routed = model.record_routed_experts(most)
-        return model
+    def _prepare_kernels(self, weights: Any) -> tuple[Model | None, Built]:
+        """Load the kernels, and compile those that are still missing.
 
-    def _largest(self, max_len: int) -> StepLimits:
-        return step_limits(
-            self.config, self.model_config, self.capabilities.captures_steps, max_len
-        )
-
-    def _launches(self, max_len: int) -> object:
-        return launches(self.config, self.model_config, self.capabilities.captures_steps, max_len)
+        Returns:
+            The model that has launched them, and the kernels. None: none are built ahead.
+        """
+        model, built = None, Built()
+        if self.builds_ahead:
+            model = self._build_model(weights, self.longest)
+            built = self._prepare_in_turn(model, self.longest)
+        self.phases.end("kernels")
+        return model, built
 
     def _prepare_in_turn(self, model: Model, max_len: int) -> Built:
         """Build the kernels on rank 0. The other ranks then find them in the cache."""
@@ -312,7 +294,9 @@ class _Start:
 
     def _prepare(self, model: Model, max_len: int) -> Built:
         """Build every kernel that a request may use."""
-        return self.builds.prepare(self._launches(max_len), self._every_launch(model, max_len))
+        return self.builds.prepare(
+            self._build_configuration(max_len), self._every_launch(model, max_len)
+        )
 
     def _every_launch(self, model: Model, max_len: int) -> SignatureRun:
         return SignatureRun(
@@ -320,14 +304,32 @@ class _Start:
             self.groups,
             self.ops,
             LargestSteps.alone(model, self.groups, self.ops).cache,
-            self._largest(max_len),
+            self._step_limits(max_len),
             eager=self.config.enforce_eager,
         )
 
     def _launch_without_weights(self, unfilled: WeightLoading) -> None:
         """Call the operators with a model and a cache that have no memory."""
-        model = self._build(unfilled.finish_unfilled(), self.longest)
+        model = self._build_model(unfilled.finish_unfilled(), self.longest)
         self._every_launch(model, self.longest)()
+
+    def _build_model(self, weights: Any, max_positions: int) -> Model:
+        model = self.architecture.build(
+            self.model_config,
+            self.ops,
+            weights,
+            round_activations=self.round_activations,
+            max_positions=max_positions,
+            collectives=self.collectives,
+        )
+        # All ranks choose the same experts, and only rank 0 transfers results to the host.
+        if self.config.enable_return_routed_experts and not self.peers.rank.index:
+            largest = self._step_limits(max_positions)
+            most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
+            self.routed = model.record_routed_experts(most)
+        return model
+
+    # --- Cache ------------------------------------------------------------------------------------
 
     def _plan_cache(self, model: Model | None) -> CachePlan:
         """Plan the cache; `model` runs the largest steps to measure their workspace."""
@@ -337,7 +339,7 @@ class _Start:
             budget = CPU_CACHE_BYTES
         elif budget is None and model is not None:
             steps = LargestSteps.alone(model, self.groups, self.ops)
-            workspace = steps.workspace_bytes(self._largest(self.longest))
+            workspace = steps.workspace_bytes(self._step_limits(self.longest))
             del steps
             self.peers.barrier()  # here every rank of this GPU holds its weights
             remaining = remaining_bytes(self.device, config.gpu_memory_utilization)
@@ -366,20 +368,18 @@ class _Start:
             drafts=bool(config.draft_tokens),
         )
         if self.device.type == "cpu":
-            _check_fits_machine(plan.total_bytes)
+            check_cache_memory(plan.total_bytes)
         return plan
 
-    def _max_model_len(self, cache_plan: CachePlan) -> int:
-        length, wanted = min(self.longest, cache_plan.capacity_tokens), self.config.max_model_len
-        if wanted is not None and length < wanted:
-            raise ResourceError(
-                f"max_model_len {wanted} was asked for, but the cache's memory "
-                f"({cache_plan.total_bytes:,} bytes) holds {cache_plan.capacity_tokens} tokens: "
-                "raise gpu_memory_utilization or cache_memory_bytes"
-            )
-        return length
-
-    def _new_runner(self, model: Model, cache_plan: CachePlan, max_model_len: int) -> ModelRunner:
+    def _allocate_cache(
+        self, cache_plan: CachePlan, weights: Any, model: Model | None
+    ) -> ModelRunner:
+        """Allocate the cache, and build the model unless its kernels are prepared already."""
+        max_model_len = self._max_model_len(cache_plan)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # free what building and measuring left cached
+        if model is None:
+            model = self._build_model(weights, max_model_len)
         model.limit_positions(max_model_len)
         packed = self.capabilities.packed_cache
         arena = self.arenas.get("cache")
@@ -388,7 +388,7 @@ class _Start:
             # "auto" skips the draft head where drafting does not pay. A later draft may then read
             # rows that were never written, so these must be finite.
             cache.pages["window"].zero_()
-        return ModelRunner(
+        runner = ModelRunner(
             platform=self.platform,
             device=self.device,
             dtype=self.dtype,
@@ -401,8 +401,28 @@ class _Start:
             tables=SlotTables([group.name for group in self.groups]),
             routed=self.routed,
         )
+        self.phases.end("memory")
+        return runner
 
-    def _compile(self, runner: ModelRunner) -> int:
+    def _max_model_len(self, cache_plan: CachePlan) -> int:
+        length, wanted = min(self.longest, cache_plan.capacity_tokens), self.config.max_model_len
+        if wanted is not None and length < wanted:
+            raise ResourceError(
+                f"max_model_len {wanted} was asked for, but the cache's memory "
+                f"({cache_plan.total_bytes:,} bytes) holds {cache_plan.capacity_tokens} tokens: "
+                "raise gpu_memory_utilization or cache_memory_bytes"
+            )
+        return length
+
+    def _prepare_shorter_context(self, runner: ModelRunner) -> None:
+        """Prepare the kernels of a shorter context, if the cache does not hold the longest one."""
+        if self.builds_ahead and runner.max_model_len != self.longest:
+            self._prepare_in_turn(runner.model, runner.max_model_len)
+            self.phases.end("kernels")
+
+    # --- Compiled layers and captured steps -------------------------------------------------------
+
+    def _compile_layers(self, runner: ModelRunner) -> int:
         """Compile the decoder layers to graphs; returns how many were not in the cache."""
         if self.compiled_mode is None:
             return 0
@@ -412,67 +432,43 @@ class _Start:
         self.phases.end("compiled layers")
         return count
 
-    @torch.inference_mode()
-    def _capture(self, runner: ModelRunner) -> Tensor:
-        """Capture whole decodes with logits, and steps with prefill up to the residual streams.
+    def _add_drafter(self, runner: ModelRunner) -> None:
+        """Add the drafter, if the engine drafts, and eager verification steps."""
+        config, head = self.config, runner.model.draft_head
+        if config.draft_tokens and head is not None:
+            runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
+            if self.capabilities.captures_steps and config.enforce_eager:
+                runner.verification_steps = new_verification_steps(runner, config, None)
+
+    def _capture_steps(self, runner: ModelRunner) -> None:
+        """Capture steps of the configured sizes."""
+        largest = self._step_limits(runner.max_model_len)
+        runner.keep_sampled_in(capture_graphs(runner, self.config, largest))
+        self.phases.end("graphs")
+
+    # --- Memory and result ------------------------------------------------------------------------
+
+    def _reserve_memory(self, runner: ModelRunner) -> MemoryUse:
+        """Reserve the memory of the largest steps.
 
         Returns:
-            The tensor from which captured decodes read sampled ids; a new one if none is captured.
+            The memory that the rank holds from then on.
         """
+        workspace, cache = 0, runner.cache_plan.total_bytes
+        if self.device.type == "cuda" and self.capabilities.bounded_workspace:
+            workspace = self._run_largest_steps(runner)
+        self.phases.end("memory")
+        return MemoryUse(weights=self.weight_bytes, workspace=workspace, cache=cache)
 
-        def streams(inputs: StepInputs, segments: Segments) -> Tensor:
-            return runner.model(inputs, runner.cache, segments)
-
-        def logits(inputs: StepInputs, segments: Segments) -> Tensor:
-            return runner.model.forward_with_logits(inputs, runner.cache, segments)[0]
-
-        config, max_seqs = self.config, self.config.max_num_seqs
-        largest = self._largest(runner.max_model_len)
-        if not largest.graphs:
-            return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
-        memory = GraphMemory(self.device)
-        static = StaticInputs(
-            max(largest.graphs),
-            max_seqs,
-            self.groups,
-            runner.tables,
-            runner.max_model_len,
-            self.device,
-        )
-        if largest.prefill_graphs:
-            runner.prefill_graphs = Graphs(
-                streams,
-                static,
-                sizes=largest.prefill_graphs,
-                decode=False,
-                device=self.device,
-                memory=memory,
-            )
-        if runner.drafter is not None:
-            runner.verification_steps = new_verification_steps(runner, config, memory)
-            return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
-        runner.graphs = Graphs(
-            logits,
-            static,
-            sizes=largest.decode_graphs,
-            decode=True,
-            device=self.device,
-            memory=memory,
-        )
-        return static.sampled
-
-    def _hold(self, runner: ModelRunner, weights: int, reserved_before: int) -> MemoryUse:
+    def _run_largest_steps(self, runner: ModelRunner) -> int:
         """Run the largest steps once to reserve their memory and load their kernels.
 
         Pinned memory of the host is reserved too.
 
         Returns:
-            The memory that the rank holds from then on.
+            Bytes of the GPU that the rank holds besides weights and cache.
         """
-        config, cache = self.config, runner.cache_plan.total_bytes
-        if self.device.type != "cuda" or not self.capabilities.bounded_workspace:
-            return MemoryUse(weights=weights, workspace=0, cache=cache)
-        largest = self._largest(runner.max_model_len)
+        largest = self._step_limits(runner.max_model_len)
         LargestSteps(runner.model, self.groups, runner.cache).run(largest)
         with torch.inference_mode():
             rows = largest.num_seqs * (1 + largest.draft_tokens)
@@ -480,97 +476,62 @@ class _Start:
         vocab_size = self.model_config.vocab_size
         hold_pinned_memory(self.device, largest_transfer(self.groups, largest, vocab_size))
         torch.cuda.synchronize(self.device)
-        held = torch.cuda.memory_reserved(self.device) - reserved_before
+        held = torch.cuda.memory_reserved(self.device) - self.reserved_before
         free, total = torch.cuda.mem_get_info(self.device)
-        allowed = int(total * config.gpu_memory_utilization)
-        if config.cache_memory_bytes is None and total - free > allowed:
+        allowed = int(total * self.config.gpu_memory_utilization)
+        if self.config.cache_memory_bytes is None and total - free > allowed:
             logger.warning(
                 "%s bytes of the GPU are in use, of %s that gpu_memory_utilization allows",
                 f"{total - free:,}",
                 f"{allowed:,}",
             )
-        elsewhere = 0 if self.arenas else weights + cache
-        return MemoryUse(weights=weights, workspace=max(0, held - elsewhere), cache=cache)
+        # Arenas hold their memory outside torch's allocator.
+        elsewhere = 0 if self.arenas else self.weight_bytes + runner.cache_plan.total_bytes
+        return max(0, held - elsewhere)
 
+    def _new_executor(
+        self, runner: ModelRunner, memory: MemoryUse, built: Built, compiled_layers: int
+    ) -> LocalExecutor:
+        steps = runner.verification_steps
+        description = RankDescription(
+            device=str(self.device),
+            num_ranks=self.peers.rank.size,
+            asynchronous=self.device.type != "cpu",
+            needs_warm_up=self.device.type != "cpu" and self.capabilities.builds_kernels,
+            groups=self.groups,
+            num_pages=runner.cache_plan.num_pages,
+            max_model_len=runner.max_model_len,
+            can_draft=runner.drafter is not None,
+            device_drafts=None if steps is None else steps.description,
+            memory=memory,
+            kernels=built.kernels,
+            compiled_kernels=built.compiled,
+            compiled_layers=compiled_layers,
+            start_seconds=dict(self.phases.seconds),
+            routed_experts=_form(self.routed),
+        )
+        # The compiled mode keeps copies of some weights, which an update could not replace.
+        loader = self.loader if self.compiled_mode is None else None
+        return LocalExecutor(
+            runner,
+            self.builds,
+            description,
+            self.collectives,
+            loader,
+            self.arenas,
+            self.peers.on_this_host(),
+        )
 
-def new_verification_steps(
-    runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
-) -> VerificationSteps:
-    """Make the decodes of a drafting engine. Without `memory`, the host launches every kernel."""
-    model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
-    largest = step_limits(config, model_config, can_capture, runner.max_model_len)
-    return VerificationSteps(
-        runner.model,
-        runner.cache,
-        runner.groups,
-        runner.tables,
-        runner.ops,
-        kinds=largest.draft_kinds,
-        sizes=largest.verify_graphs or (config.max_num_seqs,),
-        plain_sizes=largest.decode_graphs,
-        max_len=runner.max_model_len,
-        device=runner.device,
-        memory=memory,
-    )
+    # --- Limits -----------------------------------------------------------------------------------
 
+    def _step_limits(self, max_len: int) -> StepLimits:
+        return step_limits(
+            self.config, self.model_config, self.capabilities.captures_steps, max_len
+        )
 
-def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
-    """Run drafting decodes as on a GPU, launched by the host: for tests and measurements."""
-    runner = executor.runner
-    steps = runner.verification_steps = new_verification_steps(runner, config, None)
-    executor.description = replace(executor.description, device_drafts=steps.description)
-    return steps
-
-
-def step_limits(
-    config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
-) -> StepLimits:
-    """The sizes of the largest steps and of the graphs to capture."""
-    decodes: Iterable[int] = ()
-    verifies: Iterable[int] = ()
-    prefills: tuple[int, ...] = ()
-    most = config.max_num_batched_tokens
-    kinds = draft_kinds(config, model_config)
-    if can_capture and not config.enforce_eager:
-        if any(width == 1 for width, _ in kinds):
-            # "auto" pads steps without drafts as an engine that does not draft.
-            decodes = config.graph_sizes or decode_sizes(config.max_num_seqs)
-        if config.draft_tokens:
-            verifies = config.graph_sizes or verification_sizes(config.max_num_seqs)
-        if config.graph_sizes is None:
-            prefills = tuple(prefill_sizes(most, config.tensor_parallel_size or 1))
-    return StepLimits(
-        num_tokens=most,
-        num_seqs=config.max_num_seqs,
-        max_len=max_len,
-        decode_graphs=tuple(sorted(set(decodes))),
-        verify_graphs=tuple(sorted(set(verifies))),
-        prefill_graphs=prefills,
-        draft_kinds=kinds,
-    )
-
-
-def launches(
-    config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
-) -> object:
-    """The values that determine launch signatures. Equal values need the same kernels."""
-    return {
-        "model": asdict(model_config),  # type: ignore[call-overload]
-        "steps": asdict(step_limits(config, model_config, can_capture, max_len)),
-        "batch_invariant": config.batch_invariant,
-        "wo_a_input": config.wo_a_input,
-        "eager": config.enforce_eager,
-        "compile": config.compile,
-        "ranks": config.tensor_parallel_size,
-    }
-
-
-def draft_kinds(config: EngineConfig, model_config: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """The kinds of decodes: tokens for each sequence, and drafts that it gets after the step."""
-    if config.draft_tokens == "auto":
-        most, block = model_config.max_draft_tokens, model_config.draft_block_tokens > 0
-        return tuple([(kind.width, kind.drafts) for kind in step_kinds(most, block=block)])
-    return ((1 + config.draft_tokens, config.draft_tokens),)
+    def _build_configuration(self, max_len: int) -> object:
+        captures = self.capabilities.captures_steps
+        return build_configuration(self.config, self.model_config, captures, max_len)
 
 
 def _table_serves(
@@ -612,24 +573,6 @@ def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.max_model_len or limit
 
 
-def _check_fits_machine(num_bytes: int) -> None:
-    """Raise ResourceError if the cache exceeds the machine's memory. The allocation might succeed,
-    but its use would end the process.
-    """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if num_bytes > memory:
-        raise ResourceError(
-            f"the cache would take {num_bytes:,} bytes, but this machine has {memory:,} bytes of "
-            "memory: lower cache_memory_bytes"
-        )
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     """If a CPU allocation fails, torch raises a plain RuntimeError and numpy a MemoryError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate" in str(error)
-
-
-def choose_dtype(name: str | None, platform: Platform) -> torch.dtype:
-    if name is None:
-        return torch.float32 if platform.vendor == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

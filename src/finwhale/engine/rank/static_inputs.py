@@ -6,7 +6,7 @@ step's copy, the host writes the next step into the other. Page tables stay on t
 sends changes as pairs of index and page.
 """
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -43,7 +43,7 @@ class StaticInputs:
         self,
         num_tokens: int,
         num_seqs: int,
-        groups: Items[CacheGroup],
+        groups: Sequence[CacheGroup],
         tables: SlotTables,
         max_len: int,
         device: torch.device,
@@ -123,7 +123,7 @@ class StaticInputs:
         nothing: DeviceTable = (None, None, 0, 0)
         self._device_tables = [[nothing] * len(self.groups) for _ in range(self.num_seqs)]
 
-    def _fill_pages(self, pinned: "_PinnedCopy", slots: Items[int]) -> None:
+    def _fill_pages(self, pinned: "_PinnedCopy", slots: Sequence[int]) -> None:
         """Send the pages that the device does not have yet."""
         held, count = self._versions, len(slots)
         versions = self._tables.versions(slots)
@@ -229,7 +229,7 @@ class _PageLayout:
     """Layout of the page tables in one block: each group's `first`, then rows of all groups."""
 
     def __init__(
-        self, groups: Items[CacheGroup], num_tokens: int, num_seqs: int, max_len: int
+        self, groups: Sequence[CacheGroup], num_tokens: int, num_seqs: int, max_len: int
     ) -> None:
         self._num_seqs = num_seqs
         self._firsts = aligned(num_seqs)

@@ -1,7 +1,7 @@
 """Receives new weights on one rank from a trainer: over a process group or over CUDA IPC.
 
 The engine sends only names, dtypes and shapes to its ranks. Each rank receives the tensors itself,
-and stages its part of them (weight_update.py).
+and stages its part of them (staged_weights.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from finwhale.checkpoint.incoming import Announced
 from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer
 from finwhale.distributed.weight_group import GroupAddress, WeightGroup
-from finwhale.engine.rank.weight_update import loader_of, update_of
+from finwhale.engine.rank.staged_weights import loader_of, staged_weights_of
 from finwhale.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ def leave_group(executor: "LocalExecutor", *, group_name: str) -> None:
 
 
 def announce(executor: "LocalExecutor", *, tensors: Sequence[Announced], last: bool) -> None:
-    """Check tensors before they arrive (WeightUpdate.announce)."""
-    update_of(executor).announce(tensors, last=last)
+    """Check tensors before they arrive (StagedWeights.announce)."""
+    staged_weights_of(executor).announce(tensors, last=last)
 
 
 def receive(executor: "LocalExecutor", *, group_name: str, tensors: Sequence[Announced]) -> None:
     """Receive tensors that the trainer broadcasts, and stage them."""
-    update_of(executor).add(executor.groups[group_name].receive(tensors))
+    staged_weights_of(executor).add(executor.groups[group_name].receive(tensors))
 
 
 def read_buffer(
@@ -60,7 +60,7 @@ def read_buffer(
         handles: a handle for each GPU, by its UUID. All buffers have the same contents.
         tensors: the tensors in the buffer, one after the other.
     """
-    update, device = update_of(executor), loader_of(executor).device
+    staged, device = staged_weights_of(executor), loader_of(executor).device
     buffer = open_buffer(handles, device)
     total = sum(one.nbytes for one in tensors)
     if buffer.nbytes < total:
@@ -70,7 +70,7 @@ def read_buffer(
     start = 0
     for one in tensors:
         end = start + one.nbytes
-        update.add([(one.name, _tensor(buffer[start:end], one))])
+        staged.add([(one.name, _tensor(buffer[start:end], one))])
         start = end
     if device.type == "cuda":
         # The owner may overwrite the buffer once it has an answer.

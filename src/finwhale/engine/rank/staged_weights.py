@@ -1,13 +1,11 @@
-"""Replaces the weights of one rank in place, once the new ones are complete.
+"""Stages new weights of one rank, and writes them in place of the old ones once they are complete.
 
 The code that loads a checkpoint first fills a second copy of the rank's weights, in host memory.
 Only when this copy is complete on every rank, each tensor is copied into the memory of the old one,
 so captured graphs remain valid.
 """
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,60 +15,22 @@ from torch import Tensor
 from finwhale.checkpoint.incoming import Announced, Incoming
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.checkpoint.spec import Storage
-from finwhale.distributed.rank import Rank
-from finwhale.engine.rank.devices import check_host_memory
+from finwhale.engine.rank.memory_checks import check_host_memory
+from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import CheckpointError, FinwhaleError
-from finwhale.models.protocol import Architecture, ModelConfig
 from finwhale.models.registry import parse_config
 from finwhale.models.weight_protocol import WeightLoading, tensors_of
-from finwhale.ops import Ops
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
-
-logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 # Limits for announced tensors. No tensor of a model is near them.
 MAX_DIM, MAX_TENSOR_BYTES = 2**20, 2**40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loader:
-    """The arguments with which this rank's weights are loaded.
-
-    Attributes:
-        model_config: the configuration of the whole model.
-        storages: the stored format of each weight of the loaded checkpoint.
-    """
-
-    architecture: Architecture
-    model_config: ModelConfig
-    ops: Ops
-    dtype: torch.dtype
-    device: torch.device
-    rank: Rank
-    round_activations: bool
-    round_wo_a: bool
-    storages: Mapping[str, Storage]
-
-    def begin(self, device: torch.device) -> WeightLoading:
-        """Begin to load the weights, or a copy of them, on a device."""
-        return self.architecture.begin_loading(
-            self.model_config,
-            storages=self.storages,
-            dtype=self.dtype,
-            device=device,
-            round_activations=self.round_activations,
-            round_wo_a=self.round_wo_a,
-            ops=self.ops,
-            rank=self.rank,
-        )
-
-
-class WeightUpdate:
-    """The staged copy of new weights.
+class StagedWeights:
+    """The copy of new weights that an update fills before it writes any of them.
 
     Args:
         weights: the weights that the model runs with.
@@ -82,7 +42,7 @@ class WeightUpdate:
     """
 
     def __init__(
-        self, loader: Loader, weights: Any, *, partial: bool, ranks_on_host: int = 1
+        self, loader: WeightLoader, weights: Any, *, partial: bool, ranks_on_host: int = 1
     ) -> None:
         self._loader, self._weights, self._partial = loader, weights, partial
         if not partial:
@@ -171,53 +131,53 @@ class WeightUpdate:
 
 
 def begin_update(executor: "LocalExecutor", *, partial: bool) -> None:
-    """Begin to stage an update (WeightUpdate)."""
+    """Begin to stage an update (StagedWeights)."""
     loader = loader_of(executor)
-    executor.update = None
+    executor.staged_weights = None
     weights = executor.runner.model.weights
-    executor.update = WeightUpdate(
+    executor.staged_weights = StagedWeights(
         loader, weights, partial=partial, ranks_on_host=executor.ranks_on_host
     )
 
 
 def stage_tensors(executor: "LocalExecutor", *, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    update_of(executor).add(tensors)
+    staged_weights_of(executor).add(tensors)
 
 
 def stage_bytes(executor: "LocalExecutor", *, tensors: Sequence[tuple[Announced, Tensor]]) -> None:
     """Stage tensors that are given as their bytes."""
     parts = ((form.name, data.view(form.dtype).view(form.shape)) for form, data in tensors)
-    update_of(executor).add(parts)
+    staged_weights_of(executor).add(parts)
 
 
 def stage_checkpoint(executor: "LocalExecutor", *, path: Path) -> None:
-    update_of(executor).read(path)
+    staged_weights_of(executor).read(path)
 
 
 def prepare_update(executor: "LocalExecutor") -> None:
     """Complete the staged weights."""
-    update_of(executor).prepare()
+    staged_weights_of(executor).prepare()
 
 
 def commit_update(executor: "LocalExecutor") -> None:
     """Write the staged weights, after every rank has prepared its own."""
-    update_of(executor).commit()
-    executor.update = None
+    staged_weights_of(executor).commit()
+    executor.staged_weights = None
 
 
 def discard_update(executor: "LocalExecutor") -> None:
     """Drop the staged weights."""
-    executor.update = None
+    executor.staged_weights = None
 
 
-def loader_of(executor: "LocalExecutor") -> Loader:
+def loader_of(executor: "LocalExecutor") -> WeightLoader:
     """How this rank loads weights. Raises FinwhaleError if they cannot be updated."""
     if executor.loader is None:
         raise FinwhaleError("the weights of a compiled engine cannot be updated")
     return executor.loader
 
 
-def update_of(executor: "LocalExecutor") -> WeightUpdate:
-    """The update that has begun."""
-    assert executor.update is not None, "no update has begun"
-    return executor.update
+def staged_weights_of(executor: "LocalExecutor") -> StagedWeights:
+    """The weights that the begun update stages."""
+    assert executor.staged_weights is not None, "no update has begun"
+    return executor.staged_weights

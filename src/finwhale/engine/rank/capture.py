@@ -1,0 +1,93 @@
+"""Captures the steps of one rank as CUDA graphs, and makes the decodes of a drafting engine."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from finwhale.config import EngineConfig
+from finwhale.engine.rank.draft_decode import VerificationSteps
+from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.rank.graphs import GraphMemory, Graphs
+from finwhale.engine.rank.runner import ModelRunner
+from finwhale.engine.rank.static_inputs import StaticInputs
+from finwhale.engine.rank.step_limits import StepLimits, step_limits
+from finwhale.models.step_inputs import Segments, StepInputs
+
+
+@torch.inference_mode()
+def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimits) -> Tensor:
+    """Capture whole decodes with logits, and steps with prefill up to the residual streams.
+
+    Returns:
+        The tensor from which captured decodes read sampled ids; a new one if none is captured.
+    """
+
+    def streams(inputs: StepInputs, segments: Segments) -> Tensor:
+        return runner.model(inputs, runner.cache, segments)
+
+    def logits(inputs: StepInputs, segments: Segments) -> Tensor:
+        return runner.model.forward_with_logits(inputs, runner.cache, segments)[0]
+
+    max_seqs = config.max_num_seqs
+    if not largest.graphs:
+        return torch.zeros(max_seqs, dtype=torch.int64, device=runner.device)
+    memory = GraphMemory(runner.device)
+    static = StaticInputs(
+        max(largest.graphs),
+        max_seqs,
+        runner.groups,
+        runner.tables,
+        runner.max_model_len,
+        runner.device,
+    )
+    if largest.prefill_graphs:
+        runner.prefill_graphs = Graphs(
+            streams,
+            static,
+            sizes=largest.prefill_graphs,
+            decode=False,
+            device=runner.device,
+            memory=memory,
+        )
+    if runner.drafter is not None:
+        runner.verification_steps = new_verification_steps(runner, config, memory)
+        return torch.zeros(max_seqs, dtype=torch.int64, device=runner.device)
+    runner.graphs = Graphs(
+        logits,
+        static,
+        sizes=largest.decode_graphs,
+        decode=True,
+        device=runner.device,
+        memory=memory,
+    )
+    return static.sampled
+
+
+def new_verification_steps(
+    runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
+) -> VerificationSteps:
+    """Make the decodes of a drafting engine. Without `memory`, the host launches every kernel."""
+    model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
+    largest = step_limits(config, model_config, can_capture, runner.max_model_len)
+    return VerificationSteps(
+        runner.model,
+        runner.cache,
+        runner.groups,
+        runner.tables,
+        runner.ops,
+        kinds=largest.draft_kinds,
+        sizes=largest.verify_graphs or (config.max_num_seqs,),
+        plain_sizes=largest.decode_graphs,
+        max_len=runner.max_model_len,
+        device=runner.device,
+        memory=memory,
+    )
+
+
+def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
+    """Run drafting decodes as on a GPU, launched by the host: for tests and measurements."""
+    runner = executor.runner
+    steps = runner.verification_steps = new_verification_steps(runner, config, None)
+    executor.description = replace(executor.description, device_drafts=steps.description)
+    return steps
