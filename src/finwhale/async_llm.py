@@ -326,15 +326,16 @@ class _Stepper:
                 _fail(engine, running, error)
                 continue
             updates: list[_Update] = []
-            for result in touched:
-                one = running.get(result.request_id)
-                if one is None:
-                    continue
-                update = one.update()
-                if result.finished:
-                    del running[result.request_id]
-                if update is not None:
-                    updates.append((one.request, update))
+            with engine.unchanging():
+                for result in touched:
+                    one = running.get(result.request_id)
+                    if one is None:
+                        continue
+                    update = one.update()
+                    if result.finished:
+                        del running[result.request_id]
+                    if update is not None:
+                        updates.append((one.request, update))
             for request in _send(updates):
                 running.pop(request.request_id, None)
                 engine.abort(request.request_id)

@@ -490,24 +490,29 @@ class LLM(LoadedModel):
     def _run(self, jobs: Iterable[Job | RequestOutput], show_progress: bool) -> list[RequestOutput]:
         """Begins the requests and runs them to their ends. An exception aborts all of them."""
         begun: list[tuple[Job | None, RequestOutput]] = []
+        ids: list[str] = []
         try:
             for job in jobs:
-                begun.append((None, job) if isinstance(job, RequestOutput) else self._begin(job))
+                if isinstance(job, RequestOutput):
+                    begun.append((None, job))
+                    continue
+                ids.append(self.new_id())  # before it begins, so that an interrupt aborts it
+                begun.append(self._begin(ids[-1], job))
             with _Bar(show_progress, [result for _, result in begun]) as bar:
                 while not all(result.finished for _, result in begun):
                     self.engine.step()
                     bar.update()
         finally:
-            for _, result in begun:
-                self.engine.abort(result.request_id)
+            for request_id in ids:
+                self.engine.abort(request_id)
         for accepted, result in begun:
             if accepted is not None:
                 self.parse_answer(accepted, result)
         return [result for _, result in begun]
 
-    def _begin(self, job: Job) -> tuple[Job | None, RequestOutput]:
+    def _begin(self, request_id: str, job: Job) -> tuple[Job | None, RequestOutput]:
         try:
-            return job, add_job(self.engine, self.new_id(), job)
+            return job, add_job(self.engine, request_id, job)
         except RequestError as error:
             return None, self.refused(error, job)
 

@@ -185,6 +185,31 @@ def test_an_update_shares_nothing_that_the_engine_changes() -> None:
     assert whole.times == second.times and whole.prompt_logprobs == result.prompt_logprobs
 
 
+def test_results_do_not_change_while_they_are_read(
+    async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause on another thread, which collects further tokens, waits."""
+    engine, waited = async_llm.engine, []
+
+    def pause(begun: threading.Event) -> None:
+        begun.set()
+        engine.pause()
+        engine.resume()
+
+    def read(self: Any, update: Any = _Running.update) -> Any:
+        begun = threading.Event()
+        thread = threading.Thread(target=pause, args=(begun,))
+        thread.start()
+        begun.wait()
+        thread.join(0.01)
+        waited.append(thread.is_alive())
+        return update(self)
+
+    monkeypatch.setattr(_Running, "update", read)
+    run(async_llm.generate([[5, 9]], SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert waited and all(waited)
+
+
 def test_bad_prompts_of_streams_raise(async_llm: AsyncLLM) -> None:
     async def read(prompt: Any) -> None:
         async for _ in async_llm.stream(prompt):

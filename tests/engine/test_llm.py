@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import math
 import time
@@ -20,6 +21,7 @@ import torch
 from finwhale import LLM, RequestError, RequestOutput, SamplingParams
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.rank.executor import local_executor
+from finwhale.llm import add_job
 from finwhale.testing.library_tokenizer import encode_with_special
 from finwhale.testing.stepping import Stepper
 
@@ -487,6 +489,43 @@ def test_threads_share_one_model(llm: LLM) -> None:
             threads.map(lambda prompt: tokens(llm.generate([prompt], greedy(12))[0]), prompts)
         )
     assert found == alone
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_a_request_begins(
+    llm: LLM, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C beside the queue leaves nothing of the request in the engine."""
+    admission = llm.engine.scheduler.admission
+    add, calls = admission.add, itertools.count()
+
+    def interrupted(sequence: Any) -> None:
+        third = next(calls) == 2
+        if third and when == "before":
+            raise KeyboardInterrupt
+        add(sequence)
+        if third:
+            raise KeyboardInterrupt
+
+    wanted = tokens(llm.generate([[5, 9]], greedy())[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 9], [6, 9]], greedy(n=2))
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+    assert tokens(llm.generate([[5, 9]], greedy())[0]) == wanted
+
+
+def test_an_interrupt_after_a_request_began(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        add_job(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finwhale.llm.add_job", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 9]], greedy())
+    assert not llm.engine.has_work
 
 
 def test_integers_of_other_types_are_token_ids(llm: LLM) -> None:

@@ -27,7 +27,7 @@ from finwhale import (
 from finwhale.checkpoint.loading import DTYPE_NAMES
 from finwhale.engine.loop.weight_updates import _staging
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.staged_weights import StagedWeights
+from finwhale.engine.rank.staged_weights import StagedWeights, discard_update
 from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.moe import ExpertWeight
@@ -203,6 +203,42 @@ def test_a_failed_update_leaves_outputs_and_prefixes(
         engine.update_weights(broken(tensors, "raises"))
     assert engine.generate(LONG, params())[0].num_cached_tokens == 256
     assert outputs(engine) == before
+
+
+def test_an_update_begins_only_when_the_failed_one_is_discarded(
+    engine: LLM, before: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, discarding would take the second one."""
+    refused, on_ranks = [], engine.engine.on_ranks
+
+    def between(work: Any) -> Any:
+        if work is discard_update:
+            with pytest.raises(RequestError, match="another update"):
+                engine.updates.begin()
+            refused.append(work)
+        return on_ranks(work)
+
+    monkeypatch.setattr(engine.engine, "on_ranks", between)
+    with pytest.raises(RequestError, match="pairs"):
+        engine.update_weights([1])  # type: ignore[list-item]
+    assert refused and not engine.updates.begun
+    assert outputs(engine) == before
+
+
+def test_a_partial_update_of_weights_that_were_dropped(
+    old_path: Path, tensors: dict[str, Tensor], one_thread: None
+) -> None:
+    """It ends, and the engine still waits for all weights."""
+    llm = LLM(old_path, device="cpu", activations="exact", enable_sleep_mode=True)
+    llm.updates.begin(partial=True)
+    llm.updates.add([(LAST, tensors[LAST])])
+    llm.sleep(drop_weights=True)
+    llm.wake()
+    with pytest.raises(RequestError, match="must have all of them"):
+        llm.updates.finish()
+    assert llm.engine.is_sleeping and not llm.updates.begun
+    llm.update_weights(old_path)
+    assert not llm.engine.is_sleeping
 
 
 def test_weights_that_do_not_fit_the_host_are_refused(

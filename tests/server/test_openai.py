@@ -8,7 +8,8 @@ import deepseek_recipe as recipe
 import openai
 import pytest
 
-from finwhale import LLM, SamplingParams
+from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.server.worker import _Sent
 
 from .running import MODEL, RunningServer
 
@@ -258,3 +259,18 @@ def test_many_at_once_are_not_crossed(start: Callable[..., RunningServer]) -> No
     with ThreadPoolExecutor(12) as pool:
         together = dict(zip(words, pool.map(ask, words), strict=True))
     assert together == alone
+
+
+def test_results_do_not_change_while_they_are_sent(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, a pause on another thread could add tokens that are never sent."""
+    held = []
+
+    def delta(self: _Sent, request: RequestOutput, delta: Any = _Sent.delta) -> Any:
+        held.append(server.engine._lock._is_owned())  # type: ignore[attr-defined]
+        return delta(self, request)
+
+    monkeypatch.setattr(_Sent, "delta", delta)
+    assert server.openai().completions.create(model=MODEL, prompt="A", max_tokens=3).choices
+    assert held and all(held)

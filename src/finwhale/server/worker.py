@@ -192,7 +192,8 @@ class EngineLoop:
         if self._engine.has_work:
             with self._in_step():
                 touched = self._engine.step()
-        deltas = [delta for request in touched for delta in self._deltas(request)]
+        with self._engine.unchanging():
+            deltas = [delta for request in touched for delta in self._deltas(request)]
         metrics = self._due_metrics()
         if deltas or metrics is not None:
             self._send(Step(deltas, metrics))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -246,47 +247,51 @@ class Engine:
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self.model_config.eos_token_ids)
-        for index in range(params.n):
-            routed = None
-            if params.return_routed_experts and routed_form is not None:
-                # The first continuation also has the experts of the prompt.
-                routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
-            sequence = SequenceState(
-                key=f"{request_id}/{index}",
-                request_id=request_id,
-                index=index,
-                token_ids=list(prompt_token_ids),
-                num_prompt=len(prompt_token_ids),
-                max_len=longest,
-                params=params,
-                priority=priority,
-                prefix_owner=prefix_owner,
-                prompt_logprobs=scored if index == 0 else None,
-                num_routed=None if routed is None else routed.end,
-                sampling=RequestSampling(
-                    params,
-                    prompt_token_ids,
-                    self.model_config.vocab_size,
-                    index,
-                    None if matcher is None else matcher.copy(),
-                    ends,
-                ),
-            )
-            output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-            request.outputs.append(output)
-            self._text_streams[sequence.key] = TextStream(
-                sequence,
-                running,
-                output,
-                ends,
-                self._new_detokenizer(params),
-                _new_stop_checker(params),
-                stop_after if params.stop else None,
-                Clock(began),
-                routed=routed,
-            )
-            self.scheduler.add(sequence)
         self._requests[request_id] = running
+        try:
+            for index in range(params.n):
+                routed = None
+                if params.return_routed_experts and routed_form is not None:
+                    # The first continuation also has the experts of the prompt.
+                    routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
+                sequence = SequenceState(
+                    key=f"{request_id}/{index}",
+                    request_id=request_id,
+                    index=index,
+                    token_ids=list(prompt_token_ids),
+                    num_prompt=len(prompt_token_ids),
+                    max_len=longest,
+                    params=params,
+                    priority=priority,
+                    prefix_owner=prefix_owner,
+                    prompt_logprobs=scored if index == 0 else None,
+                    num_routed=None if routed is None else routed.end,
+                    sampling=RequestSampling(
+                        params,
+                        prompt_token_ids,
+                        self.model_config.vocab_size,
+                        index,
+                        None if matcher is None else matcher.copy(),
+                        ends,
+                    ),
+                )
+                output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+                request.outputs.append(output)
+                self._text_streams[sequence.key] = TextStream(
+                    sequence,
+                    running,
+                    output,
+                    ends,
+                    self._new_detokenizer(params),
+                    _new_stop_checker(params),
+                    stop_after if params.stop else None,
+                    Clock(began),
+                    routed=routed,
+                )
+                self.scheduler.add(sequence)
+        except BaseException:
+            self.abort(request_id)  # KeyboardInterrupt, for example, must not leave a part of it
+            raise
         self._meter.requests += 1
         return request
 
@@ -345,6 +350,14 @@ class Engine:
     def _take_touched(self) -> list[RequestOutput]:
         touched, self._touched = self._touched, []
         return touched
+
+    def unchanging(self) -> AbstractContextManager[bool]:
+        """While this context is open, calls on other threads change no result.
+
+        Read the results of `step` within it: `pause`, `sleep` or an update of the weights may
+        collect further tokens at any other time.
+        """
+        return self._lock
 
     # --- Between steps ----------------------------------------------------------------------------
 
@@ -449,15 +462,17 @@ class Engine:
         if partial and self._lacks_weights:
             raise RequestError("the weights were dropped, so an update must have all of them")
 
-    def change_weights(self, work: Callable[[Any], None], requests: Requests) -> None:
-        """Call `work`, which replaces the weights, on every rank.
+    def change_weights(
+        self, work: Callable[[Any], None], requests: Requests, *, partial: bool
+    ) -> None:
+        """Call `work`, which replaces the weights or some of them (`partial`), on every rank.
 
         No step is in flight during the call, and the prefix cache is empty afterwards. An error of
         `work` ends the engine.
         """
         with self._lock:
             self._check_usable()
-            self.check_weights_can_change(requests=requests)
+            self.check_weights_can_change(partial=partial, requests=requests)
             self._drain(requests)
             self._on_ranks_or_die(work)
             self.scheduler.reset_prefix_cache()

@@ -89,6 +89,7 @@ class WeightUpdates:
         self._engine = engine
         self._count = 0
         self._next_version: str | None = None
+        self._partial = False
         self._groups: set[str] = set()
         self._lock = threading.Lock()
 
@@ -182,7 +183,7 @@ class WeightUpdates:
             if self.begun:
                 raise RequestError("another update of the weights has begun: finish it first")
             self.begun = True
-            self._next_version = None
+            self._next_version, self._partial = None, partial
         try:
             self._engine.on_ranks(functools.partial(begin_update, partial=partial))
         except BaseException as error:
@@ -205,15 +206,17 @@ class WeightUpdates:
 
         Raises:
             RequestError: no update has begun, the weights are asleep, or `requests` is unknown. An
-                update that has begun goes on.
+                update that has begun goes on. A partial update ends if the weights have been
+                dropped since it began.
             EngineDeadError: a rank failed while it wrote the weights. The engine has ended, because
                 only some of the weights may be new.
         """
         self._check_begun()
         self._engine.check_weights_can_change(requests=requests)
         try:
+            self._engine.check_weights_can_change(partial=self._partial)
             self._engine.on_ranks(prepare_update)
-            self._engine.change_weights(commit_update, requests)
+            self._engine.change_weights(commit_update, requests, partial=self._partial)
         except BaseException as error:
             self._discard(error)
             raise
@@ -274,9 +277,11 @@ class WeightUpdates:
         return tensors
 
     def _discard(self, error: BaseException | None) -> None:
-        self.begun = False
-        if not isinstance(error, EngineDeadError):
-            self._engine.on_ranks(discard_update)
+        try:
+            if not isinstance(error, EngineDeadError):
+                self._engine.on_ranks(discard_update)
+        finally:
+            self.begun = False  # Not before: another thread's update must not be discarded.
 
 
 def _announced(source: BroadcastTensors | SharedTensors) -> list[Announced]:

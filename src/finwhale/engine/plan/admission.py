@@ -60,11 +60,13 @@ class Admission:
         insort(self.waiting, sequence, key=in_order)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Remove a sequence that ends while it waits."""
+        """Remove a sequence that ends while it waits, or that `add` was kept from adding."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             return
-        key = next(key for key, some in self.followers.items() if sequence in some)
+        key = next((key for key, some in self.followers.items() if sequence in some), None)
+        if key is None:
+            return
         self.followers[key].remove(sequence)
         if not self.followers[key]:
             del self.followers[key]
