@@ -153,6 +153,49 @@ def test_the_content_of_a_chat_completion() -> None:
     assert response["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
+# Names that deepseek-recipe does not write as JSON, or cuts at a space.
+NAMES = (
+    "first name", 'a"b', "back\\slash", "new\nline", "\t", "Größe 🐋", 'a string="true" b', "x>y z",
+    'a" b">c',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", list(WHERE.values()))
+@pytest.mark.parametrize("name", ["official", "demo"])
+def test_names_of_parameters(protocol: ProtocolName, name: str) -> None:
+    wanted = dict.fromkeys(NAMES, "🐋 é") | {"city": "Rome"}
+    parameters = "".join(
+        f'<{DSML}parameter name="{key}" string="true">{value}</{DSML}parameter>\n'
+        for key, value in wanted.items()
+    )
+    text = calls().replace(
+        f"</{DSML}tool", f'<{DSML}invoke name="weather">\n{parameters}</{DSML}invoke>\n</{DSML}tool'
+    )
+    ids = encode_with_special(tokenizer(name), f"</think>{text}{EOS}")
+    response, parts = answer(protocol, name, ids, list(range(1, len(ids))))
+    (arguments,) = (part for kind, part in parts.items() if "{" in part)
+    assert json.loads(arguments) == wanted
+    if protocol == "messages":
+        assert response["content"][-1]["input"] == wanted
+        assert response["usage"]["output_tokens"] == len(ids)
+
+
+def test_names_of_parameters_in_an_answer_without_tools() -> None:
+    """The markup is text, and so is a head of a parameter that does not end."""
+    text = (
+        f'<{DSML}parameter name="a b" string="true">c</{DSML}parameter> <{DSML}parameter name="a '
+    )
+    asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    stream = AnswerStream(
+        convert("chat", asked, default_thinking=False), tokenizer("demo"), answer_id="id",
+        model="m", created=1, prompt_tokens=7, cached_tokens=2,
+    )  # fmt: skip
+    stream.begin()
+    stream.feed(encode_with_special(tokenizer("demo"), text))
+    stream.finish("length")
+    assert json.loads(stream.response())["choices"][0]["message"]["content"] == text
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{}, {"messages": []}, {"messages": 3}, {"messages": [{"role": "user", "content": "\ud800"}]}],

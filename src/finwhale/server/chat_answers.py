@@ -10,6 +10,7 @@ from typing import Any, Literal
 import deepseek_recipe as recipe
 
 from finwhale.chat.output import FINISH_REASONS, dropped_ids, new_gate
+from finwhale.chat.parameter_names import ParameterNames
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
@@ -248,6 +249,7 @@ class AnswerStream:
         options = converted.parsing_options
         options.stop_sequences = [] if gate else longest_first(options.stop_sequences)
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
+        self._names = ParameterNames(tokenizer, enabled=options.parse_tool_calls)
         self._gate = gate
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._kind = _RESPONSE_KINDS[converted.protocol]
@@ -309,13 +311,19 @@ class AnswerStream:
             if token_id in self._dropped:
                 # Push it as text, so that the parser does not take it for markup.
                 text = self._tokenizer.token_text(token_id) if self._special_tokens else ""
-                events += self._push(recipe.InferenceChunk.text(text, token_count=1))
+                events += self._push_token(
+                    token_id, recipe.InferenceChunk.text(text, token_count=1)
+                )
                 continue
             wanted = None if logprobs is None else [logprobs]
-            events += self._push(recipe.InferenceChunk.tokens([token_id], wanted))
+            events += self._push_token(token_id, recipe.InferenceChunk.tokens([token_id], wanted))
             self._decoder.decode(self._tokenizer.token_bytes(token_id))
             self._unfinished = self._unfinished + 1 if self._decoder.getstate()[0] else 0
         return events
+
+    def _push_token(self, token_id: int, chunk: recipe.InferenceChunk) -> Events:
+        chunks = self._names.feed(token_id, chunk)
+        return [event for one in chunks for event in self._push(one)]
 
     def _count(self, num_tokens: int) -> Events:
         """Counts tokens that are no part of the answer. This may give an empty delta, so that the
@@ -325,6 +333,8 @@ class AnswerStream:
     def finish(self, reason: Literal["stop", "length"]) -> Events:
         """Ends the answer; `reason` says why generation ended."""
         events = self._release(len(self._withheld))
+        for chunk in self._names.flush():
+            events += self._push(chunk)
         # The answer may end inside a character.
         events += self._count(self._unfinished) if self._unfinished else []
         events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
