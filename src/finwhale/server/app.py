@@ -51,6 +51,7 @@ from finwhale.server.schemas import (
 )
 from finwhale.server.sse import ClientGone, EventStream, event, unless_disconnected
 from finwhale.server.state import ServerState
+from finwhale.server.validation_errors import validation_error
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -294,7 +295,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _refused(request, state, _validation_error(error))
+        return _refused(request, state, validation_error(error))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -317,16 +318,3 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 def _refused(request: Request, state: ServerState, error: ApiError) -> Response:
     note_refusal(request.scope, error, state.config.log_prompts)
     return error_response(error, request.url.path)
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first error in a body, in one line."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:])
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        message = f"unknown parameter: {where}"
-        return ApiError(400, message, code="unknown_parameter", param=where)
-    message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return ApiError(400, message, code="invalid_value", param=where or None)
