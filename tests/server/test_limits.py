@@ -311,6 +311,26 @@ def test_requests_while_the_model_loads(start: Start, monkeypatch: pytest.Monkey
         server.openai().completions.create(model=MODEL, prompt="a")
     assert refused.value.status_code == 503 and refused.value.code == "loading"
     assert refused.value.response.headers["retry-after"] == "1"
+    # The context, from which the limits of a body follow, is not known yet.
+    prompts = json.dumps({"model": MODEL, "prompt": [[5] * 1000] * 132, "max_tokens": 1}).encode()
+    # The server answers before it reads a body that is too large, so do not send that.
+    for body, length in ((prompts, len(prompts)), (b"", 5 << 20)):
+        given = {"content-length": str(length)}
+        status, headers, text = request(server, "POST", "/v1/completions", body, given)
+        assert status == 503 and json.loads(text)["error"]["code"] == "loading"
+        assert headers["retry-after"] == "1"
+    # This limit is the same for every context.
+    status, _, text = request(server, "POST", "/v1/completions", b"[" * 140_000)
+    assert status == 400 and json.loads(text)["error"]["code"] == "too_complex"
+
+
+def test_a_set_limit_holds_while_the_model_loads(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(max_body_bytes=100)
+    monkeypatch.setattr(server.client, "ready", None)
+    status, _, text = request(server, "POST", "/v1/completions", b" " * 101)
+    assert status == 413 and json.loads(text)["error"]["code"] == "body_too_large"
 
 
 def test_a_dead_engine_charges_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.server import chat_answers, chat_requests, completions, health, tokens
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
-from finwhale.server.bodies import Parser, max_items
+from finwhale.server.bodies import Parser, TooManyItems, max_items
 from finwhale.server.body_route import BodyRoute
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
@@ -280,6 +280,8 @@ async def _with_errors(
 
 def _told(error: Exception, state: ServerState) -> ApiError:
     """The error for the client. An unexpected error is logged, and the client learns no details."""
+    if isinstance(error, TooManyItems):
+        error = state.unless_loading(error)
     told = as_api_error(error, state.config.retry_after_s)
     if told is None:
         logger.error("unexpected error", exc_info=error)
