@@ -32,7 +32,7 @@ def request(
     server: RunningServer,
     method: str,
     path: str,
-    body: bytes | None = None,
+    body: bytes | Iterator[bytes] | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
@@ -178,11 +178,35 @@ def test_cors_is_off_unless_asked_for(demo_llm: Any, start: Start) -> None:
     status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
     assert status == 405 and "access-control-allow-origin" not in headers
     server.close()
-    server = RunningServer(demo_llm.engine, cors_origins=("http://a.example",), api_keys=KEYS)
+    server = RunningServer(
+        demo_llm.engine, cors_origins=("http://a.example",), api_keys=KEYS, max_body_bytes=1000,
+        allowed_hosts=("127.0.0.1",),
+    )  # fmt: skip
     try:
         status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
         assert status == 200 and headers["access-control-allow-origin"] == "http://a.example"
+        # The host check also applies to preflights.
+        for method in ("OPTIONS", "GET"):
+            status, _, body = request(
+                server, method, "/v1/models", headers=asking | {"host": "c.example"}
+            )
+            assert status == 400 and json.loads(body)["error"]["code"] == "host_not_allowed"
+        # Pages can read errors, too.
+        key = {"authorization": f"Bearer {KEYS[0]}"}
+        for wanted, given, sent in (
+            (401, {}, b"{}"), (413, key, b" " * 1001), (413, key, iter([b" " * 600] * 2)),
+            (400, key, b"{}"), (200, key, None),
+        ):  # fmt: skip
+            path, method = ("/v1/completions", "POST") if sent else ("/v1/models", "GET")
+            given = {**given, "origin": asking["origin"]}
+            status, headers, _ = request(server, method, path, sent, given)
+            assert status == wanted and headers["access-control-allow-origin"] == asking["origin"]
+            exposed = headers["access-control-expose-headers"].split(", ")
+            assert set(exposed) == {"x-request-id", "retry-after", "finwhale-ignored"}
+            assert headers["x-request-id"]
         asking["origin"] = "http://b.example"
+        status, headers, _ = request(server, "POST", "/v1/completions", b"{}", asking)
+        assert status == 401 and "access-control-allow-origin" not in headers
         status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
         assert "access-control-allow-origin" not in headers
     finally:

@@ -29,7 +29,7 @@ from finwhale.server.errors import (
     error_response,
     is_anthropic,
 )
-from finwhale.server.limits import STATIC_PATH, Gate
+from finwhale.server.limits import STATIC_PATH, Gate, cors_options
 from finwhale.server.logs import RequestLog, note_refusal
 from finwhale.server.metrics import CONTENT_TYPE
 from finwhale.server.page import PAGE_PATH, PageFiles, page_response
@@ -97,12 +97,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.parser = Parser(lambda: max_items(state.max_model_len))
     app.state.lenient = state.config.lenient
     if state.config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(state.config.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-        )
+        app.add_middleware(CORSMiddleware, **cors_options(state.config))
     app.add_middleware(Gate, state=state)
     _add_error_handlers(app, state)
     _add_generation(app, state)

@@ -4,13 +4,16 @@ import logging
 import time
 import uuid
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finwhale.server.batch.inside import InsideCall
 from finwhale.server.batch.upload import OVERHEAD_BYTES
 from finwhale.server.bodies import Budget
+from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError, error_response
 from finwhale.server.keys import ApiKey
 from finwhale.server.listening import HostCheck
@@ -33,6 +36,16 @@ _ALWAYS = frozenset({"/", "/health", "/ping", "/health/live", "/health/ready", "
 _HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 _FILES = (f"{STATIC_PATH}/", f"{PAGE_PATH}/")
 MAX_LOGGED_PATH = 200
+
+
+def cors_options(config: ServerConfig) -> dict[str, Any]:
+    """What web pages of other origins may send, and which headers of an answer they may read."""
+    return {
+        "allow_origins": list(config.cors_origins),
+        "allow_methods": ["GET", "POST", "DELETE"],
+        "allow_headers": ["*"],
+        "expose_headers": ["x-request-id", "retry-after", "finwhale-ignored"],
+    }
 
 
 class Gate:
@@ -79,8 +92,7 @@ class Gate:
                 await send_marked(message)
             elif message["type"] == "http.response.start":
                 # The application sees an incomplete body, so replace its answer.
-                note_refusal(scope, body.refused, config.log_prompts)
-                await error_response(body.refused, path)(scope, receive, send_marked)
+                await self._refuse(body.refused, scope, receive, send_marked)
 
         inside = "inside_call" in scope["state"]
         self._in_flight += not inside
@@ -94,12 +106,21 @@ class Gate:
         except ApiError as error:
             if status:
                 raise
-            note_refusal(scope, error, self._state.config.log_prompts)
-            await error_response(error, path)(scope, receive, send_marked)
+            await self._refuse(error, scope, receive, send_marked)
         finally:
             self._in_flight -= not inside
             body.release()
             self._report(scope, status, request_id, begin)
+
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers with an error, which pages of the allowed origins may read."""
+        config = self._state.config
+        note_refusal(scope, error, config.log_prompts)
+        answer: ASGIApp = error_response(error, scope["path"])
+        # The middleware would accept each OPTIONS request of an allowed origin.
+        if config.cors_origins and scope["method"] != "OPTIONS":
+            answer = CORSMiddleware(answer, **cors_options(config))
+        await answer(scope, receive, send)
 
     def _check(self, scope: Scope, path: str, body: "_LimitedBody") -> ApiKey | None:
         """Returns the request's key; None: it needs none. Raises ApiError."""
