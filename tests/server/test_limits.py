@@ -32,7 +32,7 @@ def request(
     server: RunningServer,
     method: str,
     path: str,
-    body: bytes | None = None,
+    body: bytes | Iterator[bytes] | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
@@ -178,11 +178,35 @@ def test_cors_is_off_unless_asked_for(demo_llm: Any, start: Start) -> None:
     status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
     assert status == 405 and "access-control-allow-origin" not in headers
     server.close()
-    server = RunningServer(demo_llm.engine, cors_origins=("http://a.example",), api_keys=KEYS)
+    server = RunningServer(
+        demo_llm.engine, cors_origins=("http://a.example",), api_keys=KEYS, max_body_bytes=1000,
+        allowed_hosts=("127.0.0.1",),
+    )  # fmt: skip
     try:
         status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
         assert status == 200 and headers["access-control-allow-origin"] == "http://a.example"
+        # The host check also applies to preflights.
+        for method in ("OPTIONS", "GET"):
+            status, _, body = request(
+                server, method, "/v1/models", headers=asking | {"host": "c.example"}
+            )
+            assert status == 400 and json.loads(body)["error"]["code"] == "host_not_allowed"
+        # Pages can read errors, too.
+        key = {"authorization": f"Bearer {KEYS[0]}"}
+        for wanted, given, sent in (
+            (401, {}, b"{}"), (413, key, b" " * 1001), (413, key, iter([b" " * 600] * 2)),
+            (400, key, b"{}"), (200, key, None),
+        ):  # fmt: skip
+            path, method = ("/v1/completions", "POST") if sent else ("/v1/models", "GET")
+            given = {**given, "origin": asking["origin"]}
+            status, headers, _ = request(server, method, path, sent, given)
+            assert status == wanted and headers["access-control-allow-origin"] == asking["origin"]
+            exposed = headers["access-control-expose-headers"].split(", ")
+            assert set(exposed) == {"x-request-id", "retry-after", "finwhale-ignored"}
+            assert headers["x-request-id"]
         asking["origin"] = "http://b.example"
+        status, headers, _ = request(server, "POST", "/v1/completions", b"{}", asking)
+        assert status == 401 and "access-control-allow-origin" not in headers
         status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
         assert "access-control-allow-origin" not in headers
     finally:
@@ -311,6 +335,26 @@ def test_requests_while_the_model_loads(start: Start, monkeypatch: pytest.Monkey
         server.openai().completions.create(model=MODEL, prompt="a")
     assert refused.value.status_code == 503 and refused.value.code == "loading"
     assert refused.value.response.headers["retry-after"] == "1"
+    # The context, from which the limits of a body follow, is not known yet.
+    prompts = json.dumps({"model": MODEL, "prompt": [[5] * 1000] * 132, "max_tokens": 1}).encode()
+    # The server answers before it reads a body that is too large, so do not send that.
+    for body, length in ((prompts, len(prompts)), (b"", 5 << 20)):
+        given = {"content-length": str(length)}
+        status, headers, text = request(server, "POST", "/v1/completions", body, given)
+        assert status == 503 and json.loads(text)["error"]["code"] == "loading"
+        assert headers["retry-after"] == "1"
+    # This limit is the same for every context.
+    status, _, text = request(server, "POST", "/v1/completions", b"[" * 140_000)
+    assert status == 400 and json.loads(text)["error"]["code"] == "too_complex"
+
+
+def test_a_set_limit_holds_while_the_model_loads(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(max_body_bytes=100)
+    monkeypatch.setattr(server.client, "ready", None)
+    status, _, text = request(server, "POST", "/v1/completions", b" " * 101)
+    assert status == 413 and json.loads(text)["error"]["code"] == "body_too_large"
 
 
 def test_a_dead_engine_charges_nobody(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,9 @@ def test_completion_stream_is_the_whole_in_pieces(server: RunningServer) -> None
         assert choice.logprobs is not None
         assert choice.logprobs.tokens == streamed and "".join(streamed) == choice.text
         assert choice.logprobs.text_offset == offset
-        assert all(len(top) == 2 for top in choice.logprobs.top_logprobs or [])
+        # A token that is not among the two likeliest is the third entry.
+        for token, top in zip(streamed, choice.logprobs.top_logprobs or [], strict=True):
+            assert token in top and len(top) in (2, 3)
     assert usage == whole.usage
 
 
@@ -206,6 +208,36 @@ def test_bad_requests(server: RunningServer, wrong: dict[str, Any]) -> None:
         body = caught.value.body
         assert isinstance(body, dict) and body["type"] == "invalid_request_error"
         assert body["message"] and "\n" not in body["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "param", "message"),
+    [
+        ("chat/completions", {"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ("chat/completions", {"stop": 5}, "stop", "a valid string or a valid list"),
+        ("chat/completions", {"stop": ["a", 5]}, "stop.1", "a valid string"),
+        ("chat/completions", {"tool_choice": 5}, "tool_choice", "or a valid dictionary"),
+        ("chat/completions", {"messages": [1]}, "messages.0", "a valid dictionary"),
+        ("chat/completions", {"logit_bias": {"5": "x"}}, "logit_bias.5", "a valid number"),
+        ("chat/completions", {"structured_outputs": {"json": 5}}, "structured_outputs.json", "or"),
+        ("completions", {}, "prompt", "Field required"),
+        ("completions", {"prompt": ["a", 5]}, "prompt.1", "a valid string"),
+        ("completions", {"prompt": [[5], [6, "a"]]}, "prompt.1.1", "a valid integer"),
+        ("completions", {"prompt": [-1]}, "prompt.0", "greater than or equal to 0"),
+        ("responses", {"input": [5]}, "input.0", "a valid dictionary"),
+    ],
+)  # fmt: skip
+def test_the_wrong_value_is_named(
+    server: RunningServer, path: str, wrong: dict[str, Any], param: str, message: str
+) -> None:
+    """Not the types that the value could have had."""
+    messages = {"messages": QUESTION} if path == "chat/completions" else {}
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai().post(
+            f"/{path}", cast_to=dict[str, Any], body={"model": MODEL, **messages, **wrong}
+        )
+    assert caught.value.param == param
+    assert caught.value.message.count("Input should") <= 1 and message in caught.value.message
 
 
 def test_unknown_model_and_path(server: RunningServer) -> None:

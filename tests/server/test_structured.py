@@ -168,6 +168,25 @@ def test_tool_choice(server: RunningServer, effort: str, choice: Any) -> None:
     assert pieces > 3
 
 
+def test_names_of_parameters(server: RunningServer) -> None:
+    names = ["first name", 'a"b', "back\\slash", "new\nline"]
+    schema = {
+        "type": "object", "properties": {name: {"enum": ["Ann", "Bob"]} for name in names},
+        "required": names,
+    }  # fmt: skip
+    made = server.openai().chat.completions.create(
+        model=MODEL, messages=QUESTION, tool_choice="required", parallel_tool_calls=False,  # type: ignore[call-overload]
+        tools=[{"type": "function", "function": {"name": "add", "parameters": schema}}],
+    )  # fmt: skip
+    (call,) = made.choices[0].message.tool_calls
+    validate(schema, json.loads(call.function.arguments))
+    block = server.anthropic().messages.create(
+        model=MODEL, messages=QUESTION, max_tokens=300, tool_choice={"type": "any"},  # type: ignore[arg-type]
+        tools=[{"name": "add", "input_schema": schema}],
+    ).content[0]  # fmt: skip
+    validate(schema, block.input)  # type: ignore[union-attr]
+
+
 def test_strict_tools_leave_text_free(server: RunningServer) -> None:
     made = server.openai().chat.completions.create(
         model=MODEL, messages=QUESTION, tools=[function("weather", strict=True)],  # type: ignore[list-item]

@@ -95,6 +95,21 @@ def test_every_token_and_character_by_itself() -> None:
         check_answer(p, events + p.finish())
 
 
+def test_names_of_parameters() -> None:
+    names = ("first name", 'a"b', "back\\slash", "new\nline", "city")
+    parameters = "".join(
+        f'<{DSML}parameter name="{name}" string="true">x</{DSML}parameter>\n' for name in names
+    )
+    head, _, tail = ANSWER.partition(f"<{DSML}parameter")
+    ids = encode_with_special(template()._tokenizer, f"{head}{parameters}<{DSML}parameter{tail}")
+    p = parser(tools=TOOLS)
+    p.feed(ids)
+    p.finish()
+    found = json.loads(p.message()["tool_calls"][0]["function"]["arguments"])
+    assert list(found) == [*names, "days"]
+    assert p.num_tokens == len(ids)
+
+
 def test_events_stream() -> None:
     p = parser()
     assert [event.text for event in p.feed("thin")] == ["thin"]

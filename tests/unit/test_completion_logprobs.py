@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.request import Logprob, SamplingParams
@@ -40,6 +42,20 @@ def test_tokens_that_hold_part_of_a_character() -> None:
         ],
         "text_offset": [0, 0, 1],
     }
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 2])
+def test_the_token_itself_is_among_the_likeliest(num_top: int) -> None:
+    texts = {5: b"a", 6: b"b", 7: b"c"}
+    tokenizer = SimpleNamespace(token_bytes=texts.get, special_ids=frozenset(), ascii_texts={})
+    body = CompletionBody.model_validate({"model": "m", "prompt": "x", "logprobs": num_top})
+    job = CompletionJob([[1]], body, [""], SamplingParams(), 1)
+    choice = _Choice(cast(ServerState, SimpleNamespace(tokenizer=tokenizer)), job, 0)
+    table = {7: Logprob(-9.0, 30, "c"), 5: Logprob(-0.1, 1, "a"), 6: Logprob(-2.0, 2, "b")}
+    choice.add(Delta("r", 0, [7], "c", [dict(list(table.items())[: num_top + 1])]))
+    wanted = [*[("a", -0.1), ("b", -2.0)][:num_top], ("c", -9.0)]
+    (top,) = choice.new()["logprobs"]["top_logprobs"]
+    assert list(top.items()) == wanted
 
 
 def test_of_two_tokens_with_one_text_the_likelier_one_is_kept() -> None:

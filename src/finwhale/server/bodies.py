@@ -42,6 +42,10 @@ def max_items(max_model_len: int) -> int:
     return MAX_STRUCTURES + 2 * max_model_len
 
 
+class TooManyItems(ApiError):
+    """A body has more items than a prompt of this context needs."""
+
+
 class Budget:
     """The bytes of all bodies that the server holds now.
 
@@ -148,14 +152,14 @@ def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
 
 def parse_body(body: bytes, max_items: int) -> Any:
     """The JSON value of a body, at once. Raises ApiError, as `Parser.parse` does."""
-    for marks, what, allowed in (
-        (b"[{:", "arrays, objects and members", MAX_STRUCTURES),
-        (b",", "items", max_items),
+    for marks, what, allowed, kind in (
+        (b"[{:", "arrays, objects and members", MAX_STRUCTURES, ApiError),
+        (b",", "items", max_items, TooManyItems),
     ):
         found = count_outside_strings(body, marks, allowed)
         if found > allowed:
             message = f"the body has {found} {what}; this server allows {allowed}"
-            raise ApiError(400, message, code="too_complex")
+            raise kind(400, message, code="too_complex")
     try:
         # Bytes would be decoded as UTF-16 or UTF-32 if they look like it; JSON is UTF-8.
         value = json.loads(body.decode())

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import deepseek_recipe as recipe
 
 from finwhale.chat.output import FINISH_REASONS, dropped_ids, new_gate
+from finwhale.chat.parameter_names import ParameterNames
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
@@ -248,8 +249,11 @@ class AnswerStream:
         options = converted.parsing_options
         options.stop_sequences = [] if gate else longest_first(options.stop_sequences)
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
+        self._names = ParameterNames(tokenizer, enabled=options.parse_tool_calls)
         self._gate = gate
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
+        self._last_logprobs: list[Any] = []  # entries that deepseek-recipe's response lacks
+        self._request = converted.request
         self._kind = _RESPONSE_KINDS[converted.protocol]
         self._response = self._kind(answer_id, model, created, prompt_tokens, cached_tokens)
         self._tokenizer = tokenizer
@@ -296,10 +300,37 @@ class AnswerStream:
             released, end = self._gate.feed(token_id)
             events += self._release(released)
             if end is not None:
-                chunk = recipe.InferenceChunk.text(end, token_count=len(self._withheld))
-                self._withheld.clear()
-                return events + self._push(chunk) + self.finish("stop")
+                return events + self._end(end)
         return events
+
+    def _end(self, end: str) -> Events:
+        """The last events of an answer that the gate ends with `end`, text of withheld tokens."""
+        tokens, rest = [], len(end.encode())
+        for token_id, logprobs in self._withheld:
+            if rest > 0 and logprobs is not None and token_id not in self._dropped:
+                tokens.append((token_id, logprobs))
+            rest -= len(self._tokenizer.token_bytes(token_id))
+        chunk = recipe.InferenceChunk.text(end, token_count=len(self._withheld))
+        self._withheld.clear()
+        events = self._push(chunk) + self.finish("stop")
+        if tokens:
+            # A chunk of text cannot have log-probabilities.
+            self._last_logprobs = self._logprob_entries(tokens)
+            name, text = events[0]
+            events[0] = name, _with_logprobs(text, self._last_logprobs)
+        return events
+
+    def _logprob_entries(self, tokens: Sequence[tuple[int, TokenLogprobs]]) -> list[Any]:
+        """Log-probabilities as deepseek-recipe writes them in chat completions."""
+        generator = recipe.ChatCompletionRequest.chunk_generator(self._request, "", "")
+        options = recipe.ParsingOptions(parse_tool_calls=False)
+        stream = recipe.StreamProcessor(generator, options, self._tokenizer.recipe)
+        token_ids, logprobs = zip(*tokens, strict=True)
+        chunks = stream.push(recipe.InferenceChunk.ready())
+        chunks += stream.push(recipe.InferenceChunk.tokens(token_ids, logprobs))
+        chunks += stream.finish()
+        found = [json.loads(chunk.to_json())["choices"][0]["logprobs"] for chunk in chunks]
+        return [entry for one in found if one for entry in one["content"]]
 
     def _release(self, count: int) -> Events:
         """The events of the oldest tokens that the gate withheld."""
@@ -309,13 +340,19 @@ class AnswerStream:
             if token_id in self._dropped:
                 # Push it as text, so that the parser does not take it for markup.
                 text = self._tokenizer.token_text(token_id) if self._special_tokens else ""
-                events += self._push(recipe.InferenceChunk.text(text, token_count=1))
+                events += self._push_token(
+                    token_id, recipe.InferenceChunk.text(text, token_count=1)
+                )
                 continue
             wanted = None if logprobs is None else [logprobs]
-            events += self._push(recipe.InferenceChunk.tokens([token_id], wanted))
+            events += self._push_token(token_id, recipe.InferenceChunk.tokens([token_id], wanted))
             self._decoder.decode(self._tokenizer.token_bytes(token_id))
             self._unfinished = self._unfinished + 1 if self._decoder.getstate()[0] else 0
         return events
+
+    def _push_token(self, token_id: int, chunk: recipe.InferenceChunk) -> Events:
+        chunks = self._names.feed(token_id, chunk)
+        return [event for one in chunks for event in self._push(one)]
 
     def _count(self, num_tokens: int) -> Events:
         """Counts tokens that are no part of the answer. This may give an empty delta, so that the
@@ -325,6 +362,8 @@ class AnswerStream:
     def finish(self, reason: Literal["stop", "length"]) -> Events:
         """Ends the answer; `reason` says why generation ended."""
         events = self._release(len(self._withheld))
+        for chunk in self._names.flush():
+            events += self._push(chunk)
         # The answer may end inside a character.
         events += self._count(self._unfinished) if self._unfinished else []
         events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
@@ -332,7 +371,8 @@ class AnswerStream:
 
     def response(self) -> str:
         """The answer so far as the protocol's response object, in JSON."""
-        return str(self._response.to_json())
+        text = str(self._response.to_json())
+        return _with_logprobs(text, self._last_logprobs) if self._last_logprobs else text
 
     def _push(self, chunk: recipe.InferenceChunk) -> Events:
         return [] if self._stream.finished else self._take(self._stream.push(chunk))
@@ -343,6 +383,15 @@ class AnswerStream:
             events.append((self._kind.sse_event_name(chunk), chunk.to_json()))
             self._response.accumulate(chunk)
         return events
+
+
+def _with_logprobs(text: str, entries: list[Any]) -> str:
+    """A chat completion or a chunk of one, in JSON, with more log-probabilities at its end."""
+    found = json.loads(text)
+    (choice,) = found["choices"]
+    before = (choice["logprobs"] or {}).get("content") or []
+    choice["logprobs"] = {"content": before + entries}
+    return json.dumps(found)
 
 
 class _Answers:

@@ -294,10 +294,12 @@ class _Choice:
             top: dict[str, float] | None = None
             if table is not None:
                 top = {}
-                ranked = sorted(table.items(), key=lambda item: item[1].rank)[:num_top]
-                for i, entry in ranked:
-                    # Several tokens may have the same text. Keep the most likely one.
-                    top.setdefault(self._spelling(i), entry.logprob)
+                ranked = sorted(table.items(), key=lambda item: item[1].rank)
+                for place, (i, entry) in enumerate(ranked):
+                    # As in OpenAI's API, the token itself is there, too.
+                    if place < num_top or i == token_id:
+                        # Several tokens may have the same text. Keep the most likely one.
+                        top.setdefault(self._spelling(i), entry.logprob)
             found["tokens"].append(self._spelling(token_id))
             found["token_logprobs"].append(own)
             found["top_logprobs"].append(top)

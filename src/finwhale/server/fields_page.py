@@ -51,6 +51,8 @@ clients send unasked.
   `--enable-return-routed-experts`. [Rollouts](rollouts.md#routed-experts) shows how to read the arrays.
 - `echo` with `logprobs` puts the prompt's tokens before the generated ones. With `max_tokens: 0`, it returns the
   prompt's tokens alone.
+- `logprobs: K` of completions: each object of `top_logprobs` has the K most likely tokens and the token itself, as in
+  OpenAI's API.
 - `return_token_ids` adds `token_ids` to each choice, and `prompt_token_ids` to a chat completion, to each choice of a
   completion, or to the first chunk of a stream.
 - Until an output has `min_tokens` tokens, the end of sequence and stop tokens cannot be chosen, and stop strings do not

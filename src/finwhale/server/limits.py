@@ -4,13 +4,16 @@ import logging
 import time
 import uuid
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finwhale.server.batch.inside import InsideCall
 from finwhale.server.batch.upload import OVERHEAD_BYTES
 from finwhale.server.bodies import Budget
+from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError, error_response, is_anthropic
 from finwhale.server.keys import ApiKey
 from finwhale.server.listening import HostCheck
@@ -33,6 +36,16 @@ _ALWAYS = frozenset({"/", "/health", "/ping", "/health/live", "/health/ready", "
 _HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 _FILES = (f"{STATIC_PATH}/", f"{PAGE_PATH}/")
 MAX_LOGGED_PATH = 200
+
+
+def cors_options(config: ServerConfig) -> dict[str, Any]:
+    """What web pages of other origins may send, and which headers of an answer they may read."""
+    return {
+        "allow_origins": list(config.cors_origins),
+        "allow_methods": ["GET", "POST", "DELETE"],
+        "allow_headers": ["*"],
+        "expose_headers": ["x-request-id", "retry-after", "finwhale-ignored"],
+    }
 
 
 class Gate:
@@ -58,7 +71,10 @@ class Gate:
         if path == "/v1/files" and scope["method"] == "POST" and config.batch_dir is not None:
             # An upload goes to the disk as it arrives.
             max_body_bytes, budget = config.max_file_bytes + OVERHEAD_BYTES, None
-        body = _LimitedBody(receive, max_body_bytes, budget)
+        too_large = _too_large(max_body_bytes)
+        if budget is not None and config.max_body_bytes is None:  # it follows from the context
+            too_large = self._state.unless_loading(too_large)
+        body = _LimitedBody(receive, max_body_bytes, too_large, budget)
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -78,13 +94,12 @@ class Gate:
                 await send_marked(message)
             elif message["type"] == "http.response.start":
                 # The application sees an incomplete body, so replace its answer.
-                note_refusal(scope, body.refused, config.log_prompts)
-                await error_response(body.refused, path)(scope, receive, send_marked)
+                await self._refuse(body.refused, scope, receive, send_marked)
 
         inside = "inside_call" in scope["state"]
         self._in_flight += not inside
         try:
-            key = self._check(scope, path, max_body_bytes)
+            key = self._check(scope, path, body)
             counted: AbstractContextManager[None] = nullcontext()
             if key is not None and not inside and path not in _ALWAYS:
                 counted = key.request(config.retry_after_s)
@@ -93,14 +108,23 @@ class Gate:
         except ApiError as error:
             if status:
                 raise
-            note_refusal(scope, error, self._state.config.log_prompts)
-            await error_response(error, path)(scope, receive, send_marked)
+            await self._refuse(error, scope, receive, send_marked)
         finally:
             self._in_flight -= not inside
             body.release()
             self._report(scope, status, request_id, begin)
 
-    def _check(self, scope: Scope, path: str, max_body_bytes: int) -> ApiKey | None:
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers with an error, which pages of the allowed origins may read."""
+        config = self._state.config
+        note_refusal(scope, error, config.log_prompts)
+        answer: ASGIApp = error_response(error, scope["path"])
+        # The middleware would accept each OPTIONS request of an allowed origin.
+        if config.cors_origins and scope["method"] != "OPTIONS":
+            answer = CORSMiddleware(answer, **cors_options(config))
+        await answer(scope, receive, send)
+
+    def _check(self, scope: Scope, path: str, body: "_LimitedBody") -> ApiKey | None:
         """Returns the request's key; None: it needs none. Raises ApiError."""
         call: InsideCall | None = scope["state"].get("inside_call")
         if call is not None:
@@ -129,8 +153,8 @@ class Gate:
                 )
             scope["state"]["key"] = key
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > max_body_bytes:
-            raise _too_large(max_body_bytes)
+        if length.isdecimal():
+            body.check_size(int(length[:20]))
         if self._in_flight > config.max_concurrency and path not in _ALWAYS:
             raise ApiError(
                 429,
@@ -179,15 +203,18 @@ class _LimitedBody:
     """Passes a request's body on, until it has too many bytes or the server holds too many.
 
     Args:
+        too_large: the error for a body of more bytes.
         budget: counts the bytes that the server holds; None: the server does not hold this body.
 
     Attributes:
         refused: the error for which the rest of the body is dropped; None: there is none.
     """
 
-    def __init__(self, receive: Receive, max_bytes: int, budget: Budget | None) -> None:
+    def __init__(
+        self, receive: Receive, max_bytes: int, too_large: ApiError, budget: Budget | None
+    ) -> None:
         self._receive = receive
-        self._max_bytes = max_bytes
+        self._max_bytes, self._too_large = max_bytes, too_large
         self._budget = budget
         self._seen = 0
         self.refused: ApiError | None = None
@@ -198,8 +225,7 @@ class _LimitedBody:
         if message["type"] == "http.request":
             seen = self._seen + len(message.get("body", b""))
             try:
-                if seen > self._max_bytes:
-                    raise _too_large(self._max_bytes)
+                self.check_size(seen)
                 if self._budget is not None:
                     self._budget.resize(self._seen, seen)
             except ApiError as error:
@@ -208,6 +234,11 @@ class _LimitedBody:
                 raise
             self._seen = seen
         return message
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raises ApiError if a body of this size is too large."""
+        if num_bytes > self._max_bytes:
+            raise self._too_large
 
     def release(self) -> None:
         """Stops counting the body. A request's text lives as long as the request."""

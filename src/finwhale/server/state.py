@@ -83,12 +83,23 @@ class ServerState:
             return self.client.ready
         if self.client.failure is not None:
             raise EngineDeadError(self.client.failure)
-        raise ApiError(
+        raise self._loading()
+
+    def _loading(self) -> ApiError:
+        return ApiError(
             503,
             "the model is still loading",
             code="loading",
             retry_after_s=self.config.retry_after_s,
         )
+
+    def unless_loading(self, error: ApiError) -> ApiError:
+        """The error for a request above a limit that follows from the context.
+
+        While the model loads, the context is not known, and the client may try again.
+        """
+        loading = self.client.ready is None and self.client.failure is None
+        return self._loading() if loading else error
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not a name of the model."""

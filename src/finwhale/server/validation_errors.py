@@ -1,0 +1,55 @@
+"""The error for a request body that does not match its schema."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+
+from finwhale.server.errors import ApiError
+
+_Place = tuple[str | int, ...]
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """The error of the first wrong field, in one line.
+
+    A field that may have several types has an error for each of them. The client probably meant the
+    type whose error is deepest, or whose error is not that the value has another type.
+    """
+    errors = error.errors()
+    loc, kind = errors[0]["loc"], errors[0]["type"]
+    if kind == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    ranked: list[tuple[tuple[int, bool, int], _Place, str]] = []
+    for one in errors:
+        if one["loc"][:2] == loc[:2]:
+            place = _place(one["loc"], one["type"], error.body)
+            index = place[-1] if place and isinstance(place[-1], int) else 0
+            rank = (len(place), not one["type"].endswith("_type"), index)
+            ranked.append((rank, place, str(one["msg"])))
+    best = max(rank for rank, _, _ in ranked)
+    place = next(place for rank, place, _ in ranked if rank == best)
+    where = ".".join(map(str, place))
+    if kind == "extra_forbidden":
+        message = f"unknown parameter: {where}"
+        return ApiError(400, message, code="unknown_parameter", param=where)
+    reasons = dict.fromkeys(message for rank, _, message in ranked if rank == best)
+    message = " or ".join(reasons).replace(" or Input should be ", " or ")
+    message = f"{where}: {message}" if where else message
+    return ApiError(400, message, code="invalid_value", param=where or None)
+
+
+def _place(loc: _Place, kind: str, body: Any) -> _Place:
+    """Where a body is wrong: pydantic's place, without the types that it has tried."""
+    origin, *parts = loc
+    if origin != "body":
+        return tuple(parts)
+    found: list[str | int] = []
+    for part in parts:
+        in_object = isinstance(body, Mapping) and part in body
+        if in_object or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]
+        elif kind != "missing" or part is not parts[-1]:
+            continue
+        found.append(part)
+    return tuple(found)
