@@ -9,6 +9,7 @@ from finwhale.chat.tokenizer import Tokenizer
 
 _BEGIN = b'parameter name="'
 _HEAD = re.compile(_BEGIN + rb'(.*?)" string="(?:true|false)">', re.DOTALL)
+MOST_HEAD_BYTES = 4096  # a longer head passes as it is
 _UNSAFE = re.compile(rb'[\x00-\x20"\\]')
 
 
@@ -41,7 +42,7 @@ class ParameterNames:
             return [chunk]
         self._head += self._tokenizer.token_bytes(token_id)
         self._held.append(chunk)
-        if not _BEGIN.startswith(self._head[: len(_BEGIN)]):
+        if not _BEGIN.startswith(self._head[: len(_BEGIN)]) or len(self._head) > MOST_HEAD_BYTES:
             return self.flush()
         found = _HEAD.match(self._head) if b'">' in self._head else None
         if found is None:
