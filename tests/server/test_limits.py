@@ -145,6 +145,26 @@ def test_concurrency_limit_leaves_health(start: Start) -> None:
         assert request(server, "GET", "/metrics")[0] == 200
 
 
+def test_an_unexpected_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client gets the usual headers and no details, which are in the log."""
+    server = start(cors_origins=("https://page.test",))
+
+    def fail(name: str) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(server.state, "check_model", fail)
+    status, headers, text = request(
+        server, "GET", "/v1/models/x", headers={"origin": "https://page.test"}
+    )
+    assert status == 500 and headers["access-control-allow-origin"]
+    assert headers["x-request-id"].startswith("req_") and b"secret" not in text
+    assert json.loads(text)["error"]["code"] == "internal_error"
+    (record,) = (record for record in caplog.records if record.message == "unexpected error")
+    assert record.exc_info is not None and record.exc_info[0] is ZeroDivisionError
+
+
 def test_timeout(start: Start) -> None:
     server = start(request_timeout_s=0.3)
     with pytest.raises(openai.InternalServerError) as caught:

@@ -19,12 +19,11 @@ from finwhale.errors import FinwhaleError
 from finwhale.server import chat_answers, chat_requests, completions, health, tokens
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
-from finwhale.server.bodies import Parser, TooManyItems, max_items
+from finwhale.server.bodies import Parser, max_items
 from finwhale.server.body_route import BodyRoute
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
     ApiError,
-    as_api_error,
     error_event,
     error_response,
 )
@@ -264,29 +263,18 @@ async def _with_errors(
         async for piece in source:
             yield piece
     except Exception as error:
-        told = _told(error, state)
+        told = state.told(error)
         note_refusal(request.scope, told, state.config.log_prompts)
         yield error_event(told, request.url.path, piece)
     finally:
         await source.aclose()
 
 
-def _told(error: Exception, state: ServerState) -> ApiError:
-    """The error for the client. An unexpected error is logged, and the client learns no details."""
-    if isinstance(error, TooManyItems):
-        error = state.unless_loading(error)
-    told = as_api_error(error, state.config.retry_after_s)
-    if told is None:
-        logger.error("unexpected error", exc_info=error)
-        told = ApiError(500, "internal error", code="internal_error")
-    return told
-
-
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     async def known(request: Request, error: Exception) -> Response:
         if isinstance(error, GrammarError):
             state.metrics.grammar(error.reason)
-        return _refused(request, state, _told(error, state))
+        return _refused(request, state, state.told(error))
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -307,7 +295,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGone, gone)
-    app.add_exception_handler(Exception, known)
+    # Gate answers all other errors, with the headers of every answer.
 
 
 def _refused(request: Request, state: ServerState, error: ApiError) -> Response:

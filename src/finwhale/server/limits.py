@@ -105,10 +105,10 @@ class Gate:
                 counted = key.request(config.retry_after_s)
             with counted:
                 await self._app(scope, body.receive, send_unless_refused)
-        except ApiError as error:
+        except Exception as error:
             if status:
                 raise
-            await self._refuse(error, scope, receive, send_marked)
+            await self._refuse(self._state.told(error), scope, receive, send_marked)
         finally:
             self._in_flight -= not inside
             body.release()

@@ -1,6 +1,7 @@
 """State that the endpoints share: the model's names and tokenizer, the engine and the limits."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,10 @@ from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.batch.room import Room
 from finwhale.server.batch.store import Store
-from finwhale.server.bodies import SMALL_BYTES, Budget, max_body_bytes
+from finwhale.server.bodies import SMALL_BYTES, Budget, TooManyItems, max_body_bytes
 from finwhale.server.client import EngineClient, Generation, QueueFullError
 from finwhale.server.config import ServerConfig
-from finwhale.server.errors import ApiError
+from finwhale.server.errors import ApiError, as_api_error
 from finwhale.server.grammar_check import GrammarChecker
 from finwhale.server.keys import Keys
 from finwhale.server.logs import RequestLog
@@ -26,6 +27,8 @@ from finwhale.server.wire import Delta, Ready
 
 if TYPE_CHECKING:
     from finwhale.server.tracing import Traces  # its packages are an extra
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -100,6 +103,16 @@ class ServerState:
         """
         loading = self.client.ready is None and self.client.failure is None
         return self._loading() if loading else error
+
+    def told(self, error: Exception) -> ApiError:
+        """The error for the client, who learns no details of an unexpected one; that is logged."""
+        if isinstance(error, TooManyItems):
+            error = self.unless_loading(error)
+        told = as_api_error(error, self.config.retry_after_s)
+        if told is None:
+            logger.error("unexpected error", exc_info=error)
+            told = ApiError(500, "internal error", code="internal_error")
+        return told
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not a name of the model."""

@@ -64,10 +64,5 @@ async def post(app: ASGIApp, path: str, body: bytes, call: InsideCall) -> Answer
         "server": None,
         "state": {"inside_call": call},
     }
-    try:
-        await app(scope, receive, send)
-    except Exception:
-        # Starlette answers an unexpected error with status 500 and then raises it again.
-        if answer.status != 500:
-            raise
+    await app(scope, receive, send)
     return answer
