@@ -374,21 +374,13 @@ class _Pinned:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         self.bytes = self.memory.numpy()
         self.event: torch.cuda.Event | None = None
+        self._gapped: Bytes = np.empty(0, np.uint8)
 
-
-class _Gapped(threading.local):
-    """A reading thread's buffer for rows and the gaps between them."""
-
-    def __init__(self) -> None:
-        self._bytes: Bytes = np.empty(0, np.uint8)
-
-    def take(self, num_bytes: int) -> Bytes:
-        if len(self._bytes) < num_bytes:
-            self._bytes = np.empty(num_bytes, np.uint8)
-        return self._bytes[:num_bytes]
-
-
-_GAPPED = _Gapped()
+    def gapped(self, num_bytes: int) -> Bytes:
+        """Further memory, not pinned, for rows of this piece and the gaps between them."""
+        if len(self._gapped) < num_bytes:
+            self._gapped = np.empty(num_bytes, np.uint8)
+        return self._gapped[:num_bytes]
 
 
 class Files:
@@ -443,7 +435,7 @@ def _read(reads: Sequence[Read], files: Files, pinned: _Pinned, begin: int) -> N
     length, pitch = first.info.row_bytes, first.info.pitch
     rows = target.reshape(-1, length)
     count = max(1, GAPPED_BYTES // pitch)
-    gapped = _GAPPED.take(min(count, len(rows)) * pitch)
+    gapped = pinned.gapped(min(count, len(rows)) * pitch)
     offset = first.info.offset + first.start // length * pitch
     for i in range(0, len(rows), count):
         part = rows[i : i + count]
