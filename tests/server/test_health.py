@@ -39,6 +39,7 @@ def test_health_port_while_the_loop_is_busy(
             assert status == 200 and b"finwhale_engine_up 1.0" in text
             wait_until(lambda: ask(port.port, "GET", "/health/live")[0] == 503)
             assert b"event loop" in ask(port.port, "GET", "/health/live")[1]
+            assert ask(port.port, "HEAD", "/health/live") == (503, b"")
         finally:
             busy = False
         wait_until(lambda: ask(port.port, "GET", "/health/ready")[0] == 200)

@@ -142,6 +142,8 @@ def test_concurrency_limit_leaves_health(start: Start) -> None:
         with pytest.raises(openai.RateLimitError):
             server.openai().completions.create(model=MODEL, prompt="a")
         assert request(server, "GET", "/health/live")[0] == 200
+        status, headers, body = request(server, "HEAD", "/health/live")
+        assert status == 200 and int(headers["content-length"]) > 0 and not body
         assert request(server, "GET", "/metrics")[0] == 200
 
 

@@ -129,6 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_error(404)
 
+    do_HEAD = do_GET
+
     def _health(self, health: Health) -> None:
         body = health.model_dump_json().encode()
         self._answer(503 if health.reason else 200, body, "application/json")
@@ -138,7 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

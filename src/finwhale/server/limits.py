@@ -62,6 +62,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         path: str = scope["path"]
+        if scope["method"] == "HEAD" and path in _HEALTH:
+            scope = {**scope, "method": "GET"}  # the HTTP server sends no body
         request_id = f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         begin, status = time.monotonic(), 0
