@@ -10,7 +10,7 @@ import deepseek_recipe as recipe
 
 from finwhale.chat.effort import changed
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
-from finwhale.errors import RequestError
+from finwhale.errors import RequestError, first_line
 from finwhale.request import SamplingParams
 from finwhale.server.answer_formats import (
     Fields,
@@ -198,7 +198,12 @@ def convert_body(
     converted = convert(protocol, fields, default_thinking=default_thinking, echo_body=original)
     if protocol == "messages" and wanted is not None:
         # As deepseek-recipe does in the other protocols, tell the model about the schema.
-        shown = changed(converted.conversation, response_schema=wanted[1])
+        try:
+            shown = changed(converted.conversation, response_schema=wanted[1])
+        except (OverflowError, TypeError, ValueError) as error:
+            raise RequestError(
+                f"the output's schema cannot be shown: {first_line(error)}"
+            ) from None
         converted = replace(converted, conversation=shown)
     return ConvertedBody(converted, tool_schemas(fields), wanted, choice)
 
