@@ -13,7 +13,7 @@ from finwhale.engine.rank import memory
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, LargestSteps
 from finwhale.engine.rank.step_limits import StepLimits
-from finwhale.models.deepseek_v4.compressor import C4Entries, C128Entries
+from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 
@@ -38,11 +38,11 @@ def test_every_number_of_rows_has_run(
     watch(model, "compute_logits", "head")
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
-        if layer.attn.entries is not None:
-            watch(layer.attn.entries, "project", type(layer.attn.entries))
+        if layer.attn.compressor is not None:
+            watch(layer.attn.compressor, "project", type(layer.attn.compressor))
     with torch.inference_mode():
         model.run_library_gemms(17, 40)
-    assert ran.keys() == {"head", C4Entries, C128Entries}
+    assert ran.keys() == {"head", C4Compressor, C128Compressor}
     assert ran.pop("head") == [1, 8, 9, 16, 17]
     assert all(rows == [1, 8, 9, 16, 17, 24, 25, 32, 33, 40] for rows in ran.values())
 

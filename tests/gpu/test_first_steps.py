@@ -12,7 +12,7 @@ from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.runner import ModelRunner
-from finwhale.models.deepseek_v4.compressor import C4Entries, C128Entries
+from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -72,8 +72,8 @@ def test_no_gemm_waits_for_the_gpu(runner: ModelRunner) -> None:
     compressors = {}
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
-        compressors[type(layer.attn.entries)] = layer.attn.entries
-    for kind in (C4Entries, C128Entries):
+        compressors[type(layer.attn.compressor)] = layer.attn.compressor
+    for kind in (C4Compressor, C128Compressor):
         entries = compressors[kind]
         assert entries is not None
         late = [

@@ -20,7 +20,7 @@ from torch import Tensor
 from finwhale import LLM, SamplingParams
 from finwhale.config import Activations
 from finwhale.models.deepseek_v4.attention import COMPRESS_STREAM
-from finwhale.models.deepseek_v4.compressor import C4Entries
+from finwhale.models.deepseek_v4.compressor import C4Compressor
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -110,7 +110,7 @@ def test_a_decode_prepares_the_indexer_s_queries_while_the_compressors_run(
 ) -> None:
     """A prefill prepares them later, in the part of the layer that no graph contains."""
     layers: Any = model.stepper.runner.model
-    attn = next(a.attn for a in layers.layers if isinstance(a.attn.entries, C4Entries))
+    attn = next(a.attn for a in layers.layers if isinstance(a.attn.compressor, C4Compressor))
     calls: list[str] = []
 
     def noted(target: Any, name: str) -> None:
@@ -129,8 +129,8 @@ def test_a_decode_prepares_the_indexer_s_queries_while_the_compressors_run(
     monkeypatch.setattr(attn, "side_streams", Streams())
     for target, name in (
         (attn.side_streams, "join"),
-        (attn.entries, "prepare_index_queries"),
-        (attn.entries, "select_entries"),
+        (attn.compressor, "prepare_index_queries"),
+        (attn.compressor, "select_entries"),
     ):
         noted(target, name)
     sequence = model.stepper.sequence(model.text(12))
@@ -147,7 +147,7 @@ def test_a_decode_says_which_tokens_entries_were_scored(
 ) -> None:
     """Kernels of attention that start early rely on it. A prefill does not say it."""
     layers: Any = model.stepper.runner.model
-    attn = next(a.attn for a in layers.layers if isinstance(a.attn.entries, C4Entries))
+    attn = next(a.attn for a in layers.layers if isinstance(a.attn.compressor, C4Compressor))
     found: list[int | None] = []
     run = attn.sparse_attention
 
@@ -160,7 +160,7 @@ def test_a_decode_says_which_tokens_entries_were_scored(
     model.stepper.step([(sequence, 11)])
     model.stepper.step([(sequence, 1)])
     # The first position that sees more than topk entries of four tokens.
-    assert found == [None, 4 * attn.entries.topk + 3]
+    assert found == [None, 4 * attn.compressor.topk + 3]
     model.stepper.release(sequence)
 
 

@@ -91,7 +91,7 @@ def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
     model = stepper.runner.model
     assert isinstance(model, DeepseekV4)
     layers: list[Any] = list(model.layers)
-    indexers = [layer.attn.entries for layer in layers if hasattr(layer.attn.entries, "topk")]
+    indexers = [layer.attn.compressor for layer in layers if hasattr(layer.attn.compressor, "topk")]
     kept = [indexer.select_entries for indexer in indexers]
 
     def recording(run: Any) -> Any:

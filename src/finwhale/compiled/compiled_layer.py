@@ -8,7 +8,7 @@ from torch import Tensor
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.compressor import C4Entries
+from finwhale.models.deepseek_v4.compressor import C4Compressor
 from finwhale.models.deepseek_v4.layer import BlockOutput, LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
@@ -66,9 +66,9 @@ class CompiledLayer:
         if entered is not None:
             entered(residual)
         projected = None
-        if attn.entries is not None:
+        if attn.compressor is not None:
             (projected,) = rest
-            attn.entries.write(projected, inputs, rotary, cache)
+            attn.compressor.write(projected, inputs, rotary, cache)
         mixes = [post, res, residual, tokens.positions, inputs.token_ids]
         if not self.step.packed:
             entries = self._choose(q_NX, projected, inputs, rotary, cache)
@@ -96,10 +96,10 @@ class CompiledLayer:
         attn = self.layer.attn
         if self.select is None or projected is None:
             return attn.choose(q_NX, projected, inputs, rotary, cache)
-        assert isinstance(attn.entries, C4Entries)
+        assert isinstance(attn.compressor, C4Compressor)
         tokens, table = inputs.tokens, inputs.tables["c4"]
         keys, row_step = contiguous_rows(cache.pool("index_keys", attn.layer))
-        places = self.step.flat_entries(tokens, table, attn.entries.topk, row_step)
+        places = self.step.flat_entries(tokens, table, attn.compressor.topk, row_step)
         given = [q_NX, projected, tokens.positions, tokens.rotation(rotary), *places, keys]
         (chosen,) = self.select(given)
         slots = torch.div(chosen, row_step, rounding_mode="floor")  # -1 stays -1

@@ -17,7 +17,7 @@ from finwhale.compiled.cpu_ops import columns
 from finwhale.compiled.graph_store import Argument, Traceable
 from finwhale.compiled.step_tensors import StepTensors
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.compressor import C4Entries, C4Weights
+from finwhale.models.deepseek_v4.compressor import C4Compressor, C4Weights
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -110,8 +110,8 @@ class LayerTracer:
             x, post, res, residual = layer.enter(x, *mixes)
             inputs = StepInputs(token_ids=tokens.positions, tokens=tokens, tables={"window": table})
             out = [post, res, residual, layer.attn.project(x, inputs, rotary, cache)]
-            if layer.attn.entries is not None:
-                out.append(layer.attn.entries.project(x))
+            if layer.attn.compressor is not None:
+                out.append(layer.attn.compressor.project(x))
             return tuple(t.contiguous() for t in out)
 
         arguments = [
@@ -120,7 +120,7 @@ class LayerTracer:
             Argument(self.window_rows, (0,)),
             *map(Argument, tensors_of(weights)),
         ]
-        rows = self.layer.attn.entries
+        rows = self.layer.attn.compressor
         kind = ("window" if rows is None else type(rows).__name__) + (
             " first" if self.first else ""
         )
@@ -130,8 +130,8 @@ class LayerTracer:
         """[queries, entries' input, positions, rotation, slots, counts, key pool] -> the slots of
         the selected entries. None: the layer has no indexer, or it runs between the graphs.
         """
-        layer, entries = self.layer, self.layer.attn.entries
-        if self.step.packed or not isinstance(entries, C4Entries):
+        layer, compressor = self.layer, self.layer.attn.compressor
+        if self.step.packed or not isinstance(compressor, C4Compressor):
             return None
         index, ints = layer.attn.layer, torch.int64
 
@@ -150,7 +150,7 @@ class LayerTracer:
         w = layer.weights.attn
         assert isinstance(w.compressor, C4Weights)
         key_pool = contiguous_rows(self.cache.pool("index_keys", index))[0]
-        slots = Argument(self._empty(2 * entries.topk, dtype=ints).sample, (0, 1))
+        slots = Argument(self._empty(2 * compressor.topk, dtype=ints).sample, (0, 1))
         arguments = [
             self._empty(w.heads.wq_b.weight.shape[0]),
             self._empty(w.compressor.proj.weight.shape[0], dtype=torch.float32),

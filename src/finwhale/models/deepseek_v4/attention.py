@@ -15,9 +15,9 @@ from torch import Tensor
 
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.compressor import (
-    C4Entries,
+    C4Compressor,
     C4Weights,
-    C128Entries,
+    C128Compressor,
     C128Weights,
 )
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -149,9 +149,9 @@ class Attention:
         self.q_lora_rank = config.q_lora_rank
         self.window = config.sliding_window
         self.scale = config.head_dim**-0.5
-        self.entries: C4Entries | C128Entries | None = None
+        self.compressor: C4Compressor | C128Compressor | None = None
         if isinstance(weights.compressor, C4Weights):
-            self.entries = C4Entries(
+            self.compressor = C4Compressor(
                 config,
                 ops,
                 weights.compressor,
@@ -161,7 +161,9 @@ class Attention:
                 gathers=self.all_heads is None,
             )
         elif isinstance(weights.compressor, C128Weights):
-            self.entries = C128Entries(config, ops, weights.compressor, layer, round_activations)
+            self.compressor = C128Compressor(
+                config, ops, weights.compressor, layer, round_activations
+            )
 
     def __call__(
         self,
@@ -171,14 +173,14 @@ class Attention:
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        compressor, streams = self.entries, self.side_streams
+        compressor, streams = self.compressor, self.side_streams
         heads, rotary = self.heads_of(inputs), self.rotary(tables)
         projected = None
         if self.is_whole(inputs):
             projected = self.gather_and_store(x, inputs, rotary, cache)
             q_RX = self.own_queries(x)
         else:
-            if isinstance(compressor, C4Entries) and len(x) in COMPRESSOR_FIRST_TOKENS:
+            if isinstance(compressor, C4Compressor) and len(x) in COMPRESSOR_FIRST_TOKENS:
                 projected = compressor.project(x)
                 write = partial(compressor.write, projected, inputs, rotary, cache)
                 streams.start(COMPRESS_STREAM, write)
@@ -206,7 +208,7 @@ class Attention:
 
     def rotary(self, tables: RotaryTables) -> Tensor:
         """The rotary table of this kind of layer."""
-        return tables.plain if self.entries is None else tables.compressed
+        return tables.plain if self.compressor is None else tables.compressed
 
     def project(
         self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
@@ -247,10 +249,10 @@ class Attention:
 
         A prefill prepares them in `attend`, the part that may depend on the sequences' lengths.
         """
-        entries = self.entries
-        if not isinstance(entries, C4Entries) or inputs.tokens.max_query > MAX_DECODE_QUERY:
+        compressor = self.compressor
+        if not isinstance(compressor, C4Compressor) or inputs.tokens.max_query > MAX_DECODE_QUERY:
             return None
-        return entries.prepare(self.heads_of(inputs).index_queries(q_RX), inputs, rotary)
+        return compressor.prepare(self.heads_of(inputs).index_queries(q_RX), inputs, rotary)
 
     def own_queries(self, x_RD: Tensor) -> Tensor:
         """The queries [R,X] of this rank's tokens for all heads and the indexer."""
@@ -267,7 +269,7 @@ class Attention:
         A rank projects its own tokens, and the ranks gather the results. For Flash, averaged over
         the layers, a token's results take about as many bytes as its x.
         """
-        compressor, links, num_tokens = self.entries, self.links, len(inputs.token_ids)
+        compressor, links, num_tokens = self.compressor, self.links, len(inputs.token_ids)
         w, projected = self.weights, None
         both = w.wq_a_wkv
         kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
@@ -315,19 +317,19 @@ class Attention:
         index_q: IndexQueries | None = None,
     ) -> Selected | Complete | None:
         """Select the entries that each token sees; without entries, StepInputs.further_slots."""
-        if self.entries is None or projected is None:
+        if self.compressor is None or projected is None:
             slots = inputs.further_slots
             if slots is None:
                 return None
             rows_per_page = inputs.tables["window"].rows_per_page
             slots = self.links.own(slots) if self.is_whole(inputs) else slots
             return Selected(cache.pool("window", self.layer), slots, rows_per_page)
-        if isinstance(self.entries, C128Entries):
-            return self.entries.visible(inputs, cache)
+        if isinstance(self.compressor, C128Compressor):
+            return self.compressor.visible(inputs, cache)
         if index_q is None:
             index_q_RX = self.heads_of(inputs).index_queries(q_RX)
-            index_q = self.entries.prepare(index_q_RX, inputs, rotary)
-        return self.entries.visible(projected, index_q, inputs, rotary, cache)
+            index_q = self.compressor.prepare(index_q_RX, inputs, rotary)
+        return self.compressor.visible(projected, index_q, inputs, rotary, cache)
 
     def read(
         self,
@@ -356,7 +358,7 @@ class Attention:
 
 
 def store(
-    compressor: C4Entries | C128Entries,
+    compressor: C4Compressor | C128Compressor,
     x_ND: Tensor,
     inputs: StepInputs,
     rotary: Tensor,

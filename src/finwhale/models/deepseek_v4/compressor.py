@@ -39,7 +39,7 @@ class C4Weights:
     index_mix: CompressorWeight
 
 
-class C128Entries:
+class C128Compressor:
     """Writes the entries that complete in a step. A token sees every complete entry before it."""
 
     def __init__(
@@ -88,7 +88,7 @@ class C128Entries:
         return Complete(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
 
 
-class C4Entries:
+class C4Compressor:
     """Writes the entries and keys that complete in a step. A token sees the index_topk entries with
     the best scores.
 

@@ -238,10 +238,10 @@ class DeepseekV4:
             num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
         )
         for layer in self._one_of_each():
-            entries = layer.attn.entries if isinstance(layer, DecoderLayer) else None
-            if entries is not None:
+            compressor = layer.attn.compressor if isinstance(layer, DecoderLayer) else None
+            if compressor is not None:
                 for rows in library_gemm_rows(num_tokens):
-                    entries.project(x_ND[:rows])
+                    compressor.project(x_ND[:rows])
 
     def without_collectives(self) -> AbstractContextManager[None]:
         """Within it, the model waits for no other rank, and its results have no meaning."""
