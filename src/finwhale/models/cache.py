@@ -153,8 +153,8 @@ class CacheGroup:
                 end += _aligned(size, PART_ALIGN)
         if packed:
             return PageLayout(page_bytes=_aligned(end, PAGE_ALIGN), row_bytes=0, offsets=offsets)
-        # A row holds a whole number of each field's rows: a table on a CPU finds a layer's row r
-        # as row k * r of a contiguous array (ops/cpu_math.py).
+        # The size of a row is a multiple of each field's width. So a table on a CPU finds a layer's
+        # row r as row k * r of a contiguous array (ops/cpu_math.py).
         widths = [f.width * itemsize for f in self.fields]
         row_bytes = _aligned(end, STATE_ALIGN if states == {True} else lcm(PART_ALIGN, *widths))
         return PageLayout(

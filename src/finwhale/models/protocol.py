@@ -1,4 +1,4 @@
-"""What the engine needs of a model: its configuration, its forward and its draft head.
+"""Protocols that a model implements: its configuration, its forward and its draft head.
 
 The engine, the server and the commands use models through this module, `registry.py`, and the
 modules that this one imports: `cache.py`, `step_inputs.py` and `weight_protocol.py`.

@@ -1,4 +1,4 @@
-"""What the engine gives to a model and its draft head in each step.
+"""Inputs that the engine passes to a model and to its draft head in each step.
 
 Legend: N tokens of a step, all sequences one after the other; B sequences; X tokens of the
 vocabulary whose logits this rank computes.
@@ -82,7 +82,7 @@ class DraftStart:
 
 
 ChooseDraft = Callable[[Tensor, int], Tensor]
-"""Chooses a draft of each sequence: (logits, k) -> ids.
+"""A function that chooses draft k of each sequence: (logits, k) -> ids.
 
     logits: [B,X] float32: this rank's part of the logits for draft k, counted from 0.
     ids: [B] int64, the same on all ranks, and valid even if logits are not finite.

@@ -47,8 +47,8 @@ from finwhale.ops.moe import ExpertWeight
 Setter = Callable[[StoredWeight], object]
 
 # Unquantised weights of at least this size that need no conversion are read directly into their
-# final memory. Smaller ones are not, because the values of each would have to be checked by
-# themselves after the last byte has arrived.
+# final memory. Smaller ones are not, because each direct read costs a separate check of the values
+# after the last byte has arrived.
 LARGE_BYTES = 2**20
 # Tensors on these devices share allocations. The first has FIRST_SLAB_BYTES, and each later one
 # twice as many, up to SLAB_BYTES. Ranks that load together map each other's allocations, which
@@ -537,7 +537,7 @@ class WeightBuilder:
         places.divide(names, codes, [codes.nbytes // count] * count)
         scales = list(map(name_of_scale, names))
         places.divide(scales, exponents, [exponents.nbytes // count] * count)
-        # A model has 36,000 of these weights, and 36,000 calls of `_set` take too long. Each weight
+        # Calling `_set` for each of a model's 36,000 expert weights takes too long. Each of them
         # has only one destination, so this code makes the entries of `_set` itself.
         self.setters.update((name, partial(_copy_fp4, places, name)) for name in names)
         self.targets.update(dict.fromkeys(names, (codes, exponents)))

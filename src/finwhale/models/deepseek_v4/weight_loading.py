@@ -127,7 +127,7 @@ class WeightLoading:
                 operators may convert experts to other tensors than those that were loaded.
 
         Returns:
-            The weights, and the id of each tensor in them that is complete.
+            The weights, and the ids (`id`) of the tensors in them that are complete.
 
         Raises:
             CheckpointError: a tensor has only some of its weights.
