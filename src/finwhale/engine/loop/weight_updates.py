@@ -214,7 +214,6 @@ class WeightUpdates:
         self._check_begun()
         self._engine.check_weights_can_change(requests=requests)
         try:
-            self._engine.check_weights_can_change(partial=self._partial)
             self._engine.on_ranks(prepare_update)
             self._engine.change_weights(commit_update, requests, partial=self._partial)
         except BaseException as error:
