@@ -5,7 +5,7 @@ A conversation is a request of one of three chat protocols, or a list of OpenAI-
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
@@ -63,6 +63,7 @@ def convert(
     *,
     default_thinking: bool,
     echo_body: Mapping[str, Any] | None = None,
+    response_schema: Any = None,
 ) -> ProtocolRequest:
     """Converts the body of a request (parsed JSON) to a conversation.
 
@@ -70,6 +71,8 @@ def convert(
         body: the body as the client sent it; its "model" is ignored.
         default_thinking: whether the model thinks if the request does not say.
         echo_body: the body whose settings a Responses answer repeats; None: `body`.
+        response_schema: the schema of a Messages answer, for the prompt. deepseek-recipe reads
+            those of the other protocols itself.
 
     Raises:
         RequestError: the body is not a valid request of the protocol.
@@ -81,12 +84,16 @@ def convert(
             namespaces = request.namespace_tool_map(options)
             echo = _parse(protocol, echo_body or body).echo()
             return _converted(protocol, request.convert(options), echo, namespaces)
-        return _converted(protocol, request.convert(options))
+        found = _converted(protocol, request.convert(options))
+        if response_schema is None:
+            return found
+        shown = changed(found.conversation, response_schema=response_schema)
+        return replace(found, conversation=shown)
     except recipe.ConversionError as error:
         raise RequestError(str(error)) from error
     # The body is not JSON (TypeError), is nested too deeply, has lone surrogates (a ValueError) or
-    # is not of the protocol.
-    except (TypeError, ValueError, RecursionError) as error:
+    # too large numbers, or is not of the protocol.
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
         raise RequestError(f"not a valid request: {error}") from error
 
 

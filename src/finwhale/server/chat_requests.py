@@ -3,14 +3,13 @@
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.effort import changed
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
-from finwhale.errors import RequestError, first_line
+from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.answer_formats import (
     Fields,
@@ -195,16 +194,13 @@ def convert_body(
     default_thinking = state.config.default_thinking
     if protocol == "responses":
         default_thinking = _default_thinking(fields, default_thinking)
-    converted = convert(protocol, fields, default_thinking=default_thinking, echo_body=original)
-    if protocol == "messages" and wanted is not None:
-        # As deepseek-recipe does in the other protocols, tell the model about the schema.
-        try:
-            shown = changed(converted.conversation, response_schema=wanted[1])
-        except (OverflowError, TypeError, ValueError) as error:
-            raise RequestError(
-                f"the output's schema cannot be shown: {first_line(error)}"
-            ) from None
-        converted = replace(converted, conversation=shown)
+    converted = convert(
+        protocol,
+        fields,
+        default_thinking=default_thinking,
+        echo_body=original,
+        response_schema=wanted[1] if protocol == "messages" and wanted else None,
+    )
     return ConvertedBody(converted, tool_schemas(fields), wanted, choice)
 
 
