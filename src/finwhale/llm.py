@@ -360,9 +360,10 @@ class LLM(LoadedModel):
             RequestError: the prompt cannot be served.
         """
         job = self.job(prompt, sampling_params or SamplingParams())
-        result = add_job(self.engine, self.new_id(), job)
+        request_id = self.new_id()  # before it begins, so that an interrupt aborts it
         shown, finished = 0, False
         try:
+            result = add_job(self.engine, request_id, job)
             while not finished:
                 self.engine.step()
                 # Another thread's stream or batch may have stepped this request to its end.
@@ -372,7 +373,7 @@ class LLM(LoadedModel):
                     shown = made
                     yield result
         finally:
-            self.engine.abort(result.request_id)
+            self.engine.abort(request_id)
 
     def update_weights(
         self,
@@ -496,7 +497,7 @@ class LLM(LoadedModel):
                 if isinstance(job, RequestOutput):
                     begun.append((None, job))
                     continue
-                ids.append(self.new_id())  # before it begins, so that an interrupt aborts it
+                ids.append(self.new_id())  # as in `stream`
                 begun.append(self._begin(ids[-1], job))
             with _Bar(show_progress, [result for _, result in begun]) as bar:
                 while not all(result.finished for _, result in begun):

@@ -517,14 +517,20 @@ def test_an_interrupt_while_a_request_begins(
     assert tokens(llm.generate([[5, 9]], greedy())[0]) == wanted
 
 
-def test_an_interrupt_after_a_request_began(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_interrupt_after_a_request_began(
+    llm: LLM, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*args: Any) -> None:
         add_job(*args)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("finwhale.llm.add_job", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([[5, 9]], greedy())
+        if stream:
+            next(llm.stream([5, 9], greedy()))
+        else:
+            llm.generate([[5, 9]], greedy())
     assert not llm.engine.has_work
 
 

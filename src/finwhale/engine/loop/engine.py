@@ -247,51 +247,47 @@ class Engine:
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self.model_config.eos_token_ids)
-        self._requests[request_id] = running
-        try:
-            for index in range(params.n):
-                routed = None
-                if params.return_routed_experts and routed_form is not None:
-                    # The first continuation also has the experts of the prompt.
-                    routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
-                sequence = SequenceState(
-                    key=f"{request_id}/{index}",
-                    request_id=request_id,
-                    index=index,
-                    token_ids=list(prompt_token_ids),
-                    num_prompt=len(prompt_token_ids),
-                    max_len=longest,
-                    params=params,
-                    priority=priority,
-                    prefix_owner=prefix_owner,
-                    prompt_logprobs=scored if index == 0 else None,
-                    num_routed=None if routed is None else routed.end,
-                    sampling=RequestSampling(
-                        params,
-                        prompt_token_ids,
-                        self.model_config.vocab_size,
-                        index,
-                        None if matcher is None else matcher.copy(),
-                        ends,
-                    ),
-                )
-                output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-                request.outputs.append(output)
-                self._text_streams[sequence.key] = TextStream(
-                    sequence,
-                    running,
-                    output,
+        self._requests[request_id] = running  # first, so that `abort` finds a part of it, too
+        for index in range(params.n):
+            routed = None
+            if params.return_routed_experts and routed_form is not None:
+                # The first continuation also has the experts of the prompt.
+                routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
+            sequence = SequenceState(
+                key=f"{request_id}/{index}",
+                request_id=request_id,
+                index=index,
+                token_ids=list(prompt_token_ids),
+                num_prompt=len(prompt_token_ids),
+                max_len=longest,
+                params=params,
+                priority=priority,
+                prefix_owner=prefix_owner,
+                prompt_logprobs=scored if index == 0 else None,
+                num_routed=None if routed is None else routed.end,
+                sampling=RequestSampling(
+                    params,
+                    prompt_token_ids,
+                    self.model_config.vocab_size,
+                    index,
+                    None if matcher is None else matcher.copy(),
                     ends,
-                    self._new_detokenizer(params),
-                    _new_stop_checker(params),
-                    stop_after if params.stop else None,
-                    Clock(began),
-                    routed=routed,
-                )
-                self.scheduler.add(sequence)
-        except BaseException:
-            self.abort(request_id)  # KeyboardInterrupt, for example, must not leave a part of it
-            raise
+                ),
+            )
+            output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+            request.outputs.append(output)
+            self._text_streams[sequence.key] = TextStream(
+                sequence,
+                running,
+                output,
+                ends,
+                self._new_detokenizer(params),
+                _new_stop_checker(params),
+                stop_after if params.stop else None,
+                Clock(began),
+                routed=routed,
+            )
+            self.scheduler.add(sequence)
         self._meter.requests += 1
         return request
 
