@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -192,6 +193,26 @@ def test_an_error_on_rank_0_ends_the_others(two: LLM, monkeypatch: pytest.Monkey
     with pytest.raises(EngineDeadError, match=r"rank 0 \(cpu\): ValueError: rank 0 has a fault"):
         two.generate([1, 2], GREEDY)
     wait_for(lambda: not any(map(is_there, pids(two))))
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_slow_close_is_waited_for_unless_a_rank_failed(
+    two: LLM, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    executor = two.engine.executor
+    assert isinstance(executor, ranks.Ranks)
+    closed = threading.Event()
+
+    def slow() -> None:
+        time.sleep(1)
+        closed.set()
+
+    monkeypatch.setattr(executor.local, "close", slow)
+    monkeypatch.setattr(ranks, "FAILED_CLOSE_S", 0.1)
+    if failed:
+        executor.workers.fail(EngineDeadError("a rank has a fault"))
+    executor.close()
+    assert closed.is_set() != failed
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ T = TypeVar("T")
 # The first byte of a message to the workers says what the message is.
 _EXECUTE, _SAMPLE, _READY, _CALL = b"e", b"s", b"r", b"c"
 CAUSE_S = 2.0  # how long a failed rank waits for another rank to report the cause
-CLOSE_S = 2.0  # time limit for closing the device and NCCL
+CLOSE_S = 10.0  # time limit for closing the device and NCCL
+FAILED_CLOSE_S = 2.0  # the same after a rank has failed, for which this rank's device may wait
 EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank that is gone
 
 
@@ -265,8 +266,11 @@ class RanksResult:
 
 
 def _close(owner: int, workers: Workers, local: LocalExecutor) -> None:
-    """End the workers, and close the rank of this process within CLOSE_S: its device may wait for a
-    rank that is gone.
+    """End the workers, and close the rank of this process, unless that takes too long: its device
+    may wait for a rank that is gone.
+
+    The limit is longer if no rank has failed. A process that exits while NCCL is still closing may
+    abort, after all its work succeeded.
     """
     if os.getpid() != owner:  # a forked process must not end the workers
         return
@@ -277,7 +281,7 @@ def _close(owner: int, workers: Workers, local: LocalExecutor) -> None:
     except RuntimeError:  # some versions of Python start no thread while they exit
         local.close()
     else:
-        closing.join(CLOSE_S)
+        closing.join(CLOSE_S if workers.cause(0.0) is None else FAILED_CLOSE_S)
 
 
 def _limit_exit() -> None:
