@@ -147,13 +147,13 @@ def generate_two(
     engine: Engine, seen: dict[str, list[int]], max_tokens: int = 280
 ) -> list[RequestOutput]:
     """Two requests; `seen` gets the number of drafts that each step verifies for them."""
-    verified = engine.scheduler.verified
+    verified = engine.scheduler.record_verified
 
     def noted(chunk: Chunk, num_accepted: int) -> None:
         seen.setdefault(chunk.sequence.key, []).append(len(chunk.drafts))
         verified(chunk, num_accepted)
 
-    engine.scheduler.verified = noted  # type: ignore[method-assign]
+    engine.scheduler.record_verified = noted  # type: ignore[method-assign]
     params = [
         SamplingParams(temperature=0.8, seed=seed, max_tokens=max_tokens, ignore_eos=True)
         for seed in (1, 2)

@@ -218,7 +218,7 @@ def test_forced_acceptance_is_calibrated(
     on_the_device(engine, monkeypatch)
     local = local_executor(engine.executor)
     local.sampler.choose_with(ForcedAcceptance(local, 0.6, varied=True))
-    verified = engine.scheduler.verified
+    verified = engine.scheduler.record_verified
     made: dict[str, list[float]] = {}
     chances: list[float] = []
     right = 0
@@ -233,7 +233,7 @@ def test_forced_acceptance_is_calibrated(
         made[key] = list(chunk.sequence.confidences)
         verified(chunk, num_accepted)
 
-    engine.scheduler.verified = noted  # type: ignore[method-assign]
+    engine.scheduler.record_verified = noted  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(4)]
     while engine.has_work:

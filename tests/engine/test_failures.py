@@ -255,16 +255,16 @@ def test_cached_tokens_are_counted(new_llm: Callable[..., LLM]) -> None:
 def test_durations_are_counted_in_their_buckets() -> None:
     meter = Meter()
     one, other = Clock(began=10.0), Clock(began=10.5)
-    meter.step([one, other], 11.0)
-    meter.step([one, other], 11.04)
-    meter.step([one], 11.1)
+    meter.record_step([one, other], 11.0)
+    meter.record_step([one, other], 11.04)
+    meter.record_step([one], 11.1)
     first = meter.time_to_first_token.read()
     assert first.count == 2 and first.total == pytest.approx(1.5)
     assert first.counts[BOUNDS.index(0.5)] == 1 and first.counts[BOUNDS.index(1.0)] == 1
     between = meter.time_between_tokens.read()
     assert between.count == 3 and between.counts[BOUNDS.index(0.05)] == 2
     assert between.counts[BOUNDS.index(0.075)] == 1
-    meter.ended("length", one, 3)
-    meter.ended("stop", other, 1)
+    meter.record_end("length", one, 3)
+    meter.record_end("stop", other, 1)
     mean = meter.time_per_output_token.read()
     assert mean.count == 1 and mean.total == pytest.approx(0.05)

@@ -44,10 +44,10 @@ def test_warm_up_leaves_nothing_behind(new_llm: Callable[..., LLM]) -> None:
     engine = new_llm(max_num_seqs=4, max_num_batched_tokens=64).engine
     before, counters = text(engine, "a"), engine.metrics()
     engine.reset()
-    engine.executor.ready()  # forgets the times of steps
+    engine.executor.mark_ready()  # forgets the times of steps
     empty = engine.metrics()
     warm_up(engine)
-    engine.executor.ready()
+    engine.executor.mark_ready()
     after = engine.metrics()
     assert after == empty
     assert counters.requests == 1 and after.requests == after.steps == after.idle_blocks == 0

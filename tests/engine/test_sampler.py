@@ -69,7 +69,7 @@ class Sampler:
             histories.append(sequence.sampling.history)
             if not sequence.sampling.settings.greedy:
                 positions.append(len(sequence.token_ids) - sequence.num_prompt)
-        plan = StepPlanner(logits.shape[1]).sampling(
+        plan = StepPlanner(logits.shape[1]).plan_sampling(
             tuple(sequence.slot for sequence in sequences), SamplingInputs(positions, histories)
         )
         if not plan.slots:

@@ -243,7 +243,7 @@ def test_confidences_reach_the_policy(
         return replace(drafts, confidences=torch.stack(values))
 
     monkeypatch.setattr(head, "draft", confident)
-    verified, found = engine.scheduler.verified, []
+    verified, found = engine.scheduler.record_verified, []
     last: dict[str, tuple[int, ...]] = {}
 
     def noted(chunk: Chunk, num_accepted: int) -> None:
@@ -256,7 +256,7 @@ def test_confidences_reach_the_policy(
             last[key] = chunk.drafts
         verified(chunk, num_accepted)
 
-    engine.scheduler.verified = noted  # type: ignore[method-assign]
+    engine.scheduler.record_verified = noted  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     for i in range(2):
         engine.add_request(str(i), [9 + i, 8], params)

@@ -75,8 +75,8 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.proposals: list[Proposal] = []
-        self._verified = engine.scheduler.verified
-        engine.scheduler.verified = self._note  # type: ignore[method-assign]
+        self._verified = engine.scheduler.record_verified
+        engine.scheduler.record_verified = self._note  # type: ignore[method-assign]
 
     def _note(self, chunk: Chunk, num_accepted: int) -> None:
         sequence = chunk.sequence

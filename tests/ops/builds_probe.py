@@ -490,7 +490,7 @@ def compare_drafting_launches(config: ModelConfig, max_len: int) -> dict[str, An
 
     def verification(query: int) -> set[tuple[str, str]]:
         inference = torch.inference_mode()
-        return names(collect(inference(lambda: run._step(48, query, [(max_len, query)]))))
+        return names(collect(inference(lambda: run._launch_step(48, query, [(max_len, query)]))))
 
     walked = names(collect(run))
     return {

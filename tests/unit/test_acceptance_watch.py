@@ -16,7 +16,7 @@ def play(watch: AcceptanceWatch, windows: int, accepted: float, drafts: int, now
         debt += accepted
         right = debt >= 1
         debt -= right
-        watch.verified(drafts, drafts * right, now)
+        watch.record_verified(drafts, drafts * right, now)
 
 
 def test_a_fall_is_logged_once_in_an_interval(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,10 +40,10 @@ def test_more_drafts_are_no_fall(caplog: pytest.LogCaptureFixture) -> None:
     """Later drafts are accepted less often. Verifying more of them is no reason for a line."""
     watch = AcceptanceWatch(4)
     for _ in range(3 * WINDOW_DRAFTS):
-        watch.verified(1, 1, 0.0)
+        watch.record_verified(1, 1, 0.0)
     for _ in range(WINDOW_DRAFTS):
-        watch.verified(4, 1, 0.0)
+        watch.record_verified(4, 1, 0.0)
     assert not caplog.records
     for _ in range(WINDOW_DRAFTS):
-        watch.verified(4, 0, 0.0)
+        watch.record_verified(4, 0, 0.0)
     assert len(caplog.records) == 1

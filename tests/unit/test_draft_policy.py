@@ -54,7 +54,7 @@ class Play:
                 while accepted < count and self.draw.random() < right[place]:
                     accepted += 1
                 chunk = Chunk(self.sequences[place], 1, 2 + count, (0,) * count)
-                self.policy.verified(chunk, accepted)
+                self.policy.record_verified(chunk, accepted)
                 self.tokens += 1 + accepted
                 self.counts[place] += count
             seconds = self.seconds_of(batch, choice.kind) * self.draw.uniform(1 - noise, 1 + noise)
@@ -255,7 +255,7 @@ def test_confidences_of_the_drafts_before_are_calibrated_apart() -> None:
         confidence = draw.choice([0.1, 0.9])
         for old in (False, True):
             chunk = Chunk(sequence, 1, 3, (0,), confidences=[confidence], stale_confidences=old)
-            estimates.verified(chunk, draw.random() < (0.5 if old else confidence))
+            estimates.record_verified(chunk, draw.random() < (0.5 if old else confidence))
     sequence.confidences = [0.9]
     assert estimates.survivals(sequence, unresolved=False)[0] == pytest.approx(0.9, abs=0.05)
     assert estimates.survivals(sequence, unresolved=True)[0] == pytest.approx(0.5, abs=0.05)

@@ -193,7 +193,7 @@ class Driver:
             assert chunk.start == sequence.num_computed < chunk.end <= len(sequence.token_ids)
         self.memory.step(chunks, self.texts)
         scheduler.check_integrity()
-        scheduler.computed(chunks)
+        scheduler.record_computed(chunks)
         scheduler.check_integrity()
         flight = self._flight
         self._flight = []
@@ -636,7 +636,7 @@ def operations(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, i
     first, again = (bench_prefix._sequence(key, prompt) for key in ("first", "again"))
     scheduler.add(first)
     while first.remaining:
-        scheduler.computed(scheduler.schedule())
+        scheduler.record_computed(scheduler.schedule())
     scheduler.finish(first)
     calls = hashed = 0
 

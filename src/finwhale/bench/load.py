@@ -188,7 +188,7 @@ class Loaders:
             return
         self._workers.send(what.encode())
         getattr(self.own, what)()
-        self._workers.answers()
+        self._workers.wait_answers()
 
     def close(self) -> None:
         if self._workers is not None:

@@ -39,7 +39,7 @@ def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
     first = _sequence("first", prompt)
     scheduler.add(first)
     while first.remaining:
-        scheduler.computed(scheduler.schedule())
+        scheduler.record_computed(scheduler.schedule())
     scheduler.finish(first)
     gc.collect()
     keys_ns, whole_ns = [], []

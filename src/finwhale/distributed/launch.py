@@ -234,7 +234,7 @@ class _Worker:
         phase: the phase of the worker's start; None: its process has not begun.
         phase_s: seconds since the phase began.
         silent_s: seconds without a heartbeat.
-        answers: the answers that `Workers.answers` has not returned yet.
+        answers: the answers that `Workers.wait_answers` has not returned yet.
     """
 
     rank: Rank
@@ -342,7 +342,7 @@ class Workers:
         """The latest state of each worker."""
         return [WorkerState(w.label, w.about, w.status, w.silent_s) for w in self._workers]
 
-    def answers(self) -> list[Answer]:
+    def wait_answers(self) -> list[Answer]:
         """Wait for one answer of each worker; raises if a worker fails."""
         found: list[Answer] = []
         for worker in self._workers:
@@ -360,7 +360,7 @@ class Workers:
         for worker in self._workers:
             worker.process.kill()
 
-    def cause(self, wait_s: float = 1.0) -> FinwhaleError | None:
+    def wait_failure(self, wait_s: float = 1.0) -> FinwhaleError | None:
         """Wait until a worker's failure is noticed, for at most `wait_s`; None: there is none."""
         end = time.monotonic() + wait_s
         while self._failure is None and time.monotonic() < end:

@@ -29,7 +29,7 @@ class AcceptanceWatch:
         self._proposed, self._accepted = [0] * max_drafts, [0] * max_drafts
         self._logged: float | None = None
 
-    def verified(self, num_proposed: int, num_accepted: int, now: float) -> None:
+    def record_verified(self, num_proposed: int, num_accepted: int, now: float) -> None:
         """Record the verification of a sequence's drafts.
 
         Args:

@@ -122,7 +122,7 @@ class DraftLoop:
             for row, sequence in enumerate(rows.sequences):
                 sequence.sampled_row = row
         else:
-            scheduler.computed([c for c in chunks if not c.completes])
+            scheduler.record_computed([c for c in chunks if not c.completes])
             if not all(c.decodes for c in chunks):
                 step.began = 0.0
         return step
@@ -143,7 +143,7 @@ class DraftLoop:
         expected = [chunk.drafts for chunk in step.chunks]
         runs = self._reader.read_runs(result, rows.sequences, expected, step.histories)
         if step.began:
-            self._time(step, result)
+            self._record_time(step, result)
         now = self._last_collected = time.monotonic()
         unresolved = {c.sequence.key: c for flight in later for c in flight.chunks}
         next_drafts = iter(result.drafts or ())
@@ -163,27 +163,27 @@ class DraftLoop:
             sequence.drafts, sequence.confidences = drafts_after, given
             if sequence.key in unresolved:
                 unresolved[sequence.key].resolve(num_accepted, drafts_after)
-            self._launcher.scheduler.verified(chunk, num_accepted)
+            self._launcher.scheduler.record_verified(chunk, num_accepted)
             if ids:
                 stream.clock.tick(now)
             num_drafts = len(chunk.drafts)
             before = len(stream.output.token_ids)
             self._verified.append(_Verified(stream, before, num_drafts, num_accepted))
-            self._acceptance.verified(num_drafts, num_accepted, now)
+            self._acceptance.record_verified(num_drafts, num_accepted, now)
             if self._policy is not None:
-                self._policy.verified(chunk, num_accepted)
+                self._policy.record_verified(chunk, num_accepted)
             tokens += [(stream, at, token) for at, token in enumerate(run, start=place)]
         return tokens
 
-    def appended(self) -> None:
+    def record_appended(self) -> None:
         """Record the tokens that became output. A stop may come before the last accepted draft."""
         for one in self._verified:
             count = len(one.stream.output.token_ids) - one.num_before
-            self._meter.run(one.stream.clock, count)
-            self._meter.drafted(one.num_drafts, min(one.num_accepted, count))
+            self._meter.record_tokens(one.stream.clock, count)
+            self._meter.record_drafts(one.num_drafts, min(one.num_accepted, count))
         self._verified.clear()
 
-    def _time(self, step: InFlightStep, result: StepResult) -> None:
+    def _record_time(self, step: InFlightStep, result: StepResult) -> None:
         """Record the time of a step in which all sequences decode."""
         assert result.verify_seconds is not None
         self._meter.time_of_verification.add(result.verify_seconds)

@@ -530,7 +530,7 @@ class Engine:
         for stream, place, token in tokens:
             if not stream.ended:
                 self._append(stream, place, token)
-        self._loop.appended()
+        self._loop.record_appended()
         self._discard_if_idle()
         self._loop.sample_waiting(self._in_flight)
         return touched
@@ -649,7 +649,7 @@ class Engine:
 
     def _retire(self, stream: TextStream, how: FinishReason) -> None:
         stream.ended = True
-        self._meter.ended(how, stream.clock, len(stream.output.token_ids))
+        self._meter.record_end(how, stream.clock, len(stream.output.token_ids))
         times = stream.request.output.times
         if times is not None:
             times.last_token = max(times.last_token, stream.clock.last)

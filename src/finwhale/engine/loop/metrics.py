@@ -174,7 +174,7 @@ class Meter:
         self.drafts_proposed = [0] * max_draft_tokens
         self.drafts_accepted = [0] * max_draft_tokens
 
-    def step(self, clocks: list[Clock], now: float) -> None:
+    def record_step(self, clocks: list[Clock], now: float) -> None:
         """Record a step that gave each sequence one token now."""
         self.steps += 1
         self.output_tokens += len(clocks)
@@ -185,11 +185,11 @@ class Meter:
             if last:
                 self.time_between_tokens.add(now - last, times)
             else:
-                self._begin([clock for clock in clocks if not clock.last], now)
+                self._record_first_tokens([clock for clock in clocks if not clock.last], now)
         for clock in clocks:
             clock.last = now
 
-    def run(self, clock: Clock, count: int) -> None:
+    def record_tokens(self, clock: Clock, count: int) -> None:
         """Record `count` tokens that one sequence got at clock.last (Clock.tick).
 
         They share the time since the token before them.
@@ -203,7 +203,7 @@ class Meter:
             self.time_to_first_token.add(clock.first - clock.began)
             self.time_between_tokens.add(0.0, count - 1)
 
-    def drafted(self, num_proposed: int, num_accepted: int) -> None:
+    def record_drafts(self, num_proposed: int, num_accepted: int) -> None:
         """Record the verification of a sequence's drafts."""
         for position in range(num_proposed):
             self.drafts_proposed[position] += 1
@@ -211,12 +211,13 @@ class Meter:
         if num_proposed:
             self.verifications += 1
 
-    def _begin(self, clocks: list[Clock], now: float) -> None:
+    def _record_first_tokens(self, clocks: list[Clock], now: float) -> None:
         for clock in clocks:
             clock.first = now
             self.time_to_first_token.add(now - clock.began)
 
-    def ended(self, how: FinishReason, clock: Clock, num_tokens: int) -> None:
+    def record_end(self, how: FinishReason, clock: Clock, num_tokens: int) -> None:
+        """Record the end of a sequence that got `num_tokens` tokens."""
         self.endings[how] += 1
         if num_tokens > 1:
             self.time_per_output_token.add((clock.last - clock.first) / (num_tokens - 1))

@@ -39,5 +39,5 @@ def start_engine(
         began = time.monotonic()
         warm_up(engine)
         engine.start_seconds["warm-up"] = time.monotonic() - began
-    executor.ready()
+    executor.mark_ready()
     return engine

@@ -49,7 +49,7 @@ class PlainLoop:
             self._set_on_device(rows)
         # On a GPU this step is still running. Other sequences may get the pages freed here, because
         # their kernels are launched later on the same CUDA stream.
-        scheduler.computed(chunks)
+        scheduler.record_computed(chunks)
         for sequence in complete:
             sequence.token_ids.append(PENDING)
         return step
@@ -83,10 +83,12 @@ class PlainLoop:
             tokens = [tokens[row] for row in left]
         streams = step.rows.streams
         pairs = zip(streams, tokens, strict=True)
-        self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
+        self._meter.record_step(
+            [s.clock for s, token in pairs if token.error is None], time.monotonic()
+        )
         return list(zip(streams, step.places, tokens, strict=True))
 
-    def appended(self) -> None:
+    def record_appended(self) -> None:
         """Do nothing: the engine appends every token of a plain step."""
 
     def sample_waiting(self, in_flight: Sequence[InFlightStep]) -> None:

@@ -36,7 +36,7 @@ class StepLoop(Protocol):
         """
         ...
 
-    def appended(self) -> None:
+    def record_appended(self) -> None:
         """Record the tokens of the last `collect` that the engine has appended to outputs."""
         ...
 
@@ -75,4 +75,4 @@ class Launcher:
         self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Sequence[int] | None = None
     ) -> PendingResult:
         """Launch the sampling of the last step's tokens."""
-        return self.executor.sample(self.planner.sampling(slots, inputs, rows))
+        return self.executor.sample(self.planner.plan_sampling(slots, inputs, rows))

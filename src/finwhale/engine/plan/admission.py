@@ -83,7 +83,7 @@ class Admission:
             if sequence.token_ids[-1] == PENDING:
                 return None
             known, resumable = self._match(sequence)
-            if self._follows(sequence, resumable):
+            if self._try_follow(sequence, resumable):
                 continue
             found = known[:resumable]
             needed = self._blocks(len(sequence.token_ids)) - sum(b.users > 0 for b in found)
@@ -102,15 +102,20 @@ class Admission:
             return sequence, known, resumable
         return None
 
-    def block_added(self, key: bytes, sequence: SequenceState) -> None:
-        """Release the followers of a block that a running sequence has added to the cache."""
-        if self._leaders.get(key) is sequence:
-            self._release_followers(key)
+    def release_followers(self, key: bytes, leader: SequenceState) -> None:
+        """Return the followers of a block to the queue, if `leader` was to compute the block.
+
+        The block is in the cache, or its leader has ended without computing it.
+        """
+        if self._leaders.get(key) is leader:
+            del self._leaders[key]
+            for sequence in self.followers.pop(key, ()):
+                self.put_back(sequence)
 
     def remove_leader(self, sequence: SequenceState) -> None:
         """Release all followers of a sequence that will add no more blocks to the cache."""
         for key in sequence.keys[len(sequence.chain) :]:
-            self.block_added(key, sequence)
+            self.release_followers(key, sequence)
 
     def _next_in_queue(self) -> SequenceState:
         first = self.waiting[0]
@@ -139,7 +144,7 @@ class Admission:
         self._prefix.extend_keys(sequence.keys, sequence.token_ids, sequence.prefix_owner)
         return self._prefix.match(sequence.keys[: sequence.num_reusable // self._block_tokens])
 
-    def _follows(self, sequence: SequenceState, resumable: int) -> bool:
+    def _try_follow(self, sequence: SequenceState, resumable: int) -> bool:
         """Make a sequence a follower if a running one is about to compute its next block."""
         last = None
         for key in sequence.keys[resumable : sequence.num_reusable // self._block_tokens]:
@@ -152,15 +157,6 @@ class Admission:
         self.waiting.remove(sequence)
         self.followers.setdefault(last, []).append(sequence)
         return True
-
-    def _release_followers(self, key: bytes) -> None:
-        """Return a block's followers to the queue.
-
-        The block is in the cache, or its leader has ended without computing it.
-        """
-        del self._leaders[key]
-        for sequence in self.followers.pop(key, ()):
-            self.put_back(sequence)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)

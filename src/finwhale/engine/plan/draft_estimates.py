@@ -113,7 +113,7 @@ class DraftEstimates:
             )
         ]
 
-    def verified(self, chunk: Chunk, num_accepted: int) -> None:
+    def record_verified(self, chunk: Chunk, num_accepted: int) -> None:
         """Record how many of a chunk's drafts were accepted."""
         num_drafts = len(chunk.drafts)
         if not num_drafts:

@@ -171,9 +171,9 @@ class DraftPolicy:
         self._filled, self._plain = HEAD_STEPS, 0
         self.kind = FILL
 
-    def verified(self, chunk: Chunk, num_accepted: int) -> None:
+    def record_verified(self, chunk: Chunk, num_accepted: int) -> None:
         """Record how many of a chunk's drafts were accepted."""
-        self.estimates.verified(chunk, num_accepted)
+        self.estimates.record_verified(chunk, num_accepted)
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool

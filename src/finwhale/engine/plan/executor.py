@@ -165,7 +165,7 @@ class RankState:
         memory: None: the rank has not reported it.
         late_compilations: as `Executor.late_compilations`, of this rank.
         heartbeat_age_s: seconds since its process was last seen alive; 0 for rank 0.
-        times: of its steps since `ready`.
+        times: of its steps since `mark_ready`.
     """
 
     device: str
@@ -276,12 +276,12 @@ class Executor(Protocol):
         """Raise EngineDeadError if a rank has failed. Returns at once."""
         ...
 
-    def ready(self) -> None:
+    def mark_ready(self) -> None:
         """Start to count compilations, because the warm-up is over."""
         ...
 
     def late_compilations(self) -> Mapping[str, int]:
-        """Number of kernels and graphs compiled or loaded since `ready`, by compiler."""
+        """Number of kernels and graphs compiled or loaded since `mark_ready`, by compiler."""
         ...
 
     def rank_states(self) -> tuple[RankState, ...]:

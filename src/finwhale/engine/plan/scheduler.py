@@ -233,7 +233,7 @@ class Scheduler:
             self.counts.cached_tokens += sequence.num_cached
         insort(self.running, sequence, key=in_order)
 
-    def computed(self, chunks: Sequence[Chunk]) -> None:
+    def record_computed(self, chunks: Sequence[Chunk]) -> None:
         """Record that these chunks are in the cache, and free pages that no later token needs."""
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.end
@@ -243,7 +243,7 @@ class Scheduler:
                 if known >= sequence.due:
                     self._settle(sequence, known, decodes=chunk.decodes)
 
-    def verified(self, chunk: Chunk, num_accepted: int) -> None:
+    def record_verified(self, chunk: Chunk, num_accepted: int) -> None:
         """Record that the first `num_accepted` drafts of a chunk were accepted; token_ids has them.
 
         The other drafts are undone, but nothing has to be cleared: rows are found by their
@@ -291,7 +291,7 @@ class Scheduler:
             if sequence.newest is not None:
                 prefix.evict_early(sequence.newest)
             sequence.newest = block
-        self.admission.block_added(key, sequence)
+        self.admission.release_followers(key, sequence)
 
     def _stop(self, sequence: SequenceState) -> None:
         """Free the pages and the slot of a running sequence."""

@@ -119,7 +119,7 @@ class StepPlanner:
             if not decodes:
                 each = zip(slots, num_logits, strict=True)
                 rows = tuple([slot for slot, count in each for _ in range(count)])
-            sampling = self.sampling(rows, inputs)
+            sampling = self.plan_sampling(rows, inputs)
         return StepPlan(
             slots=slots,
             starts=tuple(starts),
@@ -137,7 +137,7 @@ class StepPlanner:
             routed=self._can_route and any(s.num_routed is not None for s in sequences),
         )
 
-    def sampling(
+    def plan_sampling(
         self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Sequence[int] | None = None
     ) -> SamplingPlan:
         """Make the plan of a step's sampling.

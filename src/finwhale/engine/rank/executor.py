@@ -136,7 +136,8 @@ class LocalExecutor:
             assert steps is not None
             ahead = steps.tokens_ahead
         sampled = self.sampler.sample(plan, logits, ahead) if plan.slots else None
-        transfer, routed = begin_transfer(self.receiver, sampled), self._routed(step.plan)
+        transfer = begin_transfer(self.receiver, sampled)
+        routed = self._begin_routed_transfer(step.plan)
         scores = None
         if step.scores:
             scores = PendingScores.begin(step.plan, self.receiver, step.scores)
@@ -153,7 +154,7 @@ class LocalExecutor:
         self._open = None
         return LocalResult(transfer, proposed, instants, scores, routed)
 
-    def _routed(self, plan: StepPlan) -> Transfer | None:
+    def _begin_routed_transfer(self, plan: StepPlan) -> Transfer | None:
         """Begin the transfer of a step's routed experts; None: the plan does not want them."""
         routed = self.runner.routed
         if not plan.routed or routed is None:
@@ -198,7 +199,7 @@ class LocalExecutor:
         runner.graphs = runner.prefill_graphs = runner.verification_steps = None
         disconnect(self.collectives)
 
-    def ready(self) -> None:
+    def mark_ready(self) -> None:
         self.builds.ready()
         self.runner.times.reset()
 

@@ -105,14 +105,14 @@ class SignatureRun:
 
     def _call_all(self) -> None:
         for num_tokens, max_query, bounds in self.steps():
-            self._step(num_tokens, max_query, bounds)
+            self._launch_step(num_tokens, max_query, bounds)
         for num_seqs in self._draft_passes():
             draft_after(self.model, self._inputs(num_seqs, self.largest.max_len, 1), self.cache)
         if self.drafts:
-            self._verification()
+            self._launch_verification()
         most = self.largest.num_seqs * (1 + self.drafts)
         for rows in sorted({*self.sizes.rows(most), *self.largest.decode_graphs}):
-            self._logits(rows)
+            self._launch_logits(rows)
         # Sampling kernels have one signature with filters and one without. Log-probabilities use
         # none of these kernels, and would look up a token that was not drawn.
         whole, part = self.model.config.vocab_size, len(self.model.vocab_part)
@@ -203,15 +203,17 @@ class SignatureRun:
             found += [(length, query) for length in lengths]
         return found
 
-    def _step(self, num_tokens: int, max_query: int, bounds: Sequence[tuple[int, int]]) -> None:
+    def _launch_step(
+        self, num_tokens: int, max_query: int, bounds: Sequence[tuple[int, int]]
+    ) -> None:
         inputs = self._inputs(num_tokens, self.largest.max_len, max_query)
         segments = _Bounds(bounds)
         streams = self.model.run_one_of_each(inputs, self.cache, segments)
         if self.drafts and self.model.draft_head is not None:
             self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, segments)
 
-    def _verification(self) -> None:
-        """The operators around a step that verifies drafts. They launch the same for any step."""
+    def _launch_verification(self) -> None:
+        """Launch the operators around a step that verifies drafts. Every step launches the same."""
         width = 1 + max(drafts for _, drafts in self.largest.draft_kinds)
 
         def zeros(*shape: int) -> Tensor:
@@ -232,7 +234,7 @@ class SignatureRun:
         self.ops.continue_tokens(planned, zeros(2, 2, width), zeros(width), zeros(width))
         self.ops.accept_drafts(zeros(width), step, zeros(1, width), zeros(1, width))
 
-    def _logits(self, rows: int) -> None:
+    def _launch_logits(self, rows: int) -> None:
         shape = (rows, *self.model.residual_shape)
         streams = torch.empty(shape, dtype=self.model.dtype, device=self.device)
         logits = self.model.compute_logits(streams)

@@ -115,7 +115,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProce
     except BaseException as error:
         # When a rank is gone, its connections break. When one fails, the others may notice first.
         noticed = isinstance(error, RuntimeError | OtherRankError)
-        failure = workers.cause(1.0 if noticed else 0.0)
+        failure = workers.wait_failure(1.0 if noticed else 0.0)
         workers.close()
         if failure is not None and isinstance(error, Exception):
             raise failure from error
@@ -150,7 +150,7 @@ class Ranks:
                 self.workers.send(_EXECUTE + pickle.dumps(plan, 5))
                 result = self.local.execute(plan)
         except BaseException as error:
-            raise self._died(error) from error
+            raise self._die(error) from error
         return None if result is None else RanksResult(self, result)
 
     def sample(self, plan: SamplingPlan) -> "RanksResult":
@@ -159,7 +159,7 @@ class Ranks:
                 self.workers.send(_SAMPLE + pickle.dumps(plan, 5))
                 return RanksResult(self, self.local.sample(plan))
         except BaseException as error:
-            raise self._died(error) from error
+            raise self._die(error) from error
 
     def call(self, work: Callable[[LocalExecutor], T]) -> list[T]:
         """Call `work` on every rank at once (call_ranks.py)."""
@@ -168,9 +168,9 @@ class Ranks:
                 self.workers.send(_CALL + pickle.dumps(work, 5))
                 self.local.runner.use_device()
                 mine = work(self.local)
-                others = self.workers.answers()
+                others = self.workers.wait_answers()
         except BaseException as error:
-            raise self._died(error) from error
+            raise self._die(error) from error
         return [mine, *(pickle.loads(answer.pickled) for answer in others)]
 
     def on_ranks(self, work: Callable[[LocalExecutor], T]) -> list[T]:
@@ -180,13 +180,13 @@ class Ranks:
                 raise one
         return found  # type: ignore[return-value]
 
-    def _died(self, error: BaseException) -> BaseException:
-        """The exception to raise for an error of rank 0, after which the ranks cannot continue."""
+    def _die(self, error: BaseException) -> BaseException:
+        """Kill the workers, because of an error of rank 0; returns the exception to raise."""
         failure: FinwhaleError | None = None
         if isinstance(error, EngineDeadError):
             failure = error
         elif isinstance(error, RuntimeError):
-            failure = self.workers.cause()  # when a rank is gone, its connections break
+            failure = self.workers.wait_failure()  # when a rank is gone, its connections break
         if failure is None:
             reason = str(error).strip().partition("\n")[0]
             device = self.description.device
@@ -217,10 +217,10 @@ class Ranks:
         self.workers.check()
         self.local.check()
 
-    def ready(self) -> None:
+    def mark_ready(self) -> None:
         self.workers.send(_READY)
         self.workers.steady = True
-        self.local.ready()
+        self.local.mark_ready()
 
     def late_compilations(self) -> Mapping[str, int]:
         total = Counter(self.local.late_compilations())
@@ -281,7 +281,7 @@ def _close(owner: int, workers: Workers, local: LocalExecutor) -> None:
     except RuntimeError:  # some versions of Python start no thread while they exit
         local.close()
     else:
-        closing.join(CLOSE_S if workers.cause(0.0) is None else FAILED_CLOSE_S)
+        closing.join(CLOSE_S if workers.wait_failure(0.0) is None else FAILED_CLOSE_S)
 
 
 def _limit_exit() -> None:
@@ -317,6 +317,6 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
             owner.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
         else:
             assert kind == _READY, kind
-            executor.ready()
+            executor.mark_ready()
             freeze_heap()
             owner.status = executor.status

@@ -116,7 +116,7 @@ class StaticInputs:
             # After an interruption, the host does not know which pages have arrived.
             self._forget_pages()
             raise
-        pinned.sent()
+        pinned.record_sent()
 
     def _forget_pages(self) -> None:
         self._versions: list[object] = [None] * self.num_seqs
@@ -188,7 +188,8 @@ class _PinnedCopy:
         if self._event is not None:
             self._event.synchronize()
 
-    def sent(self) -> None:
+    def record_sent(self) -> None:
+        """Record that all transfers from this copy have been launched, for the next `wait`."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
