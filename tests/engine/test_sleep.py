@@ -35,7 +35,7 @@ def shared(tiny_path: Path) -> LLM:
 @pytest.fixture
 def engine(shared: LLM, one_thread: None) -> Iterator[LLM]:
     yield shared
-    assert not shared.engine.is_paused
+    assert shared.engine.can_step
     shared.engine.check_integrity()
 
 
@@ -84,9 +84,9 @@ def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_
     engine.wake(["weights"])
     with pytest.raises(RequestError, match="all of them"):
         engine.update_weights([], partial=True)
-    assert engine.engine.is_sleeping
+    assert engine.engine.lacks_memory_or_weights
     engine.update_weights(tiny_path)
-    assert engine.engine.is_sleeping  # the cache does
+    assert engine.engine.lacks_memory_or_weights  # the cache does
     engine.wake(["cache"])
     assert outputs(engine) == before
     engine.sleep(["weights"], drop_weights=True)
@@ -132,7 +132,7 @@ def test_a_paused_engine_sleeps_and_remains_paused(engine: LLM) -> None:
     engine.pause()
     engine.sleep(["cache"])
     engine.wake()
-    assert engine.engine.is_paused
+    assert not engine.engine.can_step
     engine.resume()
 
 
@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
     monkeypatch.setattr(memory, lambda: needed - 1)
     with pytest.raises(ResourceError, match="sleep saves in host memory, take"):
         engine.sleep()
-    assert not engine.engine.is_sleeping and outputs(engine) == before
+    assert not engine.engine.lacks_memory_or_weights and outputs(engine) == before
     engine.sleep(["cache"])
     engine.wake()
     monkeypatch.setattr(memory, lambda: needed)
@@ -169,7 +169,7 @@ def test_weights_that_do_not_fit_the_disk_stay_in_memory(
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(ResourceError, match=r"sleep saves in temporary files, take .* TMPDIR"):
         engine.sleep()
-    assert not engine.engine.is_sleeping and outputs(engine) == before
+    assert not engine.engine.lacks_memory_or_weights and outputs(engine) == before
     engine.sleep(["cache"])
     engine.wake()
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed))

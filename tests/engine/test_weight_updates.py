@@ -236,9 +236,9 @@ def test_a_partial_update_of_weights_that_were_dropped(
     llm.wake()
     with pytest.raises(RequestError, match="must have all of them"):
         llm.updates.finish()
-    assert llm.engine.is_sleeping and not llm.updates.begun
+    assert llm.engine.lacks_memory_or_weights and not llm.updates.begun
     llm.update_weights(old_path)
-    assert not llm.engine.is_sleeping
+    assert not llm.engine.lacks_memory_or_weights
 
 
 def test_weights_that_do_not_fit_the_host_are_refused(

@@ -20,7 +20,7 @@ REFUSAL = "this server has no rollout endpoints: start it with --enable-rollout-
 def server(start: Start, demo_llm: LLM) -> Iterator[Asked]:
     yield Asked(start(enable_rollout_endpoints=True).url)
     demo_llm.engine.resume()
-    if demo_llm.engine.is_paused:
+    if not demo_llm.engine.can_step:
         demo_llm.engine.wake()
 
 
@@ -80,4 +80,4 @@ def test_they_need_a_key_and_no_foreign_page(start: Start) -> None:
     assert foreign.status_code == 403
     unknown = httpx.post(server.url + "/pause?wait_for_inflight_requests=true", headers=headers)
     assert unknown.json()["error"]["param"] == "wait_for_inflight_requests"
-    assert not server.engine.is_paused
+    assert server.engine.can_step

@@ -118,12 +118,12 @@ def test_integrity_finds_lost_and_shared_pages() -> None:
 def test_grow_and_trim_do_nothing_before_the_lengths_they_return(
     seed: int, shares: bool, steps: list[int]
 ) -> None:
-    """`room` and `due`: a decode need not ask before them."""
+    """A decode calls neither before these lengths."""
     pages = manager(seed, num_pages=500)
     if shares:
         PrefixIndex(pages)
     tables = pages.new_tables()
-    room = due = start = 0
+    allocated_tokens = trim_at = start = 0
 
     def held() -> dict[str, tuple[int, list[int]]]:
         return {name: (table.first, list(table.pages)) for name, table in tables.items()}
@@ -132,14 +132,14 @@ def test_grow_and_trim_do_nothing_before_the_lengths_they_return(
         end = start + count
         before = held()
         now = pages.grow(tables, start, end, decodes=count == 1)
-        if end <= room:
+        if end <= allocated_tokens:
             assert held() == before
-        room = now
+        allocated_tokens = now
         before = held()
         now = pages.trim(tables, end)
-        if end < due:
+        if end < trim_at:
             assert held() == before
-        due, start = now, end
+        trim_at, start = now, end
     pages.release(tables)
     pages.check_integrity([])
 

@@ -58,8 +58,8 @@ class RolloutControl:
 
     def status(self) -> dict[str, Any]:
         return {
-            "is_paused": self.engine.is_paused,
-            "is_sleeping": self.engine.is_sleeping,
+            "is_paused": not self.engine.can_step,
+            "is_sleeping": self.engine.lacks_memory_or_weights,
             "weight_version": self.updates.version,
             "world_size": self.engine.executor.description.num_ranks,
         }
@@ -78,9 +78,9 @@ class RolloutControl:
         self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: tuple[MemoryTag, ...]) -> None:
-        """Allocate memory again. Finish an update that has begun, unless the engine is held."""
+        """Allocate memory again. Finish an update that has begun if nothing sleeps or is paused."""
         self.engine.wake(tags)
-        if self.updates.begun and not self.engine.is_held:
+        if self.updates.begun and not self.engine.needs_resume_or_wake:
             self.updates.finish()
 
     def reset_prefix_cache(self) -> None:
@@ -101,7 +101,7 @@ class RolloutControl:
         """Add weights to the update that has begun, or make an update of them."""
         if self.updates.begun:
             self.updates.add(source, version=version)
-        elif self.engine.is_held:
+        elif self.engine.needs_resume_or_wake:
             self.updates.begin()
             self.updates.add(source, version=version)
         else:

@@ -77,7 +77,7 @@ class DraftLoop:
         scheduler.drafting.uniform = device_drafts is not None
         if in_flight:
             before = in_flight[-1]
-            if not before.on_device or before.followed or before.rows.historic:
+            if not before.on_device or before.followed or before.rows.history_rows:
                 return None
             # Try this only once: after a failure, the device may have lost this step's state.
             before.followed = True
@@ -109,7 +109,7 @@ class DraftLoop:
             # The draft head always computes prompts, so that drafting can begin at any time.
             head=step.kind.head or not all(c.decodes for c in chunks),
         )
-        if rows.historic:
+        if rows.history_rows:
             # The host computes the masks while the forward runs.
             self._launcher.launch(chunks, None, draft)
             step.histories = _histories(complete)

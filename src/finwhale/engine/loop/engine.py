@@ -71,7 +71,7 @@ with the cache of the old weights. "abort": they end with their tokens so far an
 MemoryTag = Literal["weights", "cache"]
 """The memory that `sleep` can free."""
 
-# How long `step` waits on a paused engine, so that callers in a loop do not spin.
+# How long `step` waits if it cannot run a step, so that callers in a loop do not spin.
 PAUSED_WAIT_S = 0.05
 
 
@@ -149,17 +149,18 @@ class Engine:
         return self._dead is None and (self.scheduler.has_work or bool(self._touched))
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the engine runs no steps."""
-        return self._paused or self.is_sleeping
+    def can_step(self) -> bool:
+        """Whether the engine is not paused, and has all its memory and weights."""
+        return not (self._paused or self.lacks_memory_or_weights)
 
     @property
-    def is_held(self) -> bool:
-        """Whether `resume` or `wake` must be called before the engine can run."""
+    def needs_resume_or_wake(self) -> bool:
+        """Whether `resume` or `wake` must be called before the engine can run steps."""
         return self._paused or bool(self._asleep)
 
     @property
-    def is_sleeping(self) -> bool:
+    def lacks_memory_or_weights(self) -> bool:
+        """Whether `sleep` has freed memory, or dropped weights that no update has replaced yet."""
         return bool(self._asleep) or self._lacks_weights
 
     def add_request(
@@ -317,7 +318,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that have new tokens, in order.
 
-        On a paused engine it runs no step, and returns after PAUSED_WAIT_S.
+        If `can_step` is false, it runs no step, and returns after PAUSED_WAIT_S.
 
         An exception before a step is launched is raised unchanged, and the engine can continue.
 
@@ -328,7 +329,7 @@ class Engine:
         self._can_step.wait(PAUSED_WAIT_S)
         with self._lock, self._watchdog:
             self._check_usable()
-            if self.is_paused:
+            if not self.can_step:
                 return self._take_touched()
             try:
                 while len(self._in_flight) <= self.steps_ahead and self._launch():
@@ -424,10 +425,10 @@ class Engine:
             self._update_can_step()
 
     def _update_can_step(self) -> None:
-        if self.is_paused:
-            self._can_step.clear()
-        else:
+        if self.can_step:
             self._can_step.set()
+        else:
+            self._can_step.clear()
 
     def _on_ranks_or_die(self, work: Callable[[Any], None]) -> None:
         """Call `work` on every rank. An error ends the engine, because it leaves ranks unequal."""

@@ -72,38 +72,38 @@ class Rows:
 
     Attributes:
         sequences, streams: one for each row.
-        drawing: the rows that need random draws, because they are not greedy.
-        historic: the rows whose sampling needs the previous tokens (penalties, grammars,
+        random_rows: the rows that need random draws, because they are not greedy.
+        history_rows: the rows whose sampling needs the previous tokens (penalties, grammars,
             min_tokens).
         outputs: the output of each request that has a row.
     """
 
-    __slots__ = ("drawing", "historic", "outputs", "sequences", "streams")
+    __slots__ = ("history_rows", "outputs", "random_rows", "sequences", "streams")
 
     def __init__(self, streams: list[TextStream]) -> None:
         self.streams = streams
         self.sequences = [stream.sequence for stream in streams]
-        self.drawing: list[int] = []
-        self.historic: list[int] = []
+        self.random_rows: list[int] = []
+        self.history_rows: list[int] = []
         for row, sequence in enumerate(self.sequences):
             assert sequence.sampling is not None
             if not sequence.sampling.settings.greedy:
-                self.drawing.append(row)
+                self.random_rows.append(row)
             if sequence.sampling.history.needed:
-                self.historic.append(row)
+                self.history_rows.append(row)
         outputs = {stream.sequence.request_id: stream.request.output for stream in streams}
         self.outputs = list(outputs.values())
 
     @property
     def outdated(self) -> bool:
-        """Whether a row of `historic` no longer needs the previous tokens: it has min_tokens."""
-        sampling = [self.sequences[row].sampling for row in self.historic]
+        """Whether one of `history_rows` no longer needs the previous tokens: it has min_tokens."""
+        sampling = [self.sequences[row].sampling for row in self.history_rows]
         return not all(each is not None and each.history.needed for each in sampling)
 
     @property
     def histories(self) -> list[History]:
         """The history of each row; empty if no row needs one."""
-        if not self.historic:
+        if not self.history_rows:
             return []
         return [s.sampling.history for s in self.sequences if s.sampling is not None]
 

@@ -39,10 +39,10 @@ class PlainLoop:
             self._rows = Rows([streams[s.key] for s in complete])
         rows = self._rows
         step = InFlightStep(rows, [len(s.token_ids) for s in complete], planned=chunks)
-        if rows.historic:
+        if rows.history_rows:
             # The host computes the masks while the forward runs.
             self._launcher.launch(chunks, None)
-            if not any(complete[row].token_ids[-1] == PENDING for row in rows.historic):
+            if not any(complete[row].token_ids[-1] == PENDING for row in rows.history_rows):
                 self._sample(step)
         else:
             step.result = self._launcher.launch(chunks, _sampling_inputs(step))
@@ -98,5 +98,5 @@ class PlainLoop:
 
 def _sampling_inputs(step: InFlightStep) -> SamplingInputs:
     sequences, places = step.rows.sequences, step.places
-    positions = [places[row] - sequences[row].num_prompt for row in step.rows.drawing]
+    positions = [places[row] - sequences[row].num_prompt for row in step.rows.random_rows]
     return SamplingInputs(positions, step.rows.histories)

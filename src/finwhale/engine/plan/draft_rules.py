@@ -123,11 +123,11 @@ class DraftRules:
         """Allocate the pages for tokens start..end-1 if enough are free; returns whether it did."""
         if end > self._max_model_len:
             return False
-        if end > sequence.room:
+        if end > sequence.allocated_tokens:
             self._pages.trim(sequence.tables, sequence.num_computed)
             if not self._pages.fits(sequence.tables, end):
                 return False
-            sequence.room = self._pages.grow(sequence.tables, start, end, decodes=True)
+            sequence.allocated_tokens = self._pages.grow(sequence.tables, start, end, decodes=True)
         return True
 
     def _with_drafts(self, end: int, count: int) -> int:

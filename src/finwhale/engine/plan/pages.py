@@ -36,15 +36,15 @@ class BlockTable:
     Page number k holds the rows of tokens k * tokens_per_page to (k + 1) * tokens_per_page - 1.
 
     Attributes:
-        room: the most tokens that the sequence may have before the table must grow.
-        due: number of tokens at which `trim` frees the next pages.
+        allocated_tokens: the most tokens for which the table's pages are enough.
+        trim_at: number of tokens at which `trim` frees the next pages.
         version: replaced by a new object whenever `first` or `pages` changes.
     """
 
     first: int = 0
     pages: list[int] = field(default_factory=list)
-    room: int = 0
-    due: int = 0
+    allocated_tokens: int = 0
+    trim_at: int = 0
     version: object = None
 
     @property
@@ -169,7 +169,7 @@ class PageManager:
         idle = self.reclaimer.num_idle if self.reclaimer is not None else 0
         for group in self.full_groups:
             table = tables[group.name]
-            if table.room >= end:
+            if table.allocated_tokens >= end:
                 continue
             missing = -(-(end // group.tokens_per_row) // group.rows_per_page) - table.end
             spare = idle * (group.block_tokens // group.tokens_per_page)
@@ -184,12 +184,12 @@ class PageManager:
             decodes: the following steps are decodes, of one or a few tokens each.
 
         Returns:
-            The most tokens that the sequence may have before it must grow again.
+            The most tokens for which the sequence's pages are now enough.
         """
-        room = sys.maxsize
+        allocated_tokens = sys.maxsize
         tables.version = version = object()
         for group, table in zip(self.groups, tables.values(), strict=True):
-            if table.room < end:
+            if table.allocated_tokens < end:
                 rows, per_row, table.version = group.rows_per_page, group.tokens_per_row, version
                 first_row = group.first_written(start, end) // per_row
                 last_row = end // per_row - 1
@@ -204,10 +204,10 @@ class PageManager:
                             table.pages.append(self._allocate(group))
                     else:
                         self._extend(group, table, start, end, first, last)
-                table.room = (table.end * rows + 1) * per_row - 1
-            if table.room < room:
-                room = table.room
-        return room
+                table.allocated_tokens = (table.end * rows + 1) * per_row - 1
+            if table.allocated_tokens < allocated_tokens:
+                allocated_tokens = table.allocated_tokens
+        return allocated_tokens
 
     def _extend(
         self, group: PageGroup, table: BlockTable, start: int, end: int, first: int, last: int
@@ -217,7 +217,7 @@ class PageManager:
         """
         shares = self.reclaimer is not None and group.tail_only
         if not table.pages:
-            table.due = 0
+            table.trim_at = 0
             table.first = start // group.tokens_per_page if shares else first
         begin = table.end
         if group.keep is None:
@@ -246,16 +246,16 @@ class PageManager:
         again = sys.maxsize
         for group in self.windowed_groups:
             table = tables[group.name]
-            if table.due <= num_tokens:
+            if table.trim_at <= num_tokens:
                 unneeded = group.first_needed(num_tokens) // group.tokens_per_page - table.first
                 if unneeded > 0:
                     self._remove_references(group.name, table.pages[:unneeded])
                     del table.pages[:unneeded]
                     table.first += unneeded
                     table.version = tables.version = object()
-                table.due = group.unneeded_at(table.first)
-            if table.due < again:
-                again = table.due
+                table.trim_at = group.unneeded_at(table.first)
+            if table.trim_at < again:
+                again = table.trim_at
         return again
 
     def release(self, tables: BlockTables) -> None:

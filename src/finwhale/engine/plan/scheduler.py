@@ -114,7 +114,7 @@ class Scheduler:
                 prefilling.append(sequence)
             elif len(chunks) < budget:
                 end = start + 1
-                if end <= sequence.room or self._make_room(sequence, end, chunks):
+                if end <= sequence.allocated_tokens or self._make_room(sequence, end, chunks):
                     chunks.append(Chunk(sequence, start, end))
         decodes = bool(chunks)
         if decodes:
@@ -178,7 +178,7 @@ class Scheduler:
         Returns:
             Whether it succeeded. If not, the sequence itself was preempted.
         """
-        if end <= sequence.room:
+        if end <= sequence.allocated_tokens:
             return True
         start = sequence.num_computed
         if end == start + 1:
@@ -191,7 +191,7 @@ class Scheduler:
             if last is sequence:
                 return False
         decodes = sequence.remaining == 1
-        sequence.room = self.pages.grow(sequence.tables, start, end, decodes)
+        sequence.allocated_tokens = self.pages.grow(sequence.tables, start, end, decodes)
         return True
 
     def _preempt(self, sequence: SequenceState) -> None:
@@ -216,7 +216,7 @@ class Scheduler:
         sequence.tables = self.pages.new_tables()
         sequence.slot = self._free_slots.pop()
         sequence.running = True
-        sequence.room = sequence.due = 0
+        sequence.allocated_tokens = sequence.cache_or_trim_at = 0
         sequence.newest = None
         sequence.sharing = True
         if self.prefix is not None:
@@ -238,10 +238,10 @@ class Scheduler:
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.end
             sequence.num_computed = end
-            if end >= sequence.due:
+            if end >= sequence.cache_or_trim_at:
                 known = end - chunk.pending
-                if known >= sequence.due:
-                    self._settle(sequence, known, decodes=chunk.decodes)
+                if known >= sequence.cache_or_trim_at:
+                    self._cache_and_trim(sequence, known, decodes=chunk.decodes)
 
     def record_verified(self, chunk: Chunk, num_accepted: int) -> None:
         """Record that the first `num_accepted` drafts of a chunk were accepted; token_ids has them.
@@ -253,24 +253,24 @@ class Scheduler:
         """
         sequence, end = chunk.sequence, chunk.known + num_accepted
         sequence.num_computed = end
-        if end >= sequence.due:
-            self._settle(sequence, end, decodes=chunk.known == chunk.start + 1)
+        if end >= sequence.cache_or_trim_at:
+            self._cache_and_trim(sequence, end, decodes=chunk.known == chunk.start + 1)
 
-    def _settle(self, sequence: SequenceState, known: int, *, decodes: bool) -> None:
+    def _cache_and_trim(self, sequence: SequenceState, known: int, *, decodes: bool) -> None:
         """Add complete blocks to the prefix cache, and free pages that are no longer needed.
 
         Args:
             known: number of tokens that are in the cache and whose ids the host knows.
         """
-        sequence.due = sys.maxsize
+        sequence.cache_or_trim_at = sys.maxsize
         if sequence.sharing and self.prefix is not None:
             size = self.prefix.block_tokens
             for end in range((len(sequence.chain) + 1) * size, known + 1, size):
                 self._add_block(self.prefix, sequence, end)
-            sequence.due = (len(sequence.chain) + 1) * size
+            sequence.cache_or_trim_at = (len(sequence.chain) + 1) * size
         again = self.pages.trim(sequence.tables, known)
         if not decodes:
-            sequence.due = min(sequence.due, again)
+            sequence.cache_or_trim_at = min(sequence.cache_or_trim_at, again)
 
     def _add_block(self, prefix: PrefixIndex, sequence: SequenceState, end: int) -> None:
         """Add the block that ends at `end` to the prefix cache, with the state at its end."""

@@ -34,8 +34,9 @@ class SequenceState:
         tables: the sequence's pages.
         running: whether the sequence has pages.
         arrival: position in the order of arrival.
-        room: the most tokens that the sequence may have before it needs more pages.
-        due: number of known tokens at which a block is complete or prompt pages can be freed.
+        allocated_tokens: the most tokens for which the sequence's pages are enough.
+        cache_or_trim_at: number of known tokens at which the sequence completes a block for the
+            prefix cache, or no longer needs some pages of its prompt.
         prefix_owner: only sequences of the same owner share cached prefixes.
         keys: prefix-cache keys of its complete blocks.
         chain: the cached blocks that it uses.
@@ -68,8 +69,8 @@ class SequenceState:
     tables: BlockTables = field(default_factory=BlockTables)
     running: bool = False
     arrival: int = -1
-    room: int = 0
-    due: int = 0
+    allocated_tokens: int = 0
+    cache_or_trim_at: int = 0
     prefix_owner: str = ""
     keys: list[bytes] = field(default_factory=list)
     chain: list[Block] = field(default_factory=list)

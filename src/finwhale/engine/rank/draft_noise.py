@@ -38,14 +38,14 @@ def choose_drafts(
         settings: the settings of each of the B sequences.
         last_B: [B] int64: positions of the last verified tokens.
     """
-    drawing = [row for row, one in enumerate(settings) if not one.greedy]
-    if not drawing:
+    random_rows = [row for row, one in enumerate(settings) if not one.greedy]
+    if not random_rows:
         return lambda logits, k: sample(logits, SamplingBatch()).ids_S
-    rows = [settings[row] for row in drawing]
+    rows = [settings[row] for row in random_rows]
     first_R, rows_R, temperature_R, seeds_R, indices_R = send(
         last_B.device,
         np.array([FIRST_DRAFT - one.num_prompt for one in rows], np.int64),
-        np.array(drawing, np.int64),
+        np.array(random_rows, np.int64),
         *draw_arrays(rows),
     )
     filters = Filters(

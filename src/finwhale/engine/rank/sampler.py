@@ -38,11 +38,11 @@ class _SlotInputs:
 
     Attributes:
         slots: the slots of these inputs.
-        drawing: the rows that are not greedy; `filters` has one entry for each.
+        random_rows: the rows that are not greedy; `filters` has one entry for each.
     """
 
     slots: tuple[int, ...] | None = None
-    drawing: Sequence[int] = ()
+    random_rows: Sequence[int] = ()
     filters: Filters | None = None
     bias: Bias | None = None
     logprobs: tuple[LogprobRows, ...] = ()
@@ -124,7 +124,7 @@ class Sampler:
             inputs = self._slot_inputs = self._make_slot_inputs(plan.slots, device)
         positions_R = None
         if inputs.filters is not None:
-            positions_R = _positions(inputs.drawing, plan, ahead, device)
+            positions_R = _positions(inputs.random_rows, plan, ahead, device)
         return SamplingBatch(
             filters=inputs.filters,
             positions_R=positions_R,
@@ -145,11 +145,11 @@ class Sampler:
             LogprobRows(rows_G=send(device, np.array(rows, np.int64))[0], num_top=num)
             for num, rows in sorted(wanted.items())
         )
-        drawing = [row for row, one in enumerate(settings) if not one.greedy]
+        random_rows = [row for row, one in enumerate(settings) if not one.greedy]
         return _SlotInputs(
             slots=slots,
-            drawing=drawing,
-            filters=_filters(settings, drawing, vocab_size, device),
+            random_rows=random_rows,
+            filters=_filters(settings, random_rows, vocab_size, device),
             bias=_bias(settings, device),
             logprobs=logprobs,
         )
@@ -184,7 +184,7 @@ class Sampler:
 
 
 def _positions(
-    drawing: Sequence[int],
+    random_rows: Sequence[int],
     plan: SamplingPlan,
     ahead: Callable[[], Tensor] | None,
     device: torch.device,
@@ -193,7 +193,7 @@ def _positions(
     planned = np.array(plan.positions, np.int64)
     if ahead is None:
         return send(device, planned)[0]
-    planned_R, rows_R = send(device, planned, np.array(drawing, np.int64))
+    planned_R, rows_R = send(device, planned, np.array(random_rows, np.int64))
     return planned_R + ahead().index_select(0, rows_R)
 
 
@@ -211,19 +211,19 @@ def draw_arrays(
 
 def _filters(
     settings: Sequence[SamplingSettings],
-    drawing: Sequence[int],
+    random_rows: Sequence[int],
     vocab_size: int,
     device: torch.device,
 ) -> Filters | None:
-    if not drawing:
+    if not random_rows:
         return None
-    rows = [settings[row] for row in drawing]
+    rows = [settings[row] for row in random_rows]
     top_k = {i: s.top_k for i, s in enumerate(rows) if 0 < s.top_k < vocab_size}
     top_p = {i: s.top_p for i, s in enumerate(rows) if s.top_p < 1}
     fields = ("temperature_R", "seeds_R", "indices_R")
     arrays: dict[str, NDArray[Any]] = dict(zip(fields, draw_arrays(rows), strict=True))
     if len(rows) < len(settings):
-        arrays["rows_R"] = np.array(drawing, np.int64)
+        arrays["rows_R"] = np.array(random_rows, np.int64)
     if any(s.min_p for s in rows):
         arrays["min_p_R"] = np.array([s.min_p for s in rows], np.float32)
     if top_k:
