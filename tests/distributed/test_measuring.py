@@ -14,7 +14,7 @@ from finwhale import LLM, EngineDeadError
 from finwhale.bench import accuracy, drafting, load, offline
 from finwhale.bench.engine import measured
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -58,8 +58,8 @@ def test_accuracy_of_two_ranks(two: LLM, path: Path) -> None:
     """The logits of one rank, and the same bits on both."""
     text = accuracy.Text(list(range(5, 45)), torch.tensor([0, 7, 39]), [3, 20], 4)
     one = LLM(path, activations="exact", **OPTIONS)
-    (alone,) = call_ranks(one.engine.executor, partial(accuracy.compute, text, True))
-    found, other = call_ranks(two.engine.executor, partial(accuracy.compute, text, True))
+    (alone,) = call_ranks_or_die(one.engine.executor, partial(accuracy.compute, text, True))
+    found, other = call_ranks_or_die(two.engine.executor, partial(accuracy.compute, text, True))
     assert found.digest == other.digest and not other.logits
     for way, logits in found.logits.items():
         assert accuracy.compare(logits, alone.logits[way])["relative_error"] < 1e-5
@@ -80,16 +80,16 @@ def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
 def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> None:
     """Between requests; a failure ends the engine, so this is the last test of the engine."""
     before = two.generate([5, 6, 7])
-    found = call_ranks(two.engine.executor, partial(streams, [4, 2, 9, 11]))
+    found = call_ranks_or_die(two.engine.executor, partial(streams, [4, 2, 9, 11]))
     assert [index for index, _ in found] == [0, 1]
     assert torch.equal(found[0][1], found[1][1])
     alone = LLM(path, activations="exact", **OPTIONS)
-    (one,) = call_ranks(alone.engine.executor, partial(streams, [4, 2, 9, 11]))
+    (one,) = call_ranks_or_die(alone.engine.executor, partial(streams, [4, 2, 9, 11]))
     torch.testing.assert_close(found[0][1], one[1])
     after = two.generate([5, 6, 7])
     assert len(before) == len(after) == 1 and after[0].error is None
     with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\): ValueError: a function has failed"):
-        call_ranks(two.engine.executor, failing)
+        call_ranks_or_die(two.engine.executor, failing)
 
 
 def test_drafting_benchmark_on_two_ranks(path: Path) -> None:

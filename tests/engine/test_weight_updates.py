@@ -209,16 +209,16 @@ def test_an_update_begins_only_when_the_failed_one_is_discarded(
     engine: LLM, before: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, discarding would take the second one."""
-    refused, on_ranks = [], engine.engine.on_ranks
+    refused, call_ranks = [], engine.engine.call_ranks
 
     def between(work: Any) -> Any:
         if work is discard_update:
             with pytest.raises(RequestError, match="another update"):
                 engine.updates.begin()
             refused.append(work)
-        return on_ranks(work)
+        return call_ranks(work)
 
-    monkeypatch.setattr(engine.engine, "on_ranks", between)
+    monkeypatch.setattr(engine.engine, "call_ranks", between)
     with pytest.raises(RequestError, match="pairs"):
         engine.update_weights([1])  # type: ignore[list-item]
     assert refused and not engine.updates.begun

@@ -16,7 +16,7 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.executor import local_executor
@@ -246,7 +246,7 @@ def test_two_ranks(path: Path, closing: list[Engine]) -> None:
     closing.append(new_engine(path, "auto", **options))
     engine = closing[1]
     assert token_ids(generate(engine, TEXTS)) == wanted
-    call_ranks(engine.executor, partial(force_acceptance, 0.8, True))
+    call_ranks_or_die(engine.executor, partial(force_acceptance, 0.8, True))
     before = engine.metrics()
     found = token_ids(generate(engine, TEXTS))
     assert [len(ids) for ids in found] == [len(ids) for ids in wanted]

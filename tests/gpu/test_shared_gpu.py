@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.ranks import Ranks
 
 from . import test_several_gpus as several
@@ -21,7 +21,8 @@ def test_two_ranks_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(several.ROOT))  # the ranks import that module
     engine = several.new_engine(2, device="cuda:0,0")
     try:
-        assert call_ranks(engine.executor, partial(several.decodes, [700, 3, 129])) == [[], []]
+        found = call_ranks_or_die(engine.executor, partial(several.decodes, [700, 3, 129]))
+        assert found == [[], []]
         assert several.tokens(engine) == several.tokens(engine)
         free, total = torch.cuda.mem_get_info(0)
         assert free > 0.05 * total

@@ -24,7 +24,7 @@ from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.devices import parse_device
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             DummyWeights(config),
             None,
         )
-        computed[name] = call_ranks(engine.executor, partial(compute, text, name != TRUTH))
+        computed[name] = call_ranks_or_die(engine.executor, partial(compute, text, name != TRUTH))
         if args.verbose:
             print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         del engine

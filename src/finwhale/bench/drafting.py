@@ -31,7 +31,7 @@ from finwhale.config import DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.host_transfer import send
@@ -187,7 +187,7 @@ def measure(
     for drafts in (0, draft_tokens):
         engine = start_engine(replace(config, draft_tokens=drafts), *model, None)
         if drafts:
-            call_ranks(engine.executor, partial(_draft_on_device, engine.config))
+            call_ranks_or_die(engine.executor, partial(_draft_on_device, engine.config))
         freeze_heap()  # as finwhale serve does
         rank = first_rank(engine.executor).collectives.rank
         read = DecodeBytes(model[0], rank)
@@ -197,7 +197,9 @@ def measure(
                 row["tensor_parallel_size"] = rank.size
                 # The engine begins anew to choose numbers of drafts.
                 engine.reset()
-                call_ranks(engine.executor, partial(force_acceptance, rate, drafts == "auto"))
+                call_ranks_or_die(
+                    engine.executor, partial(force_acceptance, rate, drafts == "auto")
+                )
                 if drafts == "auto":
                     row["adapt_steps"] = adapt_steps
                     _adapt(engine, batch, max(1, context - steps // 2), adapt_steps)

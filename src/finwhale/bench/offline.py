@@ -37,7 +37,7 @@ from finwhale.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.errors import FinwhaleError
@@ -215,12 +215,14 @@ class Bench:
         """Median milliseconds of the captured graph of this batch, which all ranks replay at once,
         on the slowest rank; None: the step has no graph.
         """
-        medians = call_ranks(self.engine.executor, partial(graph_ms, self._plan(), self.steps))
+        medians = call_ranks_or_die(
+            self.engine.executor, partial(graph_ms, self._plan(), self.steps)
+        )
         return max((median for median in medians if median is not None), default=None)
 
     def _experts_hit(self) -> float:
         """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
-        return call_ranks(self.engine.executor, partial(experts_hit, self._plan()))[0]
+        return call_ranks_or_die(self.engine.executor, partial(experts_hit, self._plan()))[0]
 
     def _prefill_ops(self, tokens: int) -> tuple[float, float]:
         """A rank's operations in a prefill, in FP8 and in bfloat16, with attention and indexer."""

@@ -21,7 +21,8 @@ class Stepper:
 
     Args:
         engine: an engine on one rank, or one rank of an engine without cached prefixes. In the
-            second case every rank makes a stepper, and all run the same chunks (call_ranks.py).
+            second case every rank makes a stepper, and all run the same chunks
+            (call_ranks_or_die.py).
     """
 
     def __init__(self, engine: Engine | LocalExecutor) -> None:

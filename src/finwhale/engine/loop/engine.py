@@ -402,10 +402,10 @@ class Engine:
                 raise RequestError(f"{min(both)} is already asleep")
             saves = not (drop_weights or self._lacks_weights)
             if saves and "weights" in chosen:
-                self.on_ranks(check_can_save)
+                self.call_ranks(check_can_save)
             self._drain(requests)
             self.scheduler.reset_prefix_cache()
-            self._on_ranks_or_die(partial(free_memory, tags=chosen, save_weights=saves))
+            self._call_ranks_or_die(partial(free_memory, tags=chosen, save_weights=saves))
             self._asleep |= set(chosen)
             self._lacks_weights |= drop_weights and "weights" in chosen
             self._update_can_step()
@@ -420,7 +420,7 @@ class Engine:
         with self._lock:
             self._check_usable()
             chosen = tuple(tag for tag in chosen if tag in self._asleep)
-            self._on_ranks_or_die(partial(allocate_memory, tags=chosen))
+            self._call_ranks_or_die(partial(allocate_memory, tags=chosen))
             self._asleep -= set(chosen)
             self._update_can_step()
 
@@ -430,19 +430,19 @@ class Engine:
         else:
             self._can_step.clear()
 
-    def _on_ranks_or_die(self, work: Callable[[Any], None]) -> None:
+    def _call_ranks_or_die(self, work: Callable[[Any], None]) -> None:
         """Call `work` on every rank. An error ends the engine, because it leaves ranks unequal."""
         try:
-            self.executor.on_ranks(work)
+            self.executor.call_ranks(work)
         except Exception as error:
             raise self._die(error) from error
 
-    def on_ranks(self, work: Callable[[Any], T]) -> list[T]:
-        """Call `work` on every rank (Executor.on_ranks)."""
+    def call_ranks(self, work: Callable[[Any], T]) -> list[T]:
+        """Call `work` on every rank (Executor.call_ranks)."""
         with self._lock:
             self._check_usable()
             try:
-                return self.executor.on_ranks(work)
+                return self.executor.call_ranks(work)
             except (torch.AcceleratorError, EngineDeadError) as error:
                 raise self._die(error) from error
 
@@ -471,7 +471,7 @@ class Engine:
             self._check_usable()
             self.check_weights_can_change(partial=partial, requests=requests)
             self._drain(requests)
-            self._on_ranks_or_die(work)
+            self._call_ranks_or_die(work)
             self.scheduler.reset_prefix_cache()
             self._lacks_weights = False
             self._update_can_step()

@@ -133,7 +133,7 @@ class WeightUpdates:
             timeout_seconds=timeout_seconds,
         )
         try:
-            self._engine.on_ranks(
+            self._engine.call_ranks(
                 functools.partial(join_group, address=address, rank_offset=rank_offset)
             )
         except EngineDeadError:
@@ -151,7 +151,7 @@ class WeightUpdates:
         self._leave(group_name)
 
     def _leave(self, group_name: str) -> None:
-        self._engine.on_ranks(functools.partial(leave_group, group_name=group_name))
+        self._engine.call_ranks(functools.partial(leave_group, group_name=group_name))
 
     # --- Updates ----------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class WeightUpdates:
             self.begun = True
             self._next_version, self._partial = None, partial
         try:
-            self._engine.on_ranks(functools.partial(begin_update, partial=partial))
+            self._engine.call_ranks(functools.partial(begin_update, partial=partial))
         except BaseException as error:
             self._discard(error)
             raise
@@ -214,7 +214,7 @@ class WeightUpdates:
         self._check_begun()
         self._engine.check_weights_can_change(requests=requests)
         try:
-            self._engine.on_ranks(prepare_update)
+            self._engine.call_ranks(prepare_update)
             self._engine.change_weights(commit_update, requests, partial=self._partial)
         except BaseException as error:
             self._discard(error)
@@ -238,17 +238,17 @@ class WeightUpdates:
         engine = self._engine
         try:
             if isinstance(source, str | Path):
-                engine.on_ranks(functools.partial(stage_checkpoint, path=Path(source)))
+                engine.call_ranks(functools.partial(stage_checkpoint, path=Path(source)))
             elif isinstance(source, BroadcastTensors):
                 self._receive(source, last)
             elif isinstance(source, SharedTensors):
                 tensors = self._announce(source, last)
                 work = functools.partial(read_buffer, handles=dict(source.handles), tensors=tensors)
-                engine.on_ranks(work)
+                engine.call_ranks(work)
             else:
                 alone = engine.executor.description.num_ranks == 1
                 for stage in _staging(source, alone=alone):
-                    engine.on_ranks(stage)
+                    engine.call_ranks(stage)
         except BaseException as error:
             self._discard(error)
             raise
@@ -261,7 +261,7 @@ class WeightUpdates:
             )
         try:
             for piece in _pieces(self._announce(source, last)):
-                self._engine.on_ranks(functools.partial(receive, group_name=name, tensors=piece))
+                self._engine.call_ranks(functools.partial(receive, group_name=name, tensors=piece))
         except EngineDeadError:
             raise
         except BaseException:
@@ -272,13 +272,13 @@ class WeightUpdates:
     def _announce(self, source: BroadcastTensors | SharedTensors, last: bool) -> list[Announced]:
         """Let all ranks check the tensors of a source before they arrive; returns them."""
         tensors = _announced(source)
-        self._engine.on_ranks(functools.partial(announce, tensors=tensors, last=last))
+        self._engine.call_ranks(functools.partial(announce, tensors=tensors, last=last))
         return tensors
 
     def _discard(self, error: BaseException | None) -> None:
         try:
             if not isinstance(error, EngineDeadError):
-                self._engine.on_ranks(discard_update)
+                self._engine.call_ranks(discard_update)
         finally:
             self.begun = False  # Not before: another thread's update must not be discarded.
 

@@ -259,8 +259,11 @@ class Executor(Protocol):
         """Launch the sampling of the last step, whose plan had no sampling."""
         ...
 
-    def on_ranks(self, work: Callable[[Any], T]) -> list[T]:
+    def call_ranks(self, work: Callable[[Any], T]) -> list[T]:
         """Call `work` on every rank with its executor, between two steps, and wait for the results.
+
+        The engine can continue after a FinwhaleError of `work`. Benchmarks and tests use
+        rank/call_ranks_or_die.py instead, where any error ends the engine.
 
         Args:
             work: picklable, as is its result.

@@ -183,7 +183,7 @@ class LocalExecutor:
             return None
         return [found.T, *[confidences.T for confidences in drafter.confidences]]
 
-    def on_ranks(self, work: Callable[["LocalExecutor"], T]) -> list[T]:
+    def call_ranks(self, work: Callable[["LocalExecutor"], T]) -> list[T]:
         self.runner.use_device()
         return [work(self)]
 

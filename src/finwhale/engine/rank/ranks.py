@@ -161,8 +161,8 @@ class Ranks:
         except BaseException as error:
             raise self._die(error) from error
 
-    def call(self, work: Callable[[LocalExecutor], T]) -> list[T]:
-        """Call `work` on every rank at once (call_ranks.py)."""
+    def call_ranks_or_die(self, work: Callable[[LocalExecutor], T]) -> list[T]:
+        """Call `work` on every rank at once. Any error on any rank is an EngineDeadError."""
         try:
             with self.workers.guard():
                 self.workers.send(_CALL + pickle.dumps(work, 5))
@@ -173,8 +173,8 @@ class Ranks:
             raise self._die(error) from error
         return [mine, *(pickle.loads(answer.pickled) for answer in others)]
 
-    def on_ranks(self, work: Callable[[LocalExecutor], T]) -> list[T]:
-        found = self.call(partial(_or_error, work))
+    def call_ranks(self, work: Callable[[LocalExecutor], T]) -> list[T]:
+        found = self.call_ranks_or_die(partial(_or_error, work))
         for one in found:
             if isinstance(one, FinwhaleError):
                 raise one
