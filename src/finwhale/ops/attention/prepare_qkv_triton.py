@@ -19,7 +19,7 @@ from finwhale.ops.attention import NOPE_GROUP
 from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import PageTable, Tokens
 

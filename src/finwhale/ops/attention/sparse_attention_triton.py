@@ -36,7 +36,7 @@ from torch import Tensor
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotation
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import e4m3_scale

@@ -25,7 +25,7 @@ from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 

@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.drafts.ref import corrected_logits
-from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.arguments import check_contiguous
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.linear.gemm_triton import dot_rows, load_rows, load_token

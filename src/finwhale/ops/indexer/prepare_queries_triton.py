@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.paging import Tokens
 from finwhale.ops.rounding import FP4_GROUP
 
@@ -130,7 +130,7 @@ def prepare_index_queries(
     The memory of tokens that see at most topk entries stays uninitialised.
 
     inline_asm: as in `select_entries`; it determines the order of the columns.
-    early_launch: the kernel launches early (ops/launch).
+    early_launch: the kernel launches early (ops/launch/early_launch.py).
     """
     num_tokens, heads, width = q_NIC.shape
     rope = 2 * rotary_LR.shape[1]

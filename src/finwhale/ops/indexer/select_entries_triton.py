@@ -30,7 +30,7 @@ from finwhale.ops.indexer.prepare_queries_triton import (
     prepare_index_queries,
 )
 from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 
@@ -273,7 +273,7 @@ def _scores_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         if DECODE:  # noqa: SIM102 (a constant)
-            # Attention relies on this order (ops/launch).
+            # Attention relies on this order (ops/launch/early_launch.py).
             if most > topk:
                 tl.extra.cuda.gdc_launch_dependents()
     if not is_wanted:
@@ -390,7 +390,7 @@ def select_entries(
 
     invariant: K is topk in every step; otherwise it is limited by the longest sequence.
     inline_asm: unpack keys with PTX instructions, within a fixed number of registers.
-    early_launch: kernels launch early (ops/launch).
+    early_launch: kernels launch early (ops/launch/early_launch.py).
     num_multiprocessors: number in the GPU; it determines the number of programs.
     few_warps: warps of a program that selects for one of few tokens.
     """

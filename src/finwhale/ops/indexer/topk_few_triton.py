@@ -36,7 +36,7 @@ from finwhale.ops.indexer.topk_triton import (
     to_keys,
     token_row,
 )
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.paging import PageTable, Tokens
 
 # Tokens that take this kernel. With more, topk_triton.py has enough programs.

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 
 # Keys that one program selects from; the counts of a pass are packed in 16 bits.

@@ -1,4 +1,4 @@
-"""Gluon functions for kernels on Hopper that start early (`launch_options`)."""
+"""Gluon functions for kernels on Hopper that start early (early_launch.py)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from triton.experimental import gluon

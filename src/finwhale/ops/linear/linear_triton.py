@@ -35,7 +35,7 @@ import torch
 import triton
 from torch import Tensor
 
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.gemm_triton import row_kernel, sum_kernel, tile_kernel

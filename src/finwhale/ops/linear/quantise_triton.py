@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.linear import ACTIVATION_GROUP
 

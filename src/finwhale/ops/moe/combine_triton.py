@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 
 MAX_COLUMNS = 1024  # of a program
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.number_formats import E4M3_MAX
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_sizes
 from finwhale.ops.moe.experts_layout import GROUP

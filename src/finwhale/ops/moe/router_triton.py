@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.arguments import check_contiguous
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 
 # Up to this number of tokens, the GEMM is split along D into chunks, to occupy the GPU.

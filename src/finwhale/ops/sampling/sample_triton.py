@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, find_kept, finite, order
