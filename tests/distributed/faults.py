@@ -4,8 +4,9 @@ import random
 import time
 from typing import Any
 
-from finwhale.distributed.launch import CONNECTING, OwnerLink
 from finwhale.distributed.peers import StoreAddress
+from finwhale.distributed.worker import OwnerLink
+from finwhale.distributed.worker_messages import CONNECTING
 from finwhale.engine.rank import startup
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import OpenRank, run_worker

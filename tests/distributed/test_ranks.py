@@ -22,7 +22,7 @@ from finwhale import (
     ResourceError,
     SamplingParams,
 )
-from finwhale.distributed import launch
+from finwhale.distributed import workers
 from finwhale.engine.rank import ranks, startup
 from finwhale.errors import OtherRankError
 from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
@@ -230,7 +230,7 @@ def test_a_rank_that_cannot_start(
     kind: type[Exception],
     message: str,
 ) -> None:
-    monkeypatch.setattr(launch, "CONNECT_S", 60 if kind is not FinwhaleError else 1)
+    monkeypatch.setattr(workers, "CONNECT_S", 60 if kind is not FinwhaleError else 1)
     fault(function)
     with pytest.raises(kind, match=message) as caught:
         open_llm(path)

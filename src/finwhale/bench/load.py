@@ -39,9 +39,11 @@ from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored, write_zeros
 from finwhale.config import EngineConfig
 from finwhale.distributed.joint_ranks import IpcJointRanks
-from finwhale.distributed.launch import Answer, Opened, OwnerLink, SpawnedProcesses, Workers
 from finwhale.distributed.peers import Peers, StoreAddress, serve_store
 from finwhale.distributed.rank import Rank
+from finwhale.distributed.worker import OwnerLink
+from finwhale.distributed.worker_messages import Answer, Opened
+from finwhale.distributed.workers import SpawnedProcesses, Workers
 from finwhale.engine.rank.devices import choose_device, choose_devices
 from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes

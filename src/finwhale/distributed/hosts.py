@@ -22,9 +22,10 @@ from typing import NoReturn, Self
 
 from torch._C._distributed_c10d import Store
 
-from finwhale.distributed.launch import CONNECT_S, TICK_S, OwnerLink, Process, run_task
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.rank import Rank
+from finwhale.distributed.worker import OwnerLink, run_task
+from finwhale.distributed.workers import CONNECT_S, TICK_S, Process
 from finwhale.errors import FinwhaleError
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Introduction:
 
 
 class RemoteProcesses:
-    """The workers that have connected (launch.WorkerProcesses).
+    """The workers that have connected (workers.WorkerProcesses).
 
     Args:
         close: called after the workers have ended.
@@ -137,7 +138,7 @@ class RemoteProcesses:
 
 
 class RemoteWorker:
-    """One worker that has connected (launch.Process)."""
+    """One worker that has connected (workers.Process)."""
 
     def __init__(self, reports: "_Admitted", plans: "_Admitted") -> None:
         self.introduction = reports.introduction
@@ -300,7 +301,7 @@ def work_for(invitation: Invitation, rank: Rank, local_index: int) -> NoReturn:
 
 
 class _PlanInbox:
-    """A connection for plans (launch.Inbox)."""
+    """A connection for plans (worker.Inbox)."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

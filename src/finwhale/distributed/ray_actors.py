@@ -9,8 +9,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from finwhale.distributed.hosts import Invitation, work_for
-from finwhale.distributed.launch import CONNECT_S
 from finwhale.distributed.rank import Rank
+from finwhale.distributed.workers import CONNECT_S
 from finwhale.errors import FinwhaleError
 
 

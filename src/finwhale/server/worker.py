@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 
 from finwhale.chat.grammar import Matcher
-from finwhale.distributed.launch import end_process
+from finwhale.distributed.workers import end_process
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.rank.ranks import Ranks

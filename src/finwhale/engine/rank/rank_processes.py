@@ -8,8 +8,8 @@ from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Place, RemoteProcesses, RemoteWorker, WorkerListener
-from finwhale.distributed.launch import SpawnedProcesses, WorkerProcesses
 from finwhale.distributed.peers import StoreAddress, serve_store
+from finwhale.distributed.workers import SpawnedProcesses, WorkerProcesses
 from finwhale.engine.rank.devices import device_kind
 from finwhale.errors import FinwhaleError
 

@@ -25,9 +25,11 @@ from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Place
-from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, OwnerLink, Workers
 from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
+from finwhale.distributed.worker import OwnerLink
+from finwhale.distributed.worker_messages import CONNECTING, OPENING, Answer, Opened
+from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.devices import choose_devices, fewest_ranks, num_sharers

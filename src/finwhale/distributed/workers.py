@@ -1,24 +1,19 @@
-"""Worker processes, which their owner process watches and ends.
+"""The owner's side of worker processes: starts them, watches them and ends them.
 
 Rank 0 runs in the owner's process; rank i in worker i - 1. Each worker has a socket to its owner
-for rare messages (errors, log records, counts), and an inbox for the owner's messages.
+for rare messages (worker_messages.py), and an inbox for the owner's messages. worker.py has the
+worker's side.
 
 `SpawnedProcesses` starts workers on this host; their inbox is a ring (ring.py). hosts.py connects
 workers that torchrun or Ray has started on one or several hosts.
-
-A worker ends when its owner ends for any reason: a thread of the worker sees the socket close. The
-kernel also kills the workers of this host (PR_SET_PDEATHSIG).
 """
 
 import contextlib
-import ctypes
-import faulthandler
 import json
 import logging
 import os
 import pickle
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -28,15 +23,24 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import Ring
+from finwhale.distributed.worker import OwnerLink
+from finwhale.distributed.worker_messages import (
+    CONNECTING,
+    STOP,
+    Answer,
+    Failed,
+    Phase,
+    Report,
+    Status,
+)
 from finwhale.errors import EngineDeadError, FinwhaleError
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.2
 TICK_S = 0.25
 # A worker without heartbeats has failed after STOPPED_S if a signal has stopped it, after SILENT_S
 # in the steady state, and after SILENT_AT_START_S before. During the start, imports and compilers
@@ -49,72 +53,9 @@ STUCK_S = 4.0  # time limit for the owner to notice a failure, before `on_stuck`
 _MAIN = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = json.loads(sys.argv[1]); "
-    "from finwhale.distributed.launch import worker_main; "
+    "from finwhale.distributed.worker import worker_main; "
     "worker_main(*map(int, sys.argv[2:6]))"
 )
-_PR_SET_PDEATHSIG = 1
-_STOP = b""  # the owner's last message to a worker
-
-
-# --- Messages of a worker -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """The phase of its start that a worker begins. The first report shows that its process runs."""
-
-    name: str
-
-
-CONNECTING = Phase("connecting")
-OPENING = Phase("opening the model")
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The worker is ready to read messages from its inbox.
-
-    Attributes:
-        about: plain data about the worker for the owner.
-    """
-
-    about: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The worker cannot continue.
-
-    Attributes:
-        kind: the class of the error that the owner's process raises while it starts.
-    """
-
-    kind: type[FinwhaleError]
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """A new status of the worker: plain data."""
-
-    status: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The result of a function that the owner sent.
-
-    Attributes:
-        pickled: made by plain `pickle`; multiprocessing's pickler would share a tensor's memory.
-    """
-
-    pickled: bytes
-
-
-Report = Phase | Opened | Failed | Status | Answer | logging.LogRecord
-
-
-# --- The owner's side -----------------------------------------------------------------------------
 
 
 class Process(Protocol):
@@ -287,7 +228,7 @@ class Workers:
             later, for example because its GPU waits for a rank that is gone. Ends the process.
     """
 
-    def __init__(self, work: Callable[["OwnerLink"], None], processes: WorkerProcesses) -> None:
+    def __init__(self, work: Callable[[OwnerLink], None], processes: WorkerProcesses) -> None:
         self.size = 1 + len(processes.labels)
         self.steady = False
         self.on_stuck: Callable[[str], None] = end_process
@@ -458,7 +399,7 @@ class Workers:
             # A worker that does not react to this message is killed.
             for worker in self._workers:
                 with contextlib.suppress(OSError):
-                    worker.control.send_bytes(_STOP)
+                    worker.control.send_bytes(STOP)
             patience = STOP_S
         else:
             patience = 0.0
@@ -493,120 +434,3 @@ def is_stopped(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state == "T"
-
-
-# --- A worker's side ------------------------------------------------------------------------------
-
-
-class Inbox(Protocol):
-    """A worker's inbox of its owner's messages."""
-
-    def read(self) -> bytes:
-        """Wait for the next message, and remove it from the inbox."""
-        ...
-
-    def beat(self) -> None:
-        """Send a heartbeat to the owner."""
-        ...
-
-
-class _RingInbox:
-    def __init__(self, ring: Ring, reader: int) -> None:
-        self._ring, self._reader = ring, reader
-
-    def read(self) -> bytes:
-        return self._ring.read(self._reader)
-
-    def beat(self) -> None:
-        self._ring.beat(self._reader)
-
-
-class OwnerLink:
-    """A worker's connection to its owner.
-
-    Attributes:
-        status: called at every heartbeat to report a change of its result; None: not called.
-    """
-
-    def __init__(self, rank: Rank, control: Connection, inbox: Inbox) -> None:
-        self.rank = rank
-        self.status: Callable[[], Any] | None = None
-        self._control, self._inbox = control, inbox
-        self._lock = threading.Lock()
-
-    def report(self, report: Report) -> None:
-        """Send a report to the owner, unless it is gone."""
-        with self._lock, contextlib.suppress(OSError):
-            self._control.send(report)
-
-    def read(self) -> bytes:
-        """The next message from the owner."""
-        return self._inbox.read()
-
-    def _beat(self) -> None:
-        told: Any = None
-        while True:
-            self._inbox.beat()
-            if self.status is not None and (status := self.status()) != told:
-                told = status
-                self.report(Status(status))
-            time.sleep(BEAT_S)
-
-    def _end_with_owner(self) -> None:
-        code = 1
-        with contextlib.suppress(EOFError, OSError):
-            assert self._control.recv_bytes() == _STOP
-            code = 0
-        os._exit(code)  # at once: a device that waits for another rank would block a normal exit
-
-
-class _Forwarding(logging.Handler):
-    """Sends log records to the owner, which formats and writes them."""
-
-    def __init__(self, owner: OwnerLink) -> None:
-        super().__init__()
-        self._link = owner
-
-    def emit(self, record: logging.LogRecord) -> None:
-        record.msg, record.args = record.getMessage(), None
-        if record.exc_info:
-            record.msg += "\n" + logging.Formatter().formatException(record.exc_info)
-            record.exc_info = record.exc_text = None
-        vars(record).update(rank=self._link.rank.index)
-        self._link.report(record)
-
-
-def worker_main(control: int, ring: int, index: int, size: int) -> NoReturn:
-    """Run a worker until its owner ends it (SpawnedProcesses.start has the arguments)."""
-    connection = Connection(control)
-    owner, level = connection.recv()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != owner:
-        os._exit(1)  # the owner ended before prctl took effect
-    inbox = _RingInbox(Ring(ring, size - 1), index - 1)
-    run_task(OwnerLink(Rank(index, size), connection, inbox), connection, level)
-
-
-def run_task(owner: OwnerLink, control: Connection, level: int) -> NoReturn:
-    """Receive a worker's task, and run it until the owner ends this process.
-
-    Args:
-        level: the lowest level of the log records to forward.
-    """
-    faulthandler.enable()
-    owner.report(Phase("importing"))
-    payload = control.recv_bytes()
-    for target in (owner._beat, owner._end_with_owner):
-        threading.Thread(target=target, name=target.__name__, daemon=True).start()
-    root = logging.getLogger()
-    root.handlers[:] = [_Forwarding(owner)]
-    root.setLevel(level)
-    try:
-        pickle.loads(payload)(owner)
-    except FinwhaleError as error:
-        owner.report(Failed(type(error), str(error)))
-    except BaseException as error:
-        logger.exception("the rank has failed")
-        reason = str(error).strip().partition("\n")[0]
-        owner.report(Failed(FinwhaleError, f"{type(error).__name__}: {reason}"))
-    os._exit(1)
