@@ -229,7 +229,7 @@ def make_push(
     """Make `Push` over symmetric memory. All ranks of `group` call this at once.
 
     Args:
-        late: kernels do not start early (Push.early), although the GPU could.
+        late: for benchmarks: kernels do not start early (Push.early), although the GPU could.
     """
     from finwhale.distributed.push import Push, symmetric_memory
 

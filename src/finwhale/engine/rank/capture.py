@@ -86,7 +86,7 @@ def new_verification_steps(
 
 
 def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
-    """Run drafting decodes as on a GPU, launched by the host: for tests and measurements."""
+    """Run drafting decodes as on a GPU, launched by the host: for tests and benchmarks."""
     runner = executor.runner
     steps = runner.verification_steps = new_verification_steps(runner, config, None)
     executor.description = replace(executor.description, device_drafts=steps.description)

@@ -183,7 +183,7 @@ class VerificationSteps:
         return [_copied(self._confidences[:count, : self._num_drafts])]
 
     def estimate_with(self, estimate: Estimate | None) -> None:
-        """Replace the confidences of a head that gives some: for measurements. None: keep them."""
+        """Replace the confidences of a head that gives some: for benchmarks. None: keep them."""
         self._estimate = estimate
 
     def forget(self) -> None:

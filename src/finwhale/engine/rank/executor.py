@@ -287,7 +287,7 @@ def begin_transfer(receiver: Receiver | NoReceiver, sampled: SampledTokens | Non
 
 
 def local_executor(executor: Executor) -> LocalExecutor:
-    """An executor that runs in this process alone: for tests and measurements of its parts.
+    """An executor that runs in this process alone: for tests and benchmarks of its parts.
 
     Raises:
         FinwhaleError: the model has several ranks.

@@ -220,7 +220,7 @@ class Graphs:
         return captured.out[: plan.num_tokens]
 
     def replay(self, num_tokens: int) -> None:
-        """Run a decode's graph again on the last inputs: for measurements."""
+        """Run a decode's graph again on the last inputs: for benchmarks."""
         assert self.decode
         self._of(num_tokens).replay(lambda inputs: inputs)
 

@@ -126,7 +126,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProce
 
 
 def first_rank(executor: Executor) -> LocalExecutor:
-    """The rank of this process: for measurements, which must not call collectives on it alone."""
+    """The rank of this process: for benchmarks, which must not call collectives on it alone."""
     return executor.local if isinstance(executor, Ranks) else local_executor(executor)
 
 

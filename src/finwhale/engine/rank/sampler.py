@@ -68,7 +68,7 @@ class Sampler:
         self._slot_inputs = _SlotInputs()
 
     def choose_with(self, sample: Sample) -> None:
-        """Replace `sample`: for measurements."""
+        """Replace `sample`: for benchmarks and tests."""
         self._sample = sample
 
     def admit(self, admitted: Sequence[SlotAdmission], freed: Sequence[int] = ()) -> None:
