@@ -17,8 +17,8 @@ from tests.models.test_joint_loading import in_threads, weights_of
 from tests.models.test_sharded_loading import tensors
 from torch import Tensor
 
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.joint import Part
-from finwhale.checkpoint.places import Places
 from finwhale.distributed import joint_ranks
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.joint_ranks import IpcJointRanks
@@ -210,7 +210,7 @@ def test_a_load_can_follow_one_that_failed(files: Path, driver: Driver) -> None:
 
 def test_allocations_of_other_sizes_are_not_written(files: Path, driver: Driver) -> None:
     def open_(ranks: IpcJointRanks) -> bool:
-        return ranks.open(Places({"x": torch.zeros(64 + ranks.index, dtype=torch.uint8)}))
+        return ranks.open(Destinations({"x": torch.zeros(64 + ranks.index, dtype=torch.uint8)}))
 
     assert on_ranks(2, open_) == [False, False]
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests.models.test_sharded_loading import QUANTISED, loaded, opened, tensors
 
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.joint import JointRanks, JointReader, Part
 from finwhale.checkpoint.loading import StoredWeight, WeightSource
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
@@ -34,7 +34,7 @@ class Threads:
 
     def __init__(self, size: int, can_share: bool = True) -> None:
         self.size, self.can_share = size, can_share
-        self.places = [Places() for _ in range(size)]
+        self.destinations = [Destinations() for _ in range(size)]
         self.faults: list[str | None] = [None] * size
         self.barrier = threading.Barrier(size)
 
@@ -49,8 +49,8 @@ class ThreadRank:
         self._threads, self.index, self.size = threads, index, threads.size
         self.closed = 0
 
-    def open(self, places: Places) -> bool:
-        self._threads.places[self.index] = places
+    def open(self, destinations: Destinations) -> bool:
+        self._threads.destinations[self.index] = destinations
         self._threads.barrier.wait(30)
         return self._threads.can_share
 
@@ -83,7 +83,7 @@ class ThreadLane:
         piece = torch.from_numpy(self.buffer[:num_bytes])
         for part in parts:
             for one in part.copies:
-                target = self._threads.places[one.rank][part.name][one.to :]
+                target = self._threads.destinations[one.rank][part.name][one.to :]
                 target = target[: one.rows * one.width].view(one.rows, one.width)
                 rows = piece[part.begin + one.begin :]
                 target.copy_(rows.as_strided((one.rows, one.width), (one.pitch, 1)))
@@ -93,9 +93,9 @@ class JointSource(WeightSource):
     """Reads as for a GPU."""
 
     def into(
-        self, places: Places, ranks: JointRanks | None = None
+        self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        return self._staged(places, ranks)
+        return self._staged(destinations, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +110,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones: most tensors take several. Large: hundreds of tensors share one.
 
-    Unquantised weights of any size have places.
+    Unquantised weights of any size have destinations.
     """
     monkeypatch.setattr("finwhale.models.deepseek_v4.weight_builder.LARGE_BYTES", 0)
     reader = partial(JointReader, piece_bytes=request.param)
     monkeypatch.setattr("finwhale.checkpoint.loading.JointReader", reader)
 
 
-def places_of(stream: WeightSource) -> Places:
-    return Places(
+def destinations_of(stream: WeightSource) -> Destinations:
+    return Destinations(
         {
             info.name: torch.empty(info.num_bytes, dtype=torch.uint8)
             for name in stream.storages
@@ -160,7 +160,7 @@ def weights_of(files: Path, rank: Rank, ranks: JointRanks | None) -> ModelWeight
 def test_weights_are_those_of_ranks_that_read_alone(
     files: Path, size: int, whole_attention: bool
 ) -> None:
-    """With whole_attention, some weights have two destinations; one of them is a place."""
+    """With whole_attention, some weights have two targets; only the first is a destination."""
 
     def load(ranks: ThreadRank) -> ModelWeights:
         return weights_of(files, Rank(ranks.index, size, whole_attention), ranks)
@@ -175,7 +175,7 @@ def test_weights_are_those_of_ranks_that_read_alone(
 
 
 def test_ranks_read_weights_with_float32_scales(tmp_path: Path) -> None:
-    """They need no conversion of E8M0 scales, so they have no places."""
+    """They need no conversion of E8M0 scales, so they are not read directly."""
     config = QUANTISED.to_dict()
     specs, weights = weight_specs(QUANTISED), random_weights(config, 1)
     write_checkpoint(tmp_path, config, weights.items(), specs, scale_dtype=torch.float32)
@@ -211,7 +211,7 @@ def test_weights_in_slabs_are_those_with_separate_memory(
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("size", (2, 8))
-def test_the_ranks_read_each_byte_of_their_places_once(
+def test_the_ranks_read_each_byte_of_their_destinations_once(
     files: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     read_at, lock = os.preadv, threading.Lock()
@@ -321,8 +321,8 @@ def test_a_rank_does_not_read_on_after_another_has_failed(files: Path) -> None:
 
     def load(ranks: ThreadRank) -> Any:
         _, stream = opened(files, Rank(ranks.index, 2), JointSource)
-        places = places_of(stream)
-        for _ in stream.into(places, ranks):
+        destinations = destinations_of(stream)
+        for _ in stream.into(destinations, ranks):
             counts[ranks.index] += 1
             if not ranks.index:
                 raise CheckpointError("no room")
@@ -338,7 +338,7 @@ def test_a_rank_does_not_read_on_after_another_has_failed(files: Path) -> None:
 def test_a_consumer_that_stops_tells_the_other_ranks(files: Path) -> None:
     def load(ranks: ThreadRank) -> Any:
         _, stream = opened(files, Rank(ranks.index, 2), JointSource)
-        stopped: Any = stream.into(places_of(stream), ranks)
+        stopped: Any = stream.into(destinations_of(stream), ranks)
         next(stopped)
         if ranks.index:
             return list(stopped)

@@ -16,10 +16,10 @@ import torch
 from tests.unit.test_sharding import MODELS, packed_ops, wanted_axis
 from torch import Tensor
 
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight, WeightSource
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import Checkpoint, TensorInfo
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.checkpoint.staging import Staging
@@ -145,12 +145,12 @@ CONFIGS = {"quantised": QUANTISED, "plain": PLAIN}
 
 
 class StagedSource(WeightSource):
-    """Reads as for a GPU: through Staging, and directly into places."""
+    """Reads as for a GPU: through Staging, and directly into destinations."""
 
     def into(
-        self, places: Places, ranks: JointRanks | None = None
+        self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        return self._staged(places, ranks)
+        return self._staged(destinations, ranks)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -377,9 +377,9 @@ def drop_or_repeat(
     stream: WeightSource, name: str, times: int
 ) -> Callable[..., Iterator[tuple[WeightSpec, StoredWeight | None]]]:
     def into(
-        places: Places, ranks: JointRanks | None = None
+        destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        for spec, stored in WeightSource.into(stream, places, ranks):
+        for spec, stored in WeightSource.into(stream, destinations, ranks):
             for _ in range(times if spec.name == name else 1):
                 yield spec, stored
 

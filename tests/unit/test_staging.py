@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import ALIGN, Staging, groups_of
 from finwhale.checkpoint.writer import write_stored
@@ -59,7 +59,7 @@ def test_staged_weights_are_the_mapped_ones(path: Path) -> None:
     assert len(list(path.glob("*.safetensors"))) > 2
     mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
     count = 0
-    for spec, stored in source(path)._staged(Places()):
+    for spec, stored in source(path)._staged(Destinations()):
         assert stored is not None
         wanted = mapped.pop(spec.name)
         assert stored.storage == wanted.storage
@@ -73,27 +73,27 @@ def test_staged_weights_are_the_mapped_ones(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pieces")
-def test_tensors_go_to_their_places(path: Path) -> None:
+def test_tensors_go_to_their_destinations(path: Path) -> None:
     """Those that have one; the others are given."""
     mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
-    places = Places()
+    destinations = Destinations()
     for name, stored in mapped.items():
         if stored.scale is not None and stored.storage == "fp4":
             names = name, weight_specs(CONFIG)[name].scale_name
             sizes = stored.data.nbytes, stored.scale.nbytes
-            places.divide(names, torch.full((sum(sizes),), 0x55, dtype=torch.uint8), sizes)
-    assert places
+            destinations.divide(names, torch.full((sum(sizes),), 0x55, dtype=torch.uint8), sizes)
+    assert destinations
     given = dict.fromkeys(mapped, 0)
-    for spec, staged in source(path)._staged(places):
-        assert (staged is None) == (spec.name in places)
+    for spec, staged in source(path)._staged(destinations):
+        assert (staged is None) == (spec.name in destinations)
         given[spec.name] += 1
     assert set(given.values()) == {1}
     for name, stored in mapped.items():
-        if name in places:
+        if name in destinations:
             assert stored.scale is not None
             scale_name = weight_specs(CONFIG)[name].scale_name
-            for place, wanted in ((name, stored.data), (scale_name, stored.scale)):
-                assert torch.equal(places[place], wanted.view(torch.uint8).view(-1))
+            for part, wanted in ((name, stored.data), (scale_name, stored.scale)):
+                assert torch.equal(destinations[part], wanted.view(torch.uint8).view(-1))
 
 
 def test_adjacent_tensors_are_read_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +132,12 @@ def test_groups_hold_whole_tensors_or_pieces_of_one(path: Path) -> None:
     infos = list(Checkpoint.open(path).tensors.values())
     seen = []
     for group in groups_of(infos, 1 << 12):
-        seen += list(group.places)
+        seen += list(group.offsets)
         for piece in group.pieces:
-            size = piece[-1].place + piece[-1].num_bytes - piece[0].place
+            size = piece[-1].group_offset + piece[-1].num_bytes - piece[0].group_offset
             assert size <= 1 << 12
-        assert len(group.places) == 1 or len(group.pieces) == 1
-        assert all(place % ALIGN == 0 for place in group.places.values())
+        assert len(group.offsets) == 1 or len(group.pieces) == 1
+        assert all(offset % ALIGN == 0 for offset in group.offsets.values())
     assert seen == [info.name for info in infos]
 
 
@@ -169,7 +169,7 @@ def test_nan_is_found_and_named(path: Path, name: str, value: int, fault: str | 
     staged = source(path)
     before = threading.active_count()
     with pytest.raises(CheckpointError, match=rf"{name} in .* holds {fault}"):
-        for _ in staged._staged(Places()):
+        for _ in staged._staged(Destinations()):
             pass
     assert threading.active_count() == before
 
@@ -186,7 +186,7 @@ def test_nan_is_found_and_named(path: Path, name: str, value: int, fault: str | 
     ],
     ids=str,
 )
-def test_nan_in_a_place_is_found_and_named(
+def test_nan_in_a_destination_is_found_and_named(
     tmp_path: Path, dtype: torch.dtype, code: bytes, number: int
 ) -> None:
     """Of several of a size, of which some adjoin in memory, and one of another; one is empty."""
@@ -195,34 +195,39 @@ def test_nan_in_a_place_is_found_and_named(
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     infos = list(Checkpoint.open(tmp_path).tensors.values())
-    places = Places({i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos})
+    destinations = Destinations(
+        {i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos}
+    )
     adjacent = torch.empty(4 * 64, dtype=dtype)
-    places.divide([f"t{i}" for i in range(4)], adjacent, [64 * dtype.itemsize] * 4)
-    assert [t for _, t in Staging(tmp_path, CPU, places=places).tensors(infos)] == [None] * 9
+    destinations.divide([f"t{i}" for i in range(4)], adjacent, [64 * dtype.itemsize] * 4)
+    staging = Staging(tmp_path, CPU, destinations=destinations)
+    assert [tensor for _, tensor in staging.tensors(infos)] == [None] * 9
     info = next(i for i in infos if i.name == f"t{number}")
     with (tmp_path / info.file).open("r+b") as file:
         file.seek(info.offset + info.num_bytes - len(code))
         file.write(code)
     with pytest.raises(CheckpointError, match=f"t{number} in model.safetensors holds"):
-        list(Staging(tmp_path, CPU, places=places).tensors(infos))
+        list(Staging(tmp_path, CPU, destinations=destinations).tensors(infos))
 
 
 @pytest.mark.parametrize("cut", (False, True))
-def test_a_damaged_file_keeps_no_place(path: Path, cut: bool) -> None:
+def test_a_damaged_file_keeps_no_destination(path: Path, cut: bool) -> None:
     """Weights that wait for it are free at once: there may be no room for a second try else."""
     infos = list(Checkpoint.open(path).tensors.values())
     if cut:
         os.truncate(path / infos[-1].file, infos[-1].offset)
     else:
         damaged(path, "layers.1.ffn.experts.1.w2.scale", 0xFF)
-    places = Places({i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos})
-    first = weakref.ref(places.memories[0])
+    destinations = Destinations(
+        {i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos}
+    )
+    first = weakref.ref(destinations.memories[0])
     gc.collect()
     gc.disable()
     try:
         with pytest.raises(CheckpointError):
-            list(Staging(path, CPU, places=places).tensors(infos))
-        del places
+            list(Staging(path, CPU, destinations=destinations).tensors(infos))
+        del destinations
         assert first() is None
     finally:
         gc.enable()
@@ -239,21 +244,21 @@ def test_a_file_that_was_cut_meanwhile(path: Path) -> None:
 
 def test_stopping_early_leaves_no_thread(path: Path) -> None:
     before = threading.active_count()
-    weights = source(path)._staged(Places())
+    weights = source(path)._staged(Destinations())
     assert isinstance(weights, Generator)
     next(weights)
     weights.close()
     assert threading.active_count() == before
 
 
-def test_a_place_that_fits_no_value_leaves_no_thread(path: Path) -> None:
+def test_a_destination_that_fits_no_value_leaves_no_thread(path: Path) -> None:
     """The sending thread ends with the iterator. It used to wait for ever."""
     before = threading.active_count()
     infos = list(Checkpoint.open(path).tensors.values())
     name = next(i.name for i in infos if i.dtype == torch.float32)
     odd = torch.empty(5, dtype=torch.uint8)[1:]
     with pytest.raises(RuntimeError, match="divisible"):
-        list(Staging(path, CPU, 4096, Places({name: odd})).tensors(infos))
+        list(Staging(path, CPU, 4096, Destinations({name: odd})).tensors(infos))
     assert threading.active_count() == before
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import (
     E8M0_BIAS,
     FP4_BLOCK,
@@ -18,7 +19,6 @@ from finwhale.checkpoint.formats import (
 )
 from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
 from finwhale.number_formats import E2M1_VALUES
 
@@ -55,7 +55,7 @@ class DummySource:
         return {name: spec.storage for name, spec in self._specs.items()}
 
     def into(
-        self, places: Places, ranks: JointRanks | None = None
+        self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         """Iterate over all weights. No file is read, so the arguments are not used."""
         return iter(self)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from finwhale.checkpoint.places import Places
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.checkpoint.staging import (
     PIECE_BYTES,
@@ -97,12 +97,11 @@ class JointRanks(Protocol):
     def index(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def open(self, places: Places) -> bool:
+    def open(self, destinations: Destinations) -> bool:
         """Tell the other ranks this rank's destinations.
 
         Args:
-            places: this rank's destinations. Those of the other ranks have the same names and
-                sizes.
+            destinations: this rank's own. Those of the other ranks have the same names and sizes.
 
         Returns:
             False if some rank cannot write to the memory of another one.
@@ -278,9 +277,9 @@ class JointReader:
         self._threads: list[threading.Thread] = []
         self._running = 0
 
-    def open(self, places: Places) -> bool:
+    def open(self, destinations: Destinations) -> bool:
         """See JointRanks.open."""
-        return self._ranks.open(places)
+        return self._ranks.open(destinations)
 
     def start(self) -> None:
         """Begin to read."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import (
     FP4_BLOCK,
     FP8_BLOCK,
@@ -20,7 +21,6 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
 )
 from finwhale.checkpoint.joint import JointRanks, JointReader
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import DTYPES, Checkpoint, Layout, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.staging import (
@@ -28,7 +28,7 @@ from finwhale.checkpoint.staging import (
     THREADS_BESIDE_JOINT,
     Faults,
     Staging,
-    place_checks,
+    destination_checks,
 )
 from finwhale.errors import CheckpointError
 
@@ -269,23 +269,24 @@ class WeightSource:
         return self.inventory.storages
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        for spec, stored in self.into(Places()):
+        for spec, stored in self.into(Destinations()):
             assert stored is not None
             yield spec, stored
 
     def into(
-        self, places: Places, ranks: JointRanks | None = None
+        self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate over the weights, and read some tensors directly into their destinations.
 
         Args:
-            places: destinations by name of a weight or scale, uint8 [num_bytes] on the device. On
-                a GPU the iterator yields None for such a weight, and its bytes have arrived when
-                the iteration ends.
+            destinations: by name of a weight or scale, uint8 [num_bytes] on the device. On a GPU
+                the iterator yields None for such a weight, and its bytes have arrived when the
+                iteration ends.
             ranks: the ranks that iterate together, each over its own slices. GPUs of one host read
                 what has a destination once for all of them.
         """
-        weights = self._staged(places, ranks) if self._device.type == "cuda" else self._mapped()
+        on_gpu = self._device.type == "cuda"
+        weights = self._staged(destinations, ranks) if on_gpu else self._mapped()
         if self._progress is None:
             yield from weights
             return
@@ -307,29 +308,29 @@ class WeightSource:
         assert not waiting, waiting
 
     def _staged(
-        self, places: Places, ranks: JointRanks | None = None
+        self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate as for a GPU. Weights that the ranks read jointly come as they become ready."""
-        places = self._fitting(places)
+        destinations = self._fitting(destinations)
         if ranks is not None and ranks.size > 1:
-            reader = self._joint_reader(places, ranks)
-            if reader.open(places):
-                yield from self._read_jointly(places, reader)
+            reader = self._joint_reader(destinations, ranks)
+            if reader.open(destinations):
+                yield from self._read_jointly(destinations, reader)
                 return
-        yield from self._read_alone(places)
+        yield from self._read_alone(destinations)
 
-    def _fitting(self, places: Places) -> Places:
+    def _fitting(self, destinations: Destinations) -> Destinations:
         """Drop the destinations of FP8 weights with float32 scales: they are for E8M0 scales."""
         tensors, other = self._checkpoint.tensors, set[str]()
         for name, storage in self.storages.items():
             if storage == "fp8_block" and tensors[name_of_scale(name)].dtype == torch.float32:
                 other |= {name, name_of_scale(name)}
-        return places.without(other) if other else places
+        return destinations.without(other) if other else destinations
 
-    def _joint_reader(self, places: Places, ranks: JointRanks) -> JointReader:
+    def _joint_reader(self, destinations: Destinations, ranks: JointRanks) -> JointReader:
         """A reader of the tensors that have a destination."""
         axes: dict[str, int | None] = {}
-        parts = places.parts
+        parts = destinations.parts
         for name, _, _, part in self._specs.values():
             if name in parts:
                 axes[name] = axis = None if part is None else part.axis
@@ -340,20 +341,20 @@ class WeightSource:
         return JointReader(self._checkpoint.path, infos, axes, ranks)
 
     def _read_jointly(
-        self, places: Places, reader: JointReader
+        self, destinations: Destinations, reader: JointReader
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         stop: BaseException | None = CheckpointError("loading stopped")
         try:
             reader.start()
-            for weight in self._read_alone(places, reader.axes):
+            for weight in self._read_alone(destinations, reader.axes):
                 yield weight
                 if reader.should_stop():
                     break
-                yield from self._placed(reader.names(wait=False))
+                yield from self._weights_among(reader.names(wait=False))
             # This takes a while, so it comes before the others' last bytes have arrived.
             tensors = self._checkpoint.tensors
-            checks = place_checks((tensors[name] for name in reader.axes), places)
-            yield from self._placed(reader.names(wait=True))
+            checks = destination_checks((tensors[name] for name in reader.axes), destinations)
+            yield from self._weights_among(reader.names(wait=True))
             stop = None
         except Exception as error:
             stop = error
@@ -365,14 +366,14 @@ class WeightSource:
         faults.add_checks(checks)
         faults.raise_first()
 
-    def _placed(self, names: Iterable[str]) -> Iterator[tuple[WeightSpec, None]]:
-        """The weights among tensors that have a destination."""
+    def _weights_among(self, names: Iterable[str]) -> Iterator[tuple[WeightSpec, None]]:
+        """The weights among tensors whose bytes went to their destinations."""
         for name in names:
             if name in self._specs:
                 yield self._specs[name], None
 
     def _read_alone(
-        self, places: Places, joint: Container[str] = ()
+        self, destinations: Destinations, joint: Container[str] = ()
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate over the tensors that are not `joint` through Staging, file by file.
 
@@ -381,8 +382,9 @@ class WeightSource:
         """
         scales: dict[str, Tensor | None] = {}
         threads = THREADS_BESIDE_JOINT if joint else THREADS
-        staging = Staging(self._checkpoint.path, self._device, places=places, threads=threads)
-        for info, tensor in staging.tensors(self._in_order(places, joint)):
+        path, device = self._checkpoint.path, self._device
+        staging = Staging(path, device, destinations=destinations, threads=threads)
+        for info, tensor in staging.tensors(self._in_order(destinations, joint)):
             spec = self._specs.get(info.name)
             if spec is None:
                 scales[info.name] = tensor
@@ -394,15 +396,15 @@ class WeightSource:
                 yield spec, StoredWeight(tensor, scale, storage)
         assert not any(scale is not None for scale in scales.values()), list(scales)
 
-    def _in_order(self, places: Container[str], joint: Container[str]) -> list[TensorInfo]:
+    def _in_order(self, destinations: Container[str], joint: Container[str]) -> list[TensorInfo]:
         order: list[TensorInfo] = []
         for _, names in self._checkpoint.shards():
             chosen = [name for name in names if name in self._specs and name not in joint]
             parts = [self._parts(name) for name in chosen]
             files = [*(info for one in parts for info in one[:-1]), *(one[-1] for one in parts)]
-            placed = [info for info in files if info.name in places]
-            order += [info for info in files if info.name not in places]
-            order += sorted(placed, key=lambda info: (info.file, info.offset))
+            direct = [info for info in files if info.name in destinations]
+            order += [info for info in files if info.name not in destinations]
+            order += sorted(direct, key=lambda info: (info.file, info.offset))
         return order
 
     def _read(self, reader: TensorReader, spec: WeightSpec) -> StoredWeight:

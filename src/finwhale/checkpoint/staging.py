@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import E8M0_NAN, fault, not_finite
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import CheckpointError
 
@@ -58,13 +58,13 @@ class Read:
 
     Attributes:
         start: offset in the tensor's bytes, without gaps.
-        place: offset in the group's bytes.
+        group_offset: offset in the group's bytes.
     """
 
     info: TensorInfo
     start: int
     num_bytes: int
-    place: int
+    group_offset: int
 
 
 @dataclass(slots=True)
@@ -72,27 +72,31 @@ class Group:
     """Tensors that arrive together, and the pieces in which they are read.
 
     Attributes:
-        places: offset of each tensor in the group.
+        offsets: offset of each tensor in the group's bytes.
         pieces: adjacent reads of at most PIECE_BYTES in total. They read whole tensors, except for
             a tensor larger than a piece.
-        placed: the tensors go directly to their destinations.
+        have_destinations: the tensors go directly to their destinations.
     """
 
-    placed: bool = False
-    places: dict[str, int] = field(default_factory=dict)
+    have_destinations: bool = False
+    offsets: dict[str, int] = field(default_factory=dict)
     pieces: list[list[Read]] = field(default_factory=list)
     num_bytes: int = 0
 
 
 def groups_of(
-    infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES, placed: Container[str] = ()
+    infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES, destinations: Container[str] = ()
 ) -> Iterator[Group]:
-    """Group the tensors in order, small ones together. `placed` tensors have separate groups."""
+    """Group the tensors in order, small ones together.
+
+    Args:
+        destinations: the names of tensors that have a destination. They have separate groups.
+    """
     group = Group(pieces=[[]])
     for info in infos:
-        is_placed = info.name in placed
+        has_destination = info.name in destinations
         if info.num_bytes > piece_bytes:
-            if group.places:
+            if group.offsets:
                 yield group
                 group = Group(pieces=[[]])
             most = piece_bytes
@@ -104,18 +108,18 @@ def groups_of(
                 for start in range(0, info.num_bytes, most)
             ]
             pieces = [[read] for read in reads]
-            yield Group(is_placed, {info.name: 0}, pieces, info.num_bytes)
+            yield Group(has_destination, {info.name: 0}, pieces, info.num_bytes)
             continue
         full = group.num_bytes + info.num_bytes > piece_bytes
-        if group.places and (full or group.placed != is_placed):
+        if group.offsets and (full or group.have_destinations != has_destination):
             yield group
             group = Group(pieces=[[]])
-        group.placed = is_placed
-        place = group.num_bytes
-        group.places[info.name] = place
-        group.pieces[0].append(Read(info, 0, info.num_bytes, place))
-        group.num_bytes = -(-(place + info.num_bytes) // ALIGN) * ALIGN
-    if group.places:
+        group.have_destinations = has_destination
+        offset = group.num_bytes
+        group.offsets[info.name] = offset
+        group.pieces[0].append(Read(info, 0, info.num_bytes, offset))
+        group.num_bytes = -(-(offset + info.num_bytes) // ALIGN) * ALIGN
+    if group.offsets:
         yield group
 
 
@@ -125,8 +129,8 @@ class Staging:
     Args:
         directory: the directory of the files.
         device: a GPU; on a CPU the same code runs without pinned memory and CUDA streams.
-        places: destinations of tensors by name: uint8 [num_bytes] on the device, aligned for the
-            tensor's dtype.
+        destinations: by name of a tensor: uint8 [num_bytes] on the device, aligned for the tensor's
+            dtype.
         threads: the most reading threads.
     """
 
@@ -135,12 +139,12 @@ class Staging:
         directory: Path,
         device: torch.device,
         piece_bytes: int = PIECE_BYTES,
-        places: Places | None = None,
+        destinations: Destinations | None = None,
         threads: int = THREADS,
     ) -> None:
         self._directory, self._device, self._piece_bytes = directory, device, piece_bytes
         self._num_threads = num_threads(threads)
-        self._places = Places() if places is None else places
+        self._destinations = Destinations() if destinations is None else destinations
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._stopped = threading.Event()
@@ -165,7 +169,7 @@ class Staging:
         sender = threading.Thread(target=self._send_all, args=(infos,), daemon=True)
         sender.start()
         try:
-            checks = place_checks(infos, self._places)
+            checks = destination_checks(infos, self._destinations)
             while True:
                 arrived = self._ready.get()
                 if arrived is None:
@@ -178,7 +182,7 @@ class Staging:
                         # frame's objects alive.
                         del arrived
                 if isinstance(arrived, Group):
-                    for name in arrived.places:
+                    for name in arrived.offsets:
                         yield by_name[name], None
                     continue
                 for name, tensor in arrived.tensors(by_name):
@@ -202,7 +206,7 @@ class Staging:
             with ExitStack() as stack, ThreadPoolExecutor(self._num_threads) as pool:
                 # The stack closes the files after all reading threads have ended.
                 files = Files(self._directory, stack)
-                self._pipeline(groups_of(infos, self._piece_bytes, self._places), files, pool)
+                self._pipeline(groups_of(infos, self._piece_bytes, self._destinations), files, pool)
             self._ready.put(None)
         except BaseException as error:
             self._ready.put(error)
@@ -228,17 +232,17 @@ class Staging:
             ask(_Pinned(self._piece_bytes, self._cuda))
         while asked:
             group = asked.popleft()
-            if not group.placed:
+            if not group.have_destinations:
                 self._room.acquire()
             if self._stopped.is_set():
                 return
-            arrived = None if group.placed else self._new(group)
+            arrived = None if group.have_destinations else self._new(group)
             for piece in group.pieces:
                 pinned = reading.popleft().result()
                 if arrived is None:
-                    self._place(pinned, piece)
+                    self._copy_to_destinations(pinned, piece)
                 else:
-                    self._copy(pinned, piece, arrived)
+                    self._copy_to_group(pinned, piece, arrived)
                 ask(pinned)
             if arrived is None:
                 self._ready.put(group)
@@ -253,18 +257,18 @@ class Staging:
         with torch.cuda.stream(self._stream):
             return _Arrived(group, torch.empty(size, dtype=torch.uint8, device=self._device))
 
-    def _copy(self, pinned: "_Pinned", piece: Sequence[Read], arrived: "_Arrived") -> None:
-        begin, end = piece[0].place, piece[-1].place + piece[-1].num_bytes
+    def _copy_to_group(self, pinned: "_Pinned", piece: Sequence[Read], arrived: "_Arrived") -> None:
+        begin, end = piece[0].group_offset, piece[-1].group_offset + piece[-1].num_bytes
         self._send(pinned, [arrived.memory[begin:end]], [pinned.memory[: end - begin]])
 
-    def _place(self, pinned: "_Pinned", piece: Sequence[Read]) -> None:
-        targets, sources, first = [], [], piece[0].place
+    def _copy_to_destinations(self, pinned: "_Pinned", piece: Sequence[Read]) -> None:
+        targets, sources, first = [], [], piece[0].group_offset
         for read in piece:
-            target = self._places[read.info.name]
+            target = self._destinations[read.info.name]
             if read.num_bytes != read.info.num_bytes:
                 target = target[read.start : read.start + read.num_bytes]
             targets.append(target)
-            start = read.place - first
+            start = read.group_offset - first
             sources.append(pinned.memory[start : start + read.num_bytes])
         self._send(pinned, targets, sources)
 
@@ -295,11 +299,11 @@ class _Arrived:
             # torch reuses the memory only after the current CUDA stream's work with it is done.
             self.memory.record_stream(current)
         typed: dict[torch.dtype, Tensor] = {}
-        for name, place in self.group.places.items():
+        for name, offset in self.group.offsets.items():
             info = infos[name]
             if info.dtype not in typed:
                 typed[info.dtype] = self.memory.view(info.dtype)
-            start, size = place // info.dtype.itemsize, info.num_bytes // info.dtype.itemsize
+            start, size = offset // info.dtype.itemsize, info.num_bytes // info.dtype.itemsize
             yield name, typed[info.dtype].narrow(0, start, size).view(info.shape)
 
     def release(self) -> None:
@@ -310,7 +314,7 @@ class _Arrived:
 Check = tuple[list[TensorInfo], Tensor]
 
 
-def place_checks(infos: Iterable[TensorInfo], places: Places) -> list[Check]:
+def destination_checks(infos: Iterable[TensorInfo], destinations: Destinations) -> list[Check]:
     """Find which values must be finite: those of all tensors that have a destination.
 
     A model has thousands of small tensors of scales. If scales of the same size are adjacent parts
@@ -319,13 +323,13 @@ def place_checks(infos: Iterable[TensorInfo], places: Places) -> list[Check]:
     checks: list[Check] = []
     scales: list[tuple[tuple[int, int, int], TensorInfo]] = []
     for info in infos:
-        part = places.parts.get(info.name)
+        part = destinations.parts.get(info.name)
         if part is None or not part[2] or not info.dtype.is_floating_point:
             continue
         if info.dtype == torch.float8_e8m0fnu:
             scales.append((part, info))
         else:
-            checks.append(([info], places[info.name].view(info.dtype)))
+            checks.append(([info], destinations[info.name].view(info.dtype)))
     runs: list[list[TensorInfo]] = []
     next_part = (-1, 0, 0)  # the part that would continue the run
     for part, info in sorted(scales, key=itemgetter(0)):
@@ -335,7 +339,7 @@ def place_checks(infos: Iterable[TensorInfo], places: Places) -> list[Check]:
         memory, begin, size = part
         next_part = memory, begin + size, size
     for run in runs:
-        first = places[run[0].name]
+        first = destinations[run[0].name]
         checks.append((run, first.as_strided((len(run), len(first)), (len(first), 1))))
     return checks
 
@@ -353,7 +357,7 @@ class Faults:
         self._flags.append(flags.reshape(-1))
 
     def add_checks(self, checks: Iterable[Check]) -> None:
-        """Add the checks that `place_checks` has listed, once the values have arrived."""
+        """Add the checks that `destination_checks` has listed, once the values have arrived."""
         for infos, values in checks:
             is_scales = values.dtype == torch.uint8
             self.add(infos, values.amax(1) == E8M0_NAN if is_scales else not_finite(values))
@@ -403,12 +407,12 @@ def _read_piece(piece: Sequence[Read], files: Files, pinned: _Pinned) -> _Pinned
     """Read one piece, in a reading thread."""
     if pinned.event is not None:
         pinned.event.synchronize()
-    first = piece[0].place
+    first = piece[0].group_offset
     begin = 0
     for end in range(1, len(piece) + 1):
         # Combine reads that are adjacent both in the file and in the piece.
         if end == len(piece) or not _adjoin(piece[end - 1], piece[end]):
-            _read(piece[begin:end], files, pinned, piece[begin].place - first)
+            _read(piece[begin:end], files, pinned, piece[begin].group_offset - first)
             begin = end
     return pinned
 
@@ -420,7 +424,7 @@ def _adjoin(one: Read, other: Read) -> bool:
     return (
         one.info.file == other.info.file
         and end == other.info.offset + other.start
-        and one.place + one.num_bytes == other.place
+        and one.group_offset + one.num_bytes == other.group_offset
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from finwhale.borrowed import without_holding
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.joint import Part
-from finwhale.checkpoint.places import Places
 from finwhale.distributed.cuda_ipc import IpcHandle, discard, open_buffer, share, uuid_of
 from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError, OtherRankError, first_line
@@ -35,7 +35,7 @@ class IpcJointRanks:
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers, self._device = peers, device
-        self._own = Places()
+        self._own = Destinations()
         # For each tensor in `_own.memories`: the address of the allocation that holds it, and the
         # offset of the tensor in this allocation.
         self._within: list[tuple[int, int]] = []
@@ -60,7 +60,7 @@ class IpcJointRanks:
     def size(self) -> int:
         return self._peers.rank.size
 
-    def open(self, places: Places) -> bool:
+    def open(self, destinations: Destinations) -> bool:
         """See JointRanks.
 
         Mapping an allocation takes about a millisecond, so this maps only the first one of each
@@ -71,7 +71,7 @@ class IpcJointRanks:
         self._failed_key = self._peers.new_key("joint_ranks.failed")
         # Earlier work may still use the memory that other ranks write to.
         torch.cuda.synchronize(self._device)
-        found = {memory.untyped_storage().data_ptr(): memory for memory in places.memories}
+        found = {memory.untyped_storage().data_ptr(): memory for memory in destinations.memories}
         sent = self._exchange_handles(found.values())
         if not self._fault and found:
             for number, address in enumerate(found):
@@ -86,7 +86,8 @@ class IpcJointRanks:
             self._peers.barrier()  # now no other rank has mapped this rank's allocations
             self._lent = []
             return False
-        self._own, self._within = places, [_within(memory) for memory in places.memories]
+        self._own = destinations
+        self._within = [_within(memory) for memory in destinations.memories]
         self._mapper = threading.Thread(target=self._map_all, name="joint ranks", daemon=True)
         self._mapper.start()
         return True
@@ -132,17 +133,17 @@ class IpcJointRanks:
             if text and fault is None:
                 raise OtherRankError(f"rank {rank}: {text}")
 
-    def _exchange_handles(self, places: Collection[Tensor]) -> list[list[IpcHandle]]:
+    def _exchange_handles(self, tensors: Collection[Tensor]) -> list[list[IpcHandle]]:
         """The other ranks' handles of their allocations, in rank order; empty after a fault.
 
         Args:
-            places: a place in each of this rank's allocations.
+            tensors: a tensor in each of this rank's allocations.
         """
         others = [rank for rank in range(self.size) if rank != self.index]
         # One process may open a handle, so each other rank gets its own.
         given: dict[int, list[IpcHandle]] = {rank: [] for rank in others}
         try:
-            self._lent = [_allocation(place) for place in places]
+            self._lent = [_allocation(tensor) for tensor in tensors]
             for rank, allocation in product(others, self._lent):
                 given[rank].append(share(allocation)[1])
         except (RuntimeError, TypeError, ValueError) as error:
@@ -153,7 +154,7 @@ class IpcJointRanks:
         sent = [json.loads(text) for text in self._peers.gather_text(json.dumps(forms))]
         lists = [sent[rank].get(str(self.index), []) for rank in others]
         handles = [[IpcHandle.from_json(form) for form in forms] for forms in lists]
-        sizes = [place.untyped_storage().nbytes() for place in places]
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
         if not self._fault and any([h.size_bytes for h in some] != sizes for some in handles):
             self._fault = OTHER_ALLOCATIONS
         if self._fault:
@@ -202,7 +203,7 @@ class IpcJointRanks:
         _discard_all(handles for _, handles in self._waiting)
         self._waiting.clear()
         self._addresses.clear()
-        self._own, self._within = Places(), []
+        self._own, self._within = Destinations(), []
         self._opened, self._mapper, self._fault = [], None, ""
 
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops import Ops
@@ -21,13 +21,13 @@ class WeightStream(Protocol):
     @property
     def storages(self) -> Mapping[str, Storage]: ...
     def into(
-        self, places: Places, ranks: JointRanks | None = None
+        self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Yield each weight's specification and stored values.
 
         Args:
-            places: destinations for the bytes of some weights. If the stream has written a
-                weight to its destination itself, it yields None instead of the values.
+            destinations: where the bytes of some weights go. If the stream has written a weight to
+                its destination itself, it yields None instead of the values.
             ranks: the ranks that iterate together, if they can read for each other.
         """
         ...

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import (
     FP4_BLOCK,
     FP8_BLOCK,
@@ -23,7 +24,6 @@ from finwhale.checkpoint.formats import (
     scale_to_float32,
 )
 from finwhale.checkpoint.loading import PLAIN_STORAGES, StoredWeight
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.spec import Slice, Storage, name_of_scale
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
@@ -105,10 +105,10 @@ class WeightBuilder:
 
     Attributes:
         config: the sizes of the rank.
-        setters: by official name, a function that copies a stored weight to its destination.
+        setters: by official name, a function that copies a stored weight to its targets.
         targets: by official name, tensors whose memory the setter writes to.
-        places: by name of a weight or scale, the destination of its bytes. `complete` converts the
-            E8M0 scales of FP8 weights; other tensors here need no conversion.
+        destinations: by name of a weight or scale, where its bytes can be read directly. `complete`
+            converts the E8M0 scales of FP8 weights; other tensors here need no conversion.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class WeightBuilder:
         self.storages = storages or {name: spec.storage for name, spec in self.specs.items()}
         self.setters: dict[str, Setter] = {}
         self.targets: dict[str, tuple[Tensor, ...]] = {}
-        self.places = Places()
+        self.destinations = Destinations()
         self.num_bytes = 0
         self._rank = rank
         self._slabs = Slabs(device) if device.type in SLAB_DEVICES else None
-        # By name of an FP8 weight that has a place: the float32 destination of its scales.
+        # By name of an FP8 weight in `destinations`: the float32 tensor of its converted scales.
         self._scales: dict[str, Tensor] = {}
-        # By name of a weight that has a place: setters of its further destinations.
+        # By name of a weight in `destinations`: setters of its further targets.
         self._further: dict[str, list[Setter]] = {}
         self._cuts: dict[str, Slice] = {}  # slices of the projections whose part is being allocated
         layers = tuple(
@@ -160,40 +160,40 @@ class WeightBuilder:
             mtp=mtp,
             dspark=dspark,
         )
-        self._place_scales()
+        self._add_scale_destinations()
 
-    def _place_scales(self) -> None:
-        """Allocate the places of the scales of FP8 weights."""
+    def _add_scale_destinations(self) -> None:
+        """Allocate the destinations of the E8M0 scales of FP8 weights."""
         sizes = [scale.numel() for scale in self._scales.values()]
         exponents = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        self.places.divide(list(map(name_of_scale, self._scales)), exponents, sizes)
+        self.destinations.divide(list(map(name_of_scale, self._scales)), exponents, sizes)
 
     def complete(self, names: Iterable[str]) -> None:
-        """Convert scales, and set further destinations, of weights that have arrived in places.
+        """Convert scales, and set further targets, of weights that were read into `destinations`.
 
         Args:
-            names: all weights that have arrived in places.
+            names: all weights that were read into `destinations`.
         """
         known = set(names)
         arrived = [name for name in self._scales if name in known]
         if arrived:
-            parts = [self.places[name_of_scale(name)] for name in arrived]
+            parts = [self.destinations[name_of_scale(name)] for name in arrived]
             values = e8m0_to_float32(torch.cat(parts).view(torch.float8_e8m0fnu))
             targets = [self._scales[name].view(-1) for name in arrived]
             torch._foreach_copy_(targets, values.split([len(part) for part in parts]))
         for name, setters in self._further.items():
             if name in known:
-                stored = self._in_place(name)
+                stored = self._weight_at_destination(name)
                 for setter in setters:
                     setter(stored)
 
-    def _in_place(self, name: str) -> StoredWeight:
-        """A weight whose bytes have arrived in its place."""
+    def _weight_at_destination(self, name: str) -> StoredWeight:
+        """A weight whose bytes were read into its destination."""
         shape, scale = self.specs[name].local_shape, None
         if name in self._scales:
-            exponents = self.places[name_of_scale(name)]
+            exponents = self.destinations[name_of_scale(name)]
             scale = exponents.view(torch.float8_e8m0fnu).view(fp8_scale_shape(shape))
-        # The first destination is the place.
+        # The first target is the destination.
         return StoredWeight(self.targets[name][0].view(shape), scale, self.storages[name])
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -215,12 +215,12 @@ class WeightBuilder:
             setter = partial(_set_slice, setter, self._cuts[name])
         first = self.setters.get(name)
         self.setters[name] = setter if first is None else _both(first, setter)
-        if name in self.places:
+        if name in self.destinations:
             self._further.setdefault(name, []).append(setter)
         self.targets[name] = (*self.targets.get(name, ()), *targets)
 
-    def _may_have_place(self, name: str) -> bool:
-        """Whether the next destination of a weight is its first one, and takes all of it."""
+    def _may_add_destination(self, name: str) -> bool:
+        """Whether the next target of a weight is its first one, and takes all of it."""
         return name not in self.setters and name not in self._cuts
 
     def _copy_to(self, name: str, target: Tensor) -> None:
@@ -230,11 +230,11 @@ class WeightBuilder:
             dtype = torch.float32 if stored.scale is not None else stored.data.dtype
             target.copy_(stored.dequantise(dtype, self.device))
 
-        may_have_place = self._may_have_place(name)
+        may_add_destination = self._may_add_destination(name)
         self._set(name, copy, target)
         same = self.storages[name] == PLAIN_STORAGES.get(target.dtype)
-        if may_have_place and same and target.is_contiguous() and target.nbytes >= LARGE_BYTES:
-            self.places.add(name, target)
+        if may_add_destination and same and target.is_contiguous() and target.nbytes >= LARGE_BYTES:
+            self.destinations.add(name, target)
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate memory for one tensor that needs no special layout."""
@@ -278,10 +278,10 @@ class WeightBuilder:
             values = scale_to_float32(stored.scale)
             scale[: values.shape[0]].copy_(values)
 
-        may_have_place = self._may_have_place(name)
+        may_add_destination = self._may_add_destination(name)
         self._set(name, copy, weight, scale)
-        if may_have_place and weight.is_contiguous():
-            self.places.add(name, weight)
+        if may_add_destination and weight.is_contiguous():
+            self.destinations.add(name, weight)
             self._scales[name] = scale[: fp8_scale_shape(weight.shape)[0]]
 
     def _stacked(
@@ -533,13 +533,13 @@ class WeightBuilder:
 
     def _set_fp4(self, names: Sequence[str], codes: Tensor, exponents: Tensor) -> None:
         """Set FP4 weights, which divide `codes` and `exponents` equally, by copying their bytes."""
-        count, places = len(names), self.places
-        places.divide(names, codes, [codes.nbytes // count] * count)
+        count, destinations = len(names), self.destinations
+        destinations.divide(names, codes, [codes.nbytes // count] * count)
         scales = list(map(name_of_scale, names))
-        places.divide(scales, exponents, [exponents.nbytes // count] * count)
+        destinations.divide(scales, exponents, [exponents.nbytes // count] * count)
         # Calling `_set` for each of a model's 36,000 expert weights takes too long. Each of them
         # has only one destination, so this code makes the entries of `_set` itself.
-        self.setters.update((name, partial(_copy_fp4, places, name)) for name in names)
+        self.setters.update((name, partial(_copy_fp4, destinations, name)) for name in names)
         self.targets.update(dict.fromkeys(names, (codes, exponents)))
 
     def _set_expert(self, name: str, w13: Tensor, w2: Tensor) -> None:
@@ -587,10 +587,10 @@ def _expert_names(expert: str) -> tuple[str, str, str]:
     return f"{expert}.w1.weight", f"{expert}.w3.weight", f"{expert}.w2.weight"
 
 
-def _copy_fp4(places: Places, name: str, stored: StoredWeight) -> None:
+def _copy_fp4(destinations: Destinations, name: str, stored: StoredWeight) -> None:
     assert stored.scale is not None and stored.storage == "fp4"
-    places[name].copy_(stored.data.view(torch.uint8).reshape(-1))
-    places[name_of_scale(name)].copy_(e8m0_bytes(stored.scale).reshape(-1))
+    destinations[name].copy_(stored.data.view(torch.uint8).reshape(-1))
+    destinations[name_of_scale(name)].copy_(e8m0_bytes(stored.scale).reshape(-1))
 
 
 def _set_slice(setter: Setter, part: Slice, stored: StoredWeight) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
+from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.joint import JointRanks
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.places import Places
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
@@ -55,19 +55,19 @@ class WeightLoading:
             )
         self._ops = ops
         self._waiting = dict(self._builder.setters)
-        self._in_places: list[str] = []
+        self._read_directly: list[str] = []
 
     @property
     def num_bytes(self) -> int:
         return self._builder.num_bytes
 
     @property
-    def places(self) -> Places:
-        """See WeightBuilder.places."""
-        return self._builder.places
+    def destinations(self) -> Destinations:
+        """See WeightBuilder.destinations."""
+        return self._builder.destinations
 
     def add(self, spec: WeightSpec, stored: StoredWeight | None) -> None:
-        """Copy a stored weight to its destination; None: its bytes are there already.
+        """Copy a stored weight to its targets; None: its bytes have gone to its destination.
 
         Raises:
             CheckpointError: the weight occurs twice, is unknown, or has invalid values.
@@ -77,7 +77,7 @@ class WeightLoading:
             raise CheckpointError(f"tensor {spec.name} occurs twice or is not in this model")
         assert spec.slice == self._builder.specs[spec.name].slice, "a stream of another rank"
         if stored is None:
-            self._in_places.append(spec.name)
+            self._read_directly.append(spec.name)
         else:
             setter(stored)
 
@@ -91,7 +91,7 @@ class WeightLoading:
             CheckpointError: a tensor occurs twice, is unknown, or is missing.
         """
         with no_collection():
-            for spec, stored in stream.into(self.places, ranks):
+            for spec, stored in stream.into(self.destinations, ranks):
                 self.add(spec, stored)
         return self.finish()
 
@@ -105,7 +105,7 @@ class WeightLoading:
         if self._waiting:
             waiting = self._waiting
             raise CheckpointError(f"{len(waiting)} tensors are missing, such as {min(waiting)}")
-        self._builder.complete(self._in_places)
+        self._builder.complete(self._read_directly)
         if self._builder.device.type == "cuda":
             # Free the temporary tensors of loading now. Otherwise converting the experts allocates
             # small tensors in their segments, and each one keeps up to a gigabyte reserved.

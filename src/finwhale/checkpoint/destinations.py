@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Places(Mapping[str, Tensor]):
+class Destinations(Mapping[str, Tensor]):
     """Destinations by name, each uint8 [num_bytes]: the values are views, made when asked for.
 
     A model has tens of thousands of destinations in some hundred tensors, and making all views
@@ -43,9 +43,9 @@ class Places(Mapping[str, Tensor]):
         self.memories.append(tensor.view(-1).view(torch.uint8))
         self.parts.update(zip(names, zip(repeat(number), begins, sizes, strict=False), strict=True))
 
-    def without(self, names: Collection[str]) -> "Places":
+    def without(self, names: Collection[str]) -> "Destinations":
         """The same destinations, but for these."""
-        left = Places()
+        left = Destinations()
         left.memories = self.memories
         left.parts = {name: part for name, part in self.parts.items() if name not in names}
         return left
