@@ -29,7 +29,7 @@ from finwhale.config import (
     LoadFormat,
     WoAInput,
 )
-from finwhale.distributed.hosts import Place
+from finwhale.distributed.hosts import Placement
 from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.opening import start_engine
@@ -567,19 +567,19 @@ def open_engine(
     config: EngineConfig,
     directory: Path,
     progress: Progress | None = None,
-    place: Place | None = None,
+    placement: Placement | None = None,
 ) -> Engine:
     """Open an engine with the weights and the tokenizer of a checkpoint's directory.
 
     Args:
-        place: the place of this process, which has rank 0; None: no launcher has placed ranks.
+        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
     model_config, weights = _find_weights(config, directory, progress)
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
-    return start_engine(config, model_config, weights, tokenizer, place)
+    return start_engine(config, model_config, weights, tokenizer, placement)
 
 
 def _find_weights(

@@ -71,8 +71,8 @@ def test_symmetric_memory_of_a_process_that_has_connected_before() -> None:
     A PrefixStore calls the Python object from C++, as torch does.
     """
     store = HashStore()
-    places = FromZero(store)
-    old, new = PrefixStore("a", places), PrefixStore("a", store)
+    renumbered = FromZero(store)
+    old, new = PrefixStore("a", renumbered), PrefixStore("a", store)
     for exchange in range(3):
         new.set(f"{exchange}/1", f"new {exchange}")
         old.set(f"{exchange + 7}/0", f"old {exchange}")
@@ -92,9 +92,9 @@ def test_symmetric_memory_gets_the_store_of_its_own(monkeypatch: pytest.MonkeyPa
             super().__init__(store, rank, size, timedelta(seconds=10))
 
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", Nccl, raising=False)
-    places = FromZero(HashStore())
-    group = new_group(Rank(0, 1), HashStore(), "a group", timedelta(seconds=10), places)
-    assert c10d._resolve_process_group("a group").get_group_store() is places
+    handle_store = FromZero(HashStore())
+    group = new_group(Rank(0, 1), HashStore(), "a group", timedelta(seconds=10), handle_store)
+    assert c10d._resolve_process_group("a group").get_group_store() is handle_store
     c10d._unregister_process_group(group.group_name)
 
 
@@ -150,7 +150,7 @@ def test_ranks_of_one_gpu_map_the_memory_of_each_other(monkeypatch: pytest.Monke
     buffers: dict[str, torch.Tensor] = {}
     opened: list[str] = []
 
-    def share(buffer: torch.Tensor) -> tuple[str, IpcHandle]:
+    def export_handle(buffer: torch.Tensor) -> tuple[str, IpcHandle]:
         name = f"{len(buffers)}-{buffer.data_ptr()}"
         buffers[name] = buffer
         values = {"size_bytes": len(buffer), "offset_bytes": 0, "counter_offset": 0}
@@ -161,7 +161,7 @@ def test_ranks_of_one_gpu_map_the_memory_of_each_other(monkeypatch: pytest.Monke
         opened.append(name)
         return buffers[name]
 
-    monkeypatch.setattr(connecting, "share", share)
+    monkeypatch.setattr(connecting, "export_handle", export_handle)
     monkeypatch.setattr(connecting, "open_buffer", open_buffer)
     monkeypatch.setattr(connecting, "uuid_of", lambda device: "gpu")
     store, timeout = HashStore(), timedelta(seconds=10)

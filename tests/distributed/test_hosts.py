@@ -17,7 +17,7 @@ from finwhale.distributed import hosts
 from finwhale.distributed.hosts import (
     Introduction,
     Invitation,
-    Place,
+    Placement,
     RemoteProcesses,
     WorkerListener,
 )
@@ -38,11 +38,11 @@ def introduction(index: int, plans: bool = False) -> Introduction:
     return Introduction(index, plans, "host", 0, os.getpid())
 
 
-def test_a_place_is_found_in_the_environment() -> None:
-    place = Place.find(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+def test_a_placement_is_found_in_the_environment() -> None:
+    placement = Placement.find(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
     store = StoreAddress("node0", 29500, "finwhale/2")
-    assert place == Place(Rank(3, 4), 1, store, serves_store=True)
-    agent = Place.find(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert placement == Placement(Rank(3, 4), 1, store, serves_store=True)
+    agent = Placement.find(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent is not None and not agent.serves_store
 
 
@@ -50,8 +50,8 @@ def test_a_place_is_found_in_the_environment() -> None:
     "environment",
     [{}, {"RANK": "0", "WORLD_SIZE": "2"}, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}],
 )
-def test_a_process_alone_has_no_place(environment: Mapping[str, str]) -> None:
-    assert Place.find(environment) is None
+def test_a_process_alone_has_no_placement(environment: Mapping[str, str]) -> None:
+    assert Placement.find(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_process_alone_has_no_place(environment: Mapping[str, str]) -> None:
 )
 def test_a_wrong_environment_is_refused(wrong: Mapping[str, str], message: str) -> None:
     with pytest.raises(FinwhaleError, match=message):
-        Place.find({**TORCHRUN, **wrong})
+        Placement.find({**TORCHRUN, **wrong})
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Driver:
         self.most = 10**9  # handles
         self.lock = threading.Lock()
 
-    def share(self, memory: Tensor) -> tuple[str, Handle]:
+    def export_handle(self, memory: Tensor) -> tuple[str, Handle]:
         if len(self.memories) >= self.most:
             raise RuntimeError("no such thing\nand more")
         with self.lock:
@@ -101,7 +101,7 @@ class HostLane:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
     for name, fake in {
-        "share": found.share,
+        "export_handle": found.export_handle,
         "open_buffer": found.open,
         "discard": found.discard,
         "uuid_of": lambda device: "uuid",
@@ -146,7 +146,7 @@ def test_weights_are_those_of_ranks_that_read_alone(files: Path, driver: Driver,
     assert len(driver.memories) > size * (size - 1)
 
 
-@pytest.mark.parametrize("why", ["share", "view", "open"])
+@pytest.mark.parametrize("why", ["export", "view", "open"])
 def test_ranks_without_access_read_alone(
     files: Path,
     driver: Driver,
@@ -159,7 +159,7 @@ def test_ranks_without_access_read_alone(
             raise TypeError("no such thing")
         return tensor
 
-    if why == "share":
+    if why == "export":
         driver.most = 3
     elif why == "view":
         monkeypatch.setattr(joint_ranks, "without_holding", view)

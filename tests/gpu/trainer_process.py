@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from finwhale.demo import DEMO_PATH
-from finwhale.distributed.cuda_ipc import share
+from finwhale.distributed.cuda_ipc import export_handle
 from finwhale.distributed.weight_group import GroupAddress, WeightGroup
 from finwhale.testing.tensors import read_tensors
 
@@ -28,7 +28,7 @@ def main() -> None:
     tensors = {name: tensor.to(device) for name, tensor in changed_weights().items()}
     if how == "ipc":
         buffer = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-        uuid, handle = share(buffer)
+        uuid, handle = export_handle(buffer)
         print(json.dumps({uuid: handle.to_json()}), flush=True)
         sys.stdin.readline()  # the buffer must stay until the engine has read it
         return

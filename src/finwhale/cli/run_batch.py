@@ -12,7 +12,7 @@ from pathlib import Path
 from finwhale.cli.options import PATH_HELP, add_engine_options, add_revision
 from finwhale.cli.serve import open_checkpoint, options_of_model
 from finwhale.cli.settings import parse_settings
-from finwhale.distributed.hosts import Place, work_at
+from finwhale.distributed.hosts import Placement, work_at
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.llm import progress_bar
 from finwhale.options import add_options, read_options
@@ -39,10 +39,10 @@ BAR_INTERVAL_S = 0.2
 def run(argv: Sequence[str]) -> int:
     args = parse_settings(_parser(), argv)
     config = _server_config(args)
-    place = Place.find(os.environ)
+    placement = Placement.find(os.environ)
     logs.configure(config.log_level, config.log_format)
-    if place is not None and place.rank.index:
-        work_at(place)
+    if placement is not None and placement.rank.index:
+        work_at(placement)
     source, output = Path(args.input), Path(args.output)
     if not source.is_file():
         raise FinwhaleError(f"no input: {source} is not a file")
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         job.recover()
         earlier = job.counts.completed + job.counts.failed
         if earlier < found.num_lines:
-            _answer(args, config, place, job)
+            _answer(args, config, placement, job)
     finally:
         results.close()
     counts = job.counts
@@ -87,9 +87,11 @@ def _check(source: Path, found: Scan) -> None:
         )
 
 
-def _answer(args: argparse.Namespace, config: ServerConfig, place: Place | None, job: Job) -> None:
+def _answer(
+    args: argparse.Namespace, config: ServerConfig, placement: Placement | None, job: Job
+) -> None:
     """Opens the engine in a process of its own, and runs the lines that have no result."""
-    tokenizer, ladder, load = open_checkpoint(args.model, args, config, place)
+    tokenizer, ladder, load = open_checkpoint(args.model, args, config, placement)
     client = EngineClient.spawn(load)
     state = ServerState(config, client, tokenizer, ladder)
     state.only_batches = True

@@ -15,7 +15,7 @@ from finwhale.checkpoint.location import checkpoint_directory, is_demo
 from finwhale.checkpoint.reader import read_config
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
-from finwhale.distributed.hosts import Place, work_at
+from finwhale.distributed.hosts import Placement, work_at
 from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError
 from finwhale.llm import has_tokenizer
@@ -43,11 +43,11 @@ DEMO_NAME = "finwhale-demo"
 def run(argv: Sequence[str]) -> int:
     args = _parse(argv)
     config = _server_config(args, os.environ)
-    place = Place.find(os.environ)
-    if place is not None and place.rank.index:
+    placement = Placement.find(os.environ)
+    if placement is not None and placement.rank.index:
         logs.configure(config.log_level, config.log_format)
-        work_at(place)
-    opened = open_checkpoint(args.path, args, config, place)
+        work_at(placement)
+    opened = open_checkpoint(args.path, args, config, placement)
     read_keys = partial(_api_keys, args.api_keys or [], _given_keys(args, os.environ))
     restore = logs.configure(config.log_level, config.log_format, waits=False)
     try:
@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def open_checkpoint(
-    path: str | None, args: argparse.Namespace, config: ServerConfig, place: Place | None
+    path: str | None, args: argparse.Namespace, config: ServerConfig, placement: Placement | None
 ) -> tuple[Tokenizer | None, EffortLadder, Callable[[], Engine]]:
     """The tokenizer and the effort ladder of a checkpoint, and a function that opens its engine.
 
@@ -73,7 +73,7 @@ def open_checkpoint(
         # Create the salt here, so that all engine processes of this server share it.
         engine = replace(engine, prefix_salt=secrets.token_hex(16))
     logs.configure(config.log_level, config.log_format)
-    load = partial(load_engine, directory, config.log_level, config.log_format, engine, place)
+    load = partial(load_engine, directory, config.log_level, config.log_format, engine, placement)
     architecture = architecture_of(parse_config(read_config(directory)))
     return tokenizer, architecture.chat_dialect(directory), load
 

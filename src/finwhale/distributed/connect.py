@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed.collectives import Alone, Collectives
-from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer, share, uuid_of
+from finwhale.distributed.cuda_ipc import IpcHandle, export_handle, open_buffer, uuid_of
 from finwhale.distributed.gloo import Gloo
 from finwhale.distributed.nccl import FromZero, Nccl, new_group
 from finwhale.distributed.push_sizes import SIZES, PushSizes
@@ -70,16 +70,16 @@ def connect(
     os.environ.update(NO_MULTICAST)
 
     def find() -> list[str]:
-        host = f"{socket.gethostname()} {device.index}"
-        return _exchange(rank, store, "host", host, timeout)
+        location = f"{socket.gethostname()} {device.index}"
+        return _exchange(rank, store, "host", location, timeout)
 
     def work() -> Collectives:
-        collectives = _choose(rank, device, store, hosts, ordered, timeout)
+        collectives = _choose(rank, device, store, locations, ordered, timeout)
         self_check(collectives, device)
         return collectives
 
     try:
-        hosts = _watched(find, check)
+        locations = _watched(find, check)
         return _watched(work, check, timeout)
     except TimeoutError as error:
         raise FinwhaleError(
@@ -131,7 +131,7 @@ def _choose(
     rank: Rank,
     device: torch.device,
     store: Store,
-    hosts: list[str],
+    locations: list[str],
     ordered: bool,
     timeout: timedelta,
 ) -> Collectives:
@@ -144,13 +144,13 @@ def _choose(
     number = next(_connections)
     own_name = f"finwhale-{os.getpid()}-{number}"
     name, *_ = _exchange(rank, store, "name", own_name, timeout)
-    places: Store = PrefixStore("finwhale.symmetric", store)
+    handle_store: Store = PrefixStore("finwhale.symmetric", store)
     if number > 0:
-        places = FromZero(places)
-    group = new_group(rank, PrefixStore("finwhale.nccl", store), name, timeout, places)
+        handle_store = FromZero(handle_store)
+    group = new_group(rank, PrefixStore("finwhale.nccl", store), name, timeout, handle_store)
     nccl = Nccl(rank, group, ordered=ordered)
     nccl.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first call
-    access = _exchange(rank, store, "access", _lacking_access(rank, device, hosts), timeout)
+    access = _exchange(rank, store, "access", _lacking_access(rank, device, locations), timeout)
     lacking = next((reason for reason in access if reason), None)
     if lacking is not None:
         if rank.index == 0:
@@ -199,7 +199,7 @@ def _shared_memory(
     def allocate(num_bytes: int) -> tuple[torch.Tensor, list[int]]:
         own = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # One process may open a handle, so each other rank gets its own.
-        given = [None if peer == rank.index else share(own)[1] for peer in range(rank.size)]
+        given = [None if peer == rank.index else export_handle(own)[1] for peer in range(rank.size)]
         text = json.dumps([handle and handle.to_json() for handle in given])
         found = _exchange(rank, store, f"memory-{next(number)}", text, timeout)
         addresses = []
@@ -252,11 +252,15 @@ def make_push(
     )
 
 
-def _lacking_access(rank: Rank, device: torch.device, hosts: list[str]) -> str:
-    """Why this rank cannot write the memory of all others; empty if it can."""
-    own_host = hosts[rank.index].split()[0]
-    for peer, place in enumerate(hosts):
-        host, index = place.split()
+def _lacking_access(rank: Rank, device: torch.device, locations: list[str]) -> str:
+    """Why this rank cannot write the memory of all others; empty if it can.
+
+    Args:
+        locations: of each rank: its host, a space, and the index of its device.
+    """
+    own_host = locations[rank.index].split()[0]
+    for peer, location in enumerate(locations):
+        host, index = location.split()
         if peer == rank.index:
             continue
         if host != own_host:

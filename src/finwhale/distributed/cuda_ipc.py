@@ -71,7 +71,7 @@ class IpcHandle:
         return cls(**values)
 
 
-def share(buffer: Tensor) -> tuple[str, IpcHandle]:
+def export_handle(buffer: Tensor) -> tuple[str, IpcHandle]:
     """The UUID of a buffer's GPU, and a handle of the buffer.
 
     One process may open the handle, once. The buffer must not change until then.

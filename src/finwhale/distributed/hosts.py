@@ -36,12 +36,12 @@ _INVITATION = "hosts/invitation"
 _SECRET_BYTES = 32
 
 
-# --- The place of a process -----------------------------------------------------------------------
+# --- The placement of a process -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place that torchrun has given this process.
+class Placement:
+    """The rank and the store that torchrun has given this process.
 
     Attributes:
         local_index: index of this process among those of its host.
@@ -55,7 +55,7 @@ class Place:
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Self | None:
-        """The place that torchrun's variables describe; None: this process is the only rank.
+        """The placement that torchrun's variables describe; None: this process is the only rank.
 
         Raises:
             FinwhaleError: a variable is not a number, or contradicts another.
@@ -254,24 +254,24 @@ class WorkerListener:
 # --- A worker -------------------------------------------------------------------------------------
 
 
-def work_at(place: Place) -> NoReturn:
+def work_at(placement: Placement) -> NoReturn:
     """Run the rank of this process until rank 0 ends it.
 
     Raises:
         FinwhaleError: rank 0 cannot be reached.
     """
     begin = time.monotonic()
-    store = place.store.join(CONNECT_S)
+    store = placement.store.join(CONNECT_S)
     left = max(1.0, CONNECT_S - (time.monotonic() - begin))
     try:
         store.wait([_INVITATION], timedelta(seconds=left))
     except RuntimeError as error:
         raise FinwhaleError(
-            f"rank {place.rank.index} has waited {CONNECT_S:.0f} s for rank 0 to begin"
+            f"rank {placement.rank.index} has waited {CONNECT_S:.0f} s for rank 0 to begin"
         ) from error
     port, secret = store.get(_INVITATION).decode().split()
-    invitation = Invitation(place.store.host, int(port), bytes.fromhex(secret))
-    work_for(invitation, place.rank, place.local_index)
+    invitation = Invitation(placement.store.host, int(port), bytes.fromhex(secret))
+    work_for(invitation, placement.rank, placement.local_index)
 
 
 def work_for(invitation: Invitation, rank: Rank, local_index: int) -> NoReturn:

@@ -15,7 +15,7 @@ from torch import Tensor
 from finwhale.borrowed import without_holding
 from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.joint import Part
-from finwhale.distributed.cuda_ipc import IpcHandle, discard, open_buffer, share, uuid_of
+from finwhale.distributed.cuda_ipc import IpcHandle, discard, export_handle, open_buffer, uuid_of
 from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError, OtherRankError, first_line
 
@@ -145,7 +145,7 @@ class IpcJointRanks:
         try:
             self._lent = [_allocation(tensor) for tensor in tensors]
             for rank, allocation in product(others, self._lent):
-                given[rank].append(share(allocation)[1])
+                given[rank].append(export_handle(allocation)[1])
         except (RuntimeError, TypeError, ValueError) as error:
             self._fault = first_line(error)
             _discard_all(given.values())

@@ -28,8 +28,8 @@ class FromZero(c10d.Store):
 
     def _key(self, key: str) -> str:
         name, number, *rest = key.split("/")
-        place = self._numbers.setdefault(number, len(self._numbers))
-        return "/".join((name, str(place), *rest))
+        renumbered = self._numbers.setdefault(number, len(self._numbers))
+        return "/".join((name, str(renumbered), *rest))
 
     def set(self, key: str, value: str) -> None:
         self._store.set(self._key(key), value)
@@ -49,21 +49,22 @@ def new_group(
     store: c10d.Store,
     name: str,
     timeout: timedelta,
-    places: c10d.Store | None = None,
+    handle_store: c10d.Store | None = None,
 ) -> dist.ProcessGroup:
     """A process group over NCCL, also for symmetric memory. torch's default group stays unused.
 
     Args:
         name: equal on all ranks, and new in every process, because torch keeps state by name.
-        places: the store in which ranks exchange the handles of symmetric memory; None: `store`.
-            The caller must keep a reference until all such memory is allocated; torch keeps none.
+        handle_store: the store in which ranks exchange the handles of symmetric memory; None:
+            `store`. The caller must keep a reference until all such memory is allocated; torch
+            keeps none.
     """
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
     backend = c10d.ProcessGroupNCCL(store, rank.index, rank.size, options)
     backend._set_sequence_number_for_group()
-    places = places or c10d.PrefixStore("symmetric", store)
-    group = dist.ProcessGroup(places, rank.index, rank.size)
+    handle_store = handle_store or c10d.PrefixStore("symmetric", store)
+    group = dist.ProcessGroup(handle_store, rank.index, rank.size)
     kind = dist.ProcessGroup.BackendType.NCCL
     group._set_default_backend(kind)
     group._register_backend(torch.device("cuda"), kind, backend)
@@ -72,7 +73,7 @@ def new_group(
     # Symmetric memory finds the group by its name and uses its store (torch 2.11), or finds the
     # arguments of set_group_info.
     c10d._register_process_group(typed, group)
-    c10d._SymmetricMemory.set_group_info(name, rank.index, rank.size, places)
+    c10d._SymmetricMemory.set_group_info(name, rank.index, rank.size, handle_store)
     return group
 
 

@@ -78,8 +78,8 @@ class WeightGroup:
                 timeout=limit,
             )
             name = address.group_name
-            place = "cuda" if address.backend == "nccl" else "cpu"
-            for prefix in (name, f"{name}/", f"{place}/"):
+            device_type = "cuda" if address.backend == "nccl" else "cpu"
+            for prefix in (name, f"{name}/", f"{device_type}/"):
                 store = c10d.PrefixStore(prefix, store)
             self._backend = _open(address, store, rank, limit)
         except (RuntimeError, dist.DistError) as error:

@@ -12,7 +12,7 @@ from rich.progress import Progress as RichProgress
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Place
+from finwhale.distributed.hosts import Placement
 from finwhale.engine.loop.engine import Engine
 from finwhale.llm import Progress, open_engine
 from finwhale.server import logs
@@ -25,20 +25,20 @@ def load_engine(
     log_level: str,
     log_format: str,
     config: EngineConfig,
-    place: Place | None = None,
+    placement: Placement | None = None,
 ) -> Engine:
     """Opens an engine in the process that will run it, and shows the progress.
 
     Args:
         directory: of the checkpoint.
-        place: of this process, which has rank 0; None: no launcher has placed ranks.
+        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
     logs.configure(log_level, log_format, waits=False)
     with _progress_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
-        engine = open_engine(config, directory, progress, place)
+        engine = open_engine(config, directory, progress, placement)
     if engine.tokenizer is not None:
         warm(engine.tokenizer)
     return engine

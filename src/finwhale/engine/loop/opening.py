@@ -4,7 +4,7 @@ import time
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Place
+from finwhale.distributed.hosts import Placement
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import warm_up
 from finwhale.engine.rank.ranks import open_executor
@@ -17,13 +17,13 @@ def start_engine(
     model_config: ModelConfig,
     weights: Weights,
     tokenizer: Tokenizer | None,
-    place: Place | None = None,
+    placement: Placement | None = None,
 ) -> Engine:
     """Open the ranks, make their engine and warm it up, so that no request waits for a compilation.
 
     Args:
         model_config: the checkpoint's. An engine that does not draft drops a DSpark head.
-        place: the place of this process, which has rank 0; None: no launcher has placed ranks.
+        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         ResourceError: a device does not exist or has too little memory.
@@ -33,7 +33,7 @@ def start_engine(
         # The head has three whole layers, and every forward would compute its context.
         model_config = model_config.without_draft_head()
         weights = weights.of(model_config)
-    executor = open_executor(config, model_config, weights, place)
+    executor = open_executor(config, model_config, weights, placement)
     engine = Engine(config, model_config, executor, tokenizer)
     if executor.description.needs_warm_up:
         began = time.monotonic()

@@ -7,7 +7,7 @@ from importlib import import_module
 from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Place, RemoteProcesses, RemoteWorker, WorkerListener
+from finwhale.distributed.hosts import Placement, RemoteProcesses, RemoteWorker, WorkerListener
 from finwhale.distributed.peers import StoreAddress, serve_store
 from finwhale.distributed.workers import SpawnedProcesses, WorkerProcesses
 from finwhale.engine.rank.devices import device_kind
@@ -36,7 +36,7 @@ def spawn(devices: Sequence[str]) -> RankProcesses:
     return RankProcesses(tuple(devices), SpawnedProcesses(devices[1:]), *serve_store())
 
 
-def at_place(config: EngineConfig, place: Place) -> RankProcesses:
+def connect_launched(config: EngineConfig, placement: Placement) -> RankProcesses:
     """Connect to the processes that a launcher such as torchrun has placed.
 
     Raises:
@@ -47,14 +47,14 @@ def at_place(config: EngineConfig, place: Place) -> RankProcesses:
             f"distributed_executor is {config.distributed_executor!r}, but torchrun has started "
             "this process: leave the option out"
         )
-    kind = device_kind(config, place.rank.size)
-    store = place.open_store()
-    listener = WorkerListener(place.store.host)
+    kind = device_kind(config, placement.rank.size)
+    store = placement.open_store()
+    listener = WorkerListener(placement.store.host)
     listener.publish(store)
-    workers = listener.receive(place.rank.size)
-    devices = _devices(kind, place.local_index, workers)
+    workers = listener.receive(placement.rank.size)
+    devices = _devices(kind, placement.local_index, workers)
     return RankProcesses(
-        devices, RemoteProcesses(_labels(devices, workers), workers), store, place.store
+        devices, RemoteProcesses(_labels(devices, workers), workers), store, placement.store
     )
 
 

@@ -24,7 +24,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Place
+from finwhale.distributed.hosts import Placement
 from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.worker import OwnerLink
@@ -40,7 +40,7 @@ from finwhale.engine.rank.executor import (
     local_executor,
 )
 from finwhale.engine.rank.host_transfer import NoReceiver
-from finwhale.engine.rank.rank_processes import RankProcesses, at_place, on_ray, spawn
+from finwhale.engine.rank.rank_processes import RankProcesses, connect_launched, on_ray, spawn
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import open_rank
 from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError
@@ -61,19 +61,22 @@ EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank
 
 
 def open_executor(
-    config: EngineConfig, model_config: ModelConfig, weights: Weights, place: Place | None = None
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    placement: Placement | None = None,
 ) -> "LocalExecutor | Ranks":
     """Open the ranks of a model: the one of this process, and worker processes for others.
 
     Args:
-        place: the place of this process, which has rank 0; None: no launcher has placed ranks.
+        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
-    if place is not None:
-        processes = at_place(config, place)
+    if placement is not None:
+        processes = connect_launched(config, placement)
     elif config.distributed_executor == "ray":
         processes = on_ray(config)
     else:
