@@ -23,7 +23,7 @@ def add_in_slices(model: DeepseekV4, size: int, whole_from: int | None = None) -
     """Change a model of one rank so that it adds as `size` ranks do.
 
     Args:
-        whole_from: the ranks hold attention's weights whole, and share out the tokens of steps of
+        whole_from: the ranks hold attention's weights whole, and divide the tokens of steps of
             this many tokens and more. Then attention has no partial sums.
     """
     assert model.links.rank.size == 1

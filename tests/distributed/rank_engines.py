@@ -137,7 +137,7 @@ class Digest:
     def _noting(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noted(streams: Tensor, *args: Any) -> Tensor:
             logits = compute(streams, *args)
-            for tensor in (streams, self._links.join(logits)):
+            for tensor in (streams, self._links.all_gather_columns(logits)):
                 self._hash.update(tensor.contiguous().numpy().tobytes())
             return logits
 
@@ -193,7 +193,7 @@ def forward(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
         read.append(stepper.step(parts)[0])
     streams, model = torch.cat(read), stepper.runner.model
     assert isinstance(model, DeepseekV4)
-    return streams, model.links.join(model.compute_logits(streams))
+    return streams, model.links.all_gather_columns(model.compute_logits(streams))
 
 
 @torch.inference_mode()
@@ -208,7 +208,7 @@ def mtp(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
     assert head is not None and stepper.inputs is not None
     following = torch.tensor(text[1:])
     found = head(stepper.inputs, streams, following, runner.cache, runner.segments)
-    return found, runner.model.links.join(head.compute_logits(found))
+    return found, runner.model.links.all_gather_columns(head.compute_logits(found))
 
 
 Outputs = list[tuple[list[list[int]], str | None, int]]

@@ -96,9 +96,9 @@ def given(path: Path, activations: str, **options: Any) -> Given:
     )
 
 
-def share_tokens(model: DeepseekV4, least: int) -> None:
-    """Let steps of `least` tokens and more share out their tokens over the ranks."""
-    model.links.shared_tokens = least
+def divide_tokens(model: DeepseekV4, least: int) -> None:
+    """Let steps of `least` tokens and more divide their tokens among the ranks."""
+    model.links.divided_tokens = least
 
 
 def alone(
@@ -135,7 +135,7 @@ def forward_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "size", "activations", "shared_tokens", "whole"), forward_cases()
+    ("scenario", "size", "activations", "divided_tokens", "whole"), forward_cases()
 )
 def test_forward(
     processes: RankProcesses,
@@ -143,14 +143,14 @@ def test_forward(
     scenario: str,
     size: int,
     activations: str,
-    shared_tokens: int | None,
+    divided_tokens: int | None,
     whole: bool,
 ) -> None:
     """Residual streams and logits, of the model and of its MTP layer."""
     case = given(path, activations, whole_attention=whole), 150, 1
-    share = None if shared_tokens is None else partial(share_tokens, least=shared_tokens)
-    ranks = processes.run(size, scenario, replace(case[0], change=share), *case[1:])
-    whole_from = shared_tokens if whole else None
+    divide = None if divided_tokens is None else partial(divide_tokens, least=divided_tokens)
+    ranks = processes.run(size, scenario, replace(case[0], change=divide), *case[1:])
+    whole_from = divided_tokens if whole else None
     sliced = alone(size, scenario, *case, whole_from=whole_from)
     one = alone(1, scenario, *case)
     for rank in ranks:
@@ -164,14 +164,14 @@ def assert_equal(
     size: int,
     case: Given,
     *args: Any,
-    shared_tokens: int | None = None,
+    divided_tokens: int | None = None,
     **more: Any,
 ) -> Ran:
     """Run requests on `size` ranks; every bit on every rank is that of one rank with slices."""
-    whole_from = shared_tokens if case.options.get("whole_attention") else None
+    whole_from = divided_tokens if case.options.get("whole_attention") else None
     wanted: Ran = alone(size, "generate", case, *args, whole_from=whole_from, **more)
-    if shared_tokens is not None:
-        case = replace(case, change=partial(share_tokens, least=shared_tokens))
+    if divided_tokens is not None:
+        case = replace(case, change=partial(divide_tokens, least=divided_tokens))
     for rank in processes.run(size, "generate", case, *args, **more):
         assert rank == wanted
     assert not any(error for _, error, _ in wanted.outputs)
@@ -223,7 +223,7 @@ def test_drafts(processes: RankProcesses, path: Path, size: int, on_device: bool
 
 
 def test_dspark(processes: RankProcesses, tmp_path: Path) -> None:
-    """Proposals have equal bits on all ranks, and no token changes, if tokens are shared or not."""
+    """Proposals have equal bits on all ranks, and no token changes, also with divided tokens."""
     config = with_dspark(sharded_config())
     path = tmp_path / "dspark"
     write_plain_checkpoint(path, config, random_weights(config, 3, torch.bfloat16))
@@ -232,24 +232,24 @@ def test_dspark(processes: RankProcesses, tmp_path: Path) -> None:
     case = given(path, "exact", draft_tokens=5)
     ran = assert_equal(processes, 2, case, prompts, params, on_device=True)
     assert ran.outputs == alone(1, "generate", given(path, "exact"), prompts, params).outputs
-    shared = replace(case, change=partial(share_tokens, least=6))
-    for rank in processes.run(2, "generate", shared, prompts, params, on_device=True):
+    divided = replace(case, change=partial(divide_tokens, least=6))
+    for rank in processes.run(2, "generate", divided, prompts, params, on_device=True):
         assert rank == ran
-    whole = replace(shared, options={**shared.options, "whole_attention": True})
+    whole = replace(divided, options={**divided.options, "whole_attention": True})
     wanted = alone(2, "generate", case, prompts, params, on_device=True, whole_from=6)
     for rank in processes.run(2, "generate", whole, prompts, params, on_device=True):
         assert rank == wanted
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_shared_tokens_with_drafts(processes: RankProcesses, path: Path, whole: bool) -> None:
-    """Steps of all sizes share out their tokens, so that some ranks may have none."""
+def test_divided_tokens_with_drafts(processes: RankProcesses, path: Path, whole: bool) -> None:
+    """Steps of all sizes divide their tokens, so that some ranks may have none."""
     prompts = [text(length, 0) for length in (3, 130)]
     case = given(path, "exact", draft_tokens=2, whole_attention=whole)
     whole_from = 1 if whole else None
     wanted: Ran = alone(4, "generate", case, prompts, [greedy(6)] * 2, whole_from=whole_from)
-    shared = replace(case, change=partial(share_tokens, least=1))
-    assert processes.run(4, "generate", shared, prompts, [greedy(6)] * 2) == [wanted] * 4
+    divided = replace(case, change=partial(divide_tokens, least=1))
+    assert processes.run(4, "generate", divided, prompts, [greedy(6)] * 2) == [wanted] * 4
 
 
 def test_shared_prefixes_and_preemption(processes: RankProcesses, path: Path) -> None:
@@ -267,7 +267,7 @@ def test_shared_prefixes_and_preemption(processes: RankProcesses, path: Path) ->
 def test_random_schedules(
     processes: RankProcesses, path: Path, seed: int, size: int, activations: str
 ) -> None:
-    """Requests that arrive at random, common beginnings, few pages, drafts, shared tokens."""
+    """Requests that arrive at random, common beginnings, few pages, drafts, divided tokens."""
     draw = random.Random(seed)
     trunk = text(300, seed)
     prompts = [
@@ -285,12 +285,12 @@ def test_random_schedules(
         )
         for i in range(len(prompts))
     ]
-    shared_tokens = draw.choice((None, 6, 40))
+    divided_tokens = draw.choice((None, 6, 40))
     case = given(
         path,
         activations,
         draft_tokens=draw.choice((0, 0, 1, 3)),
-        whole_attention=shared_tokens is not None and draw.random() < 0.7,
+        whole_attention=divided_tokens is not None and draw.random() < 0.7,
     )
     blocks = draw.choice((None, 3))
     ran = assert_equal(
@@ -301,7 +301,7 @@ def test_random_schedules(
         params,
         blocks=blocks,
         arrivals=draw.choice((None, seed)),
-        shared_tokens=shared_tokens,
+        divided_tokens=divided_tokens,
     )
     event(f"preempted: {ran.preemptions > 0}")
 
@@ -410,7 +410,7 @@ def test_launch_sizes_are_those_of_a_rank(path: Path) -> None:
 def test_partial_sums_in_float32() -> None:
     """Two ranks of bfloat16 activations: the blocks' outputs are rounded once, after the sum."""
     links = RankLinks(Alone())
-    total = links.sum(torch.ones(1, 2), torch.bfloat16)
+    total = links.reduce(torch.ones(1, 2), torch.bfloat16)
     assert isinstance(total, torch.Tensor)
     assert total.dtype == torch.bfloat16
     generator = torch.Generator().manual_seed(0)

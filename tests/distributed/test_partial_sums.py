@@ -173,7 +173,7 @@ def test_the_shape_decides_which_kernel_adds() -> None:
         return RankLinks(push, mhc)
 
     def fused(links: RankLinks, num_tokens: int, width: int = 64) -> bool:
-        total = links.sum(torch.zeros(num_tokens, width), BFLOAT16)
+        total = links.reduce(torch.zeros(num_tokens, width), BFLOAT16)
         assert isinstance(total, PartialSum) or total.dtype == BFLOAT16
         return isinstance(total, PartialSum)
 
@@ -184,7 +184,7 @@ def test_the_shape_decides_which_kernel_adds() -> None:
     assert not fused(links(0, 24), 1)
     assert [some.takes_expert_terms(n, 64) for n in (0, 1, 18, 19)] == [False, True, True, False]
     assert not links(0, 24).takes_expert_terms(1, 64)
-    assert isinstance(some.sum(terms(Inputs(), 1, 64, BFLOAT16), BFLOAT16), PartialSum)
+    assert isinstance(some.reduce(terms(Inputs(), 1, 64, BFLOAT16), BFLOAT16), PartialSum)
     assert [fused(links(20, 24, few_tokens=4), n) for n in (4, 5)] == [True, False]
     with some.without_collectives():
         assert not fused(some, 1)

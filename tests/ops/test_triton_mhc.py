@@ -10,7 +10,7 @@ import torch
 
 from finwhale.distributed.collectives import Alone
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.rank_links import SHARED_TOKENS, RankLinks
+from finwhale.models.deepseek_v4.rank_links import DIVIDED_TOKENS, RankLinks
 from finwhale.ops.mhc import HcHeadWeight, MhcOfTerms, MhcParams, MhcWeight, ref
 from finwhale.ops.mhc import mhc_triton as kernels
 from finwhale.ops.moe import ExpertTerms
@@ -110,7 +110,7 @@ def test_one_rank_passes_on_the_experts_outputs() -> None:
     assert [links.takes_expert_terms(n, 32) for n in (0, 1, 2, 3)] == [False, True, True, False]
     assert not RankLinks(Alone()).takes_expert_terms(1, 32)
     x = terms(Inputs(), 1, 32, torch.bfloat16)
-    assert links.sum(x, torch.bfloat16) is x
+    assert links.reduce(x, torch.bfloat16) is x
 
 
 def test_late_mixes_have_the_same_bits() -> None:
@@ -301,7 +301,7 @@ def test_shares_of_many_tokens_have_the_bits_of_all() -> None:
 
 def test_the_ranks_rows_always_take_the_kernels_for_many_tokens() -> None:
     for size in (2, 4, 8):
-        for num_tokens in range(SHARED_TOKENS, SHARED_TOKENS + 2 * size):
+        for num_tokens in range(DIVIDED_TOKENS, DIVIDED_TOKENS + 2 * size):
             own = Rank(size - 1, size).rows(num_tokens)
             assert own.stop == num_tokens
             assert own.stop - own.start > kernels.FEW_TOKENS

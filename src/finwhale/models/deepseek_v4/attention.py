@@ -274,10 +274,10 @@ class Attention:
         both = w.wq_a_wkv
         kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
         if compressor is not None:
-            projected = links.whole(compressor.project(x_RD), num_tokens)
+            projected = links.all_gather_rows(compressor.project(x_RD), num_tokens)
             write = partial(compressor.write, projected, inputs, rotary, cache)
             self.side_streams.start(COMPRESS_STREAM, write)
-        kv = links.whole(kv_RC, num_tokens)
+        kv = links.all_gather_rows(kv_RC, num_tokens)
         # The operator also normalises a query's latent. There is none, so the result is not used.
         self.prepare(kv, w.kv_norm, kv, inputs, rotary, cache)
         return projected
@@ -322,7 +322,7 @@ class Attention:
             if slots is None:
                 return None
             rows_per_page = inputs.tables["window"].rows_per_page
-            slots = self.links.own(slots) if self.is_whole(inputs) else slots
+            slots = self.links.own_rows(slots) if self.is_whole(inputs) else slots
             return Selected(cache.pool("window", self.layer), slots, rows_per_page)
         if isinstance(self.compressor, C128Compressor):
             return self.compressor.visible(inputs, cache)

@@ -171,7 +171,7 @@ class C4Compressor:
         """
         own = self._own_tokens(inputs)
         if own is not None and self.gathers:
-            index_q = self.links.own(index_q)
+            index_q = self.links.own_rows(index_q)
         return self.prepare_index_queries(
             index_q.unflatten(1, (self.heads, self.head_dim)),
             rotary,
@@ -199,7 +199,7 @@ class C4Compressor:
         own, table = self._own_tokens(inputs), inputs.tables["c4"]
         num_tokens, weights = len(projected), projected[:, -self.heads :]
         if own is not None:
-            weights = self.links.own(weights)
+            weights = self.links.own_rows(weights)
         slots = self.select_entries(
             queries,
             weights,
@@ -215,7 +215,7 @@ class C4Compressor:
             # If a rank's tokens see few entries, its slots have fewer columns than other ranks'.
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
-            slots = self.links.whole(slots, num_tokens)
+            slots = self.links.all_gather_rows(slots, num_tokens)
         scored_from = None
         if own is None and inputs.tokens.max_query <= MAX_DECODE_QUERY:
             # A token at this position sees topk + 1 entries.

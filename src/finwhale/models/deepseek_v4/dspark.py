@@ -126,7 +126,7 @@ class DsparkContext:
         """Write each stage's row kv = rope(kv_norm(wkv m)), m = main_norm(main_proj features)."""
         w = self.weights
         main = self.rms_norm(self.linear(features.values, w.main_proj), w.main_norm, self.eps)
-        kv = self.links.whole(self.linear(main, w.context_kv), len(inputs.token_ids))
+        kv = self.links.all_gather_rows(self.linear(main, w.context_kv), len(inputs.token_ids))
         for stage, (layer, kv_NC) in enumerate(
             zip(w.layers, kv.split(self.head_dim, 1), strict=True)
         ):
@@ -247,7 +247,7 @@ class DsparkHead:
         inputs = StepInputs(
             token_ids=ids, tokens=tokens, tables=start.tables, further_slots=further
         )
-        embedded = self.embed.index_select(0, self.links.own(inputs.token_ids))
+        embedded = self.embed.index_select(0, self.links.own_rows(inputs.token_ids))
         streams = embedded[:, None].expand(-1, self.num_streams, -1)
         out = self.run_layers(self.layers, streams, inputs, cache, segments)
         return out.view(-1, self.config.num_rows, *out.shape[1:])

@@ -126,12 +126,12 @@ class DecoderLayer:
         if self.attn.is_whole(inputs):
             total: BlockOutput = self.attn(y, inputs, tables, cache, segments)
         else:
-            y = links.whole(y, num_tokens)
-            total = links.sum(self.attn(y, inputs, tables, cache, segments), y.dtype)
+            y = links.all_gather_rows(y, num_tokens)
+            total = links.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.cross(total, post_mix, res_mix, residual)
-        y = links.whole(y, num_tokens)
+        y = links.all_gather_rows(y, num_tokens)
         ffn = self.ffn.terms if links.takes_expert_terms(*y.shape) else self.ffn
-        return links.sum(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
+        return links.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 
     def enter(
         self,

@@ -170,7 +170,7 @@ class DeepseekV4:
         if self.weights.layers[0].attn.whole is None:
             return None
         return DividedSteps(
-            self.links.shared_tokens, self.links.rank.size, launch_sizes(self.config)
+            self.links.divided_tokens, self.links.rank.size, launch_sizes(self.config)
         )
 
     @property
@@ -205,7 +205,7 @@ class DeepseekV4:
         if context is not None and not for_drafts:
             streams = self.run_layers(self.layers, self._embedded(inputs), inputs, cache, segments)
             return self.compute_logits(streams), streams
-        if context is None or self.links.shares(len(inputs.token_ids)):
+        if context is None or self.links.divides_tokens(len(inputs.token_ids)):
             streams = self(inputs, cache, segments)
             return self.compute_logits(streams), streams
         beside = partial(self.side_streams.start, FEATURE_STREAM)
@@ -264,7 +264,7 @@ class DeepseekV4:
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
         """The residual streams of this rank's rows."""
-        embedded = self.weights.embed.index_select(0, self.links.own(inputs.token_ids))
+        embedded = self.weights.embed.index_select(0, self.links.own_rows(inputs.token_ids))
         return embedded[:, None].expand(-1, self.config.hc_mult, -1)
 
     def _one_of_each(self) -> list[Layer]:
@@ -296,14 +296,14 @@ class DeepseekV4:
         """Run residual streams through `layers` and the last post step.
 
         Args:
-            streams_RHD: only this rank's rows (`RankLinks.own`).
+            streams_RHD: only this rank's rows (`RankLinks.own_rows`).
             features: filled after their target layers, with this rank's rows.
 
         Returns:
             [N,H,D]: the residual streams of all tokens.
         """
         num_tokens = len(inputs.token_ids)
-        if self.links.shares(num_tokens):
+        if self.links.divides_tokens(num_tokens):
             own = inputs.tokens.part(self.links.rank.rows(num_tokens))
             inputs = replace(inputs, own_tokens=own)
         first, *others = layers
@@ -323,7 +323,7 @@ class DeepseekV4:
             streams = self.mhc_of_terms.mhc_post(x, post_mix, res_mix, residual)
         if features is not None and features.wants(len(others)):
             features.add(len(others), streams)
-        return self.links.whole(streams, num_tokens)
+        return self.links.all_gather_rows(streams, num_tokens)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of the residual streams [M,H,D]."""

@@ -84,7 +84,7 @@ class MtpLayer:
         normed = self.rms_norm(streams_NHD, w.hnorm, self.eps)
         from_streams = self.linear(normed.flatten(0, 1), w.h_proj).view_as(streams_NHD)
         streams = from_streams + self.linear(embedded, w.e_proj)[:, None]
-        return self.run_layers(self.layers, self.links.own(streams), inputs, cache, segments)
+        return self.run_layers(self.layers, self.links.own_rows(streams), inputs, cache, segments)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of this layer's residual streams."""

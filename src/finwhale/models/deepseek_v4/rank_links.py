@@ -29,7 +29,7 @@ from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
 # From this number of tokens on, the ranks divide them. Each of 8 ranks then has more rows than
 # mHC's kernels for few tokens take, so a row has the same bits either way.
-SHARED_TOKENS = 1152
+DIVIDED_TOKENS = 1152
 
 
 class RankLinks:
@@ -42,26 +42,26 @@ class RankLinks:
         mhc: the mHC operators that add the terms of x themselves; None: there are none.
 
     Attributes:
-        shared_tokens: see SHARED_TOKENS.
+        divided_tokens: see DIVIDED_TOKENS.
     """
 
     def __init__(self, collectives: Collectives, mhc: MhcOfTerms | None = None) -> None:
         self.rank = collectives.rank
-        self.shared_tokens = SHARED_TOKENS
+        self.divided_tokens = DIVIDED_TOKENS
         self._collectives = collectives
         self._mhc = mhc
 
-    def shares(self, num_tokens: int) -> bool:
+    def divides_tokens(self, num_tokens: int) -> bool:
         """Whether the ranks divide the tokens between blocks. All ranks decide alike."""
-        return self.rank.size > 1 and num_tokens >= self.shared_tokens
+        return self.rank.size > 1 and num_tokens >= self.divided_tokens
 
-    def own(self, x_NX: Tensor) -> Tensor:
+    def own_rows(self, x_NX: Tensor) -> Tensor:
         """This rank's rows: [N, ...] -> [R, ...]."""
         num_tokens = len(x_NX)
-        return x_NX[self.rank.rows(num_tokens)] if self.shares(num_tokens) else x_NX
+        return x_NX[self.rank.rows(num_tokens)] if self.divides_tokens(num_tokens) else x_NX
 
     def takes_expert_terms(self, num_tokens: int, width: int) -> bool:
-        """Whether `sum` takes the terms of partial sums [N,D], because the next operator adds them.
+        """Whether `reduce` takes terms of partial sums [N,D], because the next operator adds them.
 
         The choice depends only on the shape, so all ranks make the same one.
         """
@@ -69,7 +69,7 @@ class RankLinks:
             return False
         return self.rank.size == 1 or self._channel(num_tokens, width) is not None
 
-    def sum(
+    def reduce(
         self, partial_ND: Tensor | ExpertTerms, dtype: torch.dtype
     ) -> Tensor | PartialSum | ExpertTerms:
         """This rank's rows of the sum of the partial sums, rounded to `dtype`: [N,D] -> [R,D].
@@ -79,13 +79,13 @@ class RankLinks:
         may overwrite the partial sums.
         """
         num_tokens, width = partial_ND.shape
-        channel = None if self.shares(num_tokens) else self._channel(num_tokens, width)
+        channel = None if self.divides_tokens(num_tokens) else self._channel(num_tokens, width)
         if channel is not None:
             return PartialSum(partial_ND, channel)
         if isinstance(partial_ND, ExpertTerms):
             assert self.rank.size == 1, "only the operators of MhcOfTerms add terms"
             return partial_ND
-        if self.shares(num_tokens):
+        if self.divides_tokens(num_tokens):
             return self._collectives.reduce_scatter_rows(partial_ND).to(dtype)
         return self._collectives.all_reduce(partial_ND, overwrite=True).to(dtype)
 
@@ -94,13 +94,13 @@ class RankLinks:
         programs = 0 if self._mhc is None else self._mhc.num_programs(num_tokens, width)
         return self._collectives.channel(num_tokens, programs) if programs else None
 
-    def whole(self, x_RX: Tensor, num_tokens: int) -> Tensor:
+    def all_gather_rows(self, x_RX: Tensor, num_tokens: int) -> Tensor:
         """The rows of all ranks: [R, ...] -> [N, ...]."""
-        if self.shares(num_tokens):
+        if self.divides_tokens(num_tokens):
             return self._collectives.all_gather_rows(x_RX, num_tokens)
         return x_RX
 
-    def join(self, part_MX: Tensor) -> Tensor:
+    def all_gather_columns(self, part_MX: Tensor) -> Tensor:
         """The columns of all ranks: [M,X] -> [M,X * ranks]."""
         return self._collectives.all_gather(part_MX, 1)
 
@@ -120,7 +120,7 @@ class SampleFromParts:
 
     Every rank gets the tokens that `ops.sample` chooses from the whole rows. If no row needs its
     whole logits, the ranks exchange only their best candidates, 8 bytes for each part of their
-    vocabulary. Otherwise they join the logits of all rows.
+    vocabulary. Otherwise they gather the logits of all rows.
 
     Args:
         first: the token id of this rank's first column.
@@ -131,9 +131,9 @@ class SampleFromParts:
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         if batch.needs_whole_rows:
-            return self._ops.sample(self._links.join(logits_SV), batch)
+            return self._ops.sample(self._links.all_gather_columns(logits_SV), batch)
         candidates_SC = self._ops.best_candidates(logits_SV, batch, self._first)
-        return self._ops.merge_candidates(self._links.join(candidates_SC))
+        return self._ops.merge_candidates(self._links.all_gather_columns(candidates_SC))
 
 
 @dataclass(frozen=True, slots=True)
