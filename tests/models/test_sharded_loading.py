@@ -359,7 +359,7 @@ def test_whole_attention_adds_the_weights_of_all_heads(
         both = replace(rank, whole_attention=True)
         part = dict(tensors(loaded(config, opened(files, rank, sources)[1], rank, packed)))
         got = loaded(config, opened(files, both, sources)[1], both, packed)
-        own = {path: tensor for path, tensor in tensors(got) if ".whole." not in path}
+        own = {path: tensor for path, tensor in tensors(got) if ".all_heads." not in path}
         assert own.keys() == part.keys()
         for path, tensor in own.items():
             assert torch.equal(tensor.float(), part[path].float()), path
@@ -367,7 +367,7 @@ def test_whole_attention_adds_the_weights_of_all_heads(
         layers = zip((*got.layers, got.mtp.layer), (*one.layers, one.mtp.layer), strict=True)
         for mine, wanted in layers:
             heads = dict(tensors(wanted.attn.heads))
-            found = dict(tensors(mine.attn.whole))
+            found = dict(tensors(mine.attn.all_heads))
             assert found.keys() == heads.keys() and len(found) >= 4
             for path, tensor in found.items():
                 assert torch.equal(tensor.float(), heads[path].float()), path

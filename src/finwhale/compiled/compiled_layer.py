@@ -49,12 +49,12 @@ class CompiledLayer:
         post_mix: Tensor | None = None,
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
-        entered: Callable[[Tensor], None] | None = None,
+        on_residual: Callable[[Tensor], None] | None = None,
     ) -> LayerState:
         assert isinstance(x, Tensor), "the compiled mode runs on one rank"
         if x.shape[0] > self.max_tokens:
             return self.layer(
-                x, inputs, tables, cache, segments, post_mix, res_mix, residual, entered
+                x, inputs, tables, cache, segments, post_mix, res_mix, residual, on_residual
             )
         attn = self.layer.attn
         tokens, rotary = inputs.tokens, attn.rotary(tables)
@@ -63,8 +63,8 @@ class CompiledLayer:
             given += [post_mix, res_mix, residual]
         given += self.step.flat(tokens, inputs.tables["window"], rotary, self.window_pool)
         post, res, residual, q_NX, *rest = self.enter(given + self.enter_tensors)
-        if entered is not None:
-            entered(residual)
+        if on_residual is not None:
+            on_residual(residual)
         projected = None
         if attn.compressor is not None:
             (projected,) = rest
@@ -79,7 +79,7 @@ class CompiledLayer:
             return x, post, res, residual
         o_NAC, scales_NS = attn.heads.empty_output(q_NX)
         assert scales_NS is None, "a graph's input is not rounded"
-        segments.eager(attn.attend, q_NX, projected, inputs, rotary, cache, o_NAC, None)
+        segments.eager(attn.select_and_attend, q_NX, projected, inputs, rotary, cache, o_NAC, None)
         x, post, res, residual, *routed = self.leave([o_NAC, *mixes, *self.leave_tensors])
         shared, ids, weights = routed
         return self.layer.ffn.mix(x, ids, weights, shared), post, res, residual
@@ -95,7 +95,7 @@ class CompiledLayer:
         """Select the entries that each token sees. If the indexer has a graph, call the graph."""
         attn = self.layer.attn
         if self.select is None or projected is None:
-            return attn.choose(q_NX, projected, inputs, rotary, cache)
+            return attn.select_entries(q_NX, projected, inputs, rotary, cache)
         assert isinstance(attn.compressor, C4Compressor)
         tokens, table = inputs.tokens, inputs.tables["c4"]
         keys, row_step = contiguous_rows(cache.pool("index_keys", attn.layer))

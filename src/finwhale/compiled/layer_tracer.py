@@ -107,9 +107,9 @@ class LayerTracer:
             cache = PagedCache({"window": {self.layer.attn.layer: next(given)}})
             hc, attn = with_tensors(weights, given)
             layer = self._layer(replace(w, hc_attn=hc, attn=attn))
-            x, post, res, residual = layer.enter(x, *mixes)
+            x, post, res, residual = layer.attention_input(x, *mixes)
             inputs = StepInputs(token_ids=tokens.positions, tokens=tokens, tables={"window": table})
-            out = [post, res, residual, layer.attn.project(x, inputs, rotary, cache)]
+            out = [post, res, residual, layer.attn.project_and_store(x, inputs, rotary, cache)]
             if layer.attn.compressor is not None:
                 out.append(layer.attn.compressor.project(x))
             return tuple(t.contiguous() for t in out)
@@ -143,7 +143,7 @@ class LayerTracer:
             inputs = StepInputs(token_ids=positions, tokens=tokens, tables={"c4": table})
             cache = PagedCache({"c4": {index: key_pool}, "index_keys": {index: key_pool}})
             traced = self._layer(layer.weights).attn
-            chosen = traced.choose(q_NX, projected, inputs, rotary, cache)
+            chosen = traced.select_entries(q_NX, projected, inputs, rotary, cache)
             assert isinstance(chosen, Selected)
             return (chosen.slots,)
 
@@ -183,9 +183,9 @@ class LayerTracer:
                 window, entries = self.step.back_rows(read[1:], tokens, table, layer.attn.window)
                 heads = layer.attn.heads
                 q_NX, (o_NAC, _) = o_NAC, heads.empty_output(o_NAC)
-                layer.attn.read(heads, q_NX, entries, tokens, rotary, window, o_NAC, None)
+                layer.attn.attend(heads, q_NX, entries, tokens, rotary, window, o_NAC, None)
             x = layer.attn.heads.output(o_NAC, None)
-            x, post, res, residual = layer.cross(x, post, res, residual)
+            x, post, res, residual = layer.experts_input(x, post, res, residual)
             inputs = StepInputs(token_ids=token_ids, tokens=tokens, tables={})
             out = [layer.ffn.share(x), *layer.ffn.route(x, inputs)]
             if not self.step.packed:

@@ -401,8 +401,8 @@ class VerificationSteps:
         for drafts in numbers:
             recorder = Recorder(False, memory.pool)
             recorder.record(partial(self._draft, step), drafts)
-            graphs[drafts] = recorder.whole
-        return replace(step, verifying=verifying.whole, drafting=graphs)
+            graphs[drafts] = recorder.only_graph
+        return replace(step, verifying=verifying.only_graph, drafting=graphs)
 
 
 def _copied(tensor: Tensor, out: Tensor | None = None) -> Tensor:

@@ -89,7 +89,7 @@ class Recorder:
         self._pool = pool
 
     @property
-    def whole(self) -> torch.cuda.CUDAGraph:
+    def only_graph(self) -> torch.cuda.CUDAGraph:
         """The only graph, if `eager` ends no graph."""
         (graph,) = self.parts
         assert isinstance(graph, torch.cuda.CUDAGraph)

@@ -62,14 +62,14 @@ class AttentionWeights:
     Attributes:
         wq_a_wkv: [Q + C, D]: the checkpoint's wq_a above its wkv.
         heads: this rank's heads.
-        whole: all heads, if the rank holds them too.
+        all_heads: all heads, if the rank holds them too.
     """
 
     wq_a_wkv: LinearWeight
     q_norm: Tensor
     kv_norm: Tensor
     heads: HeadWeights
-    whole: HeadWeights | None = None
+    all_heads: HeadWeights | None = None
     compressor: C4Weights | C128Weights | None
 
 
@@ -86,7 +86,7 @@ class Heads:
         self.groups = len(weights.wo_a.weight)
 
     def queries(self, q_RX: Tensor) -> Tensor:
-        """The queries of attention [R,A,C] among those of `Attention.project`."""
+        """The queries of attention [R,A,C] among those of `Attention.project_and_store`."""
         queries: Tensor = q_RX[:, : self.width].unflatten(1, (self.number, self.head_dim))
         return queries
 
@@ -95,10 +95,10 @@ class Heads:
         return q_RX[:, self.width :]
 
     def empty_output(self, q_RX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Allocate the tensors that `Attention.attend` writes and `output` reads: [R,A,C], and
-        scales [R,S].
+        """Allocate the tensors that `Attention.attend` writes and `output` reads.
 
-        The scales are None unless the output projection needs a rounded input.
+        They are [R,A,C], and scales [R,S]. The scales are None unless the output projection needs a
+        rounded input.
         """
         num_tokens, rounded = q_RX.shape[0], self.rounded_output
         if rounded is None or num_tokens < rounded.min_tokens:
@@ -117,7 +117,8 @@ class Attention:
     """Maps x to [R,D], and writes the layer's window rows, entries and compressor state.
 
     x and the result are those of all tokens, and the result is the partial sum over the heads of
-    this rank. If `is_whole`, both are those of this rank's tokens, and the result is complete.
+    this rank. If `attends_own_tokens`, both are those of this rank's tokens, and the result is
+    complete.
 
     Args:
         config: the sizes of this rank's part.
@@ -137,8 +138,8 @@ class Attention:
         self.links = links
         self.heads = Heads(ops, weights.heads, config.head_dim)
         self.all_heads: Heads | None = None
-        if weights.whole is not None:
-            self.all_heads = Heads(ops, weights.whole, config.head_dim)
+        if weights.all_heads is not None:
+            self.all_heads = Heads(ops, weights.all_heads, config.head_dim)
         self.prepare_qkv = ops.prepare_qkv
         self.sparse_attention = ops.sparse_attention
         self.side_streams = side_streams
@@ -176,7 +177,7 @@ class Attention:
         compressor, streams = self.compressor, self.side_streams
         heads, rotary = self.heads_of(inputs), self.rotary(tables)
         projected = None
-        if self.is_whole(inputs):
+        if self.attends_own_tokens(inputs):
             projected = self.gather_and_store(x, inputs, rotary, cache)
             q_RX = self.own_queries(x)
         else:
@@ -188,15 +189,17 @@ class Attention:
                 projected = streams.start(
                     COMPRESS_STREAM, lambda: store(compressor, x, inputs, rotary, cache)
                 )
-            q_RX = self.project(x, inputs, rotary, cache)
+            q_RX = self.project_and_store(x, inputs, rotary, cache)
         index_q = self.prepare_index_q(q_RX, inputs, rotary)
         if compressor is not None:
             streams.join(COMPRESS_STREAM)
         o_RAC, scales_RS = out = heads.empty_output(q_RX)
-        segments.eager(self.attend, q_RX, projected, inputs, rotary, cache, *out, index_q)
+        segments.eager(
+            self.select_and_attend, q_RX, projected, inputs, rotary, cache, *out, index_q
+        )
         return heads.output(o_RAC, scales_RS)
 
-    def is_whole(self, inputs: StepInputs) -> bool:
+    def attends_own_tokens(self, inputs: StepInputs) -> bool:
         """Whether this rank computes all heads, for its own tokens."""
         return self.heads_of(inputs) is not self.heads
 
@@ -210,7 +213,7 @@ class Attention:
         """The rotary table of this kind of layer."""
         return tables.plain if self.compressor is None else tables.compressed
 
-    def project(
+    def project_and_store(
         self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
     ) -> Tensor:
         """Write the window's rows; returns the queries of attention and indexer: [N,X]."""
@@ -247,7 +250,8 @@ class Attention:
     ) -> IndexQueries | None:
         """In a decode, prepare the indexer's queries, which are ready before the entries are.
 
-        A prefill prepares them in `attend`, the part that may depend on the sequences' lengths.
+        A prefill prepares them in `select_and_attend`, the part that may depend on the sequences'
+        lengths.
         """
         compressor = self.compressor
         if not isinstance(compressor, C4Compressor) or inputs.tokens.max_query > MAX_DECODE_QUERY:
@@ -282,7 +286,7 @@ class Attention:
         self.prepare(kv, w.kv_norm, kv, inputs, rotary, cache)
         return projected
 
-    def attend(
+    def select_and_attend(
         self,
         q_RX: Tensor,
         projected: Tensor | None,
@@ -300,14 +304,14 @@ class Attention:
         Args:
             index_q: the indexer's queries if `prepare_index_q` has prepared them.
         """
-        entries = self.choose(q_RX, projected, inputs, rotary, cache, index_q)
+        entries = self.select_entries(q_RX, projected, inputs, rotary, cache, index_q)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
         heads = self.heads_of(inputs)
-        tokens = inputs.own_tokens if self.is_whole(inputs) else inputs.tokens
+        tokens = inputs.own_tokens if self.attends_own_tokens(inputs) else inputs.tokens
         assert tokens is not None
-        self.read(heads, q_RX, entries, tokens, rotary, window, out_RAC, scales_RS)
+        self.attend(heads, q_RX, entries, tokens, rotary, window, out_RAC, scales_RS)
 
-    def choose(
+    def select_entries(
         self,
         q_RX: Tensor,
         projected: Tensor | None,
@@ -322,7 +326,7 @@ class Attention:
             if slots is None:
                 return None
             rows_per_page = inputs.tables["window"].rows_per_page
-            slots = self.links.own_rows(slots) if self.is_whole(inputs) else slots
+            slots = self.links.own_rows(slots) if self.attends_own_tokens(inputs) else slots
             return Selected(cache.pool("window", self.layer), slots, rows_per_page)
         if isinstance(self.compressor, C128Compressor):
             return self.compressor.visible(inputs, cache)
@@ -331,7 +335,7 @@ class Attention:
             index_q = self.compressor.prepare(index_q_RX, inputs, rotary)
         return self.compressor.visible(projected, index_q, inputs, rotary, cache)
 
-    def read(
+    def attend(
         self,
         heads: Heads,
         q_RX: Tensor,

@@ -39,7 +39,7 @@ class Layer(Protocol):
         post_mix: Tensor | None = None,
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
-        entered: Callable[[Tensor], None] | None = None,
+        on_residual: Callable[[Tensor], None] | None = None,
     ) -> LayerState: ...
 
 
@@ -71,13 +71,15 @@ class DecoderLayer:
 
     The layer leaves its last block's post step to the next layer. The first layer gets the residual
     streams [N,H,D] as x and no mixes. Every later layer gets the four values that the previous
-    layer returned; x is then the output [N,D] of that layer's last block. The layer calls `entered`
-    with the residual streams at its start. The layers of a draft head are decoder layers too.
+    layer returned; x is then the output [N,D] of that layer's last block. The layer calls
+    `on_residual` with the residual streams at its start. The layers of a draft head are decoder
+    layers too.
 
-    A block's output is a partial sum, unless attention is whole (`Attention.is_whole`). The layer
-    sums it over all ranks, or passes its terms to the next mHC operator: a `PartialSum`, or the
-    experts' outputs (`RankLinks`). In steps of many tokens, arguments and results have only this
-    rank's rows, and the ranks gather the blocks' inputs (`RankLinks`).
+    A block's output is a partial sum, except that of attention if the rank attends to its own
+    tokens with all heads (`Attention.attends_own_tokens`). The layer sums it over all ranks, or
+    passes its terms to the next mHC operator: a `PartialSum`, or the experts' outputs
+    (`RankLinks`). In steps of many tokens, arguments and results have only this rank's rows, and
+    the ranks gather the blocks' inputs (`RankLinks`).
 
     Args:
         config: the sizes of this rank's part.
@@ -99,7 +101,7 @@ class DecoderLayer:
         self.params = mhc_params(config)
         # A side stream may compute attention's mixes beside attention. Those of the experts would
         # delay the shared expert, which has a side stream already.
-        self.enter_params = replace(self.params, late_mixes=True)
+        self.attention_params = replace(self.params, late_mixes=True)
         self.weights = weights
         self.links = links
         self.attn = Attention(
@@ -117,23 +119,23 @@ class DecoderLayer:
         post_mix: Tensor | None = None,
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
-        entered: Callable[[Tensor], None] | None = None,
+        on_residual: Callable[[Tensor], None] | None = None,
     ) -> LayerState:
         links, num_tokens = self.links, len(inputs.token_ids)
-        y, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
-        if entered is not None:
-            entered(residual)
-        if self.attn.is_whole(inputs):
+        y, post_mix, res_mix, residual = self.attention_input(x, post_mix, res_mix, residual)
+        if on_residual is not None:
+            on_residual(residual)
+        if self.attn.attends_own_tokens(inputs):
             total: BlockOutput = self.attn(y, inputs, tables, cache, segments)
         else:
             y = links.all_gather_rows(y, num_tokens)
             total = links.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
-        y, post_mix, res_mix, residual = self.cross(total, post_mix, res_mix, residual)
+        y, post_mix, res_mix, residual = self.experts_input(total, post_mix, res_mix, residual)
         y = links.all_gather_rows(y, num_tokens)
         ffn = self.ffn.terms if links.takes_expert_terms(*y.shape) else self.ffn
         return links.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 
-    def enter(
+    def attention_input(
         self,
         x: BlockOutput,
         post_mix: Tensor | None = None,
@@ -144,10 +146,10 @@ class DecoderLayer:
         w = self.weights.hc_attn
         if residual is None or post_mix is None or res_mix is None:
             assert isinstance(x, Tensor)
-            return *self.mhc_pre(x, w, self.enter_params), x
-        return self._post_pre(x, post_mix, res_mix, residual, w, self.enter_params)
+            return *self.mhc_pre(x, w, self.attention_params), x
+        return self._post_pre(x, post_mix, res_mix, residual, w, self.attention_params)
 
-    def cross(
+    def experts_input(
         self, x: BlockOutput, post_mix: Tensor, res_mix: Tensor, residual: Tensor
     ) -> BlockInput:
         """Compute the experts' input and mixes from attention's output."""

@@ -167,7 +167,7 @@ class DeepseekV4:
     @property
     def divided_steps(self) -> DividedSteps | None:
         """See protocol.Model."""
-        if self.weights.layers[0].attn.whole is None:
+        if self.weights.layers[0].attn.all_heads is None:
             return None
         return DividedSteps(
             self.links.divided_tokens, self.links.rank.size, launch_sizes(self.config)
@@ -310,11 +310,11 @@ class DeepseekV4:
         x, post_mix, res_mix, residual = first(streams_RHD, inputs, self.tables, cache, segments)
         for number, layer in enumerate(others):
             # The next layer completes this one's post step.
-            entered = None
+            on_residual = None
             if features is not None and features.wants(number):
-                entered = partial(features.add, number)
+                on_residual = partial(features.add, number)
             x, post_mix, res_mix, residual = layer(
-                x, inputs, self.tables, cache, segments, post_mix, res_mix, residual, entered
+                x, inputs, self.tables, cache, segments, post_mix, res_mix, residual, on_residual
             )
         if isinstance(x, Tensor):
             streams = self.mhc_post(x, post_mix, res_mix, residual)

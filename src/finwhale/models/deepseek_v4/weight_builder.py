@@ -359,15 +359,15 @@ class WeightBuilder:
                 mix=self._mix(f"{attn}.compressor", 128),
             )
         heads = self._heads(attn, ratio)
-        whole = None
+        all_heads = None
         if self._rank.whole_attention:
-            heads, whole = self._own_heads(heads, attn, ratio), heads
+            heads, all_heads = self._own_heads(heads, attn, ratio), heads
         return AttentionWeights(
             wq_a_wkv=self._projection(f"{attn}.wq_a", f"{attn}.wkv"),
             q_norm=self._tensor(f"{attn}.q_norm.weight"),
             kv_norm=self._tensor(f"{attn}.kv_norm.weight"),
             heads=heads,
-            whole=whole,
+            all_heads=all_heads,
             compressor=compressor,
         )
 
@@ -380,8 +380,8 @@ class WeightBuilder:
             attn_sink=self._tensor(f"{attn}.attn_sink"),
         )
 
-    def _own_heads(self, whole: HeadWeights, attn: str, ratio: int) -> HeadWeights:
-        """The rank's heads, where possible as views of the whole weights."""
+    def _own_heads(self, all_heads: HeadWeights, attn: str, ratio: int) -> HeadWeights:
+        """The rank's heads, where possible as views of the weights of all heads."""
         sinks = self._own_slice(f"{attn}.attn_sink")
         groups = self._own_slice(f"{attn}.wo_a.weight").over(self.config.o_lora_rank)
         queries = self._own_slice(f"{attn}.wq_b.weight")
@@ -392,13 +392,13 @@ class WeightBuilder:
             self._cuts[f"{attn}.wq_b.weight"] = queries
             wq_b = self._projection(f"{attn}.wq_b", f"{attn}.indexer.wq_b")
         else:
-            wq_b = whole.wq_b.rows(queries.start, queries.stop)
+            wq_b = all_heads.wq_b.rows(queries.start, queries.stop)
         self._cuts.clear()
         return HeadWeights(
             wq_b=wq_b,
-            wo_a=whole.wo_a.rows(groups.start, groups.stop),
+            wo_a=all_heads.wo_a.rows(groups.start, groups.stop),
             wo_b=wo_b,
-            attn_sink=sinks.of(whole.attn_sink),
+            attn_sink=sinks.of(all_heads.attn_sink),
         )
 
     def _own_slice(self, name: str) -> Slice:
