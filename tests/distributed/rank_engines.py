@@ -83,7 +83,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_num_batched_tokens,
         wanted_tokens=longest * config.max_num_seqs,
-        shares=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching,
         drafts=bool(config.draft_tokens),
     )
     runner = ModelRunner(

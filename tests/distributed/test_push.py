@@ -343,7 +343,7 @@ def test_the_self_check_compiles_what_models_need(
             for dtype in DTYPES:
                 push.all_reduce(torch.empty((rows, width), dtype=dtype))
                 push.reduce_scatter_rows(torch.empty((rows + 1152, width), dtype=dtype))
-                shared = torch.empty((push.rank.share(rows + 1152), width), dtype=dtype)
+                shared = torch.empty((push.rank.rows_per_rank(rows + 1152), width), dtype=dtype)
                 push.all_gather_rows(shared, rows + 1152)
     for rows in (1, 3, 17):
         push.all_gather(torch.empty(rows, 129280 // size), 1)

@@ -54,7 +54,7 @@ def test_window(seed: int, draw: random.Random, num_seqs: int, decode: bool) -> 
 def test_what_compressors_read_and_write(
     seed: int, draw: random.Random, num_seqs: int, decode: bool
 ) -> None:
-    traffic = Traffic(seed, draw, num_seqs, decode=decode, shares=draw.random() < 0.5)
+    traffic = Traffic(seed, draw, num_seqs, decode=decode, prefix_caching=draw.random() < 0.5)
     check_compress(traffic, "c4", 4, 8)
     check_compress(traffic, "c128", 128, 128)
 
@@ -100,7 +100,7 @@ def check_compress(traffic: Traffic, group: Literal["c4", "c128"], ratio: int, m
             and t < settled(c) // 4 * 4 - 4
             and traffic.has_page(c.sequence, state, t)
         ]
-        if traffic.shares:
+        if traffic.prefix_caching:
             ends = [(c, t) for c, t in tokens if t % 256 >= 252]
             assert all(
                 traffic.has_page(c.sequence, state, t) for c, t in ends if t // 256 < c.end // 256

@@ -130,14 +130,20 @@ def make_plan(config: ModelConfig, budget: int, **more: Any) -> CachePlan:
     wanted=st.integers(1, 5000),
     spare=st.integers(0, 3_000_000),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    shares=st.booleans(),
+    prefix_caching=st.booleans(),
 )
 def test_the_plan_s_bytes_are_the_tensors_bytes(
-    seed: int, seqs: int, step: int, wanted: int, spare: int, dtype: torch.dtype, shares: bool
+    seed: int,
+    seqs: int,
+    step: int,
+    wanted: int,
+    spare: int,
+    dtype: torch.dtype,
+    prefix_caching: bool,
 ) -> None:
     config = tiny(seed)
     sizes = {"max_num_seqs": seqs, "max_step_tokens": step, "itemsize": dtype.itemsize}
-    sizes["shares"] = shares
+    sizes["prefix_caching"] = prefix_caching
     least = make_plan(config, 10**12, wanted_tokens=1, **sizes).total_bytes
     budget = least + spare
     plan = make_plan(config, budget, wanted_tokens=wanted, **sizes)
@@ -149,7 +155,7 @@ def test_the_plan_s_bytes_are_the_tensors_bytes(
             assert (plan.num_pages[g.name] - 1) * g.tokens_per_page == plan.capacity_tokens
     # No more than was wanted, and as much of it as the budget holds.
     assert plan.capacity_tokens < wanted + 256
-    assert plan.num_states <= (plan.capacity_tokens // 256 if shares else 0)
+    assert plan.num_states <= (plan.capacity_tokens // 256 if prefix_caching else 0)
     if plan.capacity_tokens < wanted and not plan.num_states:
         more = make_plan(config, 10**12, wanted_tokens=plan.capacity_tokens + 1, **sizes)
         assert more.total_bytes > budget
@@ -161,15 +167,15 @@ def test_states_have_their_part_of_the_memory() -> None:
     sizes = {"itemsize": 2, "packed": True, "max_num_seqs": 64, "max_step_tokens": 2048}
     budget, plenty = 40 * 2**30, {"wanted_tokens": 10**9}
     plain = make_plan(config, budget, **sizes, **plenty)
-    plan = make_plan(config, budget, **sizes, **plenty, shares=True)
+    plan = make_plan(config, budget, **sizes, **plenty, prefix_caching=True)
     assert plain.num_states == 0 and budget - plan.total_bytes < 10 * 2**20
     # 584 bytes a row of the window in 44 layers, two pages of it; one page of C4 state in 21.
     state_bytes = 2 * 64 * 584 * 44 + 8 * 4 * (4 * 512 + 4 * 128) * 21
     assert plan.num_states * state_bytes == pytest.approx(budget / 8, rel=0.1)
     assert plan.capacity_tokens == pytest.approx(0.875 * plain.capacity_tokens, rel=0.05)
-    least = make_plan(config, budget, **sizes, **plenty, shares=True, least_tokens=10**9)
+    least = make_plan(config, budget, **sizes, **plenty, prefix_caching=True, least_tokens=10**9)
     assert least.num_states == 0
-    small = make_plan(config, budget, **sizes, wanted_tokens=256 * 100, shares=True)
+    small = make_plan(config, budget, **sizes, wanted_tokens=256 * 100, prefix_caching=True)
     assert (small.num_states, small.capacity_tokens) == (100, 256 * 100)
 
 

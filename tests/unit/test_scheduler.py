@@ -42,7 +42,7 @@ def make_scheduler(
         max_num_seqs=seqs,
         max_step_tokens=budget,
         wanted_tokens=256 * blocks,
-        shares=True,
+        prefix_caching=True,
     )
     spare = {g.name: (plan.num_states - min(states, plan.num_states)) for g in spec if g.keep}
     num_pages = {

@@ -123,7 +123,7 @@ def stub_executor(config: EngineConfig, model_config: ModelConfig, peers: Peers)
         max_step_tokens=config.max_num_batched_tokens,
         # Sequences take whole pages, and admission keeps some free: no sequence may wait for pages.
         wanted_tokens=2 * config.max_num_seqs * max_len,
-        shares=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching,
     )
     description = RankDescription(
         device="cpu",

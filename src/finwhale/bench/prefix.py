@@ -71,7 +71,7 @@ def _scheduler(num_tokens: int) -> Scheduler:
         max_num_seqs=4,
         max_step_tokens=STEP_TOKENS,
         wanted_tokens=2 * num_tokens + 1024,
-        shares=True,
+        prefix_caching=True,
     )
     pages = PageManager(groups, plan.num_pages)
     return Scheduler(pages, max_num_seqs=4, max_num_batched_tokens=STEP_TOKENS)

@@ -201,7 +201,7 @@ def _capacity_tokens(
             max_num_seqs=options.max_num_seqs,
             max_step_tokens=options.max_num_batched_tokens,
             wanted_tokens=max(0, room),  # no limit: a token takes more than a byte
-            shares=options.enable_prefix_caching,
+            prefix_caching=options.enable_prefix_caching,
         ).capacity_tokens
     except ResourceError:
         return 0

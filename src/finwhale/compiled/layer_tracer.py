@@ -187,7 +187,7 @@ class LayerTracer:
             x = layer.attn.heads.output(o_NAC, None)
             x, post, res, residual = layer.experts_input(x, post, res, residual)
             inputs = StepInputs(token_ids=token_ids, tokens=tokens, tables={})
-            out = [layer.ffn.share(x), *layer.ffn.route(x, inputs)]
+            out = [layer.ffn.run_shared_expert(x), *layer.ffn.route(x, inputs)]
             if not self.step.packed:
                 shared, ids, chosen = out
                 x, out = layer.ffn.mix(x, ids, chosen, shared), []

@@ -46,7 +46,7 @@ class Gloo:
         return ref.reduce_scatter_rows(self._parts(x), self.rank)
 
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
-        parts = self._parts(ref.padded(x, self.rank.share(num_rows)))
+        parts = self._parts(ref.padded(x, self.rank.rows_per_rank(num_rows)))
         return ref.all_gather_rows(parts)[:num_rows]
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:

@@ -105,14 +105,14 @@ class Nccl:
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
         if self._ordered:
             return ref.reduce_scatter_rows(self._parts(x).unbind(), self.rank)
-        share, own = self.rank.share(len(x)), self.rank.rows(len(x))
-        total = x.new_empty((share, *x.shape[1:]))
-        given = ref.padded(x, share * self.rank.size)
+        count, own = self.rank.rows_per_rank(len(x)), self.rank.rows(len(x))
+        total = x.new_empty((count, *x.shape[1:]))
+        given = ref.padded(x, count * self.rank.size)
         dist.reduce_scatter_tensor(total, given, group=self._group)
         return total[: own.stop - own.start]
 
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
-        parts = self._parts(ref.padded(x, self.rank.share(num_rows)))
+        parts = self._parts(ref.padded(x, self.rank.rows_per_rank(num_rows)))
         return parts.flatten(0, 1)[:num_rows]
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:

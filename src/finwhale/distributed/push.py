@@ -164,7 +164,7 @@ class Push:
             return self._nccl.reduce_scatter_rows(x)
         own = self.rank.rows(len(x))
         out = x.new_empty((own.stop - own.start, *x.shape[1:]))
-        part = self.rank.share(len(x)) * width
+        part = self.rank.rows_per_rank(len(x)) * width
         for start in range(0, part, self._bulk.capacity):
             push_triton.reduce_scatter(
                 _words(x),
@@ -181,7 +181,7 @@ class Push:
         if not (width := _row_words(x, num_rows)):
             return self._nccl.all_gather_rows(x, num_rows)
         out = x.new_empty((num_rows, *x.shape[1:]))
-        part = self.rank.share(num_rows) * width
+        part = self.rank.rows_per_rank(num_rows) * width
         for start in range(0, part, self._bulk.capacity):
             push_triton.gather_parts(_words(x), _words(out), part, start, self._bulk, self._early)
         return out

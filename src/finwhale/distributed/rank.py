@@ -16,15 +16,15 @@ class Rank:
     size: int
     whole_attention: bool = False
 
-    def share(self, num_rows: int) -> int:
+    def rows_per_rank(self, num_rows: int) -> int:
         """Number of rows of a rank when the ranks divide `num_rows`. The last may have fewer."""
         return -(-num_rows // self.size)
 
     def rows(self, num_rows: int) -> slice:
         """This rank's part of `num_rows` rows."""
-        share = self.share(num_rows)
-        start = min(self.index * share, num_rows)
-        return slice(start, min(start + share, num_rows))
+        count = self.rows_per_rank(num_rows)
+        start = min(self.index * count, num_rows)
+        return slice(start, min(start + count, num_rows))
 
 
 ALONE = Rank(0, 1)

@@ -133,7 +133,7 @@ class DividedSteps:
     num_ranks: int
     sizes: ModelSizes
 
-    def share(self, num_tokens: int) -> int:
+    def tokens_per_rank(self, num_tokens: int) -> int:
         """The number of tokens of the first rank, in a step of num_tokens; 0: it is not divided."""
         return -(-num_tokens // self.num_ranks) if num_tokens >= self.least else 0
 

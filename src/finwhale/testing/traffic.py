@@ -32,7 +32,7 @@ class Traffic:
     Args:
         seed: seed of the tiny model whose caches have the pages.
         decode: each sequence has one token in the step.
-        shares: sequences also have pages for the state at the ends of blocks.
+        prefix_caching: sequences also have pages for the state at the ends of blocks.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Traffic:
         num_seqs: int,
         *,
         decode: bool = False,
-        shares: bool = False,
+        prefix_caching: bool = False,
     ) -> None:
-        self.shares = shares
+        self.prefix_caching = prefix_caching
         self.config = ModelConfig.from_dict(tiny_config(seed))
         self.groups = cache_spec(self.config)
         self.pages = PageManager(self.groups, {g.name: 2000 for g in self.groups})
-        if shares:
+        if prefix_caching:
             PrefixIndex(self.pages)
         self.rows_per_page = {g.name: g.rows_per_page for g in self.groups}
         for pool in self.pages.pools.values():

@@ -43,7 +43,7 @@ def plan_cache(
     max_step_tokens: int,
     wanted_tokens: int,
     least_tokens: int = 1,
-    shares: bool = False,
+    prefix_caching: bool = False,
     drafts: bool = False,
 ) -> CachePlan:
     """Divide budget_bytes among the groups.
@@ -55,7 +55,7 @@ def plan_cache(
         itemsize, packed: bytes of an activation, and whether rows are packed.
         wanted_tokens: upper limit of the capacity.
         least_tokens: states get memory only once the capacity is at least this.
-        shares: prefix caching is on, so the cache also keeps states at block ends.
+        prefix_caching: the cache also keeps states at block ends.
         drafts: sequences have drafts.
 
     Raises:
@@ -64,7 +64,8 @@ def plan_cache(
     windowed = [g for g in groups if g.keep is not None]
     keeping = [g for g in groups if g.keep is None]
     num_pages: dict[str, int] = {
-        g.name: windowed_pages(g, max_num_seqs, max_step_tokens, shares, drafts) for g in windowed
+        g.name: windowed_pages(g, max_num_seqs, max_step_tokens, prefix_caching, drafts)
+        for g in windowed
     }
     fixed = sum(num_pages[g.name] * g.page_bytes(itemsize, packed) for g in windowed)
     block = windowed[0].block_tokens if keeping else 1
@@ -77,7 +78,7 @@ def plan_cache(
         fixed += sum(g.page_bytes(itemsize, packed) for g in keeping)
         left = budget_bytes - fixed
         wanted = min(wanted, left // per_block)
-        if shares and wanted > 0:
+        if prefix_caching and wanted > 0:
             least = min(wanted, -(-least_tokens // block))
             for_states = left // STATE_SHARE // per_state * per_state
             wanted = min(wanted, max(least, (left - for_states) // per_block))

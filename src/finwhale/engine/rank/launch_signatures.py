@@ -139,8 +139,8 @@ class SignatureRun:
             prefills |= set(self.sizes.tokens(2, captured))
         prefills |= set(self.sizes.tokens(captured + 1, largest.num_tokens))
         if self.divided is not None:
-            shares = map(self.divided.share, (self.divided.least, largest.num_tokens))
-            own = self.own_sizes.tokens(*shares)
+            bounds = map(self.divided.tokens_per_rank, (self.divided.least, largest.num_tokens))
+            own = self.own_sizes.tokens(*bounds)
             prefills |= {count * self.divided.num_ranks for count in own}
             # Some kernels run on all tokens in these steps only.
             first = max(captured + 1, self.divided.least)
@@ -193,7 +193,7 @@ class SignatureRun:
                 self.sizes.context_class(num_tokens),
                 query <= MAX_DECODE_QUERY,
             )
-            own = 0 if self.divided is None else self.divided.share(num_tokens)
+            own = 0 if self.divided is None else self.divided.tokens_per_rank(num_tokens)
             if own:
                 lengths = sorted({*lengths, *self.own_sizes.contexts(own, self.largest.max_len)})
                 key = *key, self.own_sizes.context_class(own)

@@ -364,7 +364,7 @@ class _Start:
             max_step_tokens=config.max_num_batched_tokens,
             wanted_tokens=wanted,
             least_tokens=self.longest,
-            shares=config.enable_prefix_caching,
+            prefix_caching=config.enable_prefix_caching,
             drafts=bool(config.draft_tokens),
         )
         if self.device.type == "cpu":

@@ -64,7 +64,7 @@ class Moe:
 
     def terms(self, x_ND: Tensor, inputs: StepInputs) -> ExpertTerms:
         """The outputs of the experts, which `__call__` adds."""
-        shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
+        shared = self.side_streams.start(SHARED_STREAM, lambda: self.run_shared_expert(x_ND))
         ids, weights = self.route(x_ND, inputs)
         if self.routed is not None:
             self.routed[: len(ids)].copy_(ids)
@@ -72,7 +72,7 @@ class Moe:
         self.side_streams.join(SHARED_STREAM)
         return ExpertTerms(each, ids, shared, each.dtype)
 
-    def share(self, x_ND: Tensor) -> Tensor:
+    def run_shared_expert(self, x_ND: Tensor) -> Tensor:
         """The output of the shared expert: [N,D]."""
         return self.swiglu_mlp(x_ND, self.weights.shared_experts, self.limit)
 
