@@ -74,23 +74,25 @@ def verification(
     positions = torch.full((num_tokens,), -1)
     first = torch.full((num_seqs,), num_tokens - 1)
     # As the engine does for a draft that there is not, beside the least number that is allowed.
-    places = torch.full((num_seqs, width - 1), num_tokens + 7)
-    places[:, ::2] = num_tokens - 1
+    token_indices = torch.full((num_seqs, width - 1), num_tokens + 7)
+    token_indices[:, ::2] = num_tokens - 1
     accepted, start = [0] * num_seqs, 0
     for row, length in enumerate(lengths):
         at, first[row] = range(start, start + length), start
         positions[start : start + length] = 100 * row + torch.arange(length)
-        places[row, : length - 1] = torch.tensor(list(at)[:-1], dtype=torch.int64)
+        token_indices[row, : length - 1] = torch.tensor(list(at)[:-1], dtype=torch.int64)
         accepted[row] = int(draw.integers(length, 1))
-        for k, place in enumerate(list(at)[:-1]):
-            chosen[place] = ids[place + 1] + (k == accepted[row])
+        for k, index in enumerate(list(at)[:-1]):
+            chosen[index] = ids[index + 1] + (k == accepted[row])
         start += length
     # The token after the last one of a sequence is another sequence's, even if it is equal.
-    for place in range(num_tokens - 1):
-        if not (places == place).any():
-            chosen[place] = ids[place + 1]
+    for index in range(num_tokens - 1):
+        if not (token_indices == index).any():
+            chosen[index] = ids[index + 1]
     chosen[-1] = ids[-1]
-    step = VerifiedStep(ids_N=ids, positions_N=positions, first_B=first, places_BP=places)
+    step = VerifiedStep(
+        ids_N=ids, positions_N=positions, first_B=first, token_indices_BP=token_indices
+    )
     old = draw.integers(50, 2, num_seqs, width)
     return Verification(step, chosen, old[0], old[1], accepted)
 

@@ -88,7 +88,7 @@ LOADED = {
     "ids_ptr": (-1, 2**10),
     "blocks_ptr": (-1, 2**22),
     "order_ptr": (-1, 2**22),
-    "place_ptr": (-1, 2**22),
+    "pair_rows_ptr": (-1, 2**22),
     "before_ptr": (0, 2**22),
     "totals_ptr": (0, 2**22),
     "counts_ptr": (0, 2**22),
@@ -371,7 +371,9 @@ def call_drafts(D: int, B: int, K: int) -> None:
         return meta(*shape, dtype=torch.int64)
 
     N, W = B * (1 + K), 1 + K
-    step = VerifiedStep(ids_N=ids(N), positions_N=ids(N), first_B=ids(B), places_BP=ids(B, K))
+    step = VerifiedStep(
+        ids_N=ids(N), positions_N=ids(N), first_B=ids(B), token_indices_BP=ids(B, K)
+    )
     planned = PlannedTokens(ids_S=ids(2 * N), sources_N=ids(N), positions_N=ids(N), links_N=ids(N))
     drafts.continue_tokens(planned, ids(2, B + 1, W), ids(N), ids(N))
     drafts.accept_drafts(ids(N), step, ids(B, W), ids(B, W))

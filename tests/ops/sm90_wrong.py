@@ -43,8 +43,8 @@ def _while_kernel(x_ptr, rows, step, WIDE: tl.constexpr):
     high = rows
     while low < high:
         middle = (low + high) // 2
-        place = middle.to(tl.int64) if WIDE else middle
-        if tl.load(x_ptr + place * step) > 0:
+        row = middle.to(tl.int64) if WIDE else middle
+        if tl.load(x_ptr + row * step) > 0:
             low = middle + 1
         else:
             high = middle
@@ -66,8 +66,8 @@ def _select_kernel(x_ptr, y_ptr, pages_ptr, WIDE: tl.constexpr, BLOCK: tl.conste
     if WIDE:
         page = page.to(tl.int64)
     is_x = lane < tl.program_id(0)
-    place = tl.where(is_x, lane.to(tl.int64), page * 4096)
-    tl.store(tl.where(is_x, x_ptr, y_ptr) + place, 0)
+    offset = tl.where(is_x, lane.to(tl.int64), page * 4096)
+    tl.store(tl.where(is_x, x_ptr, y_ptr) + offset, 0)
 
 
 def rows(wide: bool) -> None:

@@ -129,10 +129,10 @@ def test_pairs_are_dispatched_by_expert(case: OpCase) -> None:
     pairs = CPU.experts_dispatch(ids, len(w.w2))
     assert isinstance(pairs, OrderedPairs)
     flat = ids.T.reshape(-1)
-    used = [place for place in flat.argsort(stable=True).tolist() if flat[place] >= 0]
+    used = [pair for pair in flat.argsort(stable=True).tolist() if flat[pair] >= 0]
     assert pairs.order.tolist() == used
     assert [e for e, n in zip(pairs.experts, pairs.counts, strict=True) for _ in range(n)] == [
-        int(flat[place]) for place in used
+        int(flat[pair]) for pair in used
     ]
     each = CPU.experts_compute(x, weights, pairs, w, limit)
     assert each.shape == (*ids.shape, x.shape[1])

@@ -63,10 +63,12 @@ def test_rings_leave_room_for_as_many_programs_as_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "places"), [(1, (2, 3)), (4, (3, 3)), (6, (5, 5))], ids=["one", "four", "six"]
+    ("tokens", "per_multiprocessor"),
+    [(1, (2, 3)), (4, (3, 3)), (6, (5, 5))],
+    ids=["one", "four", "six"],
 )
 def test_as_many_programs_fit_a_multiprocessor(
-    sm90: Compile, tokens: int, places: tuple[int, int]
+    sm90: Compile, tokens: int, per_multiprocessor: tuple[int, int]
 ) -> None:
     """The programs of gate and up, and of down, on one of four ranks.
 
@@ -76,7 +78,7 @@ def test_as_many_programs_fit_a_multiprocessor(
     reports = sm90("sm90_experts", f"flash-rank-512-{tokens}")
     few = [report for report in reports if "._few_" in report["kernel"]]
     assert len(few) == 2
-    for report, wanted in zip(few, places, strict=True):
+    for report, wanted in zip(few, per_multiprocessor, strict=True):
         assert 227 * 1024 // (report["shared"] + 1024) == wanted, report["kernel"]
         registers = -(-report["registers"] // 8) * 8
         assert 65536 // (registers * 128) >= wanted

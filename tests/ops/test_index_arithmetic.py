@@ -36,7 +36,7 @@ BOUNDED = {
     # Each level has fewer programs than the last, and no list more entries than that level's.
     ("indexer.topk_triton._select_kernel", "candidates_ptr"),
     ("indexer.topk_triton._select_kernel", "out_ptr"),
-    # The place of an entry is a sum of marks of at most topk entries.
+    # The output index of an entry is a sum of marks of at most topk entries.
     ("indexer.topk_few_triton._select_few_kernel", "out_ptr"),
     # Each byte of a sum counts entries of one line. All lines of a tile have at most TILE entries.
     ("indexer.topk_few_triton._select_few_kernel", "candidates_ptr"),
@@ -46,7 +46,7 @@ BOUNDED = {
     # All experts together have no more pairs than a step.
     ("moe.dispatch_triton._order_many_kernel", "order_ptr"),
     ("moe.dispatch_triton._order_many_kernel", "blocks_ptr"),
-    # Blocks hold places of pairs and the number of an expert, which is below 2^10.
+    # Blocks hold rows of pairs and the number of an expert, which is below 2^10.
     ("moe.experts_hopper._gate_up_kernel", "unit_ptr"),
     ("moe.experts_hopper._down_kernel", "unit_ptr"),
     ("moe.experts_triton._gate_up_kernel", "unit_ptr"),

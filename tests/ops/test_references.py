@@ -58,10 +58,10 @@ def rounded(x: Floats, group: int) -> Floats:
         amax = max(1e-4, max(abs(v) for v in part))
         scale = 2.0 ** math.ceil(math.log2(amax / 448))
         for i, value in enumerate(part / scale):
-            place = int(np.searchsorted(middles, value))
-            if place < len(middles) and value == middles[place]:
-                place += _odd(table[place])
-            out[start + i] = table[place] * scale
+            index = int(np.searchsorted(middles, value))
+            if index < len(middles) and value == middles[index]:
+                index += _odd(table[index])
+            out[start + i] = table[index] * scale
     return out
 
 
@@ -88,8 +88,8 @@ E2M1 = [
 
 def naive_hadamard(x: Floats) -> Floats:
     """The entry at (i, j) is negative where i and j share an odd number of bits."""
-    places = range(len(x))
-    signs = np.array([[(-1.0) ** (i & j).bit_count() for j in places] for i in places])
+    indices = range(len(x))
+    signs = np.array([[(-1.0) ** (i & j).bit_count() for j in indices] for i in indices])
     rotated: Floats = signs @ x / math.sqrt(len(x))
     return rotated
 
@@ -205,7 +205,7 @@ def slot(table: PageTable, sequence: int, row: int) -> int:
     return page * table.rows_per_page + row % table.rows_per_page
 
 
-def places(tokens: Tokens) -> list[tuple[int, int, int]]:
+def token_positions(tokens: Tokens) -> list[tuple[int, int, int]]:
     """(token, its sequence, its position)."""
     pairs = zip(tokens.sequence.tolist(), tokens.positions.tolist(), strict=True)
     return [(n, b, p) for n, (b, p) in enumerate(pairs)]
@@ -223,7 +223,7 @@ def naive_prepare_qkv(
     pool: Floats,
     table: PageTable,
 ) -> list[Floats]:
-    for n, b, position in places(tokens):
+    for n, b, position in token_positions(tokens):
         row = rope(rms_norm(kv[n], kv_norm, eps), rotary[position])
         nope = len(row) - 2 * rotary.shape[1]
         if round_nope:
@@ -245,7 +245,7 @@ def naive_sparse_attention(
     scales: Floats | None = None,
 ) -> list[Floats]:
     rows = f64(window.pool)
-    for n, b, position in places(tokens):
+    for n, b, position in token_positions(tokens):
         seen = range(max(0, position - window.size + 1), position + 1)
         keys = [rows[slot(window.table, b, p)] for p in seen]
         if isinstance(entries, Selected):
@@ -295,15 +295,15 @@ def _compressed(
     w, projected = part.weight, f64(part.projected)
     before, state, out = f64(part.state_pool), f64(part.state_pool), f64(part.entry_pool)
     norm, ape = f64(w.norm), f64(w.ape)
-    token_at = {(b, position): n for n, b, position in places(tokens)}
-    ends = {b: position + 1 for _, b, position in places(tokens)}
-    counts = Counter(b for _, b, _ in places(tokens))
+    token_at = {(b, position): n for n, b, position in token_positions(tokens)}
+    ends = {b: position + 1 for _, b, position in token_positions(tokens)}
+    counts = Counter(b for _, b, _ in token_positions(tokens))
     # A step that verifies drafts may be undone but for its first token.
     ends = {
         b: end if counts[b] > max_verify_tokens else end - counts[b] + 1 for b, end in ends.items()
     }
     mixed = {4: 8, 128: 128}[w.ratio]
-    for n, b, position in places(tokens):
+    for n, b, position in token_positions(tokens):
         at_block_end = w.ratio == 4 and position % 256 >= 252 and states.has_page(b, position)
         if position >= kept_from(ends[b], w.ratio) or at_block_end:
             state[slot(states, b, position)] = projected[n]
@@ -332,7 +332,7 @@ def kept_from(end: int, ratio: int) -> int:
 
 
 def mix(rows: dict[int, Floats], ape: Floats, ratio: int) -> Floats:
-    """The gated average of an entry's tokens, by their place among those that it mixes."""
+    """The gated average of an entry's tokens, by their index among those that it mixes."""
     C = ape.shape[1]
     entry = np.zeros(C)
     for c in range(C):
@@ -373,7 +373,7 @@ def naive_select_entries(
     round_query: bool,
 ) -> list[Floats]:
     chosen = np.full((len(q), topk), -1.0)
-    for n, b, position in places(tokens):
+    for n, b, position in token_positions(tokens):
         slots = [slot(table, b, e) for e in range((position + 1) // 4)]
         keys = pool[slots]
         scores = entry_scores(q[n], weights[n], keys, rotary[position], scale, round_query)
@@ -536,7 +536,7 @@ def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> No
     pool = draw.normal(num_rows, 128)
     args = (q, weights, pool, rotary, tokens, table, topk, scale, rounds)
     (found,) = results(ops.select_entries, args, ())
-    for n, b, position in places(tokens)[::7]:
+    for n, b, position in token_positions(tokens)[::7]:
         slots = [slot(table, b, e) for e in range((position + 1) // 4)]
         chosen = [s for s in found[n].tolist() if s >= 0]
         assert len(chosen) == min(topk, len(slots)) == len(set(chosen))

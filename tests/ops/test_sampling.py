@@ -68,14 +68,14 @@ def naive_noise(vocab_size: int, seed: int, index: int, position: int) -> NDArra
     """Philox in Python's integers, token by token."""
     noise = []
     for token in range(vocab_size):
-        block, place = divmod(token, 256)
-        c = [block * 128 + place % 128, position, index, 0]
+        block, offset = divmod(token, 256)
+        c = [block * 128 + offset % 128, position, index, 0]
         k = [seed & MASK, seed >> 32 & MASK]
         for _ in range(10):
             p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
             c = [p1 >> 32 ^ c[1] ^ k[0], p1 & MASK, p0 >> 32 ^ c[3] ^ k[1], p0 & MASK]
             k = [k[0] + 0x9E3779B9 & MASK, k[1] + 0xBB67AE85 & MASK]
-        high, low = c[:2] if place < 128 else c[2:]
+        high, low = c[:2] if offset < 128 else c[2:]
         noise.append(-math.log(-math.log1p(-((high << 32 | low) + 0.5) / 2**64)))
     return np.array(noise)
 

@@ -171,17 +171,17 @@ def test_pairs_are_ordered_by_expert(
     monkeypatch.setattr(torch, "empty", partial(torch.full, fill_value=99))
     found = dispatch_triton.order_pairs(ids, experts, block_n, early_launch=False)
     monkeypatch.undo()
-    order, place, blocks = found.order, found.place, found.blocks
-    assert place is not None
-    wanted_place, wanted_blocks, first = torch.full((pairs,), -1), [], 0
+    order, pair_rows, blocks = found.order, found.pair_rows, found.blocks
+    assert pair_rows is not None
+    wanted_rows, wanted_blocks, first = torch.full((pairs,), -1), [], 0
     for expert in range(experts):
         mine = (ids[:, 0] == expert).nonzero()[:, 0]
-        wanted_place[mine] = first + torch.arange(len(mine))
+        wanted_rows[mine] = first + torch.arange(len(mine))
         assert order[first : first + len(mine)].tolist() == mine.tolist()
         starts = range(first, first + len(mine), block_n)
         wanted_blocks += [[expert, start, first + len(mine)] for start in starts]
         first += -(-len(mine) // 8) * 8
-    assert place.tolist() == wanted_place.tolist()
+    assert pair_rows.tolist() == wanted_rows.tolist()
     assert [block for block in blocks.tolist() if block[0] != -1] == wanted_blocks
 
 

@@ -436,7 +436,7 @@ def run_ptx(text: str, arguments: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("below", range(12))
 def test_the_assembler_unpacks_every_code_exactly(below: int) -> None:
-    """Eight codes of a word, each code in each place: 64 / 2^below of their values, in order."""
+    """Eight codes of a word, each code at each index: 64 / 2^below of their values, in order."""
     one = torch.ones(1)
     for shift in range(16):
         codes = [(code + shift) % 16 for code in (0, 1, 2, 3, 4, 5, 6, 7)]

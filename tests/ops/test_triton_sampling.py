@@ -61,9 +61,9 @@ def kept(logits: Tensor, f: Filters) -> list[list[int]]:
     bits = (x + 0.0).view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     width = (x.shape[1] - 1).bit_length()
-    places = (order << width) + (1 << width) - 1 - torch.arange(x.shape[1])
+    sort_keys = (order << width) + (1 << width) - 1 - torch.arange(x.shape[1])
     e = ((x - ends.top_R[:, None]) / f.temperature_R[:, None]).exp_()
-    found = (places >= ends.least_R[:, None]) & (e >= ends.floor_R[:, None])
+    found = (sort_keys >= ends.least_R[:, None]) & (e >= ends.floor_R[:, None])
     assert torch.equal(found, wanted)
     return [row.nonzero()[:, 0].tolist() for row in found]
 

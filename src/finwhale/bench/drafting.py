@@ -76,7 +76,7 @@ class ForcedAcceptance:
         self._vocab, self._device = runner.model.config.vocab_size, runner.device
         self._verified = 0
         self._spread = min(rate, 1 - rate) / 2 if varied else 0.0
-        # A draft is right if this fraction, of its verification and its place among the drafts, is
+        # A draft is right if this fraction, of its verification and its index among the drafts, is
         # below its chance.
         numbers = torch.arange(NUMBERS, dtype=torch.float64, device=runner.device)
         roots = torch.tensor(ROOTS, dtype=torch.float64, device=runner.device)
@@ -109,11 +109,11 @@ class ForcedAcceptance:
         numbers = slice(self._verified * len(ROOTS), (self._verified + count) * len(ROOTS))
         self._verified += count
         if self._fractions is None:
-            wrong = self._wrong[numbers].index_select(0, layout.places)
+            wrong = self._wrong[numbers].index_select(0, layout.root_indices)
         else:
             chances = self._of_position.index_select(0, found.positions[1:])
             chances.add_(layout.of_request, alpha=self._spread)
-            wrong = self._fractions[numbers].index_select(0, layout.places) >= chances
+            wrong = self._fractions[numbers].index_select(0, layout.root_indices) >= chances
         # Another token than the draft has another lowest bit.
         replaced = found.ids[1:] ^ wrong
         if self._vocab % 2:
@@ -128,8 +128,8 @@ class _DraftLayout:
 
     Attributes:
         drafted: for each token but the step's last: whether a draft of its sequence follows it.
-        places: int64: its sequence's row and its place in the sequence, as an index into rows of
-            one element for each root.
+        root_indices: int64: its sequence's row and its index in the sequence, as an index into rows
+            of one element for each root.
         of_request: float64: a number of its sequence, in 0..1.
     """
 
@@ -137,12 +137,12 @@ class _DraftLayout:
         self.lengths = lengths
         sizes = np.array(lengths, np.int64)
         rows = np.repeat(np.arange(len(sizes)), sizes)
-        place = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        drafted = place + 1 < np.repeat(sizes, sizes)
-        places = rows * len(ROOTS) + np.minimum(place, len(ROOTS) - 1)
+        index = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        drafted = index + 1 < np.repeat(sizes, sizes)
+        root_indices = rows * len(ROOTS) + np.minimum(index, len(ROOTS) - 1)
         of_request = (rows + 0.5) / max(1, len(sizes))
-        self.places, self.of_request, marks = send(
-            device, places[:-1], of_request[:-1], drafted[:-1].astype(np.int64)
+        self.root_indices, self.of_request, marks = send(
+            device, root_indices[:-1], of_request[:-1], drafted[:-1].astype(np.int64)
         )
         self.drafted = marks.bool()
 

@@ -99,8 +99,8 @@ class CompiledLayer:
         assert isinstance(attn.compressor, C4Compressor)
         tokens, table = inputs.tokens, inputs.tables["c4"]
         keys, row_step = contiguous_rows(cache.pool("index_keys", attn.layer))
-        places = self.step.flat_entries(tokens, table, attn.compressor.topk, row_step)
-        given = [q_NX, projected, tokens.positions, tokens.rotation(rotary), *places, keys]
+        entry_tensors = self.step.flat_entries(tokens, table, attn.compressor.topk, row_step)
+        given = [q_NX, projected, tokens.positions, tokens.rotation(rotary), *entry_tensors, keys]
         (chosen,) = self.select(given)
         slots = torch.div(chosen, row_step, rounding_mode="floor")  # -1 stays -1
         return Selected(cache.pool("c4", attn.layer), slots, table.rows_per_page)

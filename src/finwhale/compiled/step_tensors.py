@@ -41,8 +41,8 @@ class StepTensors:
     ) -> list[Tensor]:
         """The tensors of one step for one kind of layer."""
         if self.packed:
-            places = [tokens.positions, tokens.sequence, tokens.query_start]
-            return [*places, table.pages, table.first, rotary_LR]
+            token_tensors = [tokens.positions, tokens.sequence, tokens.query_start]
+            return [*token_tensors, table.pages, table.first, rotary_LR]
         # All layers of a step that use the same rotary table share one list.
         kept = tokens.cache.graph_rotations
         found = kept.get(id(rotary_LR))
@@ -72,11 +72,11 @@ class StepTensors:
         """The rows that attention reads, for a graph that contains attention."""
         rows, row_step = contiguous_rows(window.pool)
         kept, key = tokens.cache.graph_windows, (window.table, window.size)
-        places = kept.get(key)
-        if places is None:
-            places = window_slots(tokens, window.table, window.size) * row_step
-            kept[key] = places
-        return [rows, places, *_entries(tokens, rows, entries)]
+        indices = kept.get(key)
+        if indices is None:
+            indices = window_slots(tokens, window.table, window.size) * row_step
+            kept[key] = indices
+        return [rows, indices, *_entries(tokens, rows, entries)]
 
     def flat_entries(
         self, tokens: Tokens, table: PageTable, topk: int, row_step: int

@@ -95,8 +95,10 @@ def _two_shot_kernel(
     if FIRST == 0:
         for j in tl.static_range(1, W):
             peer = rank ^ j
-            place = peer * part + inside
-            words = tl.load(x_ptr + place, mask=(inside < part) & (place < n), other=0)
+            peer_offsets = peer * part + inside
+            words = tl.load(
+                x_ptr + peer_offsets, mask=(inside < part) & (peer_offsets < n), other=0
+            )
             send(pointers_ptr, words, None, epoch, inside, rank, peer, W, capacity)
     if (FIRST <= 1) & (LAST >= 1):
         own = tl.load(x_ptr + offsets, mask=is_own, other=0)
@@ -111,8 +113,12 @@ def _two_shot_kernel(
             buffer_ptr, limit_ptr, faults, own, None, epoch + 1, inside, rank, capacity, W
         )
         j = tl.arange(0, W)[:, None]
-        place = (rank ^ j) * part + inside[None, :]
-        tl.store(out_ptr + place, words, mask=(j > 0) & (inside < part)[None, :] & (place < n))
+        peer_offsets = (rank ^ j) * part + inside[None, :]
+        tl.store(
+            out_ptr + peer_offsets,
+            words,
+            mask=(j > 0) & (inside < part)[None, :] & (peer_offsets < n),
+        )
         tl.store(epochs_ptr + program, epoch + 1)
 
 
@@ -148,16 +154,16 @@ def _all_gather_kernel(
         words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
         peer = rank ^ tl.arange(0, W)[:, None]
         row = offsets // width
-        place = (row * (W * width) + offsets % width)[None, :] + peer * width
-        tl.store(out_ptr + place, words, mask=(offsets < n)[None, :] & (peer >= 0))
+        out_offsets = (row * (W * width) + offsets % width)[None, :] + peer * width
+        tl.store(out_ptr + out_offsets, words, mask=(offsets < n)[None, :] & (peer >= 0))
         tl.store(epochs_ptr + program, epoch)
 
 
 @triton.jit
 def _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, mask, BLOCK: tl.constexpr):
     """Push words without flags to a peer."""
-    place = ((epoch & 1) * W + rank) * capacity + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(peer_memory(pointers_ptr, peer, place, tl.int32), words, mask=mask)
+    offsets = ((epoch & 1) * W + rank) * capacity + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(peer_memory(pointers_ptr, peer, offsets, tl.int32), words, mask=mask)
 
 
 @triton.jit
@@ -219,8 +225,10 @@ def _bulk_kernel(
     if FIRST == 0:
         for k in tl.static_range(1, W):
             peer = rank ^ k
-            place = peer * part + inside
-            words = tl.load(x_ptr + place, mask=(inside < part) & (place < n), other=0)
+            peer_offsets = peer * part + inside
+            words = tl.load(
+                x_ptr + peer_offsets, mask=(inside < part) & (peer_offsets < n), other=0
+            )
             _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, inside < part, BLOCK)
         _raise_flags(pointers_ptr, epoch, rank, W)
     if (FIRST <= 1) & (LAST >= 1):
@@ -240,9 +248,9 @@ def _bulk_kernel(
         came = _await_flags(flags_ptr, limit_ptr, faults, epoch + 1, rank, W)
         source = buffer_ptr + ((epoch + 1) & 1) * W * capacity + slot
         words = tl.load(source, mask=is_peer, other=0, volatile=True)
-        place = (rank ^ j) * part + inside[None, :]
+        peer_offsets = (rank ^ j) * part + inside[None, :]
         words = tl.where(came[:, None], words, -1)
-        tl.store(out_ptr + place, words, mask=is_peer & (place < n))
+        tl.store(out_ptr + peer_offsets, words, mask=is_peer & (peer_offsets < n))
         tl.store(epochs_ptr + program, epoch + 1)
 
 
@@ -277,15 +285,15 @@ def _reduce_scatter_kernel(
     if FIRST == 0:
         for k in tl.static_range(1, W):
             peer = rank ^ k
-            place = peer * part + inside
-            mask = (inside < part) & (place < n)
-            words = tl.load(x_ptr + place, mask=mask, other=0)
+            peer_offsets = peer * part + inside
+            mask = (inside < part) & (peer_offsets < n)
+            words = tl.load(x_ptr + peer_offsets, mask=mask, other=0)
             _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, mask, BLOCK)
         _raise_flags(pointers_ptr, epoch, rank, W)
     if LAST == 1:
-        place = rank * part + inside
-        mask = (inside < part) & (place < n)
-        own = tl.load(x_ptr + place, mask=mask, other=0)
+        own_offsets = rank * part + inside
+        mask = (inside < part) & (own_offsets < n)
+        own = tl.load(x_ptr + own_offsets, mask=mask, other=0)
         came = _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W)
         j = tl.arange(0, W)[:, None]
         source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
@@ -323,21 +331,21 @@ def _gather_parts_kernel(
     slot = program * BLOCK + tl.arange(0, BLOCK)
     inside = start + slot
     if FIRST == 0:
-        place = rank * part + inside
-        mask = (inside < part) & (place < n)
+        own_offsets = rank * part + inside
+        mask = (inside < part) & (own_offsets < n)
         own = tl.load(x_ptr + inside, mask=mask, other=0)
         for k in tl.static_range(1, W):
             _send_bare(pointers_ptr, own, epoch, rank, rank ^ k, W, capacity, mask, BLOCK)
         _raise_flags(pointers_ptr, epoch, rank, W)
-        tl.store(out_ptr + place, own, mask=mask)
+        tl.store(out_ptr + own_offsets, own, mask=mask)
     if LAST == 1:
         came = _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W)
         j = tl.arange(0, W)[:, None]
-        place = (rank ^ j) * part + inside[None, :]
-        mask = (j > 0) & (inside < part)[None, :] & (place < n)
+        peer_offsets = (rank ^ j) * part + inside[None, :]
+        mask = (j > 0) & (inside < part)[None, :] & (peer_offsets < n)
         source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
         words = tl.load(source, mask=mask, other=0, volatile=True)
-        tl.store(out_ptr + place, tl.where(came[:, None], words, -1), mask=mask)
+        tl.store(out_ptr + peer_offsets, tl.where(came[:, None], words, -1), mask=mask)
         tl.store(epochs_ptr + program, epoch)
 
 

@@ -41,9 +41,9 @@ POISON = 0xFF
 
 
 @triton.jit
-def peer_memory(pointers_ptr, place, offsets, element: tl.constexpr):
-    """Pointers into the memory of rank `place`, whose address is loaded from pointers_ptr."""
-    base = tl.load(pointers_ptr + place).to(tl.pointer_type(element))
+def peer_memory(pointers_ptr, peer, offsets, element: tl.constexpr):
+    """Pointers into the memory of rank `peer`, whose address is loaded from pointers_ptr."""
+    base = tl.load(pointers_ptr + peer).to(tl.pointer_type(element))
     return tl.multiple_of(base + offsets, 16)
 
 
@@ -53,22 +53,22 @@ def _with_flag(words, epoch):
 
 
 @triton.jit
-def send(pointers_ptr, words, mask, epoch, place, rank, peer, W, capacity):
-    """Write words with flags to a peer's memory; `place` is each word's index in the exchange."""
-    offsets = ((epoch & 1) * W + rank) * capacity + place
+def send(pointers_ptr, words, mask, epoch, word_index, rank, peer, W, capacity):
+    """Write words with flags to a peer's memory. word_index: of each word, in the exchange."""
+    offsets = ((epoch & 1) * W + rank) * capacity + word_index
     target = peer_memory(pointers_ptr, peer, offsets, tl.int64)
     tl.store(target, _with_flag(words, epoch), mask=mask, cache_modifier=".wt")
 
 
 @triton.jit
 def receive(
-    buffer_ptr, limit_ptr, faults, own, mask, epoch, place, rank, capacity, W: tl.constexpr
+    buffer_ptr, limit_ptr, faults, own, mask, epoch, word_index, rank, capacity, W: tl.constexpr
 ):
     """Wait for the words of all ranks: [W, words], row j from rank ^ j, row 0 this rank's own."""
     j = tl.arange(0, W)[:, None]
-    source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + place[None, :]
+    source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + word_index[None, :]
     other = _with_flag(own, epoch)[None, :]
-    is_peer = (j > 0) & (place >= 0)[None, :] if mask is None else (j > 0) & mask[None, :]
+    is_peer = (j > 0) & (word_index >= 0)[None, :] if mask is None else (j > 0) & mask[None, :]
     limit = tl.load(limit_ptr)
     packed = tl.load(source, mask=is_peer, other=other, volatile=True)
     missing = tl.sum(((packed >> 32).to(tl.int32) != epoch).to(tl.int32))

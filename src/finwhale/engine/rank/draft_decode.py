@@ -144,7 +144,7 @@ class VerificationSteps:
         # tokens that have a draft after them; a missing draft has an index beyond all tokens.
         self._sources = integers(tokens).fill_(rows * longest)
         self._first = integers(rows)
-        self._places = integers(rows, longest - 1).fill_(tokens)
+        self._token_indices = integers(rows, longest - 1).fill_(tokens)
         self._sent_layout: tuple[object, ...] = ()
         self._positions, self._chosen = integers(tokens), integers(tokens)
         self._noise = StaticDraftNoise(rows, longest - 1, device)
@@ -267,16 +267,16 @@ class VerificationSteps:
         # A padding sequence begins at the last token, which is padding too.
         first = np.full(size, num_tokens - 1, np.int64)
         first[: len(lengths)] = starts[:-1]
-        places = first[:, None] + np.arange(most - 1)
-        missing = np.ones(places.shape, bool)
+        token_indices = first[:, None] + np.arange(most - 1)
+        missing = np.ones(token_indices.shape, bool)
         missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
-        places[missing] = len(self._positions)
+        token_indices[missing] = len(self._positions)
         if draft.links is not None:
             rows = np.repeat(np.array(draft.links, np.int64) * most, lengths)
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
             sources[: starts[-1]] = rows + offsets
-        sent = send(self._device, sources, first, places)
-        parts = self._sources[:num_tokens], self._first[:size], self._places[:size]
+        sent = send(self._device, sources, first, token_indices)
+        parts = self._sources[:num_tokens], self._first[:size], self._token_indices[:size]
         for part, values in zip(parts, sent, strict=True):
             part.copy_(values)
         self._sent_layout = layout
@@ -352,7 +352,7 @@ class VerificationSteps:
             ids_N=inputs.token_ids,
             positions_N=inputs.tokens.positions,
             first_B=self._first[:size],
-            places_BP=self._places[:size],
+            token_indices_BP=self._token_indices[:size],
         )
         chosen = self._chosen[: len(inputs.token_ids)]
         return self._accept_drafts(chosen, step, self._carried[:size], self._advanced[:size])

@@ -223,7 +223,7 @@ class SignatureRun:
             ids_N=zeros(width),
             positions_N=zeros(width),
             first_B=zeros(1),
-            places_BP=zeros(1, width - 1),
+            token_indices_BP=zeros(1, width - 1),
         )
         planned = PlannedTokens(
             ids_S=zeros(width),

@@ -300,8 +300,8 @@ def _model_attend(
 def _spread_slots(tokens: Tokens, table: PageTable, topk: int) -> Tensor:
     """[N,topk] int32: slots of evenly spread entries that each token sees; all, if at most topk."""
     seen = ((tokens.host_positions + 1) // 4)[:, None]
-    place = np.arange(topk)
-    chosen = np.where(seen > topk, place * seen // topk, place)
+    k_index = np.arange(topk)
+    chosen = np.where(seen > topk, k_index * seen // topk, k_index)
     visible = chosen < seen
     slots = table.slots(tokens.host_sequence[:, None], np.where(visible, chosen, 0))
     return torch.from_numpy(np.where(visible, slots, -1).astype(np.int32))

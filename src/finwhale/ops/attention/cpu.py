@@ -76,8 +76,8 @@ def sparse_attention(
     out: F32 = out_NAC.numpy()
     sink: F32 = view(sink_A)
     rows, row_step = cpu_math.rows(window.pool)
-    places = view(window_slots(tokens, window.table, window.size)) * row_step
-    blocks = [(rows, part) for part in _split(places, (0,))]
+    indices = view(window_slots(tokens, window.table, window.size)) * row_step
+    blocks = [(rows, part) for part in _split(indices, (0,))]
     entry_slots = visible_slots(tokens, entries)
     if entries is not None and entry_slots is not None:
         slots = view(entry_slots)
@@ -89,13 +89,13 @@ def sparse_attention(
         rows, row_step = cpu_math.rows(entries.pool)
         blocks += [(rows, part) for part in _split(slots * row_step, starts)]
     num_tokens, heads, width = q.shape
-    num_keys = sum(places.shape[1] for _, places in blocks)
+    num_keys = sum(indices.shape[1] for _, indices in blocks)
     step = max(1, MAX_GATHERED // (num_keys * width))
 
     def run(tokens: slice) -> None:
         for start in range(tokens.start, tokens.stop, step):
             some = slice(start, min(start + step, tokens.stop))
-            _attend(q[some], [(rows, places[some]) for rows, places in blocks], sink, out[some])
+            _attend(q[some], [(rows, indices[some]) for rows, indices in blocks], sink, out[some])
 
     if num_tokens <= step:
         _attend(q, blocks, sink, out)
@@ -121,20 +121,20 @@ def _attend(q_NAC: F32, blocks: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F
     blocks: (array of rows, index of each row that the tokens see; negative: none).
     """
     num_tokens, heads, _ = q_NAC.shape
-    places_NK = blocks[0][1]
+    indices_NK = blocks[0][1]
     if len(blocks) > 1:
-        places_NK = np.concatenate([places for _, places in blocks], axis=1)
-    weights_NAK = np.empty((num_tokens, heads, places_NK.shape[1]), np.float32)
+        indices_NK = np.concatenate([indices for _, indices in blocks], axis=1)
+    weights_NAK = np.empty((num_tokens, heads, indices_NK.shape[1]), np.float32)
     gathered: list[tuple[F32, F32]] = []
     end = 0
-    for rows_PC, block_places_NK in blocks:
-        # A negative place reads row 0, whose weight becomes 0.
-        rows_NKC = rows_PC.take(block_places_NK, 0, mode="clip")
+    for rows_PC, block_indices_NK in blocks:
+        # A negative index reads row 0, whose weight becomes 0.
+        rows_NKC = rows_PC.take(block_indices_NK, 0, mode="clip")
         start, end = end, end + rows_NKC.shape[1]
         part = weights_NAK[:, :, start:end]
         cpu_math.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
         gathered.append((part, rows_NKC))
-    missing_NK = np.less(places_NK, 0)
+    missing_NK = np.less(indices_NK, 0)
     if missing_NK.any():
         np.copyto(weights_NAK, -np.inf, where=missing_NK[:, None])
     maximum = np.maximum.reduce(weights_NAK, -1)

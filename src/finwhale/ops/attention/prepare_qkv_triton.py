@@ -68,16 +68,16 @@ def _prepare_qkv_kernel(
     if PDL and NEXT_FIRST:
         tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(1) == 1:
-        place = tl.arange(0, BLOCK_Q)
-        mask = place < Q
-        norm = tl.load(q_norm_ptr + place, mask=mask, other=0.0)
+        q_columns = tl.arange(0, BLOCK_Q)
+        mask = q_columns < Q
+        norm = tl.load(q_norm_ptr + q_columns, mask=mask, other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
             if not NEXT_FIRST:
                 tl.extra.cuda.gdc_launch_dependents()
-        q = tl.load(q_ptr + token * stride_q + place, mask=mask, other=0.0).to(tl.float32)
+        q = tl.load(q_ptr + token * stride_q + q_columns, mask=mask, other=0.0).to(tl.float32)
         q = q * tl.rsqrt(tl.sum(q * q) / Q + eps) * norm
-        tl.store(q_out_ptr + token * Q + place, q.to(q_out_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_out_ptr + token * Q + q_columns, q.to(q_out_ptr.dtype.element_ty), mask=mask)
         return
 
     position = tl.load(positions_ptr + token)
@@ -85,8 +85,8 @@ def _prepare_qkv_kernel(
     columns = tl.arange(0, BLOCK_C)
     mask = columns < C
     norm = tl.load(kv_norm_ptr + columns, mask=mask, other=0.0)
-    place = position // ROWS - tl.load(first_ptr + sequence)
-    page_at = pages_ptr + sequence * stride_pages + place
+    page_index = position // ROWS - tl.load(first_ptr + sequence)
+    page_at = pages_ptr + sequence * stride_pages + page_index
     page = tl.load(page_at, mask=position >= 0, other=0).to(tl.int64)
     cos, sin = rotation(rotary_ptr + tl.maximum(position, 0) * R, 0, C, R, BLOCK_C)
     if PDL:

@@ -249,8 +249,8 @@ def _attend_kernel(
         wait_for_last(PDL)
         entry_rows_ptr += token * stride_entry
         slots_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        place = gl.arange(0, BLOCK_S, slots_layout)
-        slots = gl.load(entry_rows_ptr + place, mask=place < NUM_SLOTS, other=-1)
+        slot_index = gl.arange(0, BLOCK_S, slots_layout)
+        slots = gl.load(entry_rows_ptr + slot_index, mask=slot_index < NUM_SLOTS, other=-1)
         num_entries = gl.sum((slots >= 0).to(gl.int32), 0)
     if ENTRIES == 2:
         entry_rows_ptr += sequence * stride_entry

@@ -103,12 +103,12 @@ def find_rows(
     valid = (key >= W - 1 - position) & (key < W + num_entries)
     if ENTRIES == 0 or key0 < W:
         row = position - (W - 1) + key
-        place = window_pages_ptr + ((row >> _log2(WINDOW_ROWS)) - window_first)
+        source_ptr = window_pages_ptr + ((row >> _log2(WINDOW_ROWS)) - window_first)
     elif ENTRIES == 1:
-        place = entry_rows_ptr + (key - W)
+        source_ptr = entry_rows_ptr + (key - W)
     else:
-        place = entry_rows_ptr + (((key - W) >> _log2(ENTRY_ROWS)) - entry_first)
-    return gl.load(place, mask=valid, other=0)
+        source_ptr = entry_rows_ptr + (((key - W) >> _log2(ENTRY_ROWS)) - entry_first)
+    return gl.load(source_ptr, mask=valid, other=0)
 
 
 @gluon.jit

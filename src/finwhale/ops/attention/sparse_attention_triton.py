@@ -232,8 +232,8 @@ def _attend_kernel(
 
     num_entries = 0
     if ENTRIES == 1:
-        place = tl.arange(0, BLOCK_S)
-        slots = tl.load(entry_rows_ptr + place, mask=place < NUM_SLOTS, other=-1)
+        slot_index = tl.arange(0, BLOCK_S)
+        slots = tl.load(entry_rows_ptr + slot_index, mask=slot_index < NUM_SLOTS, other=-1)
         num_entries = tl.sum((slots >= 0).to(tl.int32))
     if ENTRIES == 2:
         num_entries = (position + 1) // RATIO
@@ -426,8 +426,8 @@ def _combine_kernel(
         scales_ptr += token * stride_sn + (head * (C // 128) + group) * stride_ss
         tl.store(scales_ptr, scales, mask=group < C // 128)
     out = tl.reshape(out, [BLOCK_C])
-    place = out_ptr + token * stride_on + head * stride_oa + column
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
+    target_ptr = out_ptr + token * stride_on + head * stride_oa + column
+    tl.store(target_ptr, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # --- Plan and launch ------------------------------------------------------------------------------

@@ -94,8 +94,8 @@ def _mix(
     S: tl.constexpr = 8 if RATIO == 4 else RATIO
     columns = first_column + tl.arange(0, BLOCK)
     slot = tl.arange(0, S)
-    ape_place = ape_ptr + slot[:, None] * C + columns[None, :]
-    ape = tl.load(ape_place, mask=(columns < C)[None, :], other=0.0)
+    ape_ptrs = ape_ptr + slot[:, None] * C + columns[None, :]
+    ape = tl.load(ape_ptrs, mask=(columns < C)[None, :], other=0.0)
     source = position - (S - 1) + slot
     is_old = (source >= 0) & (source < first_position)
     page = tl.load(state_row_ptr + source // ROWS_PER_PAGE, mask=is_old, other=0).to(tl.int64)
@@ -106,10 +106,10 @@ def _mix(
     row = tl.multiple_of(tl.where(is_old, distance + old_row, new_row), 4)
     own = tl.where(slot < 4, 0, C) if RATIO == 4 else slot * 0
     gates: tl.constexpr = 2 * C if RATIO == 4 else C
-    place = row[:, None] + own[:, None] + columns[None, :]
+    offsets = row[:, None] + own[:, None] + columns[None, :]
     mask = (source >= 0)[:, None] & (columns < C)[None, :]
-    gate = tl.load(projected_ptr + place + gates, mask=mask, other=float("-inf"))
-    kv = tl.load(projected_ptr + place, mask=mask, other=0.0)
+    gate = tl.load(projected_ptr + offsets + gates, mask=mask, other=float("-inf"))
+    kv = tl.load(projected_ptr + offsets, mask=mask, other=0.0)
     gate += ape
     top = tl.max(gate, axis=0)
     weight = tl.exp(gate - tl.where(columns < C, top, 0.0)[None, :])
@@ -136,8 +136,8 @@ def _store_attention_row(
     tl.store(row_ptr + columns, rounded, mask=columns < C - R)
     rope_ptr = row_ptr.to(tl.pointer_type(tl.bfloat16))
     # Column c of the rope part lies at byte (C - R) + 2 (c - (C - R)).
-    place = columns - (C - R) + (C - R) // 2
-    tl.store(rope_ptr + place, row.to(tl.bfloat16), mask=(columns >= C - R) & (columns < C))
+    rope_offsets = columns - (C - R) + (C - R) // 2
+    tl.store(rope_ptr + rope_offsets, row.to(tl.bfloat16), mask=(columns >= C - R) & (columns < C))
     groups = tl.arange(0, BLOCK_C // GROUP)
     exponent = tl.where(groups * GROUP < C - R, scale_bits >> 23, 0)
     scale_ptr = page_ptr + ROWS_PER_PAGE * (C + R) + offset * SCALE_BYTES
@@ -251,8 +251,8 @@ def _part(
     there = positions >= 0
     complete = there & (positions % RATIO == RATIO - 1)
     if RATIO == 4:
-        # If the token 8 places ahead belongs to the same sequence, do not keep this token's row,
-        # unless a block ends here.
+        # If token n + 8 belongs to the same sequence, do not keep the row of token n, unless a
+        # block ends here.
         ahead = tokens + 8 < num_tokens
         far = tl.load(positions_ptr + tokens + 8, mask=ahead, other=-1)
         far_sequence = tl.load(sequence_ptr + tokens + 8, mask=ahead, other=0)
@@ -599,7 +599,7 @@ def compress(
     num_tokens = tokens.positions.shape[0]
     if num_tokens == 0 or not parts:
         return
-    # The kernel skips tokens whose sequence has a token 8 places ahead in the step.
+    # The kernel skips a token n if token n + 8 of the step belongs to the same sequence.
     assert max_verify_tokens <= MAX_DECODE_QUERY <= 8, max_verify_tokens
     if len(parts) > MAX_PARTS:
         raise ValueError(f"one launch takes at most {MAX_PARTS} compressors, got {len(parts)}")

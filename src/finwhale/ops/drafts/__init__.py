@@ -60,14 +60,14 @@ class VerifiedStep:
         ids_N, positions_N: int64; position -1 is padding.
         first_B: int64, the index of each sequence's first token. A padding sequence begins at any
             token.
-        places_BP: int64, the indices of the tokens that have a draft after them. For a sequence
-            with fewer than P drafts, the remaining numbers are at least N - 1.
+        token_indices_BP: int64, the indices of the tokens that have a draft after them. For a
+            sequence with fewer than P drafts, the remaining numbers are at least N - 1.
     """
 
     ids_N: Tensor
     positions_N: Tensor
     first_B: Tensor
-    places_BP: Tensor
+    token_indices_BP: Tensor
 
 
 class AcceptDrafts(Protocol):

@@ -67,7 +67,7 @@ def _continue_kernel(
 @triton.jit(
     do_not_specialize=["N"],
     do_not_specialize_on_alignment=[
-        *("chosen_ptr", "token_ids_ptr", "positions_ptr", "first_token_ptr", "places_ptr"),
+        *("chosen_ptr", "token_ids_ptr", "positions_ptr", "first_token_ptr", "token_indices_ptr"),
         *("next_ids_ptr", "advanced_ptr", "last_ptr", "last_positions_ptr"),
     ],
 )
@@ -76,7 +76,7 @@ def _accept_kernel(
     token_ids_ptr,
     positions_ptr,
     first_token_ptr,
-    places_ptr,
+    token_indices_ptr,
     next_ids_ptr,
     advanced_ptr,
     last_ptr,
@@ -88,10 +88,10 @@ def _accept_kernel(
     """Accept a sequence's drafts."""
     b = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_W)
-    place = tl.load(places_ptr + b * P + k, mask=k < P, other=0x7FFFFFFF)
-    drafted = place < N - 1
-    chosen = tl.load(chosen_ptr + place, mask=drafted, other=0)
-    draft = tl.load(token_ids_ptr + place + 1, mask=drafted, other=0)
+    token_index = tl.load(token_indices_ptr + b * P + k, mask=k < P, other=0x7FFFFFFF)
+    drafted = token_index < N - 1
+    chosen = tl.load(chosen_ptr + token_index, mask=drafted, other=0)
+    draft = tl.load(token_ids_ptr + token_index + 1, mask=drafted, other=0)
     accepted = tl.min(tl.where(drafted & (chosen == draft), P, k), axis=0)
     last = tl.load(first_token_ptr + b) + accepted
     tl.store(next_ids_ptr + b * (P + 1), tl.load(chosen_ptr + last))
@@ -153,10 +153,10 @@ def _block_kernel(
     there = (seen >= 0) & real
     seen = tl.maximum(seen, 0)
     # The table of a sequence without these rows may be shorter.
-    place = seen // ROWS_PER_PAGE - tl.load(first_ptr + b)
-    place = tl.minimum(tl.maximum(place, 0), num_pages - 1)
+    page_index = seen // ROWS_PER_PAGE - tl.load(first_ptr + b)
+    page_index = tl.minimum(tl.maximum(page_index, 0), num_pages - 1)
     inside = (row < G) & (j < G)
-    page = tl.load(pages_ptr + b * stride_pages + place, mask=inside & there, other=0)
+    page = tl.load(pages_ptr + b * stride_pages + page_index, mask=inside & there, other=0)
     slot = page.to(tl.int64) * ROWS_PER_PAGE + seen % ROWS_PER_PAGE
     out = slots_ptr + (b * G + row) * G + j
     tl.store(out, tl.where(there, slot, -1).to(tl.int32), mask=inside)
@@ -270,13 +270,13 @@ def continue_tokens(
 def accept_drafts(
     chosen_N: Tensor, step: VerifiedStep, next_ids_BW: Tensor, advanced_BW: Tensor
 ) -> tuple[Tensor, Tensor]:
-    count, most = step.places_BP.shape
+    count, most = step.token_indices_BP.shape
     tensors = {
         "chosen_N": chosen_N,
         "ids_N": step.ids_N,
         "positions_N": step.positions_N,
         "first_B": step.first_B,
-        "places_BP": step.places_BP,
+        "token_indices_BP": step.token_indices_BP,
         "next_ids_BW": next_ids_BW,
         "advanced_BW": advanced_BW,
     }

@@ -30,10 +30,10 @@ def accept_drafts(
     chosen_N: Tensor, step: VerifiedStep, next_ids_BW: Tensor, advanced_BW: Tensor
 ) -> tuple[Tensor, Tensor]:
     last_token = len(chosen_N) - 1
-    drafted = step.places_BP < last_token
-    places = step.places_BP.clamp(max=last_token)
-    drafts = step.ids_N[(places + 1).clamp(max=last_token)]
-    accepted_B = (drafted & (chosen_N[places] == drafts)).cumprod(1).sum(1)
+    drafted = step.token_indices_BP < last_token
+    token_indices = step.token_indices_BP.clamp(max=last_token)
+    drafts = step.ids_N[(token_indices + 1).clamp(max=last_token)]
+    accepted_B = (drafted & (chosen_N[token_indices] == drafts)).cumprod(1).sum(1)
     last_B = step.first_B + accepted_B
     next_ids_BW[:, 0] = chosen_N[last_B]
     advanced_BW.copy_(accepted_B[:, None])
@@ -56,9 +56,9 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
     )
     first_B = positions_BG[:, 0]
     seen_BGG = first_B[:, None, None] + further_offsets(shape, newest_B.device)
-    places = seen_BGG // table.rows_per_page - table.first[:, None, None]
-    places = places.clamp_(0, table.pages.shape[1] - 1)
-    pages = table.pages.gather(1, places.flatten(1)).view_as(places)
+    page_indices = seen_BGG // table.rows_per_page - table.first[:, None, None]
+    page_indices = page_indices.clamp_(0, table.pages.shape[1] - 1)
+    pages = table.pages.gather(1, page_indices.flatten(1)).view_as(page_indices)
     slots = pages * table.rows_per_page + seen_BGG % table.rows_per_page
     none = (seen_BGG < 0) | (first_B < 0)[:, None, None]
     return DraftBlock(ids.flatten(), tokens, slots.masked_fill_(none, -1).flatten(0, 1).int())

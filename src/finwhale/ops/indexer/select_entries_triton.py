@@ -131,8 +131,8 @@ def _load_queries(
     weight_ptr = weights_ptr + token_Q[:, None] * stride_w + head[None, :]
     weights = tl.load(weight_ptr, mask=mask_QI, other=0.0) * scale
     weights = weights * tl.load(factors_ptr + row_QI, mask=mask_QI, other=0.0)
-    place = row_QI[:, :, None] * C + column[None, None, :]
-    q = tl.load(q_ptr + place, mask=mask_QI[:, :, None], other=0)
+    offsets = row_QI[:, :, None] * C + column[None, None, :]
+    q = tl.load(q_ptr + offsets, mask=mask_QI[:, :, None], other=0)
     q = tl.reshape(q, [BLOCK_Q * BLOCK_I, C]).to(tl.float8e4nv, bitcast=True)
     return q, tl.reshape(weights, [BLOCK_Q * BLOCK_I])
 
@@ -147,8 +147,8 @@ def _load_keys(keys_ptr, page, there, stride_page, C: tl.constexpr, ROWS: tl.con
     WORD: tl.constexpr = tl.int32 if C // GROUP == 4 else tl.int16 if C // GROUP == 2 else tl.uint8
     lanes = tl.arange(0, ROWS)
     page_ptr = keys_ptr + page.to(tl.int64) * stride_page
-    code_place = lanes[:, None] * (C // 2) + tl.arange(0, C // 2)[None, :]
-    codes = tl.load(page_ptr + code_place, mask=there, other=0)
+    code_offsets = lanes[:, None] * (C // 2) + tl.arange(0, C // 2)[None, :]
+    codes = tl.load(page_ptr + code_offsets, mask=there, other=0)
     # Load one word per key, because Triton does not prefetch single bytes.
     word_ptr = (page_ptr + ROWS * (C // 2)).to(tl.pointer_type(WORD))
     return codes, tl.load(word_ptr + lanes, mask=there, other=0).to(tl.int32)
@@ -197,8 +197,8 @@ def _store_scores(
     """
     entry = tile * ROWS + tl.arange(0, ROWS)
     seen = entry < visible
-    place = score_row_Q[None, :] + entry[:, None]
-    tl.store(scores_ptr + place, score, mask=seen[:, None] & member_Q[None, :])
+    offsets = score_row_Q[None, :] + entry[:, None]
+    tl.store(scores_ptr + offsets, score, mask=seen[:, None] & member_Q[None, :])
     if LARGEST_OF > 0:
         COUNT: tl.constexpr = ROWS // LARGEST_OF
         key = tl.where(seen[:, None], to_keys(score), -0x7FFFFFFF - 1)

@@ -93,14 +93,14 @@ def _narrowed(counts, number, low, shift, least, highest):
     # The last bin that enough keys reach has the least total. One reduction finds both.
     bins = tl.arange(0, 32)
     least_total = tl.min(tl.where(enough, totals * 32 + 31 - bins, 0x7FFFFFFF))
-    place = 31 - (least_total & 31)
+    bin_index = 31 - (least_total & 31)
     reached = least_total >> 5
     above = tl.max(tl.where(enough, 0, totals))
-    first = low + ((place - 1).to(tl.uint32) << shift).to(tl.int32, bitcast=True)
+    first = low + ((bin_index - 1).to(tl.uint32) << shift).to(tl.int32, bitcast=True)
     room = (highest - low).to(tl.uint32, bitcast=True)
-    end = tl.minimum((place.to(tl.uint32) << shift) - 1, room).to(tl.int32, bitcast=True)
-    last = tl.where(place == 0, low - 1, tl.where(place == 30, highest, low + end))
-    return place, first, last, reached, above
+    end = tl.minimum((bin_index.to(tl.uint32) << shift) - 1, room).to(tl.int32, bitcast=True)
+    last = tl.where(bin_index == 0, low - 1, tl.where(bin_index == 30, highest, low + end))
+    return bin_index, first, last, reached, above
 
 
 @triton.jit
@@ -118,10 +118,10 @@ def _search(keys, low, high, least, most):
     while (lowest < highest) & (reached > most):
         shift = _shift(low, high)
         counts = tl.histogram(_bins(keys, low, shift), 32)
-        place, first, highest, reached, above = _narrowed(
+        bin_index, first, highest, reached, above = _narrowed(
             counts, keys.shape[0], low, shift, least, highest
         )
-        lowest = tl.where(place == 0, lowest, first)
+        lowest = tl.where(bin_index == 0, lowest, first)
         low, high = lowest, highest
     return lowest, reached, above
 
@@ -173,10 +173,10 @@ def _search_row(
         for start in range(0, count, BLOCK):
             keys, _, _ = _read_keys(row_ptr, start + tl.arange(0, BLOCK), count, length, KIND)
             counts += tl.histogram(_bins(keys, low, shift), 32)
-        place, first, highest, reached, above = _narrowed(
+        bin_index, first, highest, reached, above = _narrowed(
             counts, tl.cdiv(count, BLOCK) * BLOCK, low, shift, least, highest
         )
-        lowest = tl.where(place == 0, lowest, first)
+        lowest = tl.where(bin_index == 0, lowest, first)
         low, high = lowest, highest
     return lowest, reached, above
 
@@ -372,17 +372,19 @@ def _select_streamed(
         row_ptr, count, length, low, high, topk, topk, KIND, BLOCK
     )
     ties = tl.where(reached <= topk, topk, topk - above)
-    placed = 0
+    num_stored = 0
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         keys, entries, there = _read_keys(row_ptr, at, count, length, KIND)
-        chosen, place = choose(keys, threshold, ties)
+        chosen, out_index = choose(keys, threshold, ties)
         chosen = chosen & there
         if KIND == CANDIDATES:
             of_row = _of_groups(entries, groups_ptr, chosen & is_copy, GROUP)
             entries = tl.where(is_copy, of_row, entries)
-        store_slots(out_row_ptr, table_row_ptr, entries, chosen, placed + place, ROWS_PER_PAGE)
-        placed += tl.sum(chosen.to(tl.int32))
+        store_slots(
+            out_row_ptr, table_row_ptr, entries, chosen, num_stored + out_index, ROWS_PER_PAGE
+        )
+        num_stored += tl.sum(chosen.to(tl.int32))
         ties -= tl.sum((chosen & (keys == threshold)).to(tl.int32))
 
 
@@ -502,9 +504,9 @@ def _select_few_kernel(
         entries = _of_groups(entries, groups_ptr, there, GROUP)
     page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=there, other=0)
     threshold, reached, above = _search(keys, floor, high, topk, topk)
-    chosen, place = choose(keys, threshold, tl.where(reached <= topk, topk, topk - above))
+    chosen, out_index = choose(keys, threshold, tl.where(reached <= topk, topk, topk - above))
     value = page * ROWS_PER_PAGE + entries % ROWS_PER_PAGE
-    tl.store(out_row_ptr + place, value, mask=chosen & there)
+    tl.store(out_row_ptr + out_index, value, mask=chosen & there)
 
 
 # --- Launch ---------------------------------------------------------------------------------------

@@ -142,10 +142,12 @@ def _best(scores_row_ptr, entries, valid, floor, length, topk):
 
 
 @triton.jit
-def store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE: tl.constexpr):
+def store_slots(
+    out_row_ptr, table_row_ptr, entries, chosen, out_index, ROWS_PER_PAGE: tl.constexpr
+):
     page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=chosen, other=0)
     slots = page * ROWS_PER_PAGE + entries % ROWS_PER_PAGE
-    tl.store(out_row_ptr + place, slots, mask=chosen)
+    tl.store(out_row_ptr + out_index, slots, mask=chosen)
 
 
 @triton.jit
@@ -230,8 +232,8 @@ def _select_kernel(
     scores_row_ptr = scores_ptr + row * stride_scores
     columns = tl.arange(0, BLOCK)
     if GROUP == 1:
-        chosen, place = _best(scores_row_ptr, columns, columns < visible, LOWEST, visible, topk)
-        store_slots(out_row_ptr, table_row_ptr, columns, chosen, place, ROWS_PER_PAGE)
+        chosen, out_index = _best(scores_row_ptr, columns, columns < visible, LOWEST, visible, topk)
+        store_slots(out_row_ptr, table_row_ptr, columns, chosen, out_index, ROWS_PER_PAGE)
         return
 
     lists_ptr = candidates_ptr + row * stride_candidates
@@ -252,9 +254,9 @@ def _select_kernel(
         keys = tl.max(tl.where(inside, to_keys(scores), LOWEST), axis=1)
         low, high = tl.min(tl.where(there, keys, 0x7FFFFFFF)), tl.max(keys)
         floor, ties = find_threshold(keys, low, high, tl.cdiv(length, GROUP), topk, MOST)
-        chosen, place = choose(keys, floor, ties)
+        chosen, out_index = choose(keys, floor, ties)
         groups_ptr = lists_ptr + chunk * MOST
-        tl.store(groups_ptr + place, columns, mask=chosen)
+        tl.store(groups_ptr + out_index, columns, mask=chosen)
         num_groups = tl.sum(chosen.to(tl.int32))
         tl.debug_barrier()
         ranks = tl.arange(0, MOST)
@@ -273,12 +275,12 @@ def _select_kernel(
     lists_ptr += num_programs * MOST  # selected by this level's programs
     active = 1
     while active > 0:
-        chosen, place = _best(scores_row_ptr, entries, valid, floor, reached, topk)
+        chosen, out_index = _best(scores_row_ptr, entries, valid, floor, reached, topk)
         active = 0
         if num_programs == 1:
-            store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE)
+            store_slots(out_row_ptr, table_row_ptr, entries, chosen, out_index, ROWS_PER_PAGE)
         else:
-            tl.store(lists_ptr + mine * topk + place, entries, mask=chosen)
+            tl.store(lists_ptr + mine * topk + out_index, entries, mask=chosen)
             # All threads must store their entries before the count announces them to others.
             tl.debug_barrier()
             parent = mine // fan

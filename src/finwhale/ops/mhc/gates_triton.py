@@ -187,8 +187,8 @@ def gates_kernel(
 
 
 @triton.jit
-def _pick(values, place, i: tl.constexpr):
-    return tl.sum(tl.where(place == i, values, 0.0), axis=0)
+def _pick(values, index, i: tl.constexpr):
+    return tl.sum(tl.where(index == i, values, 0.0), axis=0)
 
 
 @triton.jit
@@ -223,14 +223,14 @@ def _one_token_gates(
     before the wait, because other kernels have filled L2 since the last step.
     """
     four = tl.arange(0, 4)
-    place = tl.arange(0, 16)
-    mixes_scale = tl.load(scale_ptr + 8 + place)
-    mixes_base = tl.load(base_ptr + 8 + place)
+    index = tl.arange(0, 16)
+    mixes_scale = tl.load(scale_ptr + 8 + index)
+    mixes_base = tl.load(base_ptr + 8 + index)
     post_scale = tl.load(scale_ptr + 4 + four)
     post_base = tl.load(base_ptr + 4 + four)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    mixes = _parts(parts_ptr, stride_r, slots, 8, place, BLOCK_S, ROWS)
+    mixes = _parts(parts_ptr, stride_r, slots, 8, index, BLOCK_S, ROWS)
     squares = _parts(parts_ptr, stride_r, slots, 24, tl.arange(0, 1), BLOCK_S, ROWS)
     post = _parts(parts_ptr, stride_r, slots, 4, four, BLOCK_S, ROWS)
     rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
@@ -241,22 +241,22 @@ def _one_token_gates(
     a = tl.exp(mixes - tl.max(mixes, axis=1)[:, None])
     a = tl.reshape(a * (1.0 / tl.sum(a, axis=1))[:, None] + eps, [16])
     _sinkhorn(
-        _pick(a, place, 0),
-        _pick(a, place, 1),
-        _pick(a, place, 2),
-        _pick(a, place, 3),
-        _pick(a, place, 4),
-        _pick(a, place, 5),
-        _pick(a, place, 6),
-        _pick(a, place, 7),
-        _pick(a, place, 8),
-        _pick(a, place, 9),
-        _pick(a, place, 10),
-        _pick(a, place, 11),
-        _pick(a, place, 12),
-        _pick(a, place, 13),
-        _pick(a, place, 14),
-        _pick(a, place, 15),
+        _pick(a, index, 0),
+        _pick(a, index, 1),
+        _pick(a, index, 2),
+        _pick(a, index, 3),
+        _pick(a, index, 4),
+        _pick(a, index, 5),
+        _pick(a, index, 6),
+        _pick(a, index, 7),
+        _pick(a, index, 8),
+        _pick(a, index, 9),
+        _pick(a, index, 10),
+        _pick(a, index, 11),
+        _pick(a, index, 12),
+        _pick(a, index, 13),
+        _pick(a, index, 14),
+        _pick(a, index, 15),
         res_ptr,
         None,
         eps,

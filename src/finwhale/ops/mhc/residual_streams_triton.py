@@ -324,7 +324,7 @@ def sum_streams_few_kernel(
     WIDE: tl.constexpr = BLOCK_D // 2 if BFLOAT16 else BLOCK_D  # words of a token
     WORDS: tl.constexpr = BLOCK_N * WIDE
     i = tl.arange(0, WORDS)
-    place = program * REGION + i
+    word_index = program * REGION + i
     width = D // (BLOCK_D // WIDE)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + i // WIDE
     column = tl.program_id(0) * WIDE + i % WIDE
@@ -345,12 +345,12 @@ def sum_streams_few_kernel(
         own = tl.load(x_ptr + n * width + column, mask=is_word, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
-            send(pointers_ptr, own, is_word, epoch, place, rank, rank ^ j, W, capacity)
+            send(pointers_ptr, own, is_word, epoch, word_index, rank, rank ^ j, W, capacity)
     if LAST == 1:
         streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
         columns = _columns(post_ptr, res_ptr, token, is_token)
         words = receive(
-            buffer_ptr, limit_ptr, faults, own, is_word, epoch, place, rank, capacity, W
+            buffer_ptr, limit_ptr, faults, own, is_word, epoch, word_index, rank, capacity, W
         )
         tl.store(epochs_ptr + program, epoch)
         x = tl.reshape(sum_values(words, BFLOAT16, W, WORDS), [BLOCK_N, BLOCK_D])

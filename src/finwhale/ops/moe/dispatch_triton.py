@@ -31,14 +31,14 @@ class OrderedPairs(Dispatched):
 
     Attributes:
         order: int32 [P]: the pair of each row; undefined for rows without a pair.
-        place: int32 [N K]: the row of each pair, -1: none. None for one token, whose pair k is in
-            row 8 k; the kernel that rounds the token then writes `order` and `blocks`.
+        pair_rows: int32 [N K]: the row of each pair, -1: none. None for one token, whose pair k is
+            in row 8 k; the kernel that rounds the token then writes `order` and `blocks`.
         blocks: int32 [B,3]: (expert, first row, end) of up to block_rows rows; expert -1: no block.
         block_rows: the most rows of a block.
     """
 
     order: Tensor
-    place: Tensor | None
+    pair_rows: Tensor | None
     blocks: Tensor
     block_rows: int
 
@@ -73,7 +73,7 @@ def _write_blocks(
 def _order_few_kernel(
     ids_ptr,
     order_ptr,
-    place_ptr,
+    pair_rows_ptr,
     blocks_ptr,
     P,
     E,
@@ -99,9 +99,9 @@ def _order_few_kernel(
     is_expert = ids == expert
     rank = first + tl.cumsum(is_expert.to(tl.int32), 0) - 1
     tl.store(order_ptr + rank, pair, mask=is_expert)
-    tl.store(place_ptr + pair, rank, mask=is_expert)
+    tl.store(pair_rows_ptr + pair, rank, mask=is_expert)
     if expert == 0:
-        tl.store(place_ptr + pair, -1, mask=(ids < 0) & (pair < P))
+        tl.store(pair_rows_ptr + pair, -1, mask=(ids < 0) & (pair < P))
     base = tl.sum((before + BLOCK_N - 1) // BLOCK_N)
     room = tl.where(expert == E - 1, slots - base, (count + BLOCK_N - 1) // BLOCK_N)
     _write_blocks(blocks_ptr, expert, first, count, base, room, BLOCK_N, BLOCK_S)
@@ -140,10 +140,10 @@ def _scan_kernel(
     total = tl.zeros([EXPERTS], tl.int32)
     for start in tl.range(0, chunks, CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)
-        place = counts_ptr + chunk[:, None] * BLOCK_E + expert[None, :]
-        counts = tl.load(place, mask=(chunk < chunks)[:, None], other=0)
+        count_ptrs = counts_ptr + chunk[:, None] * BLOCK_E + expert[None, :]
+        counts = tl.load(count_ptrs, mask=(chunk < chunks)[:, None], other=0)
         before = total[None, :] + tl.cumsum(counts, 0) - counts
-        tl.store(place, before, mask=(chunk < chunks)[:, None])
+        tl.store(count_ptrs, before, mask=(chunk < chunks)[:, None])
         total += tl.sum(counts, axis=0)
     tl.store(totals_ptr + expert, total)
 
@@ -154,7 +154,7 @@ def _order_many_kernel(
     before_ptr,
     totals_ptr,
     order_ptr,
-    place_ptr,
+    pair_rows_ptr,
     blocks_ptr,
     P,
     E,
@@ -190,7 +190,7 @@ def _order_many_kernel(
         same = (ids[:, None] == other_ids[None, :]) & (other[None, :] < pair[:, None])
         rank += tl.sum(same.to(tl.int32), axis=1)
         tl.store(order_ptr + rank, pair, mask=is_used)
-        tl.store(place_ptr + pair, tl.where(is_used, rank, -1), mask=pair < P)
+        tl.store(pair_rows_ptr + pair, tl.where(is_used, rank, -1), mask=pair < P)
     else:
         expert = program - chunks
         is_expert = each == expert
@@ -250,16 +250,16 @@ def order_pairs(
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    order, place, blocks = empty(rows), empty(pairs), empty(slots, 3)
+    order, pair_rows, blocks = empty(rows), empty(pairs), empty(slots, 3)
     block_e = triton.next_power_of_2(num_experts + 1)
-    result = OrderedPairs(ids_NK, order, place, blocks, block_rows)
+    result = OrderedPairs(ids_NK, order, pair_rows, blocks, block_rows)
     if pairs == 0:
         return result
     if pairs <= FEW_PAIRS:
         _order_few_kernel[(num_experts,)](
             ids_NK,
             order,
-            place,
+            pair_rows,
             blocks,
             pairs,
             num_experts,
@@ -293,7 +293,7 @@ def order_pairs(
         counts,  # now the sums over the previous chunks
         totals,
         order,
-        place,
+        pair_rows,
         blocks,
         pairs,
         num_experts,

@@ -114,10 +114,10 @@ def _load_weights(
     for box in gl.static_range(COLUMNS // height):
         mbarrier.expect(ready, size + (box + 1) * height * 128, pred=boxes == box + 1)
     for group in gl.static_range(GROUPS):
-        place = slot * GROUPS + group
+        weight_slot = slot * GROUPS + group
         at = chunk + group * blocks
-        tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(place))
-        tma.async_copy_global_to_shared(steps_desc, [at, 0], ready, steps_ring.index(place))
+        tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(weight_slot))
+        tma.async_copy_global_to_shared(steps_desc, [at, 0], ready, steps_ring.index(weight_slot))
 
 
 @gluon.jit
@@ -226,9 +226,9 @@ def _multiply(
         totals += (_zeros(_size(WIDTH, GROUPS, p)),)  # type: ignore[assignment]
     for _ in range(blocks):
         mbarrier.wait(full.index(slot), phase)
-        place = slot * GROUPS + GROUP
-        steps = steps_ring.index(place)._reinterpret(gl.int32, [64], plain)
-        a = decode(w_ring.index(place), steps, operand)
+        weight_slot = slot * GROUPS + GROUP
+        steps = steps_ring.index(weight_slot)._reinterpret(gl.int32, [64], plain)
+        a = decode(w_ring.index(weight_slot), steps, operand)
         x = x_ring.index(slot)
         scale = scale_ring.index(slot)._reinterpret(gl.float32, [max(COLUMNS, 32)], plain)
         added = ()
@@ -277,16 +277,16 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
     total *= gl.expand_dims(unit, 1)
     result = swiglu(total, limit)
     # These warps have not waited for the previous kernel, so bypass L1, as in `_block`.
-    place = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
-    pair = gl.load(order_ptr + place, mask=place < end, other=0, cache_modifier=".cg")
+    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
+    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0, cache_modifier=".cg")
     weight = gl.load(weights_ptr + pair, cache_modifier=".cg")
     result *= gl.expand_dims(weight, 0)
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     result = gl.convert_layout(_to_odd(result), layout)
-    place = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
+    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
     i = row * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
-    target = hidden_ptr + gl.expand_dims(place.to(gl.int64) * inner, 0) + gl.expand_dims(i, 1)
-    gl.store(target, result, mask=gl.expand_dims(place < end, 0))
+    target = hidden_ptr + gl.expand_dims(pair_row.to(gl.int64) * inner, 0) + gl.expand_dims(i, 1)
+    gl.store(target, result, mask=gl.expand_dims(pair_row < end, 0))
 
 
 @gluon.jit
@@ -299,11 +299,11 @@ def _store_out(total, out, unit_ptr, first, end, row, limit):
     total *= gl.expand_dims(unit, 1)
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(total.to(gl.bfloat16), layout)
-    place = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
-    pair = gl.load(order_ptr + place, mask=place < end, other=0).to(gl.int64)
+    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
+    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0).to(gl.int64)
     d = row * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     target = out_ptr + gl.expand_dims(pair * width, 0) + gl.expand_dims(d, 1)
-    gl.store(target, result, mask=gl.expand_dims(place < end, 0))
+    gl.store(target, result, mask=gl.expand_dims(pair_row < end, 0))
 
 
 @gluon.jit
@@ -495,7 +495,7 @@ def _gate_up_kernel(
     REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """hidden[place] = weight * the clamped SwiGLU of w1 x and w3 x, for a block of pairs."""
+    """hidden[pair_row] = weight * the clamped SwiGLU of w1 x and w3 x, for a block of pairs."""
     start_next(PDL)
     expert, first, end = _block(blocks_ptr)
     if expert >= 0:

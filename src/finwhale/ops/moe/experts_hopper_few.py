@@ -380,12 +380,11 @@ COMMON: dict[str, Any] = {
 def _loads(programs: int, num_multiprocessors: int) -> int:
     """The length of the rings of a launch with `programs` programs, in loads of MOST_LOAD blocks.
 
-    The rings leave the fewest places on a multiprocessor that hold all programs at once. If a
-    multiprocessor has six programs to run, two rounds of three take less time than five and then
-    one.
+    The rings are the longest with which the GPU holds all programs at once. If a multiprocessor has
+    six programs to run, two rounds of three take less time than five and then one.
     """
-    for places, loads in LOADS.items():
-        if programs <= places * num_multiprocessors:
+    for per_multiprocessor, loads in LOADS.items():
+        if programs <= per_multiprocessor * num_multiprocessors:
             return loads
     return LOADS[3] if programs <= 6 * num_multiprocessors else LOADS[5]
 

@@ -110,18 +110,18 @@ def _tile_kernel(
         half = rows // 2
         i = row % half
         tile = i // 32
-        place = (i % 32) // 8 * 16 + row // half * 8 + i % 8
+        tile_row = (i % 32) // 8 * 16 + row // half * 8 + i % 8
     else:
         tile = row // 64
-        place = row % 64
+        tile_row = row % 64
     chunk = (tile * (K // 128))[:, None, None] + target // 64
-    tiled_ptrs = tiled_ptr + (chunk * 64 + place[:, None, None]) * 64 + target % 64
+    tiled_ptrs = tiled_ptr + (chunk * 64 + tile_row[:, None, None]) * 64 + target % 64
     tl.store(tiled_ptrs, tiled.to(tl.uint8), mask=mask)
     chunk = (tile * (K // 128))[:, None] + group[None, :] // 4
-    step_ptrs = steps_ptr + (chunk * 64 + place[:, None]) * 4 + group[None, :] % 4
+    step_ptrs = steps_ptr + (chunk * 64 + tile_row[:, None]) * 4 + group[None, :] % 4
     tl.store(step_ptrs, steps.to(tl.uint8), mask=is_group)
     bits = tl.where(largest == 255, 0x7FC00000, tl.maximum(largest - 6, 1) << 23)
-    tl.store(unit_ptr + tile * 64 + place, bits.to(tl.float32, bitcast=True))
+    tl.store(unit_ptr + tile * 64 + tile_row, bits.to(tl.float32, bitcast=True))
     tl.store(changed_ptr + row, tl.sum(tl.sum(changed, axis=2), axis=1))
 
 

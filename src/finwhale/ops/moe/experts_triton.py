@@ -122,7 +122,7 @@ def _gate_up_kernel(
     E4M3_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
 ):
-    """hidden[place] = weight * clamped SwiGLU of BLOCK_I rows of w1 and of w3, for a block of
+    """hidden[pair_row] = weight * clamped SwiGLU of BLOCK_I rows of w1 and of w3, for a block of
     pairs. If BLOCK_I is a whole group, the kernel rounds the result.
 
     The rows of the GEMM alternate, eight of w1 and eight of w3, so that a thread holds both.
@@ -153,18 +153,18 @@ def _gate_up_kernel(
         up = tl.minimum(tl.maximum(up, -limit), limit)
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         hidden = tl.trans(tl.reshape(hidden, [BLOCK_I, BLOCK_N]))
-        place = first + tl.arange(0, BLOCK_N)
-        pair = tl.load(order_ptr + place, mask=place < end, other=0)
+        pair_row = first + tl.arange(0, BLOCK_N)
+        pair = tl.load(order_ptr + pair_row, mask=pair_row < end, other=0)
         hidden *= tl.load(weights_ptr + pair)[:, None]
         i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-        target = hidden_ptr + place.to(tl.int64)[:, None] * I + i[None, :]
+        target = hidden_ptr + pair_row.to(tl.int64)[:, None] * I + i[None, :]
         if BLOCK_I == 128:
             values, scale = round_e4m3(hidden, 1, E4M3_MAX, MIN_AMAX)
-            tl.store(target, values, mask=(place < end)[:, None])
-            scale_ptrs = hidden_scale_ptr + tl.program_id(0) * stride + place
-            tl.store(scale_ptrs, scale, mask=place < end)
+            tl.store(target, values, mask=(pair_row < end)[:, None])
+            scale_ptrs = hidden_scale_ptr + tl.program_id(0) * stride + pair_row
+            tl.store(scale_ptrs, scale, mask=pair_row < end)
         else:
-            tl.store(target, hidden.to(hidden_ptr.dtype.element_ty), mask=(place < end)[:, None])
+            tl.store(target, hidden.to(hidden_ptr.dtype.element_ty), mask=(pair_row < end)[:, None])
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -205,14 +205,14 @@ def _down_kernel(
             STAGES,
         )
         total *= tl.load(unit_ptr + tile * 64 + tl.arange(0, BLOCK_D))[:, None]
-        place = first + tl.arange(0, BLOCK_N)
-        pair = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
+        pair_row = first + tl.arange(0, BLOCK_N)
+        pair = tl.load(order_ptr + pair_row, mask=pair_row < end, other=0).to(tl.int64)
         total = tl.trans(total)
         d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
         tl.store(
             out_ptr + pair[:, None] * D + d[None, :],
             total.to(tl.bfloat16),
-            mask=(place < end)[:, None],
+            mask=(pair_row < end)[:, None],
         )
 
 

@@ -40,7 +40,7 @@ def round_e4m3(x, AXIS: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_AMAX: tl.const
 @triton.jit(do_not_specialize=["stride_scale"])
 def _round_rows_kernel(
     x_ptr,
-    place_ptr,
+    pair_rows_ptr,
     values_ptr,
     scale_ptr,
     ids_ptr,
@@ -55,9 +55,9 @@ def _round_rows_kernel(
     MIN_AMAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Round BLOCK groups of row n of x into rows place[n K ..] of values and columns of scale.
+    """Round BLOCK groups of row n of x into rows pair_rows[n K ..] of values and columns of scale.
 
-    The kernel skips places of -1. Without place_ptr, K is 1 and row n of x goes to row n. With
+    The kernel skips rows of -1. Without pair_rows_ptr, K is 1 and row n of x goes to row n. With
     ids_ptr there is one token: its pair k goes to row 8 k, which is a block, and the kernel also
     writes order and blocks.
     """
@@ -72,7 +72,7 @@ def _round_rows_kernel(
     x = tl.load(x_ptr + token * stride_x + d, mask=is_group[:, None], other=0.0).to(tl.float32)
     values, scale = round_e4m3(x, 1, E4M3_MAX, MIN_AMAX)
     for k in tl.static_range(K):
-        place = token
+        target_row = token
         if ids_ptr is not None:
             expert = tl.load(ids_ptr + k).to(tl.int32)
             if tl.program_id(1) == 0:
@@ -80,12 +80,12 @@ def _round_rows_kernel(
                 tl.store(blocks_ptr + 3 * k, expert)
                 tl.store(blocks_ptr + 3 * k + 1, 8 * k)
                 tl.store(blocks_ptr + 3 * k + 2, 8 * k + 1)
-            place = tl.where(expert >= 0, 8 * k, -1).to(tl.int64)
-        elif place_ptr is not None:
-            place = tl.load(place_ptr + token * K + k).to(tl.int64)
-        used = is_group & (place >= 0)
-        tl.store(values_ptr + place * D + d, values, mask=used[:, None])
-        tl.store(scale_ptr + group * stride_scale + place, scale, mask=used)
+            target_row = tl.where(expert >= 0, 8 * k, -1).to(tl.int64)
+        elif pair_rows_ptr is not None:
+            target_row = tl.load(pair_rows_ptr + token * K + k).to(tl.int64)
+        used = is_group & (target_row >= 0)
+        tl.store(values_ptr + target_row * D + d, values, mask=used[:, None])
+        tl.store(scale_ptr + group * stride_scale + target_row, scale, mask=used)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -97,10 +97,10 @@ def round_tokens(x_ND: Tensor, pairs: OrderedPairs, early_launch: bool) -> tuple
     P' exceeds P by a block, because kernels read the scales of whole blocks.
     """
     topk = pairs.ids.shape[1]
-    if pairs.place is None:
+    if pairs.pair_rows is None:
         one_token = pairs.ids, pairs.order, pairs.blocks
         return _round_rows(x_ND, None, topk, pairs, early_launch, one_token)
-    return _round_rows(x_ND, pairs.place, topk, pairs, early_launch)
+    return _round_rows(x_ND, pairs.pair_rows, topk, pairs, early_launch)
 
 
 def round_hidden(
@@ -131,7 +131,7 @@ def launch_tokens_of(plan: Callable[[int, int], Any], model: ModelSizes, most: i
 
 def _round_rows(
     x: Tensor,
-    place: Tensor | None,
+    pair_rows: Tensor | None,
     topk: int,
     pairs: OrderedPairs,
     early_launch: bool,
@@ -145,7 +145,7 @@ def _round_rows(
     groups = _rounded_groups(num_rows)
     _round_rows_kernel[(num_rows, triton.cdiv(width, groups * GROUP))](
         x,
-        place,
+        pair_rows,
         values,
         scale,
         *one_token,

@@ -187,16 +187,16 @@ def _choose_kernel(
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(value != value, 0x7FFFFFFF, order)
     order = tl.where(is_expert, order, -0x80000000)
-    place = tl.full([BLOCK_E], K, tl.int32)
+    k_index = tl.full([BLOCK_E], K, tl.int32)
     for k in tl.static_range(K):
         best = tl.min(tl.where(order == tl.max(order, axis=0), expert, BLOCK_E), axis=0)
         order = tl.where(expert == best, -0x80000000, order)
-        place = tl.where(expert == best, k, place)
-    is_chosen = place < K
+        k_index = tl.where(expert == best, k, k_index)
+    is_chosen = k_index < K
     total = tl.sum(tl.where(is_chosen, score, 0.0), axis=0)
     weights = tl.where(is_token, score / (total + 1e-20) * scaling, 0.0)
-    tl.store(ids_ptr + token * K + place, tl.where(is_token, expert, -1), mask=is_chosen)
-    tl.store(weights_ptr + token * K + place, weights, mask=is_chosen)
+    tl.store(ids_ptr + token * K + k_index, tl.where(is_token, expert, -1), mask=is_chosen)
+    tl.store(weights_ptr + token * K + k_index, weights, mask=is_chosen)
 
 
 @triton.jit
@@ -224,18 +224,18 @@ def _hash_kernel(
     MULTIPLY: compute the GEMM's results here; otherwise read them from the parts.
     """
     token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK_K)
-    is_place = place < K
+    k_index = tl.arange(0, BLOCK_K)
+    is_chosen = k_index < K
     is_token = tl.load(positions_ptr + token) >= 0
     token_id = tl.load(token_ids_ptr + token)
-    ids = tl.load(table_ptr + token_id * K + place, mask=is_place & is_token, other=0)
+    ids = tl.load(table_ptr + token_id * K + k_index, mask=is_chosen & is_token, other=0)
     if MULTIPLY:
         column = tl.arange(0, BLOCK_D)
         gates = ()
         for start in tl.static_range(0, D, BLOCK_D):
             d = start + column
             rows = gate_ptr + ids[:, None] * D + d[None, :]
-            mask = is_place[:, None] & (d < D)[None, :]
+            mask = is_chosen[:, None] & (d < D)[None, :]
             gate = tl.load(rows, mask=mask, other=0.0, eviction_policy="evict_first")
             gates = gates + (gate,)  # type: ignore[assignment]  # noqa: RUF005
         if PDL:
@@ -249,13 +249,13 @@ def _hash_kernel(
     else:
         if PDL:
             tl.extra.cuda.gdc_wait()
-        z = tl.load(parts_ptr + token * E + ids, mask=is_place, other=0.0)
-    score = tl.where(is_place & is_token, _score(z), 0.0)
+        z = tl.load(parts_ptr + token * E + ids, mask=is_chosen, other=0.0)
+    score = tl.where(is_chosen & is_token, _score(z), 0.0)
     weights = score / (tl.sum(score, axis=0) + 1e-20) * scaling
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(ids_ptr + token * K + place, tl.where(is_token, ids, -1), mask=is_place)
-    tl.store(weights_ptr + token * K + place, weights, mask=is_place)
+    tl.store(ids_ptr + token * K + k_index, tl.where(is_token, ids, -1), mask=is_chosen)
+    tl.store(weights_ptr + token * K + k_index, weights, mask=is_chosen)
 
 
 # --- Launch ---------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The random draw as Triton kernels: temperature, min_p, top_k, top_p, and the choice of a token.
 
-The tokens of a row are ordered by (logit, lower id), as one integer, the token's "place". top_k and
-top_p keep the tokens from the place `least` on. The kernels find `least` without a full sort:
+The tokens of a row are ordered by (logit, lower id), as one integer, the token's sort key. top_k
+and top_p keep the tokens whose sort key is at least `least`. The kernels find `least` without a
+full sort:
 
 1. `_scan_kernel`, with a program for each part of the vocabulary, counts the tokens and sums the
    weight in each of BINS equal ranges of logits.
@@ -57,19 +58,19 @@ def order(x):
 
 
 @triton.jit
-def logit(place):
+def logit(ordered):
     """The float32 whose `order` this is."""
-    return tl.where(place < 0, place ^ 0x7FFFFFFF, place).to(tl.float32, bitcast=True)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def finite(place):
+def finite(ordered):
     """Whether an `order` belongs to a number that is neither infinite nor NaN."""
-    return (place < 0x7F800000) & (place > -0x7F800001)
+    return (ordered < 0x7F800000) & (ordered > -0x7F800001)
 
 
 @triton.jit
-def _place(x, v, id_bits):
+def _sort_key(x, v, id_bits):
     """The int64 by which a row's tokens are ordered, from logit x and token id v."""
     return (order(x).to(tl.int64) << id_bits) | ((1 << id_bits) - 1 - v)
 
@@ -217,7 +218,7 @@ def _scan_kernel(
             if num > 0:
                 start = tl.atomic_add(bins_ptr + 2 * BINS, num, sem="relaxed")
                 i = start + tl.cumsum(listed, 0) - 1
-                tl.store(list_ptr + r * V + i, _place(x, v, id_bits), mask=listed > 0)
+                tl.store(list_ptr + r * V + i, _sort_key(x, v, id_bits), mask=listed > 0)
         else:
             tl.atomic_add(bins_ptr + b, weight, mask=(weight > 0) & has_p, sem="relaxed")
             one = tl.full([BLOCK_V], 1, tl.int64)
@@ -227,13 +228,13 @@ def _scan_kernel(
 
 @triton.jit
 def _list_weight(list_ptr, num, least, id_bits, top, temperature, min_p, TILE: tl.constexpr):
-    """The weight of a list's tokens from the place `least` on."""
+    """The weight of a list's tokens whose sort key is at least `least`."""
     total = tl.zeros([TILE], tl.int64)
     for start in range(0, num, TILE):
         i = start + tl.arange(0, TILE)
-        place = tl.load(list_ptr + i, mask=i < num, other=-0x8000000000000000)
-        _, weight = _weigh(logit((place >> id_bits).to(tl.int32)), top, temperature, min_p)
-        total += tl.where((i < num) & (place >= least), weight, 0)
+        sort_key = tl.load(list_ptr + i, mask=i < num, other=-0x8000000000000000)
+        _, weight = _weigh(logit((sort_key >> id_bits).to(tl.int32)), top, temperature, min_p)
+        total += tl.where((i < num) & (sort_key >= least), weight, 0)
     return tl.sum(total, axis=0)
 
 
@@ -251,9 +252,9 @@ def _least(
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The lowest place such that `before` plus the list's total above it is less than `limit`.
+    """The lowest sort key such that `before` plus the list's total above it is less than `limit`.
 
-    COUNT: the total is a number of tokens, and equal logits share a place; otherwise, a weight.
+    COUNT: the total is a number of tokens, and equal logits share a sort key; otherwise, a weight.
     """
     shift = id_bits if COUNT else 0
     low = tl.full([TILE], 0x7FFFFFFFFFFFFFFF, tl.int64)
@@ -270,13 +271,13 @@ def _least(
         above = tl.zeros([WAYS], tl.int64) + before
         for start in range(0, num, TILE):
             i = start + tl.arange(0, TILE)
-            place = tl.load(list_ptr + i, mask=i < num, other=-0x8000000000000000)
+            sort_key = tl.load(list_ptr + i, mask=i < num, other=-0x8000000000000000)
             if COUNT:
                 weight = tl.full([TILE], 1, tl.int64)
             else:
-                x = logit((place >> id_bits).to(tl.int32))
+                x = logit((sort_key >> id_bits).to(tl.int32))
                 _, weight = _weigh(x, top, temperature, min_p)
-            is_above = (place >> shift)[:, None] > pivots[None, :]
+            is_above = (sort_key >> shift)[:, None] > pivots[None, :]
             above += tl.sum(tl.where(is_above, weight[:, None], 0), axis=0)
         too_low = tl.sum((above.to(tl.float64) >= limit).to(tl.int64), axis=0)
         high = tl.minimum(high, low + width * too_low)
@@ -313,7 +314,7 @@ def _least_kernel(
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """Find a row's largest logit, the lowest place that its filters keep, and the least e."""
+    """Find a row's largest logit, the lowest sort key that its filters keep, and the least e."""
     r = tl.program_id(0).to(tl.int64)
     row = r
     if R > 0:
@@ -454,13 +455,13 @@ def _draw_kernel(
             at = v + half * HALF
             inside = (at >= 0) & (at < V)
             x = tl.load(logits_ptr + row * stride_s + at, mask=inside, other=float("-inf"))
-            place = order(x + temperature * (upper if half else lower))
+            ordered = order(x + temperature * (upper if half else lower))
             if FILTERED:
                 e = tl.exp(tl.div_rn(x - largest, temperature))
-                kept = (_place(x, at, id_bits) >= least) & (e >= floor)
+                kept = (_sort_key(x, at, id_bits) >= least) & (e >= floor)
                 inside = inside & (kept | keeps_all)
-            better = (place > best) & inside
-            best = tl.where(better, place, best)
+            better = (ordered > best) & inside
+            best = tl.where(better, ordered, best)
             ids = tl.where(better, at, ids)
     top = tl.max(best, axis=0)
     lowest = tl.min(tl.where(best == top, ids, 0x7FFFFFFF), axis=0)
@@ -491,7 +492,7 @@ class Kept:
     """Which tokens the filters of the rows that draw keep.
 
     Attributes:
-        least_R: int64, the lowest place that is kept.
+        least_R: int64, the lowest sort key that is kept.
         floor_R: float32, the least e that is kept.
         top_R: float32, the largest logit.
     """

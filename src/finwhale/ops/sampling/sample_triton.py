@@ -71,12 +71,12 @@ def _best_kernel(
     for step in tl.range(steps):
         v = (part * steps + step) * BLOCK_V + offsets
         x = tl.load(logits_ptr + row * stride_s + v, mask=v < V, other=float("-inf"))
-        place = order(x.to(tl.float32))
-        better = (place > best) & (v < V)
-        best = tl.where(better, place, best)
+        ordered = order(x.to(tl.float32))
+        better = (ordered > best) & (v < V)
+        best = tl.where(better, ordered, best)
         ids = tl.where(better, v, ids)
         if LOW:
-            low = tl.where(finite(place), tl.minimum(low, place), low)
+            low = tl.where(finite(ordered), tl.minimum(low, ordered), low)
     top = tl.max(best, axis=0)
     lowest = tl.min(tl.where(best == top, ids, 0x7FFFFFFF), axis=0)
     # A part without a token has the least key.
