@@ -345,7 +345,7 @@ def texts_of(results: Sequence[RequestOutput]) -> dict[str, list[int]]:
     }
 
 
-def forced_drafts(engine: Engine, places: Iterable[tuple[Sequence[int], int]]) -> list[list[int]]:
+def forced_drafts(engine: Engine, prefixes: Iterable[tuple[Sequence[int], int]]) -> list[list[int]]:
     """The drafts after text[: n + 1], from a prefill of text[:n], for each pair of a text and an n.
 
     Text[n] is the newest token, whatever the engine samples.
@@ -354,11 +354,11 @@ def forced_drafts(engine: Engine, places: Iterable[tuple[Sequence[int], int]]) -
     assert drafter is not None
     propose = drafter.propose
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for text, place in places:
+    for text, length in prefixes:
         drafts: list[list[int]] = []
 
         def forced(forward: Any, plan: Any, chosen: Any, settings: Any) -> Tensor | None:
-            out = propose(forward, plan, chosen.fill_(text[place]), settings)  # noqa: B023
+            out = propose(forward, plan, chosen.fill_(text[length]), settings)  # noqa: B023
             assert out is not None
             drafts.append(out[:, 0].tolist())  # noqa: B023
             return out
@@ -366,7 +366,7 @@ def forced_drafts(engine: Engine, places: Iterable[tuple[Sequence[int], int]]) -
         drafter.propose = forced  # type: ignore[method-assign, assignment]
         try:
             engine.reset_prefix_cache()
-            engine.add_request("forced", list(text[:place]), params)
+            engine.add_request("forced", list(text[:length]), params)
             while not drafts:
                 engine.step()
         finally:
@@ -379,12 +379,12 @@ def forced_drafts(engine: Engine, places: Iterable[tuple[Sequence[int], int]]) -
 
 
 def share_accepted(
-    places: Iterable[tuple[Sequence[int], int]], drafts: Sequence[Sequence[int]]
+    prefixes: Iterable[tuple[Sequence[int], int]], drafts: Sequence[Sequence[int]]
 ) -> float:
     """The share of drafts that a text confirms, each with all drafts before it."""
     accepted = total = 0
-    for (text, place), ids in zip(places, drafts, strict=True):
-        right = list(text[place + 1 : place + 1 + len(ids)])
+    for (text, length), ids in zip(prefixes, drafts, strict=True):
+        right = list(text[length + 1 : length + 1 + len(ids)])
         total += len(right)
         accepted += next(
             (i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b), len(right)

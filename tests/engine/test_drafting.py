@@ -103,9 +103,9 @@ class Oracle:
                 continue
             text = self.known.get(sequence.key, [])
             for step in range(verified.propose):
-                place = end - len(verified.drafts) + verified.accepted + 1 + step
-                if self.draw.random() < self.right(sequence.key) and place < len(text):
-                    out[step, column] = text[place]
+                index = end - len(verified.drafts) + verified.accepted + 1 + step
+                if self.draw.random() < self.right(sequence.key) and index < len(text):
+                    out[step, column] = text[index]
                 elif self.draw.random() < 0.7:
                     out[step, column] = self.draw.randrange(vocab)
             column += 1
@@ -255,8 +255,8 @@ def test_a_row_without_numbers_ends_one_request(
     engine = new_llm(draft_tokens=3).engine
     oracle = Oracle(engine, right=1.0)
     oracle.learn(plain)
-    for place, result in enumerate(plain):
-        oracle.known[f"{place}/0"] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+    for index, result in enumerate(plain):
+        oracle.known[f"{index}/0"] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
     read = local_executor(engine.executor).runner.forward_with_logits
 
     def spoilt(plan: StepPlan) -> Forward:
@@ -321,8 +321,8 @@ def test_more_drafts_than_the_head_makes(tmp_path: Path) -> None:
         "must be 0 to 5 or .auto. with this checkpoint, got 6": with_dspark(config),
         "must be 0 to 3 or .auto. with this checkpoint, got 6": {},
     }
-    for place, (why, changes) in enumerate(heads.items()):
-        path = tmp_path / str(place)
+    for number, (why, changes) in enumerate(heads.items()):
+        path = tmp_path / str(number)
         path.mkdir()
         (path / "config.json").write_text(json.dumps(config | changes))
         llm = LLM(path, load_format="dummy", device="cpu", dtype="float32")

@@ -105,7 +105,7 @@ def test_decodes(seed: int, draw: random.Random, num_seqs: int) -> None:
         assert_same(found, traffic, chunks, size)
         assert found.tokens.max_query == 1 and found.tokens.max_len == MAX_LEN
         chunks = draw.sample(everyone, draw.randint(1, len(everyone)))
-        for place, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             end = sequence.num_computed = max(sequence.num_computed, chunk.end)
             while len(sequence.token_ids) <= end:
@@ -113,7 +113,7 @@ def test_decodes(seed: int, draw: random.Random, num_seqs: int) -> None:
             traffic.pages.trim(sequence.tables, end)
             traffic.pages.grow(sequence.tables, end, end + 1)
             sequence.num_computed += 1
-            chunks[place] = Chunk(sequence, end, end + 1)
+            chunks[index] = Chunk(sequence, end, end + 1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -89,14 +89,14 @@ class Oracle:
         assert steps._step is not None
         positions = steps._step.inputs.tokens.positions
         for row in range(count):
-            place = int(positions[steps._first[row]] + steps._advanced[row, 0]) + 2
+            index = int(positions[steps._first[row]] + steps._advanced[row, 0]) + 2
             prompt = self.keys[row].token_ids[: self.keys[row].num_prompt]
             texts = [text for text in self.texts if text[: len(prompt)] == prompt]
             for k in range(width):
                 if self.draw.random() < self.right(self.keys[row].key) and texts:
                     text = texts[self.keys[row].index % len(texts)]
-                    if place + k < len(text):
-                        drafts[row, k] = text[place + k]
+                    if index + k < len(text):
+                        drafts[row, k] = text[index + k]
                 elif self.draw.random() < 0.7:
                     drafts[row, k] = self.draw.randrange(self.vocab)
         steps._carried[:count, 1 : 1 + width] = drafts

@@ -176,7 +176,7 @@ def test_proposals_are_the_transcription_s(draft_tokens: int) -> None:
         streams_of=lambda text: stepper.read(text).float().cpu(),
     )
     assert len(found) == draft_tokens
-    for place, agreement in enumerate(found):
-        assert agreement.compared >= 60, (place, agreement)
-        assert agreement.equal >= LEAST_EQUAL[place] * agreement.compared, (place, agreement)
-        assert agreement.worst < FARTHEST[place], (place, agreement)
+    for k, agreement in enumerate(found):
+        assert agreement.compared >= 60, (k, agreement)
+        assert agreement.equal >= LEAST_EQUAL[k] * agreement.compared, (k, agreement)
+        assert agreement.worst < FARTHEST[k], (k, agreement)

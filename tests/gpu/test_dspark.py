@@ -278,11 +278,11 @@ def test_drafts_and_acceptance_are_the_cpu_s(batch_invariant: bool, least_equal:
         [*result.prompt_token_ids, *result.outputs[0].token_ids]
         for result in cpu.generate(STORY.split(". ")[:8], params)
     ]
-    places = [(text, len(text) - back) for text in texts for back in range(12, 102, 15)]
+    prefixes = [(text, len(text) - back) for text in texts for back in range(12, 102, 15)]
     gpu = LLM(demo, device="cuda", batch_invariant=batch_invariant, **options)
-    wanted, found = (forced_drafts(llm.engine, places) for llm in (cpu, gpu))
+    wanted, found = (forced_drafts(llm.engine, prefixes) for llm in (cpu, gpu))
     equal = [a == b for x, y in zip(wanted, found, strict=True) for a, b in zip(x, y, strict=True)]
-    shares = [share_accepted(places, drafts) for drafts in (wanted, found)]
+    shares = [share_accepted(prefixes, drafts) for drafts in (wanted, found)]
     print(f"{sum(equal) / len(equal):.1%} of {len(equal)} drafts are equal; accepted: {shares}")
     assert sum(equal) >= least_equal * len(equal)
     assert shares[0] > 0.6

@@ -47,7 +47,7 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def agreeing(one: list[list[int]], other: list[list[int]]) -> int:
-    """Tokens that are the same at the same place."""
+    """Tokens that are the same at the same index."""
     pairs = zip(one, other, strict=True)
     return sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
 

@@ -105,8 +105,8 @@ def test_captured_steps_and_drafts_return_what_the_routers_choose(kind: str) -> 
         engine = open_engine(kind, **options)
         found = outputs(engine, PROMPTS)
         assert len(found) == 2 * len(PROMPTS)
-        for place, (tokens, ids) in enumerate(found):
-            right_tokens, right = wanted[place // 2]
+        for index, (tokens, ids) in enumerate(found):
+            right_tokens, right = wanted[index // 2]
             assert tokens == right_tokens, options
             assert np.array_equal(ids, right.numpy()), options
         assert not sum(engine.executor.late_compilations().values())

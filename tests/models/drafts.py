@@ -87,20 +87,23 @@ class Watch:
         self._verified(chunk, num_accepted)
 
 
-def params_of(place: int) -> SamplingParams:
-    """The sampling of the prompt of PROMPT_LENGTHS[place]: every second one draws."""
+def params_of(prompt_index: int) -> SamplingParams:
+    """The sampling of the prompt of PROMPT_LENGTHS[prompt_index]: every second one draws."""
     return SamplingParams(
-        temperature=0.8 * (place % 2), seed=place, n=1 + (place == 5), ignore_eos=True
+        temperature=0.8 * (prompt_index % 2),
+        seed=prompt_index,
+        n=1 + (prompt_index == 5),
+        ignore_eos=True,
     )
 
 
 def generate(engine: Engine, encoded: list[int], max_tokens: int) -> dict[str, list[int]]:
     """Run prompts of all lengths, greedy and drawn; each sequence's whole text by its key."""
     results: list[RequestOutput] = []
-    for place, length in enumerate(PROMPT_LENGTHS):
-        params = replace(params_of(place), max_tokens=max_tokens)
-        prompt = encoded[place : place + length]
-        results.append(engine.add_request(str(place), prompt, params))
+    for prompt_index, length in enumerate(PROMPT_LENGTHS):
+        params = replace(params_of(prompt_index), max_tokens=max_tokens)
+        prompt = encoded[prompt_index : prompt_index + length]
+        results.append(engine.add_request(str(prompt_index), prompt, params))
     while engine.has_work:
         engine.step()
         engine.check_integrity()
@@ -113,7 +116,7 @@ def generate(engine: Engine, encoded: list[int], max_tokens: int) -> dict[str, l
 
 @dataclass
 class Agreement:
-    """How the drafts of one place (first, second, third) compare with the transcription.
+    """How the drafts at one index (first, second, third) compare with the transcription.
 
     Attributes:
         compared: drafts where the transcription's choice is no near tie.
@@ -141,9 +144,9 @@ class Agreement:
 
 def noise_of(key: str, position: int, num_tokens: int) -> Tensor:
     """temperature * noise of the model's draw of the token at `position` of a sequence's text."""
-    place, index = map(int, key.split("/"))
-    params = params_of(place)
-    seed, output = torch.tensor([params.seed]), torch.tensor([position - PROMPT_LENGTHS[place]])
+    prompt, index = map(int, key.split("/"))
+    params = params_of(prompt)
+    seed, output = torch.tensor([params.seed]), torch.tensor([position - PROMPT_LENGTHS[prompt]])
     return params.temperature * gumbel(seed, torch.tensor([index]), output, num_tokens)[0]
 
 
@@ -194,7 +197,7 @@ def compare(
                     weights, config, before, ids, proposal.drafts
                 )
             logits = known[both]
-            for place, (row, draft) in enumerate(zip(logits, proposal.drafts, strict=True)):
-                noise = noise_of(key, proposal.length + place, len(row))
-                agreements[place].add(row, noise, draft, near_tie)
+            for k, (row, draft) in enumerate(zip(logits, proposal.drafts, strict=True)):
+                noise = noise_of(key, proposal.length + k, len(row))
+                agreements[k].add(row, noise, draft, near_tie)
     return agreements

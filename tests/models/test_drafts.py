@@ -75,8 +75,8 @@ def test_every_proposal(
         metrics = engine.metrics()
         assert 0.2 < metrics.drafts_accepted[0] / metrics.drafts_proposed[0] < 0.95
         found = compare(*demo, texts, watch.proposals, near_tie=NEAR_TIE, known=known)
-        for place, agreement in enumerate(found):
-            assert agreement.compared >= (20 if draft_tokens == "auto" else 40), (place, agreement)
-            assert agreement.ties <= 0.02 * agreement.compared, (place, agreement)
-            assert agreement.equal == agreement.compared, (place, agreement)
-            assert agreement.worst < NEAR_TIE, (place, agreement)
+        for k, agreement in enumerate(found):
+            assert agreement.compared >= (20 if draft_tokens == "auto" else 40), (k, agreement)
+            assert agreement.ties <= 0.02 * agreement.compared, (k, agreement)
+            assert agreement.equal == agreement.compared, (k, agreement)
+            assert agreement.worst < NEAR_TIE, (k, agreement)

@@ -172,7 +172,7 @@ def test_chunks_of_one_size(model: Model, size: int) -> None:
 
 
 def test_short_chunks(model: Model) -> None:
-    """In any order, so that each size begins at every place within an entry and a window."""
+    """In any order, so that each size begins at every offset within an entry and a window."""
     draw = random.Random(model.seed)
     cuts = accumulate(draw.choice(SHORT) for _ in range(LENGTH))
     found = model.stepper.read(model.text(), [cut for cut in cuts if cut < LENGTH])

@@ -49,14 +49,14 @@ class Play:
         for _ in range(steps):
             batch = len(self.sequences)
             choice = self.policy.choose(self.sequences, [self.drafts] * batch, unresolved=False)
-            for place, count in enumerate(choice.counts):
+            for index, count in enumerate(choice.counts):
                 accepted = 0
-                while accepted < count and self.draw.random() < right[place]:
+                while accepted < count and self.draw.random() < right[index]:
                     accepted += 1
-                chunk = Chunk(self.sequences[place], 1, 2 + count, (0,) * count)
+                chunk = Chunk(self.sequences[index], 1, 2 + count, (0,) * count)
                 self.policy.record_verified(chunk, accepted)
                 self.tokens += 1 + accepted
-                self.counts[place] += count
+                self.counts[index] += count
             seconds = self.seconds_of(batch, choice.kind) * self.draw.uniform(1 - noise, 1 + noise)
             self.policy.record_time(batch, sum(choice.counts), choice.kind, seconds)
             self.seconds += seconds

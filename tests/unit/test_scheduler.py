@@ -98,7 +98,7 @@ class Memory:
     window: int
     pages: dict[tuple[str, int], list[int | None]] = field(default_factory=dict)
 
-    def place(self, group: CacheGroup, sequence: SequenceState, number: int) -> tuple[str, int]:
+    def page_key(self, group: CacheGroup, sequence: SequenceState, number: int) -> tuple[str, int]:
         """Where the sequence's page of this number lies."""
         table = sequence.tables[group.name]
         assert 0 <= number - table.first < len(table.pages), (
@@ -114,10 +114,10 @@ class Memory:
             self._step(chunk, texts[chunk.sequence.key])
 
     def _write(self, group: CacheGroup, sequence: SequenceState, text: Text, row: int) -> None:
-        place = self.place(group, sequence, row // group.rows_per_page)
+        key = self.page_key(group, sequence, row // group.rows_per_page)
         pool = self.scheduler.pages.pools[group.name]
-        assert pool.references[place[1]] == 1, "a page that others read is written"
-        rows = self.pages.setdefault(place, [None] * group.rows_per_page)
+        assert pool.references[key[1]] == 1, "a page that others read is written"
+        rows = self.pages.setdefault(key, [None] * group.rows_per_page)
         rows[row % group.rows_per_page] = text.hashes[(row + 1) * group.tokens_per_row]
 
     def _read(self, group: CacheGroup, sequence: SequenceState, text: Text, rows: range) -> None:
@@ -128,7 +128,7 @@ class Memory:
         for number in range(rows.start // per_page, (rows.stop - 1) // per_page + 1):
             before = number * per_page
             start, stop = max(rows.start, before), min(rows.stop, before + per_page)
-            page = self.pages.get(self.place(group, sequence, number), [])
+            page = self.pages.get(self.page_key(group, sequence, number), [])
             found = page[start - before : stop - before]
             wanted = text.hashes[(start + 1) * size : stop * size + 1 : size]
             assert found == wanted, f"{group.name}: others stand for rows {start} to {stop - 1}"
@@ -210,19 +210,19 @@ class Driver:
         return chunks
 
     def _arrive(self, flight: list[tuple[SequenceState, int]]) -> None:
-        for sequence, place in flight:
-            if place >= len(sequence.token_ids) or sequence in self.finished:
+        for sequence, index in flight:
+            if index >= len(sequence.token_ids) or sequence in self.finished:
                 continue
-            token = self.texts[sequence.key].tokens[place]
-            sequence.token_ids[place] = token
-            if place + 1 >= sequence.max_len or token == self.eos:
+            token = self.texts[sequence.key].tokens[index]
+            sequence.token_ids[index] = token
+            if index + 1 >= sequence.max_len or token == self.eos:
                 self.end(sequence)
                 self.finished.append(sequence)
 
     def end(self, sequence: SequenceState) -> None:
         while sequence.token_ids[-1] == PENDING:
             sequence.token_ids.pop()
-        self._flight = [(s, place) for s, place in self._flight if s is not sequence]
+        self._flight = [(s, index) for s, index in self._flight if s is not sequence]
         self.scheduler.finish(sequence)
         self.scheduler.check_integrity()
 

@@ -155,11 +155,11 @@ class DraftLoop:
             given = next(confidences)[: chunk.propose] if chunk.propose else []
             if stream.ended:
                 continue
-            sequence, place = stream.sequence, chunk.known
-            del run[sequence.max_len - place :]
+            sequence, known = stream.sequence, chunk.known
+            del run[sequence.max_len - known :]
             ids = [token.token_id for token in run if token.error is None]
             num_accepted = min(len(ids), len(run) - 1)
-            sequence.token_ids[place:] = ids
+            sequence.token_ids[known:] = ids
             sequence.drafts, sequence.confidences = drafts_after, given
             if sequence.key in unresolved:
                 unresolved[sequence.key].resolve(num_accepted, drafts_after)
@@ -172,7 +172,7 @@ class DraftLoop:
             self._acceptance.record_verified(num_drafts, num_accepted, now)
             if self._policy is not None:
                 self._policy.record_verified(chunk, num_accepted)
-            tokens += [(stream, at, token) for at, token in enumerate(run, start=place)]
+            tokens += [(stream, at, token) for at, token in enumerate(run, start=known)]
         return tokens
 
     def record_appended(self) -> None:

@@ -528,9 +528,9 @@ class Engine:
             touched += self._record_scores(step)
         if step.routed is not None:
             self._record_routed(step.planned, step.routed)
-        for stream, place, token in tokens:
+        for stream, index, token in tokens:
             if not stream.ended:
-                self._append(stream, place, token)
+                self._append(stream, index, token)
         self._loop.record_appended()
         self._discard_if_idle()
         self._loop.sample_waiting(self._in_flight)
@@ -554,9 +554,9 @@ class Engine:
                 failed.append(output)
                 continue
             last = chunk.start + len(found.logprobs.token)
-            for row, place in enumerate(range(chunk.start + 1, last + 1)):
-                table = row_logprobs(found.logprobs, row, sequence.token_ids[place])
-                output.prompt_logprobs[place] = self._with_texts(table)
+            for row, index in enumerate(range(chunk.start + 1, last + 1)):
+                table = row_logprobs(found.logprobs, row, sequence.token_ids[index])
+                output.prompt_logprobs[index] = self._with_texts(table)
             if last + 1 == sequence.num_prompt:
                 sequence.prompt_logprobs = None
         return failed
@@ -592,7 +592,7 @@ class Engine:
                     self._retire(stream, "abort")
             self._discard_if_idle()
 
-    def _append(self, stream: TextStream, place: int, token: SampledToken) -> None:
+    def _append(self, stream: TextStream, index: int, token: SampledToken) -> None:
         sequence, output, token_id = stream.sequence, stream.output, token.token_id
         if not output.token_ids and sequence.index == 0:
             clock, request = stream.clock, stream.request.output
@@ -609,7 +609,7 @@ class Engine:
                 # The error may come from cached state, so no later request may reuse that state.
                 self.scheduler.reset_prefix_cache()
             return
-        sequence.token_ids[place] = token_id
+        sequence.token_ids[index] = token_id
         output.token_ids.append(token_id)
         if token.logprobs is not None and output.logprobs is not None:
             output.logprobs.append(self._with_texts(token.logprobs))
@@ -623,7 +623,7 @@ class Engine:
             assert stream.stop is not None
             self._finish(stream, "stop", stream.stop.matched)
             return
-        if place + 1 >= sequence.max_len:
+        if index + 1 >= sequence.max_len:
             self._finish(stream, "length", None)
 
     def _with_texts(self, table: Mapping[int, TokenLogprob]) -> dict[int, Logprob]:

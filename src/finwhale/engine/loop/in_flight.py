@@ -113,7 +113,7 @@ class InFlightStep:
     """A launched step whose tokens are not known yet.
 
     Attributes:
-        places: for each row, the index of its (first) new token in token_ids.
+        token_indices: for each row, the index of its (first) new token in token_ids.
         result: the pending result; None: sampling is not launched yet.
         planned: all chunks of the step.
         scores: log-probabilities of prompt tokens, once the step has been collected.
@@ -129,7 +129,7 @@ class InFlightStep:
     """
 
     rows: Rows
-    places: list[int]
+    token_indices: list[int]
     result: PendingResult | None = None
     planned: Sequence[Chunk] = ()
     scores: Sequence[PromptScores] = ()
@@ -148,5 +148,5 @@ class InFlightStep:
         if len(left) == len(streams):
             return None
         self.rows = Rows([streams[row] for row in left])
-        self.places = [self.places[row] for row in left]
+        self.token_indices = [self.token_indices[row] for row in left]
         return left

@@ -86,7 +86,7 @@ class PlainLoop:
         self._meter.record_step(
             [s.clock for s, token in pairs if token.error is None], time.monotonic()
         )
-        return list(zip(streams, step.places, tokens, strict=True))
+        return list(zip(streams, step.token_indices, tokens, strict=True))
 
     def record_appended(self) -> None:
         """Do nothing: the engine appends every token of a plain step."""
@@ -97,6 +97,6 @@ class PlainLoop:
 
 
 def _sampling_inputs(step: InFlightStep) -> SamplingInputs:
-    sequences, places = step.rows.sequences, step.places
-    positions = [places[row] - sequences[row].num_prompt for row in step.rows.random_rows]
+    sequences, token_indices = step.rows.sequences, step.token_indices
+    positions = [token_indices[row] - sequences[row].num_prompt for row in step.rows.random_rows]
     return SamplingInputs(positions, step.rows.histories)

@@ -370,10 +370,10 @@ def select_drafts(
     """
     counts = [0] * len(survivals)
     candidates = (
-        (one[k], -k, -place)
-        for place, (one, limit) in enumerate(zip(survivals, limits, strict=True))
+        (one[k], -k, -index)
+        for index, (one, limit) in enumerate(zip(survivals, limits, strict=True))
         for k in range(limit)
     )
-    for _, _, place in nlargest(rows, candidates):
-        counts[-place] += 1
+    for _, _, index in nlargest(rows, candidates):
+        counts[-index] += 1
     return counts

@@ -203,12 +203,14 @@ class PrefixIndex:
                     return
                 self._drop_state(next(iter(states.values())))
 
-    def _pages_of(self, place: int, tables: BlockTables) -> State:
-        """Reference and return the pages of a sequence's block number `place`."""
+    def _pages_of(self, number: int, tables: BlockTables) -> State:
+        """Reference and return the pages of a sequence's block number `number`."""
         pages = {}
         for group in self.pages.full_groups:
             count = group.block_tokens // group.tokens_per_page
-            pages[group.name] = tuple(tables[group.name].pages[place * count : (place + 1) * count])
+            pages[group.name] = tuple(
+                tables[group.name].pages[number * count : (number + 1) * count]
+            )
             self._add_references(group.name, pages[group.name])
         return pages
 
@@ -260,7 +262,7 @@ class PrefixIndex:
             for parent, block in zip([None, *chain], chain, strict=False):
                 assert block.parent is parent and self.blocks.get(block.key) is block
                 users[block.key] += 1
-        order = {key: place for place, key in enumerate(self._idle)}
+        order = {key: index for index, key in enumerate(self._idle)}
         assert set(order) == {key for key, count in users.items() if not count}
         for key, block in self.blocks.items():
             assert block.key == key and block.users == users[key], "a block's users are miscounted"

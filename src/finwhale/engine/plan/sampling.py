@@ -32,12 +32,12 @@ class SeenTokens:
 
     def __init__(self, prompt_token_ids: Iterable[int]) -> None:
         unique = list(dict.fromkeys(prompt_token_ids))
-        self._places = {token_id: place for place, token_id in enumerate(unique)}
+        self._indices = {token_id: index for index, token_id in enumerate(unique)}
         self._ids = np.array(unique or [0], dtype=np.int64)
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -49,19 +49,19 @@ class SeenTokens:
 
     def copy(self) -> "SeenTokens":
         other = object.__new__(SeenTokens)
-        other._places = dict(self._places)
+        other._indices = dict(self._indices)
         other._ids, other._counts = self._ids.copy(), self._counts.copy()
         return other
 
     def count(self, token_id: int) -> None:
-        place = self._places.get(token_id)
-        if place is None:
-            place = self._places[token_id] = len(self._places)
-            if place == len(self._ids):
-                self._ids = np.resize(self._ids, 2 * place)
-                self._counts = np.resize(self._counts, 2 * place)
-            self._ids[place], self._counts[place] = token_id, 0
-        self._counts[place] += 1
+        index = self._indices.get(token_id)
+        if index is None:
+            index = self._indices[token_id] = len(self._indices)
+            if index == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * index)
+                self._counts = np.resize(self._counts, 2 * index)
+            self._ids[index], self._counts[index] = token_id, 0
+        self._counts[index] += 1
 
 
 class History:

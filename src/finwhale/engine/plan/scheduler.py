@@ -274,10 +274,10 @@ class Scheduler:
 
     def _add_block(self, prefix: PrefixIndex, sequence: SequenceState, end: int) -> None:
         """Add the block that ends at `end` to the prefix cache, with the state at its end."""
-        place = len(sequence.chain)
-        if place == len(sequence.keys):
+        number = len(sequence.chain)
+        if number == len(sequence.keys):
             prefix.extend_keys(sequence.keys, sequence.token_ids[:end], sequence.prefix_owner)
-        key = sequence.keys[place]
+        key = sequence.keys[number]
         block = prefix.add(sequence.chain, key, sequence.tables)
         # A request with the same prompt computes at least its last token, so it resumes before that
         # token. A longer prompt may contain this one and resume at its end.

@@ -69,7 +69,7 @@ class BatchBuilder:
             sequence = np.repeat(ordinal, plan.lengths)
         tables = [self.tables[slot] for slot in plan.slots]
         paged = [_pages_and_first([t[group.name] for t in tables]) for group in self.groups]
-        ids, places, rows, pending, sampled_rows, sequences, starts, *sent = send(
+        ids, sent_positions, rows, pending, sampled_rows, sequences, starts, *sent = send(
             self.device,
             token_ids,
             positions,
@@ -87,7 +87,7 @@ class BatchBuilder:
             inputs=StepInputs(
                 token_ids=ids,
                 tokens=Tokens(
-                    positions=places,
+                    positions=sent_positions,
                     sequence=sequences,
                     query_start=starts,
                     max_len=max(ends),

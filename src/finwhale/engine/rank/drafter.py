@@ -100,22 +100,22 @@ class Drafter:
         hidden = self._head(inputs, forward.streams, following, self._cache, self._segments)
         assert plan.draft is not None
         propose, ends = plan.draft.propose, plan.ends
-        places = [place for place, count in enumerate(propose) if count]
-        if not places:
+        chunk_indices = [index for index, count in enumerate(propose) if count]
+        if not chunk_indices:
             return None
         assert chosen_M is not None
         last_B = self._last_rows(plan, chosen_M)
-        counts = [propose[place] for place in places]
-        max_len = max(ends[place] + propose[place] for place in places)
+        counts = [propose[index] for index in chunk_indices]
+        max_len = max(ends[index] + propose[index] for index in chunk_indices)
         out = chosen_M.new_zeros(max(counts), len(counts))
         self.confidences = []
         # One call of the head makes equally many drafts for all its chunks. Most steps need one.
         for count in sorted(set(counts)):
             group = [i for i, other in enumerate(counts) if other == count]
-            group_G, places_G = send(
+            group_G, chunk_indices_G = send(
                 self._device,
                 np.array(group, np.int64),
-                np.array([places[i] for i in group], np.int64),
+                np.array([chunk_indices[i] for i in group], np.int64),
             )
             last_G = last_B.index_select(0, group_G)
             rows_G = rows.index_select(0, last_G)
@@ -124,9 +124,9 @@ class Drafter:
                 hidden=hidden.index_select(0, rows_G),
                 newest_ids=chosen_M.index_select(0, last_G),
                 tokens=_one_each(positions_G, max_len),
-                tables={"window": _rows(inputs.tables["window"], places_G)},
+                tables={"window": _rows(inputs.tables["window"], chunk_indices_G)},
             )
-            slots = [plan.slots[places[i]] for i in group]
+            slots = [plan.slots[chunk_indices[i]] for i in group]
             choose = choose_drafts(self._sample, [settings[slot] for slot in slots], positions_G)
             drafts = self._head.draft(start, count, self._cache, self._segments, choose)
             for row, ids in zip(out, drafts.ids, strict=False):
@@ -158,8 +158,8 @@ class Drafter:
         if not most:
             return first_B
         steps = torch.arange(most, device=self._device)
-        places = (first_B[:, None] + steps).clamp_(max=len(chosen_M) - 1)
-        right = chosen_M[places] == expected_BK
+        indices = (first_B[:, None] + steps).clamp_(max=len(chosen_M) - 1)
+        right = chosen_M[indices] == expected_BK
         return first_B + right.cumprod(1).sum(1)
 
 
@@ -171,10 +171,10 @@ def _following(plan: StepPlan) -> NDArray[np.int64]:
     return ids
 
 
-def _rows(table: PageTable, places_B: Tensor) -> PageTable:
+def _rows(table: PageTable, indices_B: Tensor) -> PageTable:
     return PageTable(
-        table.pages.index_select(0, places_B),
-        table.first.index_select(0, places_B),
+        table.pages.index_select(0, indices_B),
+        table.first.index_select(0, indices_B),
         table.rows_per_page,
     )
 

@@ -129,24 +129,24 @@ class StaticInputs:
         versions = self._tables.versions(slots)
         if versions == held[:count]:
             return
-        places: list[int] = []
+        indices: list[int] = []
         values: list[int] = []
         for row, (new, old) in enumerate(zip(versions, held, strict=False)):
             if new is not old:
-                self._update(row, self._tables[slots[row]], places, values)
+                self._update(row, self._tables[slots[row]], indices, values)
         held[:count] = versions
-        if len(places) <= MAX_UPDATES:
-            words = pinned.write_updates(places, values)
+        if len(indices) <= MAX_UPDATES:
+            words = pinned.write_updates(indices, values)
             updates = self._updates[: len(words)]
             updates.copy_(words, non_blocking=True)
             where, what = _cut_updates(updates)
         else:
             where, what = send(
-                self._page_device.device, np.array(places, np.int64), np.array(values, np.int32)
+                self._page_device.device, np.array(indices, np.int64), np.array(values, np.int32)
             )
         self._page_device.index_copy_(0, where, what)
 
-    def _update(self, row: int, tables: BlockTables, places: list[int], values: list[int]) -> None:
+    def _update(self, row: int, tables: BlockTables, indices: list[int], values: list[int]) -> None:
         """Append the changes of a row's tables: indices of words in the block, and values."""
         held = self._device_tables[row]
         for group, table in enumerate(tables.values()):
@@ -154,15 +154,15 @@ class StaticInputs:
             if version is table.version:
                 continue
             pages = table.pages
-            at, first_at = self._layout.place(group, row, len(pages))
+            at, first_at = self._layout.offsets(group, row, len(pages))
             begin = 0
             if before is table and first == table.first:
                 # Pages in the middle of a table never change.
                 begin = length
             else:
-                places.append(first_at)
+                indices.append(first_at)
                 values.append(table.first)
-            places.extend(range(at + begin, at + len(pages)))
+            indices.extend(range(at + begin, at + len(pages)))
             values.extend(pages[begin:])
             held[group] = (table.version, table, table.first, len(pages))
 
@@ -217,11 +217,11 @@ class _PinnedCopy:
         elif plan.pending_rows:
             self._source[np.flatnonzero(self._ids[:count] == PENDING)] = plan.pending_rows
 
-    def write_updates(self, places: list[int], values: list[int]) -> Tensor:
+    def write_updates(self, indices: list[int], values: list[int]) -> Tensor:
         """Write page updates; returns the words, which `_cut_updates` splits."""
-        words = self._updates[: 3 * len(places)]
+        words = self._updates[: 3 * len(indices)]
         where, what = _cut_updates(words)
-        where.numpy()[:] = places
+        where.numpy()[:] = indices
         what.numpy()[:] = values
         return words
 
@@ -239,7 +239,7 @@ class _PageLayout:
         self._row = sum(self._widths)
         self.words = self._before + num_seqs * self._row
         starts = accumulate(self._widths[:-1], initial=self._before)
-        self._places = [
+        self._offsets = [
             (at, group * self._firsts, width)
             for group, (at, width) in enumerate(zip(starts, self._widths, strict=True))
         ]
@@ -250,9 +250,9 @@ class _PageLayout:
         rows = block[self._before :].view(self._num_seqs, self._row)
         return list(rows.split(self._widths, dim=1)), firsts
 
-    def place(self, group: int, row: int, num_pages: int) -> tuple[int, int]:
+    def offsets(self, group: int, row: int, num_pages: int) -> tuple[int, int]:
         """Index in the block of a row's pages in a group, and of its `first`."""
-        at, first, width = self._places[group]
+        at, first, width = self._offsets[group]
         assert num_pages <= width
         return at + row * self._row, first + row
 
