@@ -51,8 +51,8 @@ def chunks(server: RunningServer, path: str, **body: Any) -> list[dict[str, Any]
 def in_json(table: dict[int, Logprob], num_top: int) -> dict[str, Any]:
     return {
         str(i): {"logprob": e.logprob, "rank": e.rank, "decoded_token": e.decoded_token}
-        for place, (i, e) in enumerate(table.items())
-        if place == 0 or e.rank <= num_top
+        for index, (i, e) in enumerate(table.items())
+        if index == 0 or e.rank <= num_top
     }
 
 
@@ -203,17 +203,17 @@ def test_echo_with_logprobs(server: RunningServer, demo_llm: LLM) -> None:
             assert "".join(found.tokens or []) == choice.text
             assert len(found.token_logprobs) == len(ids) + max_tokens
             assert found.token_logprobs[0] is None and found.top_logprobs[0] is None  # type: ignore[index]
-            for place, table in enumerate(tables[: len(ids) + max_tokens]):
-                assert found.text_offset[place] == len("".join(found.tokens[:place]))  # type: ignore[index]
+            for index, table in enumerate(tables[: len(ids) + max_tokens]):
+                assert found.text_offset[index] == len("".join(found.tokens[:index]))  # type: ignore[index]
                 if table is not None:
-                    assert found.token_logprobs[place] == next(iter(table.values())).logprob
+                    assert found.token_logprobs[index] == next(iter(table.values())).logprob
                     own = next(iter(table.values()))
                     best = {
                         e.decoded_token: e.logprob
                         for e in table.values()
                         if e.rank <= 2 or e is own
                     }
-                    assert found.top_logprobs[place] == best  # type: ignore[index]
+                    assert found.top_logprobs[index] == best  # type: ignore[index]
         streamed: list[dict[str, list[Any]]] = [{} for _ in made.choices]
         texts = [""] * 4
         for chunk in client.completions.create(**options, max_tokens=max_tokens, stream=True):

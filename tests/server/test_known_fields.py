@@ -111,12 +111,12 @@ def test_an_unknown_field_is_refused_at_every_depth(server: RunningServer) -> No
         status, headers, answer = post(server, path, good)
         assert status == 200, answer
         assert "finwhale-ignored" not in headers
-        places = objects(good)
-        assert len(places) > 1
-        for place in places:
-            for name in ("nonsense", "wo_eos") if place else ("nonsense",):
-                status, _, answer = post(server, path, changed(good, place, {name: 1}))
-                where = ".".join(str(step) for step in (*place, name))
+        json_paths = objects(good)
+        assert len(json_paths) > 1
+        for json_path in json_paths:
+            for name in ("nonsense", "wo_eos") if json_path else ("nonsense",):
+                status, _, answer = post(server, path, changed(good, json_path, {name: 1}))
+                where = ".".join(str(step) for step in (*json_path, name))
                 assert status == 400, (path, where)
                 assert answer["error"]["message"] == f"unknown parameter: {where}"
                 if "param" in answer["error"]:
@@ -167,8 +167,8 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 def test_what_the_model_cannot_read_is_refused_by_name(start: Callable[..., RunningServer]) -> None:
     # --lenient is about fields, not about these.
     server = start(lenient=True)
-    for path, place, change, wanted in CASES:
-        status, _, answer = post(server, path, changed(GOOD[path], place, change))
+    for path, json_path, change, wanted in CASES:
+        status, _, answer = post(server, path, changed(GOOD[path], json_path, change))
         assert status == 400 and wanted in answer["error"]["message"], (wanted, answer)
 
 
@@ -178,14 +178,16 @@ def test_lenient_reports_unknown_fields(
     server = start(lenient=True)
     for path, good in GOOD.items():
         body = good
-        for place in objects(good):
-            body = changed(body, place, {"wo_eos": 1})
+        for json_path in objects(good):
+            body = changed(body, json_path, {"wo_eos": 1})
         status, headers, answer = post(server, path, body)
         assert status == 200, answer
         assert "wo_eos" in headers["finwhale-ignored"].split(",")
-        places = {".".join(str(s) for s in (*place, "wo_eos")) for place in objects(good)}
-        if len(places) <= known_fields.MAX_NAMED:
-            assert set(headers["finwhale-ignored"].split(",")) == places
+        json_paths = {
+            ".".join(str(s) for s in (*json_path, "wo_eos")) for json_path in objects(good)
+        }
+        if len(json_paths) <= known_fields.MAX_NAMED:
+            assert set(headers["finwhale-ignored"].split(",")) == json_paths
     named = [
         vars(r)["fields"] for r in caplog.records if r.message == "ignored fields of a request"
     ]

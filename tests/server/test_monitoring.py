@@ -106,11 +106,11 @@ def test_the_dashboard_and_the_alerts_name_what_exists(start: Callable[..., Runn
     samples = scrape(server)
     assert value(server, "finwhale_grammar_compile_seconds_count") == 1
     assert value(server, 'finwhale_refusals_total{reason="invalid_value"}') == 1
-    for place, expression in expressions():
+    for title, expression in expressions():
         try:
             check(expression, samples)
         except AssertionError as error:
-            pytest.fail(f"{place}: {error}")
+            pytest.fail(f"{title}: {error}")
     for wrong in (
         "finwhale_no_such_metric", "sum by (nothing) (finwhale_running)", "1 + 2",
         'finwhale_running{kind="c4"}', 'finwhale_refusals_total{reason=~"timeout|nothing"}',
@@ -133,14 +133,14 @@ def test_the_form_of_the_dashboard_and_the_alerts() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 20
-    places: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for panel in panels:
         at = panel["gridPos"]
         cells = {
             (at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])
         }  # fmt: skip
-        assert not cells & places and at["x"] + at["w"] <= 24, panel["title"]
-        places |= cells
+        assert not cells & occupied and at["x"] + at["w"] <= 24, panel["title"]
+        occupied |= cells
     for group in yaml.safe_load(ALERTS.read_text())["groups"]:
         for rule in group["rules"]:
             assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}

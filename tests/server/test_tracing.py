@@ -167,8 +167,8 @@ def test_spans_of_a_request(
     assert root.trace_id.hex() != TRACE and not root.parent_span_id
     assert attributes(root)["gen_ai.operation.name"] == "text_completion"
     spans = collector.children(root)
-    places = [(attributes(span)["finwhale.prompt.index"], span.name) for span in spans]
-    assert sorted(places) == [(i, name) for i in (0, 1) for name in ("decode", "prefill", "queue")]
+    named = [(attributes(span)["finwhale.prompt.index"], span.name) for span in spans]
+    assert sorted(named) == [(i, name) for i in (0, 1) for name in ("decode", "prefill", "queue")]
 
     # The server sends no trace of an unsampled request or of a health check.
     _, unsampled = post(server, "/v1/completions", ASK, traceparent=traceparent[:-1] + "0")

@@ -140,8 +140,8 @@ def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
     quotes = np.flatnonzero(chars == ord('"'))
     if b"\\" in text:
         # A quote that follows an odd number of backslashes does not end its string.
-        places = np.arange(len(chars), dtype=np.int32)
-        others = np.maximum.accumulate(np.where(chars == ord("\\"), -1, places))
+        indices = np.arange(len(chars), dtype=np.int32)
+        others = np.maximum.accumulate(np.where(chars == ord("\\"), -1, indices))
         slashes = np.where(quotes > 0, quotes - 1 - others[quotes - 1], 0)
         quotes = quotes[slashes % 2 == 0]
     toggles = np.zeros(len(chars), np.bool_)

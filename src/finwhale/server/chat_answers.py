@@ -52,7 +52,7 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
     choices = []
     for index, response in enumerate(responses):
         choices.append(_numbered(response["choices"][0], index))
-        _Reasoning(request.options).place(choices[-1])
+        _Reasoning(request.options).move(choices[-1])
         _name_reasoning(choices[-1]["message"])
         if request.options.token_ids:
             choices[-1]["token_ids"] = answers.token_ids[index]
@@ -107,7 +107,7 @@ async def _chat_events(
             if usage is not None:
                 usages.append(usage)
             (choice,) = chunk["choices"]
-            if not reasoning[index].place(choice):
+            if not reasoning[index].move(choice):
                 continue
             _numbered(choice, index)
             _name_reasoning(choice["delta"])
@@ -146,7 +146,7 @@ class _Reasoning:
         self._open = False  # whether the content has reasoning whose end is not marked yet
         self._held = ""
 
-    def place(self, choice: dict[str, Any]) -> bool:
+    def move(self, choice: dict[str, Any]) -> bool:
         """Changes a whole choice, or one of a stream; returns whether it has to be sent."""
         options = self._options
         separate = options.separate_reasoning
@@ -183,8 +183,8 @@ def prompt_logprobs(
         if table is None
         else {
             str(token_id): asdict(entry)
-            for place, (token_id, entry) in enumerate(table.items())
-            if place == 0 or entry.rank <= num_top
+            for index, (token_id, entry) in enumerate(table.items())
+            if index == 0 or entry.rank <= num_top
         }
         for table in tables
     ]

@@ -295,9 +295,9 @@ class _Choice:
             if table is not None:
                 top = {}
                 ranked = sorted(table.items(), key=lambda item: item[1].rank)
-                for place, (i, entry) in enumerate(ranked):
+                for index, (i, entry) in enumerate(ranked):
                     # As in OpenAI's API, the token itself is there, too.
-                    if place < num_top or i == token_id:
+                    if index < num_top or i == token_id:
                         # Several tokens may have the same text. Keep the most likely one.
                         top.setdefault(self._spelling(i), entry.logprob)
             found["tokens"].append(self._spelling(token_id))

@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 
 from finwhale.server.errors import ApiError
 
-_Place = tuple[str | int, ...]
+_Path = tuple[str | int, ...]
 
 
 def validation_error(error: RequestValidationError) -> ApiError:
@@ -20,16 +20,16 @@ def validation_error(error: RequestValidationError) -> ApiError:
     loc, kind = errors[0]["loc"], errors[0]["type"]
     if kind == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    ranked: list[tuple[tuple[int, bool, int], _Place, str]] = []
+    ranked: list[tuple[tuple[int, bool, int], _Path, str]] = []
     for one in errors:
         if one["loc"][:2] == loc[:2]:
-            place = _place(one["loc"], one["type"], error.body)
-            index = place[-1] if place and isinstance(place[-1], int) else 0
-            rank = (len(place), not one["type"].endswith("_type"), index)
-            ranked.append((rank, place, str(one["msg"])))
+            path = _path(one["loc"], one["type"], error.body)
+            index = path[-1] if path and isinstance(path[-1], int) else 0
+            rank = (len(path), not one["type"].endswith("_type"), index)
+            ranked.append((rank, path, str(one["msg"])))
     best = max(rank for rank, _, _ in ranked)
-    place = next(place for rank, place, _ in ranked if rank == best)
-    where = ".".join(map(str, place))
+    path = next(path for rank, path, _ in ranked if rank == best)
+    where = ".".join(map(str, path))
     if kind == "extra_forbidden":
         message = f"unknown parameter: {where}"
         return ApiError(400, message, code="unknown_parameter", param=where)
@@ -39,8 +39,8 @@ def validation_error(error: RequestValidationError) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=where or None)
 
 
-def _place(loc: _Place, kind: str, body: Any) -> _Place:
-    """Where a body is wrong: pydantic's place, without the types that it has tried."""
+def _path(loc: _Path, kind: str, body: Any) -> _Path:
+    """Where a body is wrong: pydantic's path, without the types that it has tried."""
     origin, *parts = loc
     if origin != "body":
         return tuple(parts)
