@@ -260,8 +260,8 @@ class DSparkHead(nn.Module):
         ids = torch.full_like(anchors.labels, self.head_config.noise_token_id)
         ids[:, 0] = batch.tokens.flatten()[anchors.at]
         ids = ids.flatten()
-        place = anchors.at[:, None] % T + torch.arange(G, device=ids.device)
-        angles = self.rope.cos[place.flatten()], self.rope.sin[place.flatten()]
+        positions = anchors.at[:, None] % T + torch.arange(G, device=ids.device)
+        angles = self.rope.cos[positions.flatten()], self.rope.sin[positions.flatten()]
         x = F.embedding(ids, embed).to(self.dtype)
         streams = x.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         loads = []
@@ -287,7 +287,7 @@ class DSparkHead(nn.Module):
         return Drafted(hidden.unflatten(0, (J, G)), logits.unflatten(0, (J, G)), torch.stack(loads))
 
     def markov(self, drafted: Drafted, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [J, G, V] and confidence logits [J, G], given the token before each place.
+        """Logits [J, G, V] and confidence logits [J, G], given the token before each position.
 
         before: [J, G]; its first column is the anchor.
         """

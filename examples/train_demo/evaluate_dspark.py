@@ -4,12 +4,12 @@
 
 --model is a checkpoint with a DSpark head that stands alone (export_dspark.py), --mtp the same
 base model with its MTP layer. Finwhale's engine continues held-out texts, drafting with MTP. The
-engine chooses argmax(logits / temperature + G), where the noise G is a function of (seed, place,
+engine chooses argmax(logits / temperature + G), where the noise G is a function of (seed, position,
 token). The head drafts over the same text: with the same noise, argmax(its logits / temperature +
 G), and for comparison its likeliest token. A draft is accepted if it is the text's token.
 
-A temperature for each place of a block is fitted to the confidences' logits on half of the texts;
-the tables of confidences come from the other half.
+A temperature for each position of a block is fitted to the confidences' logits on half of the
+texts; the tables of confidences come from the other half.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def continued(llm: LLM, source: str, prompts: list[list[int]], temperature: floa
     ]
 
 
-def noise_of(places: Tensor, seed: int, vocabulary: int) -> Tensor:
-    """The engine's noise [..., V] for the draws of tokens at places [...] of the continuation."""
-    flat = places.flatten()
+def noise_of(positions: Tensor, seed: int, vocabulary: int) -> Tensor:
+    """The engine's noise [..., V] of the draws at positions [...] of the continuation."""
+    flat = positions.flatten()
     seeds = torch.full_like(flat, seed)
     noise: Tensor = gumbel(seeds, torch.zeros_like(flat), flat, vocabulary)
-    return noise.view(*places.shape, vocabulary)
+    return noise.view(*positions.shape, vocabulary)
 
 
 @torch.no_grad()
@@ -117,8 +117,8 @@ def trial(model: DemoModel, head: DSparkHead, text: Text, seed: int) -> Trial | 
     newest = tokens[0, columns]
     noise = None
     if text.temperature:
-        places = columns[:, None] + torch.arange(1, block + 1, device=device)
-        noise = noise_of(places - text.num_prompt, seed, model.config.vocab_size)
+        positions = columns[:, None] + torch.arange(1, block + 1, device=device)
+        noise = noise_of(positions - text.num_prompt, seed, model.config.vocab_size)
     drafts, confidence = head.propose(drafted, newest, text.temperature, noise)
     likeliest, _ = head.propose(drafted, newest, 0.0, None)
 
@@ -156,10 +156,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return result
 
 
-def pairs(trials: list[Trial], place: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and outcomes of the drafts at a place whose predecessors were all accepted."""
-    logits = np.concatenate([t.confidence[:, place] for t in trials])
-    outcome = np.concatenate([t.accepted[:, place] for t in trials])
+def pairs(trials: list[Trial], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and outcomes of the drafts at position k whose predecessors were all accepted."""
+    logits = np.concatenate([t.confidence[:, k] for t in trials])
+    outcome = np.concatenate([t.accepted[:, k] for t in trials])
     return logits[outcome >= 0], outcome[outcome >= 0]
 
 

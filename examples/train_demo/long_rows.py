@@ -61,8 +61,8 @@ class LongRows:
             if prose:
                 document = self.prose[(at + len(parts)) % len(self.prose)]
             else:
-                place = np.searchsorted(self.cumulative, self.rng.random())
-                document = self.chats[min(int(place), len(self.chats) - 1)]
+                index = np.searchsorted(self.cumulative, self.rng.random())
+                document = self.chats[min(int(index), len(self.chats) - 1)]
             parts.append(self.tokens_of(int(document), not parts))
             total += len(parts[-1])
         return np.concatenate(parts)[:size]

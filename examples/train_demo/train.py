@@ -123,7 +123,7 @@ def hash_table(corpus: Corpus, config: DemoConfig) -> Tensor:
 
 
 def labels_of(tokens: Tensor, doc: Tensor, shift: int) -> Tensor:
-    """[B, T]: the token `shift` places on, or -100 where it is padding or of another document."""
+    """[B, T]: the token `shift` positions on; -100 where it is padding or of another document."""
     labels = torch.full_like(tokens, -100)
     same = (doc[:, shift:] == doc[:, :-shift]) & (tokens[:, shift:] != PAD)
     labels[:, :-shift] = torch.where(same, tokens[:, shift:], -100)

@@ -8,7 +8,7 @@ anchors of the row. In the second part the head's own weights and activations ar
 
 Loss (arXiv 2607.05147): 0.1 cross-entropy to the text + 0.9 L1 distance to the model's
 distribution (twice the total variation) + 1.0 confidence, which is the binary cross-entropy to the
-probability of acceptance, 1 - L1 / 2. Place k = 1, 2, ... of a block weighs e^(-(k-1)/4).
+probability of acceptance, 1 - L1 / 2. Position k = 1, 2, ... of a block weighs e^(-(k-1)/4).
 
 The checkpoint is written every --save-seconds, on SIGTERM and at the end: the head's tensors as
 dspark.safetensors, and config.json. `state.pt` in --state resumes an interrupted run.
@@ -85,7 +85,7 @@ class Judged:
     def accepted_lengths(self) -> tuple[Tensor, Tensor]:
         """[J] expected tokens of a step at temperature 1 and 0, the model's own included.
 
-        The drafts before a place are those of the text.
+        The drafts before a position are those of the text.
         """
         sampled = (self.acceptance * self.valid).cumprod(-1).sum(-1)
         agree = self.logits.argmax(-1) == self.target.argmax(-1)
@@ -100,8 +100,8 @@ def judge(
     block = head.head_config.block_size
     before = torch.cat((tokens[anchors.at][:, None], anchors.labels[:, :-1].clamp(min=0)), 1)
     logits, confidence = head.markov(drafted, before)
-    places = anchors.at[:, None] + torch.arange(block, device=tokens.device)
-    hidden = features.hidden[places.clamp(max=len(tokens) - 1)]
+    indices = anchors.at[:, None] + torch.arange(block, device=tokens.device)
+    hidden = features.hidden[indices.clamp(max=len(tokens) - 1)]
     target = F.linear(hidden, lm_head.to(hidden.dtype)).float()
     logits = logits.float()
     distance = (logits.softmax(-1) - target.softmax(-1)).abs().sum(-1)

@@ -230,14 +230,14 @@ def test_anchors_have_a_next_token_and_stay_in_their_document() -> None:
 
 
 def test_loss_is_the_published_one() -> None:
-    """Two places with equal and with disjoint distributions, in closed form."""
+    """Two positions with equal and with disjoint distributions, in closed form."""
     logits = torch.tensor([[[0.0, 0.0], [50.0, -50.0]]])
     target = torch.tensor([[[0.0, 0.0], [-50.0, 50.0]]])
     distance = (logits.softmax(-1) - target.softmax(-1)).abs().sum(-1)
     labels, confidence = torch.tensor([[1, 0]]), torch.zeros(1, 2)
     judged = train_dspark.Judged(logits, target, confidence, labels, distance)
     losses = train_dspark.losses_of(judged)
-    share = 1 / (1 + np.exp(-0.25))  # of the first place
+    share = 1 / (1 + np.exp(-0.25))  # of the first position
     assert losses.l1.item() == pytest.approx(2 * (1 - share))
     assert losses.cross_entropy.item() == pytest.approx(np.log(2) * share)
     assert losses.confidence.item() == pytest.approx(np.log(2))
