@@ -47,10 +47,10 @@ BOUNDED = {
     ("moe.dispatch_triton._order_many_kernel", "order_ptr"),
     ("moe.dispatch_triton._order_many_kernel", "blocks_ptr"),
     # Blocks hold rows of pairs and the number of an expert, which is below 2^10.
-    ("moe.experts_hopper._gate_up_kernel", "unit_ptr"),
-    ("moe.experts_hopper._down_kernel", "unit_ptr"),
-    ("moe.experts_triton._gate_up_kernel", "unit_ptr"),
-    ("moe.experts_triton._down_kernel", "unit_ptr"),
+    ("moe.experts_hopper._gate_up_kernel", "row_scale_ptr"),
+    ("moe.experts_hopper._down_kernel", "row_scale_ptr"),
+    ("moe.experts_triton._gate_up_kernel", "row_scale_ptr"),
+    ("moe.experts_triton._down_kernel", "row_scale_ptr"),
 }
 
 # Its epochs wrap by design, and addresses of peers' memory are numbers to the analysis. A call has

@@ -106,8 +106,8 @@ def _load_weights(
 
     The barrier waits for these bytes and for those that `_load_rows` copies.
     """
-    x_desc, scale_desc, w_desc, steps_desc = descs
-    _, _, w_ring, steps_ring, full, _ = rings
+    x_desc, scale_desc, w_desc, exponent_bits_desc = descs
+    _, _, w_ring, exponent_bits_ring, full, _ = rings
     height: gl.constexpr = x_desc.block_type.shape[0]
     size: gl.constexpr = scale_desc.block_type.shape[1] * 4 + GROUPS * (64 * 64 + 64 * 4)
     ready = full.index(slot)
@@ -117,7 +117,9 @@ def _load_weights(
         weight_slot = slot * GROUPS + group
         at = chunk + group * blocks
         tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(weight_slot))
-        tma.async_copy_global_to_shared(steps_desc, [at, 0], ready, steps_ring.index(weight_slot))
+        tma.async_copy_global_to_shared(
+            exponent_bits_desc, [at, 0], ready, exponent_bits_ring.index(weight_slot)
+        )
 
 
 @gluon.jit
@@ -213,12 +215,12 @@ def _multiply(
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """w x^T before the rows' factors (`unit`): one total per part of WIDTH columns.
+    """w x^T before the rows' scales (`row_scale`): one total per part of WIDTH columns.
 
     Also returns the ring's next slot and phase. The tensor cores sum over 128 values; these sums
     are added in float32.
     """
-    x_ring, scale_ring, w_ring, steps_ring, full, empty = rings
+    x_ring, scale_ring, w_ring, exponent_bits_ring, full, empty = rings
     operand: gl.constexpr = gl.DotOperandLayout(0, mma(_size(WIDTH, GROUPS, 0)), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     totals = ()
@@ -227,8 +229,8 @@ def _multiply(
     for _ in range(blocks):
         mbarrier.wait(full.index(slot), phase)
         weight_slot = slot * GROUPS + GROUP
-        steps = steps_ring.index(weight_slot)._reinterpret(gl.int32, [64], plain)
-        a = decode(w_ring.index(weight_slot), steps, operand)
+        exponent_bits = exponent_bits_ring.index(weight_slot)._reinterpret(gl.int32, [64], plain)
+        a = decode(w_ring.index(weight_slot), exponent_bits, operand)
         x = x_ring.index(slot)
         scale = scale_ring.index(slot)._reinterpret(gl.float32, [max(COLUMNS, 32)], plain)
         added = ()
@@ -265,7 +267,7 @@ def _to_odd(x):
 
 
 @gluon.jit
-def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
+def _store_hidden(total, hidden, row_scale_ptr, first, end, row, limit):
     """Store 32 hidden values of each pair, times its routing weight.
 
     The rows of `total` alternate: eight of w1, then eight of w3.
@@ -273,8 +275,8 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
     hidden_ptr, order_ptr, weights_ptr, inner = hidden
     MMA: gl.constexpr = total.type.layout
     columns: gl.constexpr = total.shape[1]
-    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
-    total *= gl.expand_dims(unit, 1)
+    row_scale = gl.load(row_scale_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
+    total *= gl.expand_dims(row_scale, 1)
     result = swiglu(total, limit)
     # These warps have not waited for the previous kernel, so bypass L1, as in `_block`.
     pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
@@ -290,13 +292,13 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
 
 
 @gluon.jit
-def _store_out(total, out, unit_ptr, first, end, row, limit):
+def _store_out(total, out, row_scale_ptr, first, end, row, limit):
     """Store 64 output values of each pair, in the pair's row."""
     out_ptr, order_ptr, width = out
     MMA: gl.constexpr = total.type.layout
     columns: gl.constexpr = total.shape[1]
-    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
-    total *= gl.expand_dims(unit, 1)
+    row_scale = gl.load(row_scale_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
+    total *= gl.expand_dims(row_scale, 1)
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(total.to(gl.bfloat16), layout)
     pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
@@ -317,7 +319,7 @@ def _opaque(x):
 def _columns(
     rings,
     results,
-    unit_ptr,
+    row_scale_ptr,
     first,
     end,
     row,
@@ -338,12 +340,12 @@ def _columns(
         totals, slot, phase = _multiply(
             rings, slot, phase, blocks, COLUMNS, WIDTH, STAGES, GROUPS, GROUP
         )
-        unit = unit_ptr + step * 64
+        tile_row_scale_ptr = row_scale_ptr + step * 64
         end = _opaque(end)
         first = _opaque(first)
         for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
             start = first + _first(WIDTH, GROUPS, p)
-            STORE(totals[p], results, unit, start, end, row + step, limit)
+            STORE(totals[p], results, tile_row_scale_ptr, start, end, row + step, limit)
 
 
 @gluon.constexpr_function
@@ -378,7 +380,7 @@ def _group(
     GROUP: gl.constexpr,
 ):
     """The work of four warps: multiply their rows by the columns of the block's pairs."""
-    rings, results, unit_ptr, first, end, row, blocks, limit = work
+    rings, results, row_scale_ptr, first, end, row, blocks, limit = work
     count = end - first
     last: gl.constexpr = _num_widths(COLUMNS, GROUPS) - 1
     # fmt: off
@@ -386,27 +388,27 @@ def _group(
         if (count > _width(COLUMNS, GROUPS, i - 1)) & (
             count <= _width(COLUMNS, GROUPS, i + (i == last))
         ):
-            _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+            _columns(rings, results, row_scale_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
                      _width(COLUMNS, GROUPS, i), TILES, STAGES, GROUPS, GROUP)
     # fmt: on
 
 
 @gluon.jit
 def _rings(descs, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
-    x_desc, scale_desc, w_desc, steps_desc = descs
+    x_desc, scale_desc, w_desc, exponent_bits_desc = descs
     x = ring(x_desc, STAGES, COLUMNS)
     scale = ring(scale_desc, STAGES, 1)
     w = ring(w_desc, STAGES * GROUPS, 64)
-    steps = ring(steps_desc, STAGES * GROUPS, 1)
+    exponent_bits = ring(exponent_bits_desc, STAGES * GROUPS, 1)
     full, empty = barriers(STAGES, GROUPS)
-    return x, scale, w, steps, full, empty
+    return x, scale, w, exponent_bits, full, empty
 
 
 @gluon.jit
 def _run(
     descs,
     results,
-    unit_ptr,
+    row_scale_ptr,
     first,
     end,
     tiles,
@@ -423,9 +425,9 @@ def _run(
 ):
     row = gl.program_id(0) * GROUPS * TILES
     tile = expert * tiles + row
-    unit_ptr += tile * 64
+    row_scale_ptr += tile * 64
     rings = _rings(descs, COLUMNS, STAGES, GROUPS)
-    work = rings, results, unit_ptr, first, end, row, blocks, limit
+    work = rings, results, row_scale_ptr, first, end, row, blocks, limit
     load = descs, rings, first, end - first, tile, blocks
     if GROUPS == 4:
         gl.warp_specialize(
@@ -479,10 +481,10 @@ def _gate_up_kernel(
     x_desc,
     scale_desc,
     w_desc,
-    steps_desc,
+    exponent_bits_desc,
     order_ptr,
     blocks_ptr,
-    unit_ptr,
+    row_scale_ptr,
     weights_ptr,
     hidden_ptr,
     D,
@@ -500,9 +502,9 @@ def _gate_up_kernel(
     expert, first, end = _block(blocks_ptr)
     if expert >= 0:
         _run(
-            (x_desc, scale_desc, w_desc, steps_desc),
+            (x_desc, scale_desc, w_desc, exponent_bits_desc),
             (hidden_ptr, order_ptr, weights_ptr, I),
-            unit_ptr,
+            row_scale_ptr,
             gl.multiple_of(first, 8),
             end,
             I // 32,
@@ -526,10 +528,10 @@ def _down_kernel(
     x_desc,
     scale_desc,
     w_desc,
-    steps_desc,
+    exponent_bits_desc,
     order_ptr,
     blocks_ptr,
-    unit_ptr,
+    row_scale_ptr,
     out_ptr,
     D,
     I,  # noqa: E741
@@ -545,9 +547,9 @@ def _down_kernel(
     expert, first, end = _block(blocks_ptr)
     if expert >= 0:
         _run(
-            (x_desc, scale_desc, w_desc, steps_desc),
+            (x_desc, scale_desc, w_desc, exponent_bits_desc),
             (out_ptr, order_ptr, D),
-            unit_ptr,
+            row_scale_ptr,
             gl.multiple_of(first, 8),
             end,
             D // 64,
@@ -660,7 +662,7 @@ def launch(
 
 
 def _descriptors(
-    x: Tensor, scale: Tensor, w: Tensor, steps: Tensor, columns: int
+    x: Tensor, scale: Tensor, w: Tensor, exponent_bits: Tensor, columns: int
 ) -> tuple[TensorDescriptor, ...]:
     # Rows of x in a box: with 128 columns, 96 columns are three boxes of 32.
     height = 32 if columns == 128 else min(columns, 64)
@@ -669,7 +671,7 @@ def _descriptors(
         TensorDescriptor.from_tensor(
             scale, [1, max(columns, 32)], WORDS
         ),  # 128 bytes: a tile's unit
-        *weight_descriptors(w, steps),
+        *weight_descriptors(w, exponent_bits),
     )
 
 
@@ -723,13 +725,13 @@ def _gate_up(
     after all kernels before it have ended.
     """
     width, inner = x_PD.shape[1], hidden_PI.shape[1]
-    w13, steps13, unit13 = w.gate_up()
+    w13, exponent_bits13, row_scale13 = w.gate_up()
     groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
     _gate_up_kernel[(programs, len(pairs.blocks))](
-        *_descriptors(x_PD, x_scale, w13, steps13, plan.block_rows),
+        *_descriptors(x_PD, x_scale, w13, exponent_bits13, plan.block_rows),
         pairs.order,
         pairs.blocks,
-        unit13,
+        row_scale13,
         weights_NK,
         hidden_PI,
         width,
@@ -753,13 +755,13 @@ def _down(
     Like `_gate_up`, the kernel reads the pairs' order and blocks before the previous kernel ends.
     """
     width, inner = each_NKD.shape[2], hidden_PI.shape[1]
-    w2, steps2, unit2 = w.down()
+    w2, exponent_bits2, row_scale2 = w.down()
     groups, tiles, programs = _cut(width // 64, plan.groups, down_steps(plan.down[0], inner))
     _down_kernel[(programs, len(pairs.blocks))](
-        *_descriptors(hidden_PI, hidden_scale, w2, steps2, plan.block_rows),
+        *_descriptors(hidden_PI, hidden_scale, w2, exponent_bits2, plan.block_rows),
         pairs.order,
         pairs.blocks,
-        unit2,
+        row_scale2,
         each_NKD,
         width,
         inner,

@@ -109,27 +109,31 @@ def _request(weights, rings, n, slot, LOAD: gl.constexpr):
 
     weights: the descriptors, the program's first block, and its number of blocks.
     """
-    w_desc, steps_desc, first, count = weights
-    w_ring, steps_ring, full = rings
+    w_desc, exponent_bits_desc, first, count = weights
+    w_ring, exponent_bits_ring, full = rings
     ready = full.index(slot)
     at = first + n * LOAD
     more = n * LOAD < count
     mbarrier.expect(ready, LOAD * (64 * 64 + 64 * 4), pred=more)
     tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(slot), pred=more)
-    tma.async_copy_global_to_shared(steps_desc, [at, 0], ready, steps_ring.index(slot), pred=more)
+    tma.async_copy_global_to_shared(
+        exponent_bits_desc, [at, 0], ready, exponent_bits_ring.index(slot), pred=more
+    )
 
 
 @gluon.jit
 def _start_product(rings, slot, j: gl.constexpr, x, k):
     """Start the product [64,8] of block j of a load and block k of the row."""
-    w_ring, steps_ring, _ = rings
+    w_ring, exponent_bits_ring, _ = rings
     operand: gl.constexpr = gl.DotOperandLayout(0, mma(_columns()), 4)
     each: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    load: gl.constexpr = steps_ring.shape[1]
-    steps = steps_ring.index(slot)._reinterpret(gl.int32, [load, 1, 64], each).index(j)
-    steps = steps._reinterpret(gl.int32, [64], plain)
-    a = decode(w_ring.index(slot).slice(j * 64, 64, 0), steps, operand)
+    load: gl.constexpr = exponent_bits_ring.shape[1]
+    exponent_bits = (
+        exponent_bits_ring.index(slot)._reinterpret(gl.int32, [load, 1, 64], each).index(j)
+    )
+    exponent_bits = exponent_bits._reinterpret(gl.int32, [64], plain)
+    a = decode(w_ring.index(slot).slice(j * 64, 64, 0), exponent_bits, operand)
     zero = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
     return warpgroup_mma(a, x.index(k).permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -188,7 +192,7 @@ def _start(weights, STAGES: gl.constexpr, LOAD: gl.constexpr):
     There is always room for `_most_held` blocks of the row. So the shared memory of a program
     depends on its ring alone, as LOADS says.
     """
-    w_desc, steps_desc, _, _ = weights
+    w_desc, exponent_bits_desc, _, _ = weights
     bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=8, rank=2
     )
@@ -200,7 +204,7 @@ def _start(weights, STAGES: gl.constexpr, LOAD: gl.constexpr):
         mbarrier.init(full.index(slot), count=1)
     fence_async_shared()
     _barrier()
-    rings = ring(w_desc, STAGES, 64 * LOAD), ring(steps_desc, STAGES, LOAD), full
+    rings = ring(w_desc, STAGES, 64 * LOAD), ring(exponent_bits_desc, STAGES, LOAD), full
     for slot in gl.static_range(STAGES):
         _request(weights, rings, slot, slot, LOAD)
     return rings, (x, scales)
@@ -212,8 +216,8 @@ def _tiles(
     rings,
     row,
     x_ptr,
-    unit_ptr,
-    unit,
+    row_scale_ptr,
+    row_scale,
     result,
     TILES: gl.constexpr,
     STORE: gl.constexpr,
@@ -226,7 +230,7 @@ def _tiles(
 ):
     """Compute adjacent tiles.
 
-    unit: the factors of the first tile's rows, which were requested before the row was complete.
+    row_scale: of the first tile's rows, requested before the program's row was complete.
     HELD: blocks of the row that the program holds at a time.
     """
     _, _, full = rings
@@ -235,7 +239,7 @@ def _tiles(
     phase = 0
     values = _part_of_row(x_ptr, HELD)
     for i in range(TILES):
-        next_unit = _units(unit_ptr, gl.minimum(i + 1, TILES - 1))
+        next_row_scale = _row_scales(row_scale_ptr, gl.minimum(i + 1, TILES - 1))
         total = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
         for part in range(BLOCKS // HELD):
             if HELD < BLOCKS or i == 0:
@@ -249,14 +253,14 @@ def _tiles(
                 _request(weights, rings, n + STAGES, slot, LOAD)
                 n += 1
                 slot, phase = _after(slot, phase, STAGES)
-        STORE(total * gl.expand_dims(unit, 1), result, i)
-        unit = next_unit
+        STORE(total * gl.expand_dims(row_scale, 1), result, i)
+        row_scale = next_row_scale
 
 
 @gluon.jit
-def _units(unit_ptr, tile):
-    """The factors [64] of a tile's rows."""
-    return gl.load(unit_ptr + tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
+def _row_scales(row_scale_ptr, tile):
+    """The scales [64] of a tile's rows."""
+    return gl.load(row_scale_ptr + tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
 
 
 @gluon.jit
@@ -287,8 +291,8 @@ def _few_gate_up_kernel(
     stride_x,
     ids_ptr,
     w_desc,
-    steps_desc,
-    unit_ptr,
+    exponent_bits_desc,
+    row_scale_ptr,
     weights_ptr,
     hidden_ptr,
     limit,
@@ -312,12 +316,12 @@ def _few_gate_up_kernel(
     hidden_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 32
     if expert >= 0:
         tile = expert * gl.num_programs(0) + gl.program_id(0)
-        weights = w_desc, steps_desc, tile * BLOCKS, BLOCKS
+        weights = w_desc, exponent_bits_desc, tile * BLOCKS, BLOCKS
         rings, row = _start(weights, STAGES, LOAD)
-        unit = _units(unit_ptr, tile)
+        row_scale = _row_scales(row_scale_ptr, tile)
         result = hidden_ptr, gl.load(weights_ptr + pair), limit
         # fmt: off
-        _tiles(weights, rings, row, x_ptr, unit_ptr, unit, result, 1, _store_hidden,
+        _tiles(weights, rings, row, x_ptr, row_scale_ptr, row_scale, result, 1, _store_hidden,
                BLOCKS, HELD, STAGES, LOAD, TOP, LEAST)
         # fmt: on
 
@@ -327,8 +331,8 @@ def _few_down_kernel(
     hidden_ptr,
     ids_ptr,
     w_desc,
-    steps_desc,
-    unit_ptr,
+    exponent_bits_desc,
+    row_scale_ptr,
     out_ptr,
     TILES: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -351,13 +355,13 @@ def _few_down_kernel(
     out_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * (64 * TILES)
     if expert >= 0:
         tile = (expert * gl.num_programs(0) + gl.program_id(0)) * TILES
-        weights = w_desc, steps_desc, tile * BLOCKS, TILES * BLOCKS
+        weights = w_desc, exponent_bits_desc, tile * BLOCKS, TILES * BLOCKS
         rings, row = _start(weights, STAGES, LOAD)
-        unit_ptr += tile * 64
-        unit = _units(unit_ptr, 0)
+        row_scale_ptr += tile * 64
+        row_scale = _row_scales(row_scale_ptr, 0)
         wait_for_last(PDL)
         # fmt: off
-        _tiles(weights, rings, row, hidden_ptr, unit_ptr, unit, out_ptr, TILES,
+        _tiles(weights, rings, row, hidden_ptr, row_scale_ptr, row_scale, out_ptr, TILES,
                _store_out, BLOCKS, HELD, STAGES, LOAD, TOP, LEAST)
         # fmt: on
     else:
@@ -434,10 +438,10 @@ def launch(
     up, down = _launches(num_tokens, width, inner, topk, num_multiprocessors)
     hidden = torch.empty((num_tokens * topk, inner), dtype=torch.float32, device=x.device)
     grid, options = up
-    w13, steps13, unit13 = w.gate_up()
-    weights13 = (*weight_descriptors(w13, steps13, options["LOAD"]), unit13)
+    w13, exponent_bits13, row_scale13 = w.gate_up()
+    weights13 = (*weight_descriptors(w13, exponent_bits13, options["LOAD"]), row_scale13)
     _few_gate_up_kernel[grid](x, x.stride(0), ids, *weights13, weights, hidden, limit, **options)
     grid, options = down
-    w2, steps2, unit2 = w.down()
-    weights2 = (*weight_descriptors(w2, steps2, options["LOAD"]), unit2)
+    w2, exponent_bits2, row_scale2 = w.down()
+    weights2 = (*weight_descriptors(w2, exponent_bits2, options["LOAD"]), row_scale2)
     _few_down_kernel[grid](hidden, ids, *weights2, out, **options)

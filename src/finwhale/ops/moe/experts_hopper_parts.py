@@ -61,15 +61,15 @@ def _beside(a, b, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def decode(w_tile, steps_tile, LAYOUT: gl.constexpr):
+def decode(w_tile, exponent_bits_tile, LAYOUT: gl.constexpr):
     """Decode 128 values of 64 rows to E4M3, as the tensor cores' left operand."""
     w = gl.permute(gl.reshape(w_tile.load(LAYOUT), [64, 2, 32]), (0, 2, 1))
     left, right = gl.split(w)
     left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
     right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
-    steps = gl.expand_dims(steps_tile.load(gl.SliceLayout(1, LAYOUT)), 1)
-    a, c = _decode_group(left, steps & 0xFF, (steps >> 16) & 0xFF)
-    b, d = _decode_group(right, (steps >> 8) & 0xFF, (steps >> 24) & 0xFF)
+    exponent_bits = gl.expand_dims(exponent_bits_tile.load(gl.SliceLayout(1, LAYOUT)), 1)
+    a, c = _decode_group(left, exponent_bits & 0xFF, (exponent_bits >> 16) & 0xFF)
+    b, d = _decode_group(right, (exponent_bits >> 8) & 0xFF, (exponent_bits >> 24) & 0xFF)
     values = _beside(_beside(a, b, 64, LAYOUT), _beside(c, d, 64, LAYOUT), 128, LAYOUT)
     return values.to(gl.float8e4nv, bitcast=True)
 
@@ -108,16 +108,16 @@ def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 def weight_descriptors(
-    w: Tensor, steps: Tensor, blocks: int = 1
+    w: Tensor, exponent_bits: Tensor, blocks: int = 1
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Descriptors of tiled weights and their steps.
+    """Descriptors of tiled weights and their exponent bits.
 
     Args:
         blocks: number of adjacent blocks, each of 64 rows and 128 columns, in a box.
     """
     return (
         TensorDescriptor.from_tensor(w.view(-1, 64), [64 * blocks, 64], NIBBLES),
-        TensorDescriptor.from_tensor(steps.view(-1, 64), [blocks, 64], WORDS),
+        TensorDescriptor.from_tensor(exponent_bits.view(-1, 64), [blocks, 64], WORDS),
     )
 
 

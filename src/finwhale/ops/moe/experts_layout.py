@@ -2,8 +2,8 @@
 
 A weight enters the tensor cores as E4M3, exactly: each group's exponent is stored as its difference
 from the row's largest one, and E4M3 holds an FP4 value times 2^-11 to 2^0. The kernels look up four
-magnitudes at once in a table of eight bytes, to which they add the group's step. For that lookup,
-the bits within every 64 bytes are reordered. Loading converts the experts once, in place.
+magnitudes at once in a table of eight bytes, to which they add the group's exponent bits. For that
+lookup, the bits within every 64 bytes are reordered. Loading converts the experts once, in place.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -27,32 +27,33 @@ class TiledExperts(ExpertWeight):
     """FP4 weights after `tile_experts`, in the decoder's order.
 
     Attributes:
-        scale13, scale2: uint8 "steps" of the scales' shapes: 8 (11 - d), where d is the difference
-            between the row's largest exponent and the group's.
-        unit13, unit2: float32 [E,2I] and [E,D]: the factor of a row's decoded values.
+        scale13, scale2: uint8 of the scales' shapes: a group's exponent bits, 8 (11 - d), where d
+            is the difference between the row's largest exponent and the group's. The kernels add
+            them to the E4M3 bytes of the group's codes.
+        row_scale13, row_scale2: float32 [E,2I] and [E,D]: the factor of a row's decoded values.
     """
 
-    unit13: Tensor | None = None
-    unit2: Tensor | None = None
+    row_scale13: Tensor | None = None
+    row_scale2: Tensor | None = None
 
     def gate_up(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w13, its steps as words of four groups, and its units."""
-        assert self.scale13 is not None and self.unit13 is not None
-        return self.w13, self.scale13.view(torch.int32), self.unit13
+        """w13, its exponent bits as words of four groups, and its row scales."""
+        assert self.scale13 is not None and self.row_scale13 is not None
+        return self.w13, self.scale13.view(torch.int32), self.row_scale13
 
     def down(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w2, its steps as words of four groups, and its units."""
-        assert self.scale2 is not None and self.unit2 is not None
-        return self.w2, self.scale2.view(torch.int32), self.unit2
+        """w2, its exponent bits as words of four groups, and its row scales."""
+        assert self.scale2 is not None and self.row_scale2 is not None
+        return self.w2, self.scale2.view(torch.int32), self.row_scale2
 
 
 @triton.jit
-def _code_times(code, steps_down):
-    """The FP4 code, 0 to 7, that is nearest to a code's value times 2^-steps_down; ties to even."""
+def _code_times(code, down):
+    """The FP4 code, 0 to 7, that is nearest to a code's value times 2^-down; ties to even."""
     exponent = code >> 1
     mantissa = tl.where(code > 1, 2 + (code & 1), code)
     value = (mantissa << tl.where(code > 1, exponent - 1, 0)).to(tl.float32) * 0.5
-    value = value * tl.exp2(-steps_down.to(tl.float32))
+    value = value * tl.exp2(-down.to(tl.float32))
     found = (value > 0.25).to(tl.int32) + (value >= 0.75).to(tl.int32)
     found += (value > 1.25).to(tl.int32) + (value >= 1.75).to(tl.int32)
     found += (value > 2.5).to(tl.int32) + (value >= 3.5).to(tl.int32)
@@ -64,8 +65,8 @@ def _tile_kernel(
     w_ptr,
     scale_ptr,
     tiled_ptr,
-    steps_ptr,
-    unit_ptr,
+    exponent_bits_ptr,
+    row_scale_ptr,
     changed_ptr,
     K,
     rows,
@@ -87,7 +88,7 @@ def _tile_kernel(
     used = (tl.max(raw & 0x77, axis=2) > 0) & is_group
     largest = tl.max(tl.where(used, scale, 0), axis=1)
     below = largest[:, None] - scale
-    steps = 8 * (SPREAD - tl.where(used, tl.minimum(below, SPREAD), 0))
+    exponent_bits = 8 * (SPREAD - tl.where(used, tl.minimum(below, SPREAD), 0))
     # A byte of the result is 64 b + 4 i + t of its row: block b of 128 values, word i, byte t.
     t = target & 3
     start = (target & -64) + ((target >> 1) & 30)
@@ -118,10 +119,12 @@ def _tile_kernel(
     tiled_ptrs = tiled_ptr + (chunk * 64 + tile_row[:, None, None]) * 64 + target % 64
     tl.store(tiled_ptrs, tiled.to(tl.uint8), mask=mask)
     chunk = (tile * (K // 128))[:, None] + group[None, :] // 4
-    step_ptrs = steps_ptr + (chunk * 64 + tile_row[:, None]) * 4 + group[None, :] % 4
-    tl.store(step_ptrs, steps.to(tl.uint8), mask=is_group)
+    exponent_bits_ptrs = (
+        exponent_bits_ptr + (chunk * 64 + tile_row[:, None]) * 4 + group[None, :] % 4
+    )
+    tl.store(exponent_bits_ptrs, exponent_bits.to(tl.uint8), mask=is_group)
     bits = tl.where(largest == 255, 0x7FC00000, tl.maximum(largest - 6, 1) << 23)
-    tl.store(unit_ptr + tile * 64 + tile_row, bits.to(tl.float32, bitcast=True))
+    tl.store(row_scale_ptr + tile * 64 + tile_row, bits.to(tl.float32, bitcast=True))
     tl.store(changed_ptr + row, tl.sum(tl.sum(changed, axis=2), axis=1))
 
 
@@ -155,9 +158,9 @@ def tile_experts(w: ExpertWeight) -> tuple[TiledExperts, Tensor]:
     (groups of zeros do not count). Values of other groups are rounded to a step of 2^-12 of the
     largest group's. Returns the weights and the number of rounded values, an int64 on the device.
     """
-    unit13, changed13 = _tile(w.w13, w.scale13, paired=True)
-    unit2, changed2 = _tile(w.w2, w.scale2, paired=False)
-    tiled = TiledExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, unit13, unit2)
+    row_scale13, changed13 = _tile(w.w13, w.scale13, paired=True)
+    row_scale2, changed2 = _tile(w.w2, w.scale2, paired=False)
+    tiled = TiledExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, row_scale13, row_scale2)
     return tiled, changed13 + changed2
 
 
@@ -169,9 +172,9 @@ def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
         raise ValueError(
             f"weights must be contiguous, rows and values in a row multiples of 128, got {w.shape}"
         )
-    unit = torch.empty((experts, rows), dtype=torch.float32, device=w.device)
+    row_scale = torch.empty((experts, rows), dtype=torch.float32, device=w.device)
     changed = torch.empty((experts, rows), dtype=torch.int32, device=w.device)
-    tiled, steps = torch.empty_like(w[0]), torch.empty_like(scale[0])
+    tiled, exponent_bits = torch.empty_like(w[0]), torch.empty_like(scale[0])
     block_g = triton.next_power_of_2(row_bytes // 16)
     block_r = max(1, min(128, 256 // block_g))
     for e in range(experts):
@@ -179,8 +182,8 @@ def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
             w[e],
             scale[e],
             tiled,
-            steps,
-            unit[e],
+            exponent_bits,
+            row_scale[e],
             changed[e],
             row_bytes * 2,
             rows,
@@ -191,8 +194,8 @@ def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
             num_warps=4,
         )
         w[e] = tiled
-        scale[e] = steps
-    return unit, changed.sum()
+        scale[e] = exponent_bits
+    return row_scale, changed.sum()
 
 
 def check_inputs(

@@ -40,11 +40,14 @@ from finwhale.ops.rounding import MIN_AMAX
 
 
 @triton.jit
-def _decode(w, steps, ROWS: tl.constexpr):
-    """Decode 128 values of each row to two halves [ROWS,64]; w uint8 [ROWS,64], 4 steps per row."""
+def _decode(w, exponent_bits, ROWS: tl.constexpr):
+    """Decode 128 values of each row to two halves [ROWS,64]; w uint8 [ROWS,64].
+
+    exponent_bits: int32 [ROWS], a byte for each of a row's four groups.
+    """
     half = tl.arange(0, 2)
-    first = (steps[:, None] >> (8 * half)[None, :]) & 0xFF
-    second = (steps[:, None] >> (16 + 8 * half)[None, :]) & 0xFF
+    first = (exponent_bits[:, None] >> (8 * half)[None, :]) & 0xFF
+    second = (exponent_bits[:, None] >> (16 + 8 * half)[None, :]) & 0xFF
     w = w.to(tl.int32)
     words = tl.permute(tl.reshape(w, [ROWS, 16, 2, 2]), (0, 1, 3, 2))
     low, high = tl.split(words)
@@ -54,10 +57,10 @@ def _decode(w, steps, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _values(codes, steps, signs, ROWS: tl.constexpr):
-    """The values of codes with the steps of their groups, in bfloat16 [ROWS,64]."""
+def _values(codes, exponent_bits, signs, ROWS: tl.constexpr):
+    """The values of codes with the exponent bits of their groups, in bfloat16 [ROWS,64]."""
     codes = tl.reshape(codes, [ROWS, 2, 32])
-    byte = tl.where(codes == 1, 8, 8 + 4 * codes) + steps[:, :, None]
+    byte = tl.where(codes == 1, 8, 8 + 4 * codes) + exponent_bits[:, :, None]
     bits = tl.where(codes == 0, 0, (byte << 4) + (120 << 7))
     bits = tl.reshape(bits, [ROWS, 64]) | ((signs & 1) << 15)
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -68,7 +71,7 @@ def _product(
     x_desc,
     x_scale_ptr,
     w_desc,
-    steps_ptr,
+    exponent_bits_ptr,
     first,
     tile,
     blocks,
@@ -77,17 +80,19 @@ def _product(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """w x^T [ROWS,COLUMNS] before the rows' factors: sums over 128 values, added in float32.
+    """w x^T [ROWS,COLUMNS] before the rows' scales: sums over 128 values, added in float32.
 
     The rows start at 64 * tile, the columns at the row of pair `first`.
     """
     row = tl.arange(0, ROWS)
-    steps_ptrs = steps_ptr + (tile + row // 64).to(tl.int64) * blocks * 64 + row % 64
+    exponent_bits_ptrs = (
+        exponent_bits_ptr + (tile + row // 64).to(tl.int64) * blocks * 64 + row % 64
+    )
     scale_ptrs = x_scale_ptr + first + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in tl.range(0, blocks, num_stages=STAGES):
         w = tl.reshape(w_desc.load([tile, k, 0, 0]), [ROWS, 64])
-        a, b = _decode(w, tl.load(steps_ptrs + k * 64), ROWS)
+        a, b = _decode(w, tl.load(exponent_bits_ptrs + k * 64), ROWS)
         x0 = x_desc.load([first, k * 128])
         x1 = x_desc.load([first, k * 128 + 64])
         scale = tl.load(scale_ptrs + k * stride)
@@ -107,8 +112,8 @@ def _gate_up_kernel(
     order_ptr,
     blocks_ptr,
     w_desc,
-    steps_ptr,
-    unit_ptr,
+    exponent_bits_ptr,
+    row_scale_ptr,
     weights_ptr,
     hidden_ptr,
     hidden_scale_ptr,
@@ -137,7 +142,7 @@ def _gate_up_kernel(
             x_desc,
             x_scale_ptr,
             w_desc,
-            steps_ptr,
+            exponent_bits_ptr,
             first,
             tile,
             D // 128,
@@ -146,7 +151,7 @@ def _gate_up_kernel(
             BLOCK_N,
             STAGES,
         )
-        total *= tl.load(unit_ptr + tile * 64 + tl.arange(0, 2 * BLOCK_I))[:, None]
+        total *= tl.load(row_scale_ptr + tile * 64 + tl.arange(0, 2 * BLOCK_I))[:, None]
         both = tl.reshape(total, [BLOCK_I // 8, 2, 8, BLOCK_N])
         gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
         gate = tl.minimum(gate, limit)
@@ -174,8 +179,8 @@ def _down_kernel(
     order_ptr,
     blocks_ptr,
     w_desc,
-    steps_ptr,
-    unit_ptr,
+    exponent_bits_ptr,
+    row_scale_ptr,
     out_ptr,
     stride,
     D,
@@ -195,7 +200,7 @@ def _down_kernel(
             hidden_desc,
             hidden_scale_ptr,
             w_desc,
-            steps_ptr,
+            exponent_bits_ptr,
             first,
             tile,
             I // 128,
@@ -204,7 +209,7 @@ def _down_kernel(
             BLOCK_N,
             STAGES,
         )
-        total *= tl.load(unit_ptr + tile * 64 + tl.arange(0, BLOCK_D))[:, None]
+        total *= tl.load(row_scale_ptr + tile * 64 + tl.arange(0, BLOCK_D))[:, None]
         pair_row = first + tl.arange(0, BLOCK_N)
         pair = tl.load(order_ptr + pair_row, mask=pair_row < end, other=0).to(tl.int64)
         total = tl.trans(total)
