@@ -215,17 +215,17 @@ class PageManager:
         """Allocate the pages with numbers first..last, and earlier ones that the prefix cache keeps
         at the ends of blocks.
         """
-        shares = self.reclaimer is not None and group.tail_only
+        keeps_ends = self.reclaimer is not None and group.tail_only
         if not table.pages:
             table.trim_at = 0
-            table.first = start // group.tokens_per_page if shares else first
+            table.first = start // group.tokens_per_page if keeps_ends else first
         begin = table.end
         if group.keep is None:
             table.pages.extend(self._allocate(group) for _ in range(begin, last + 1))
             return
         # A step does not use the pages between those that it reads and those that it writes.
         wanted = set(range(max(begin, first), last + 1))
-        if shares:
+        if keeps_ends:
             wanted |= _at_block_ends(group, begin, end)
         table.pages.extend(
             self._allocate(group) if number in wanted else 0 for number in range(begin, last + 1)
@@ -305,7 +305,7 @@ def windowed_pages(
     group: PageGroup,
     max_num_seqs: int,
     max_step_tokens: int,
-    shares: bool = False,
+    prefix_caching: bool = False,
     drafts: bool = False,
 ) -> int:
     """Number of pages with which a windowed group never runs out of pages.
@@ -313,7 +313,7 @@ def windowed_pages(
     Args:
         max_num_seqs: number of running sequences.
         max_step_tokens: number of tokens of one step.
-        shares: the prefix cache also keeps pages at the ends of blocks.
+        prefix_caching: the prefix cache also keeps pages at the ends of blocks.
         drafts: sequences also have pages for a few tokens after those of a step.
     """
     assert group.keep is not None
@@ -327,7 +327,7 @@ def windowed_pages(
     if not group.tail_only:
         return 1 + max_num_seqs * (kept + 1) + -(-max_step_tokens // size) + more
     num_pages = 1 + max_num_seqs * 2 * kept + more
-    if shares:
+    if prefix_caching:
         num_blocks = max_num_seqs + max_step_tokens // group.block_tokens
         num_pages += num_blocks * pages_at_block_end(group)
     return num_pages

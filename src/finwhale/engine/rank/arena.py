@@ -72,14 +72,14 @@ class Arena:
         moved: dict[int, Tensor] = {}
         for tensor in tensors:
             old = tensor.untyped_storage()
-            size, place = old.nbytes(), old.data_ptr()
+            size, address = old.nbytes(), old.data_ptr()
             if not size:
                 continue
-            if place not in moved:
+            if address not in moved:
                 target = self.empty(size)
                 target.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(old))
-                moved[place] = target
-            target = moved[place]
+                moved[address] = target
+            target = moved[address]
             offset = int(target.storage_offset()) // tensor.itemsize + tensor.storage_offset()
             tensor.set_(target.untyped_storage(), offset, tensor.size(), tensor.stride())
             del old
