@@ -39,7 +39,7 @@ from finwhale.ops.attention.rotary_triton import rotation
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
-from finwhale.ops.linear.quantise_triton import e4m3_scale
+from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.paging import StepCache, Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
@@ -78,8 +78,8 @@ def _rope_tail(x, rotary_ptr, FIRST, C, R, SIGN: tl.constexpr, H: tl.constexpr, 
 def round_heads(x, H: tl.constexpr, X: tl.constexpr):
     """x [H,X] in bfloat16 -> (E4M3 of x / scale [H,X], scales [H,X/128]); see quantise_triton."""
     grouped = tl.reshape(x.to(tl.bfloat16).to(tl.float32), [H, X // 128, 128])
-    scale, inverse = e4m3_scale(tl.max(tl.abs(grouped), axis=2))
-    return tl.reshape((grouped * inverse[:, :, None]).to(tl.float8e4nv), [H, X]), scale
+    rounded, scale = round_e4m3(grouped, 2)
+    return tl.reshape(rounded, [H, X]), scale
 
 
 @triton.jit

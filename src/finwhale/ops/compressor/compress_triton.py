@@ -26,6 +26,7 @@ from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
@@ -37,16 +38,6 @@ SLICE = 64
 # log2 of the largest width of an index key.
 MAX_LOG2_WIDTH = tl.constexpr(9)
 MAX_SPREAD = tl.constexpr(keys_layout.MAX_SPREAD)
-
-
-@triton.jit
-def round_e4m3_groups(x):
-    """x [groups, values] -> E4M3 x / scale, and the bits of the groups' power-of-two scales."""
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
-    bits = (amax * (1.0 / 448.0)).to(tl.int32, bitcast=True)
-    scale_bits = (bits + 0x7FFFFF) & 0x7F800000
-    inverse = (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
-    return (x * inverse[:, None]).to(tl.float8e4nv), scale_bits
 
 
 @triton.jit
@@ -130,7 +121,7 @@ def _store_attention_row(
 ):
     columns = tl.arange(0, BLOCK_C)
     nope = tl.where(columns < C - R, row, 0.0)
-    rounded, scale_bits = round_e4m3_groups(tl.reshape(nope, [BLOCK_C // GROUP, GROUP]))
+    rounded, scale = round_e4m3(tl.reshape(nope, [BLOCK_C // GROUP, GROUP]), 1)
     rounded = tl.reshape(rounded, [BLOCK_C]).to(tl.uint8, bitcast=True)
     row_ptr = page_ptr + offset * (C + R)
     tl.store(row_ptr + columns, rounded, mask=columns < C - R)
@@ -139,7 +130,7 @@ def _store_attention_row(
     rope_offsets = columns - (C - R) + (C - R) // 2
     tl.store(rope_ptr + rope_offsets, row.to(tl.bfloat16), mask=(columns >= C - R) & (columns < C))
     groups = tl.arange(0, BLOCK_C // GROUP)
-    exponent = tl.where(groups * GROUP < C - R, scale_bits >> 23, 0)
+    exponent = tl.where(groups * GROUP < C - R, scale.to(tl.int32, bitcast=True) >> 23, 0)
     scale_ptr = page_ptr + ROWS_PER_PAGE * (C + R) + offset * SCALE_BYTES
     tl.store(scale_ptr + groups, exponent.to(tl.uint8), mask=groups < SCALE_BYTES)
 

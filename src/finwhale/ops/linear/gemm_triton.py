@@ -11,7 +11,7 @@ Legend: N tokens, K input width, M output width, G groups.
 import triton
 import triton.language as tl
 
-from finwhale.ops.linear.quantise_triton import clamped_swiglu, e4m3_scale, round_groups
+from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3, round_groups
 
 
 @triton.jit
@@ -223,9 +223,7 @@ def tile_kernel(
             if QUANTISED:
                 scale = tl.load(token_scales + step * stride_sk, mask=is_token, other=0.0)
             else:
-                x = x.to(tl.float32)
-                scale, inverse = e4m3_scale(tl.max(tl.abs(x), axis=1))
-                x = (x * inverse[:, None]).to(tl.float8e4nv)
+                x, scale = round_e4m3(x.to(tl.float32), 1)
             if TOKENS_FIRST:
                 total += tl.dot(x, tl.trans(weight)) * (scale * factor)[:, None]
             else:
@@ -233,9 +231,8 @@ def tile_kernel(
         else:
             if ROUND:
                 grouped = tl.reshape(x.to(tl.float32), [BLOCK_N, BLOCK_K // 128, 128])
-                scale, inverse = e4m3_scale(tl.max(tl.abs(grouped), axis=2))
-                grouped = (grouped * inverse[:, :, None]).to(tl.float8e4nv).to(tl.float32)
-                x = tl.reshape(grouped * scale[:, :, None], [BLOCK_N, BLOCK_K])
+                rounded, scale = round_e4m3(grouped, 2)
+                x = tl.reshape(rounded.to(tl.float32) * scale[:, :, None], [BLOCK_N, BLOCK_K])
             x = x.to(weight.dtype)
             total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
     if PARTS:

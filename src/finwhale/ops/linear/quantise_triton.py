@@ -25,20 +25,19 @@ SCALE_ALIGNMENT = 4  # float32 values in 16 bytes, the alignment of a bulk copy 
 
 
 @triton.jit
-def e4m3_scale(amax):
-    """(scale, 1 / scale), both exact powers of two; any shape, float32."""
-    bits = (tl.maximum(amax, 1e-4) * (1.0 / 448.0)).to(tl.int32, bitcast=True)
+def round_e4m3(x, AXIS: tl.constexpr):
+    """(E4M3 values x / scale, scale) of float32 x, with one power-of-two scale along the axis."""
+    amax = tl.maximum(tl.max(tl.abs(x), axis=AXIS), 1e-4)
+    bits = (amax * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFFF) & 0x7F800000
-    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    return (x * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv), bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_groups(x, SIZE: tl.constexpr):
     """x [SIZE] float32, SIZE a multiple of 128 -> (rounded / scale, scale), each [SIZE/128, ..]."""
-    grouped = tl.reshape(x, [SIZE // 128, 128])
-    scale, inverse = e4m3_scale(tl.max(tl.abs(grouped), axis=1))
-    quantised = (grouped * inverse[:, None]).to(tl.float8e4nv)
-    return quantised, scale
+    return round_e4m3(tl.reshape(x, [SIZE // 128, 128]), 1)
 
 
 @triton.jit
@@ -83,8 +82,7 @@ def _quantise_kernel(
     if GATED:
         up = tl.load(source + K, mask=mask, other=0.0).to(tl.float32)
         x = clamped_swiglu(x, up, limit).to(x_ptr.dtype.element_ty).to(tl.float32)
-    scale, inverse = e4m3_scale(tl.max(tl.abs(x), axis=2))
-    y = (x * inverse[:, :, None]).to(tl.float8e4nv)
+    y, scale = round_e4m3(x, 2)
     target = y_ptr + (token[:, None, None] * G + g) * K + k[None]
     if DEQUANTISE:
         y = y.to(tl.float32) * scale[:, :, None]

@@ -23,18 +23,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch.sizes import ModelSizes
+from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3
 from finwhale.ops.moe import Dispatched, ExpertWeight
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_one_token, order_pairs
 from finwhale.ops.moe.experts_layout import GROUP, TiledExperts, check_inputs
-from finwhale.ops.moe.round_rows_triton import (
-    launch_tokens_of,
-    round_e4m3,
-    round_hidden,
-    round_tokens,
-)
-from finwhale.ops.rounding import MIN_AMAX
+from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, round_tokens
 
 # --- Weights --------------------------------------------------------------------------------------
 
@@ -124,8 +118,6 @@ def _gate_up_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    E4M3_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
 ):
     """hidden[pair_row] = weight * clamped SwiGLU of BLOCK_I rows of w1 and of w3, for a block of
     pairs. If BLOCK_I is a whole group, the kernel rounds the result.
@@ -154,9 +146,7 @@ def _gate_up_kernel(
         total *= tl.load(row_scale_ptr + tile * 64 + tl.arange(0, 2 * BLOCK_I))[:, None]
         both = tl.reshape(total, [BLOCK_I // 8, 2, 8, BLOCK_N])
         gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        hidden = gate / (1.0 + tl.exp(-gate)) * up
+        hidden = clamped_swiglu(gate, up, limit)
         hidden = tl.trans(tl.reshape(hidden, [BLOCK_I, BLOCK_N]))
         pair_row = first + tl.arange(0, BLOCK_N)
         pair = tl.load(order_ptr + pair_row, mask=pair_row < end, other=0)
@@ -164,7 +154,7 @@ def _gate_up_kernel(
         i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
         target = hidden_ptr + pair_row.to(tl.int64)[:, None] * I + i[None, :]
         if BLOCK_I == 128:
-            values, scale = round_e4m3(hidden, 1, E4M3_MAX, MIN_AMAX)
+            values, scale = round_e4m3(hidden, 1)
             tl.store(target, values, mask=(pair_row < end)[:, None])
             scale_ptrs = hidden_scale_ptr + tl.program_id(0) * stride + pair_row
             tl.store(scale_ptrs, scale, mask=pair_row < end)
@@ -332,8 +322,6 @@ def _gate_up(
         BLOCK_I=block_i,
         BLOCK_N=plan.block_rows,
         STAGES=stages,
-        E4M3_MAX=E4M3_MAX,
-        MIN_AMAX=MIN_AMAX,
         num_warps=warps,
     )
     return (hidden, scale) if block_i == GROUP else round_hidden(hidden, pairs, early_launch=False)

@@ -14,27 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_sizes
 from finwhale.ops.moe.experts_layout import GROUP
-from finwhale.ops.rounding import MIN_AMAX
 
 # Up to this number of rows, a program rounds fewer groups. Flash's hidden values have 16 groups.
 FEW_ROWS = 256
 FEW_GROUPS, MANY_GROUPS = 8, 16
-
-
-@triton.jit
-def round_e4m3(x, AXIS: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_AMAX: tl.constexpr):
-    """(E4M3 values, scale) of float32 x, one power-of-two scale along the axis."""
-    amax = tl.maximum(tl.max(tl.abs(x), axis=AXIS), MIN_AMAX)
-    bits = (amax * (1.0 / E4M3_MAX)).to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFFF) & 0x7F800000
-    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    rounded = (x * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv)
-    return rounded, bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["stride_scale"])
@@ -51,8 +39,6 @@ def _round_rows_kernel(
     stride_x,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    E4M3_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Round BLOCK groups of row n of x into rows pair_rows[n K ..] of values and columns of scale.
@@ -70,7 +56,7 @@ def _round_rows_kernel(
     is_group = group < D // 128
     d = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + token * stride_x + d, mask=is_group[:, None], other=0.0).to(tl.float32)
-    values, scale = round_e4m3(x, 1, E4M3_MAX, MIN_AMAX)
+    values, scale = round_e4m3(x, 1)
     for k in tl.static_range(K):
         target_row = token
         if ids_ptr is not None:
@@ -154,8 +140,6 @@ def _round_rows(
         x.stride(0),
         K=topk,
         BLOCK=groups,
-        E4M3_MAX=E4M3_MAX,
-        MIN_AMAX=MIN_AMAX,
         num_warps=4,
         **launch_options(early_launch),
     )
