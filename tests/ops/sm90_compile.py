@@ -200,6 +200,7 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
     return {
         "kernel": name_of(ast.fn),
         "signature": str(ast.signature),
+        "code": sha256(compiled).hexdigest(),
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared": metadata["shared"],
