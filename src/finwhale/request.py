@@ -209,7 +209,7 @@ class Logprob:
 
     Attributes:
         logprob: the natural logarithm of the probability.
-        rank: the token's place by probability; 1 is the most likely token.
+        rank: the token's rank by probability; 1 is the most likely token.
         decoded_token: the token's text.
     """
 

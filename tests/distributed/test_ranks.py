@@ -67,7 +67,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def assert_equal_prompt_logprobs(one: LLM, other: LLM) -> None:
-    """The ranks join the logits of each block of a prompt."""
+    """The ranks gather the logits of each block of a prompt."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
     results = (llm.generate(PROMPTS, params) for llm in (one, other))
     for found, wanted in zip(*results, strict=True):
@@ -195,16 +195,31 @@ def test_an_error_on_rank_0_ends_the_others(two: LLM, monkeypatch: pytest.Monkey
     wait_for(lambda: not any(map(is_there, pids(two))))
 
 
+def test_a_collective_of_rank_0_that_gives_up_ends_the_others(
+    two: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = two.engine.executor
+    assert isinstance(executor, ranks.Ranks)
+
+    def lost() -> None:
+        raise EngineDeadError("rank 0 timed out waiting for rank 1")
+
+    monkeypatch.setattr(executor.local, "check", lost)
+    with pytest.raises(EngineDeadError, match="rank 0 timed out waiting for rank 1"):
+        two.generate([1, 2], GREEDY)
+    wait_for(lambda: not any(map(is_there, pids(two))))
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_slow_close_is_waited_for_unless_a_rank_failed(
     two: LLM, monkeypatch: pytest.MonkeyPatch, failed: bool
 ) -> None:
     executor = two.engine.executor
     assert isinstance(executor, ranks.Ranks)
-    closed = threading.Event()
+    closed, release = threading.Event(), threading.Event()
 
     def slow() -> None:
-        time.sleep(1)
+        release.wait(60 if failed else 1)
         closed.set()
 
     monkeypatch.setattr(executor.local, "close", slow)
@@ -213,6 +228,7 @@ def test_a_slow_close_is_waited_for_unless_a_rank_failed(
         executor.workers.fail(EngineDeadError("a rank has a fault"))
     executor.close()
     assert closed.is_set() != failed
+    release.set()
 
 
 @pytest.mark.parametrize(

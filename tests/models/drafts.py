@@ -144,9 +144,10 @@ class Agreement:
 
 def noise_of(key: str, position: int, num_tokens: int) -> Tensor:
     """temperature * noise of the model's draw of the token at `position` of a sequence's text."""
-    prompt, index = map(int, key.split("/"))
-    params = params_of(prompt)
-    seed, output = torch.tensor([params.seed]), torch.tensor([position - PROMPT_LENGTHS[prompt]])
+    prompt_index, index = map(int, key.split("/"))
+    params = params_of(prompt_index)
+    output = torch.tensor([position - PROMPT_LENGTHS[prompt_index]])
+    seed = torch.tensor([params.seed])
     return params.temperature * gumbel(seed, torch.tensor([index]), output, num_tokens)[0]
 
 

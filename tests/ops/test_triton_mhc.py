@@ -279,8 +279,8 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
             assert torch.equal(one[0], other[token])
 
 
-def test_shares_of_many_tokens_have_the_bits_of_all() -> None:
-    """Several ranks share out the tokens of large steps."""
+def test_rows_of_each_rank_have_the_bits_of_all() -> None:
+    """Several ranks divide the tokens of large steps."""
     inputs = Inputs()
     w = weight(inputs, 64)
     args = state(inputs, 70, 64, torch.bfloat16)

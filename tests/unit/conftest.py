@@ -21,11 +21,11 @@ FORBIDDEN = (
 
 @pytest.fixture(autouse=True)
 def only_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusal(place: str, what: str) -> Callable[..., Any]:
+    def refusal(directory: str, what: str) -> Callable[..., Any]:
         def refuse(*args: Any, **options: Any) -> Any:
-            pytest.fail(f"a test in tests/unit {what}: move it to {place}", pytrace=False)
+            pytest.fail(f"a test in tests/unit {what}: move it to {directory}", pytrace=False)
 
         return refuse
 
-    for owner, name, place, what in FORBIDDEN:
-        monkeypatch.setattr(owner, name, refusal(place, what), raising=False)
+    for owner, name, directory, what in FORBIDDEN:
+        monkeypatch.setattr(owner, name, refusal(directory, what), raising=False)

@@ -112,15 +112,15 @@ def test_integrity_finds_lost_and_shared_pages() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 40),
-    shares=st.booleans(),
+    prefix_caching=st.booleans(),
     steps=st.lists(st.sampled_from([1, 1, 1, 2, 3, 8, 63, 64, 127, 130, 256, 300]), max_size=40),
 )
 def test_grow_and_trim_do_nothing_before_the_lengths_they_return(
-    seed: int, shares: bool, steps: list[int]
+    seed: int, prefix_caching: bool, steps: list[int]
 ) -> None:
     """A decode calls neither before these lengths."""
     pages = manager(seed, num_pages=500)
-    if shares:
+    if prefix_caching:
         PrefixIndex(pages)
     tables = pages.new_tables()
     allocated_tokens = trim_at = start = 0
@@ -170,10 +170,13 @@ def test_groups_that_forget_never_run_out(data: st.DataObject) -> None:
     made = groups(data.draw(st.integers(0, 40)))
     num_seqs = data.draw(st.integers(1, 5))
     budget = data.draw(st.sampled_from([1, 2, 7, 64, 65, 130, 300]))
-    shares = data.draw(st.booleans())
-    sizes = {g.name: windowed_pages(g, num_seqs, budget, shares) if g.keep else 1000 for g in made}
+    prefix_caching = data.draw(st.booleans())
+    sizes = {
+        g.name: windowed_pages(g, num_seqs, budget, prefix_caching) if g.keep else 1000
+        for g in made
+    }
     pages = PageManager(made, sizes)
-    if shares:
+    if prefix_caching:
         PrefixIndex(pages)
     live: list[tuple[BlockTables, list[int], list[bool]]] = []
     for _ in range(num_seqs):

@@ -38,9 +38,9 @@ def check_gpu_memory(num_bytes: float, what: str, remedy: str) -> None:
     _check_room(num_bytes, torch.cuda.mem_get_info()[0], what, "the GPU", remedy)
 
 
-def _check_room(num_bytes: float, free: int, what: str, place: str, remedy: str) -> None:
+def _check_room(num_bytes: float, free: int, what: str, location: str, remedy: str) -> None:
     if num_bytes > free:
         raise ResourceError(
-            f"{what} takes {num_bytes / 1e9:,.1f} GB, and {place} has {free / 1e9:,.1f} GB free: "
-            f"{remedy}"
+            f"{what} takes {num_bytes / 1e9:,.1f} GB, and {location} has "
+            f"{free / 1e9:,.1f} GB free: {remedy}"
         )

@@ -181,8 +181,8 @@ def _bars(plot: BarPlot) -> Iterator[str]:
 def _comparison(group: Group) -> Iterator[str]:
     keys = list(dict.fromkeys(key for run in group.runs for key in run.values))
     # Rows of one thing stand together, in the order of the first.
-    places = {what: i for i, what in enumerate(dict.fromkeys(what for what, _ in keys))}
-    keys.sort(key=lambda key: places[key[0]])
+    order = {what: i for i, what in enumerate(dict.fromkeys(what for what, _ in keys))}
+    keys.sort(key=lambda key: order[key[0]])
     several = len(group.runs) > 1
     names = [_run_header(run, i, several) for i, run in enumerate(group.runs)]
     yield _table_head(("what", "value", *names), escaped=True)

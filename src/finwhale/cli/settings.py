@@ -49,11 +49,11 @@ def parse_settings(
             found[name] = (variable, environment[variable])
     paths: list[str] = []
     options: list[str] = []
-    for name, (place, value) in found.items():
+    for name, (source, value) in found.items():
         action = actions[name]
         if action.dest in taken or name == "config" or value is None:
             continue
-        tokens = _tokens(name, action, place, value)
+        tokens = _tokens(name, action, source, value)
         (options if action.option_strings else paths).extend(tokens)
     return parser.parse_args([*paths, *options, *argv])
 
@@ -98,10 +98,10 @@ def _similar(name: str, names: Mapping[str, object]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _tokens(name: str, action: argparse.Action, place: str, value: Any) -> list[str]:
+def _tokens(name: str, action: argparse.Action, source: str, value: Any) -> list[str]:
     """The command line that has the same meaning as a value of the file or the environment."""
     if action.nargs == 0:
-        return _switch(name, action, place, value)
+        return _switch(name, action, source, value)
     values = value if isinstance(value, list) else [value]
     if isinstance(action, argparse._AppendAction):
         if isinstance(value, str):
@@ -109,16 +109,16 @@ def _tokens(name: str, action: argparse.Action, place: str, value: Any) -> list[
     elif isinstance(value, list):
         values = [",".join(map(str, value))]
     if any(isinstance(one, dict | list | bool) or one is None for one in values):
-        raise FinwhaleError(f"{place}: {value!r} is not a value of this option")
+        raise FinwhaleError(f"{source}: {value!r} is not a value of this option")
     if not action.option_strings:
         return [str(values[0])]
     return [f"--{name}={one}" for one in values]
 
 
-def _switch(name: str, action: argparse.Action, place: str, value: Any) -> list[str]:
+def _switch(name: str, action: argparse.Action, source: str, value: Any) -> list[str]:
     text = str(value).lower()
     if text not in (*TRUE, *FALSE):
-        raise FinwhaleError(f"{place} must be true or false, got {value!r}")
+        raise FinwhaleError(f"{source} must be true or false, got {value!r}")
     if text in TRUE:
         return [f"--{name}"]
     opposite = f"--no-{name}"

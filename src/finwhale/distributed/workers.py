@@ -89,7 +89,8 @@ class WorkerProcesses(Protocol):
     """The processes of ranks 1 to `len(labels)`.
 
     Attributes:
-        labels: the place and device of each process, for messages.
+        labels: the device of each process, and its host if a launcher or Ray started it. For
+            messages.
     """
 
     labels: Sequence[str]

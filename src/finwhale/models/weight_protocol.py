@@ -71,7 +71,7 @@ class WeightLoading(Protocol):
         ...
 
     def add(self, spec: WeightSpec, stored: StoredWeight | None) -> None:
-        """Copy a stored weight to its destination.
+        """Copy a stored weight to its targets.
 
         Raises:
             CheckpointError: the weight occurs twice, is unknown, or has invalid values.

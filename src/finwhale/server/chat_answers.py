@@ -52,7 +52,7 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
     choices = []
     for index, response in enumerate(responses):
         choices.append(_numbered(response["choices"][0], index))
-        _Reasoning(request.options).move(choices[-1])
+        _Reasoning(request.options).apply(choices[-1])
         _name_reasoning(choices[-1]["message"])
         if request.options.token_ids:
             choices[-1]["token_ids"] = answers.token_ids[index]
@@ -107,7 +107,7 @@ async def _chat_events(
             if usage is not None:
                 usages.append(usage)
             (choice,) = chunk["choices"]
-            if not reasoning[index].move(choice):
+            if not reasoning[index].apply(choice):
                 continue
             _numbered(choice, index)
             _name_reasoning(choice["delta"])
@@ -146,8 +146,10 @@ class _Reasoning:
         self._open = False  # whether the content has reasoning whose end is not marked yet
         self._held = ""
 
-    def move(self, choice: dict[str, Any]) -> bool:
-        """Changes a whole choice, or one of a stream; returns whether it has to be sent."""
+    def apply(self, choice: dict[str, Any]) -> bool:
+        """Moves the reasoning of a whole choice, or of a stream's chunk; returns whether the chunk
+        must be sent.
+        """
         options = self._options
         separate = options.separate_reasoning
         if separate and options.include_reasoning and options.stream_reasoning:

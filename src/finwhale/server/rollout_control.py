@@ -78,7 +78,9 @@ class RolloutControl:
         self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: tuple[MemoryTag, ...]) -> None:
-        """Allocate memory again. Finish an update that has begun if nothing sleeps or is paused."""
+        """Allocate memory again. Finish an update that has begun, unless the engine is paused or
+        still sleeps.
+        """
         self.engine.wake(tags)
         if self.updates.begun and not self.engine.needs_resume_or_wake:
             self.updates.finish()

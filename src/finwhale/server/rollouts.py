@@ -252,7 +252,9 @@ class Endpoints:
         return OK
 
     async def wake(self, tags: Annotated[list[Tag] | None, Query()] = None) -> dict[str, Any]:
-        """Allocates memory again. Ends an update that has begun if nothing sleeps or is paused."""
+        """Allocates memory again. Ends an update that has begun, unless the engine is paused or
+        still sleeps.
+        """
         await self._call(partial(RolloutControl.wake, tags=_tags(tags)))
         return OK
 

@@ -18,22 +18,22 @@ from finwhale.request import SamplingParams
 class ForcedTokens:
     """A matcher (engine.plan.sampling.TokenMatcher) that allows one text and nothing else."""
 
-    def __init__(self, token_ids: Sequence[int], place: int = 0) -> None:
+    def __init__(self, token_ids: Sequence[int], index: int = 0) -> None:
         self.error: str | None = None
         self._token_ids = token_ids
-        self._place = place
+        self._index = index
 
     def copy(self) -> "ForcedTokens":
-        return ForcedTokens(self._token_ids, self._place)
+        return ForcedTokens(self._token_ids, self._index)
 
     def allow(self, words: NDArray[np.int32]) -> None:
         # A draft past the end of the text may ask for one more mask.
-        token_id = self._token_ids[min(self._place, len(self._token_ids) - 1)]
+        token_id = self._token_ids[min(self._index, len(self._token_ids) - 1)]
         words[:] = 0
         words.view(np.uint32)[token_id // 32] = 1 << (token_id % 32)
 
     def accept(self, token_id: int) -> None:
-        self._place += 1
+        self._index += 1
 
 
 def score(

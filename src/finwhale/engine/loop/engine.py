@@ -72,7 +72,7 @@ MemoryTag = Literal["weights", "cache"]
 """The memory that `sleep` can free."""
 
 # How long `step` waits if it cannot run a step, so that callers in a loop do not spin.
-PAUSED_WAIT_S = 0.05
+CANNOT_STEP_WAIT_S = 0.05
 
 
 class Engine:
@@ -318,7 +318,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that have new tokens, in order.
 
-        If `can_step` is false, it runs no step, and returns after PAUSED_WAIT_S.
+        If `can_step` is false, it runs no step, and returns after CANNOT_STEP_WAIT_S.
 
         An exception before a step is launched is raised unchanged, and the engine can continue.
 
@@ -326,7 +326,7 @@ class Engine:
             EngineDeadError: the device failed, or computed results were lost. Every request has
                 ended with this error, and the engine accepts no more.
         """
-        self._can_step.wait(PAUSED_WAIT_S)
+        self._can_step.wait(CANNOT_STEP_WAIT_S)
         with self._lock, self._watchdog:
             self._check_usable()
             if not self.can_step:
@@ -405,7 +405,7 @@ class Engine:
                 self.call_ranks(check_can_save)
             self._drain(requests)
             self.scheduler.reset_prefix_cache()
-            self._call_ranks_or_die(partial(free_memory, tags=chosen, save_weights=saves))
+            self._change_ranks(partial(free_memory, tags=chosen, save_weights=saves))
             self._asleep |= set(chosen)
             self._lacks_weights |= drop_weights and "weights" in chosen
             self._update_can_step()
@@ -420,7 +420,7 @@ class Engine:
         with self._lock:
             self._check_usable()
             chosen = tuple(tag for tag in chosen if tag in self._asleep)
-            self._call_ranks_or_die(partial(allocate_memory, tags=chosen))
+            self._change_ranks(partial(allocate_memory, tags=chosen))
             self._asleep -= set(chosen)
             self._update_can_step()
 
@@ -430,7 +430,7 @@ class Engine:
         else:
             self._can_step.clear()
 
-    def _call_ranks_or_die(self, work: Callable[[Any], None]) -> None:
+    def _change_ranks(self, work: Callable[[Any], None]) -> None:
         """Call `work` on every rank. An error ends the engine, because it leaves ranks unequal."""
         try:
             self.executor.call_ranks(work)
@@ -471,7 +471,7 @@ class Engine:
             self._check_usable()
             self.check_weights_can_change(partial=partial, requests=requests)
             self._drain(requests)
-            self._call_ranks_or_die(work)
+            self._change_ranks(work)
             self.scheduler.reset_prefix_cache()
             self._lacks_weights = False
             self._update_can_step()

@@ -262,8 +262,9 @@ class Executor(Protocol):
     def call_ranks(self, work: Callable[[Any], T]) -> list[T]:
         """Call `work` on every rank with its executor, between two steps, and wait for the results.
 
-        The engine can continue after a FinwhaleError of `work`. Benchmarks and tests use
-        rank/call_ranks_or_die.py instead, where any error ends the engine.
+        The engine can continue after a FinwhaleError of `work`. So `work` must not use the model's
+        collectives, in which the other ranks might wait forever: benchmarks and tests call such
+        functions with rank/call_ranks_or_die.py, where any error ends the engine.
 
         Args:
             work: picklable, as is its result.

@@ -200,7 +200,7 @@ class LocalExecutor:
         disconnect(self.collectives)
 
     def mark_ready(self) -> None:
-        self.builds.ready()
+        self.builds.mark_ready()
         self.runner.times.reset()
 
     def late_compilations(self) -> Mapping[str, int]:

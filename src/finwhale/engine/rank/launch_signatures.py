@@ -139,8 +139,8 @@ class SignatureRun:
             prefills |= set(self.sizes.tokens(2, captured))
         prefills |= set(self.sizes.tokens(captured + 1, largest.num_tokens))
         if self.divided is not None:
-            bounds = map(self.divided.tokens_per_rank, (self.divided.least, largest.num_tokens))
-            own = self.own_sizes.tokens(*bounds)
+            per_rank = self.divided.tokens_per_rank
+            own = self.own_sizes.tokens(per_rank(self.divided.least), per_rank(largest.num_tokens))
             prefills |= {count * self.divided.num_ranks for count in own}
             # Some kernels run on all tokens in these steps only.
             first = max(captured + 1, self.divided.least)

@@ -65,8 +65,9 @@ def check_cache_memory(num_bytes: int) -> None:
         )
 
 
-def _check_room(num_bytes: int, room: int, what: str, place: str, remedy: str) -> None:
+def _check_room(num_bytes: int, room: int, what: str, location: str, remedy: str) -> None:
     if num_bytes > room:
         raise ResourceError(
-            f"{what} take {num_bytes / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB of {place}: {remedy}"
+            f"{what} take {num_bytes / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB of {location}: "
+            f"{remedy}"
         )

@@ -213,14 +213,19 @@ class Ranks:
                     time.sleep(0)
                 found = result.wait()
             self.local.check()  # a collective that gave up has computed nothing
-        except EngineDeadError:
+        except EngineDeadError as error:
+            self.workers.fail(error)  # it may be this rank's own
             self._hurry_exit()
             raise
         return found
 
     def check(self) -> None:
         self.workers.check()
-        self.local.check()
+        try:
+            self.local.check()
+        except EngineDeadError as error:
+            self.workers.fail(error)
+            raise
 
     def mark_ready(self) -> None:
         self.workers.send(_READY)

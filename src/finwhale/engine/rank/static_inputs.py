@@ -154,7 +154,7 @@ class StaticInputs:
             if version is table.version:
                 continue
             pages = table.pages
-            at, first_at = self._layout.offsets(group, row, len(pages))
+            at, first_at = self._layout.indices(group, row, len(pages))
             begin = 0
             if before is table and first == table.first:
                 # Pages in the middle of a table never change.
@@ -239,7 +239,7 @@ class _PageLayout:
         self._row = sum(self._widths)
         self.words = self._before + num_seqs * self._row
         starts = accumulate(self._widths[:-1], initial=self._before)
-        self._offsets = [
+        self._groups = [
             (at, group * self._firsts, width)
             for group, (at, width) in enumerate(zip(starts, self._widths, strict=True))
         ]
@@ -250,9 +250,9 @@ class _PageLayout:
         rows = block[self._before :].view(self._num_seqs, self._row)
         return list(rows.split(self._widths, dim=1)), firsts
 
-    def offsets(self, group: int, row: int, num_pages: int) -> tuple[int, int]:
-        """Index in the block of a row's pages in a group, and of its `first`."""
-        at, first, width = self._offsets[group]
+    def indices(self, group: int, row: int, num_pages: int) -> tuple[int, int]:
+        """Indices in the block of a row's first page in a group, and of the row's `first`."""
+        at, first, width = self._groups[group]
         assert num_pages <= width
         return at + row * self._row, first + row
 

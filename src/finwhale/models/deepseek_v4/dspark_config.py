@@ -21,7 +21,7 @@ class DsparkConfig:
 
     Attributes:
         block_size: g, the most drafts that one pass makes.
-        noise_token_id: the token at the drafts' places in the block.
+        noise_token_id: the token at the drafts' positions in the block.
         markov_rank: r, width of the Markov head.
         target_layer_ids: the layers of the model whose residual streams the head reads.
         n_routed_experts, num_experts_per_tok: sizes of the stages' experts; None: the model's.

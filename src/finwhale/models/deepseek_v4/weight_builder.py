@@ -1,7 +1,7 @@
-"""Allocates the model's weights and maps each checkpoint tensor to its destination.
+"""Allocates the model's weights and maps each checkpoint tensor to its targets.
 
 The builder allocates memory before loading. Each official name has one setter, which copies a
-stored tensor to its destination, so experts and fused projections never exist twice. An operator
+stored tensor to its targets, so experts and fused projections never exist twice. An operator
 table that supports packed weights gets the stored FP8 and FP4 codes with their scales; other tables
 get the dequantised values.
 """
@@ -270,7 +270,7 @@ class WeightBuilder:
         return weight, self._empty(fp8_scale_shape(shape), torch.float32)
 
     def _set_fp8(self, name: str, weight: Tensor, scale: Tensor) -> None:
-        """Set an FP8 weight. scale: the destination of its scales, and possibly of later ones."""
+        """Set an FP8 weight. scale: the target of its scales, and possibly of later ones."""
 
         def copy(stored: StoredWeight) -> None:
             assert stored.scale is not None and stored.storage == "fp8_block"
@@ -538,7 +538,7 @@ class WeightBuilder:
         scales = list(map(name_of_scale, names))
         destinations.divide(scales, exponents, [exponents.nbytes // count] * count)
         # Calling `_set` for each of a model's 36,000 expert weights takes too long. Each of them
-        # has only one destination, so this code makes the entries of `_set` itself.
+        # is set only once, so this code makes the entries of `_set` itself.
         self.setters.update((name, partial(_copy_fp4, destinations, name)) for name in names)
         self.targets.update(dict.fromkeys(names, (codes, exponents)))
 

@@ -53,12 +53,12 @@ class Builds(Protocol):
         """
         ...
 
-    def ready(self) -> None:
+    def mark_ready(self) -> None:
         """Start to count late compilations: from now on, each one delays a request."""
         ...
 
     def late(self) -> Mapping[str, int]:
-        """Number of kernels compiled or loaded since `ready`, by compiler."""
+        """Number of kernels compiled or loaded since `mark_ready`, by compiler."""
         ...
 
 
@@ -74,7 +74,7 @@ class NothingToBuild:
     def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
         return Built()
 
-    def ready(self) -> None:
+    def mark_ready(self) -> None:
         pass
 
     def late(self) -> Mapping[str, int]:

@@ -209,7 +209,7 @@ class KernelBuilds:
             self._pool.close()
             self._pool = None
 
-    def ready(self) -> None:
+    def mark_ready(self) -> None:
         self._at_ready = self._totals()
         self._counter.warns = True
 

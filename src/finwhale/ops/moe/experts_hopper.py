@@ -668,9 +668,8 @@ def _descriptors(
     height = 32 if columns == 128 else min(columns, 64)
     return (
         TensorDescriptor.from_tensor(x, [height, 128], BYTES),
-        TensorDescriptor.from_tensor(
-            scale, [1, max(columns, 32)], WORDS
-        ),  # 128 bytes: a tile's unit
+        # A box has at least 32 scales, 128 bytes.
+        TensorDescriptor.from_tensor(scale, [1, max(columns, 32)], WORDS),
         *weight_descriptors(w, exponent_bits),
     )
 

@@ -48,12 +48,12 @@ class TiledExperts(ExpertWeight):
 
 
 @triton.jit
-def _code_times(code, down):
-    """The FP4 code, 0 to 7, that is nearest to a code's value times 2^-down; ties to even."""
+def _code_times(code, halvings):
+    """The FP4 code, 0 to 7, that is nearest to a code's value times 2^-halvings; ties to even."""
     exponent = code >> 1
     mantissa = tl.where(code > 1, 2 + (code & 1), code)
     value = (mantissa << tl.where(code > 1, exponent - 1, 0)).to(tl.float32) * 0.5
-    value = value * tl.exp2(-down.to(tl.float32))
+    value = value * tl.exp2(-halvings.to(tl.float32))
     found = (value > 0.25).to(tl.int32) + (value >= 0.75).to(tl.int32)
     found += (value > 1.25).to(tl.int32) + (value >= 1.75).to(tl.int32)
     found += (value > 2.5).to(tl.int32) + (value >= 3.5).to(tl.int32)
@@ -100,12 +100,12 @@ def _tile_kernel(
     second = (tl.load(row_ptrs + signs + 32, mask=mask, other=0).to(tl.int32) >> shift) & 1
     # Round values whose group's exponent is too far below the row's largest.
     exponent = tl.load(scale_ptrs[:, :, None] + magnitudes // 16, mask=mask, other=0).to(tl.int32)
-    down = tl.maximum(largest[:, None, None] - exponent - SPREAD, 0)
-    down = tl.where(both > 0, down, 0)
+    halvings = tl.maximum(largest[:, None, None] - exponent - SPREAD, 0)
+    halvings = tl.where(both > 0, halvings, 0)
     low, high = both & 7, both >> 4
-    changed = tl.where(down > 0, (low > 0).to(tl.int32) + (high > 0).to(tl.int32), 0)
-    low = tl.where(down > 0, _code_times(low, down), low)
-    high = tl.where(down > 0, _code_times(high, down), high)
+    changed = tl.where(halvings > 0, (low > 0).to(tl.int32) + (high > 0).to(tl.int32), 0)
+    low = tl.where(halvings > 0, _code_times(low, halvings), low)
+    high = tl.where(halvings > 0, _code_times(high, halvings), high)
     tiled = low | (high << 4) | (first << 7) | (second << 3)
     if PAIRED:
         half = rows // 2
