@@ -67,7 +67,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def assert_equal_prompt_logprobs(one: LLM, other: LLM) -> None:
-    """The ranks gather the logits of each block of a prompt."""
+    """Two ranks, each with a part of the logits, score a prompt as one rank does."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
     results = (llm.generate(PROMPTS, params) for llm in (one, other))
     for found, wanted in zip(*results, strict=True):
@@ -219,7 +219,7 @@ def test_a_slow_close_is_waited_for_unless_a_rank_failed(
     closed, release = threading.Event(), threading.Event()
 
     def slow() -> None:
-        release.wait(60 if failed else 1)
+        release.wait(5 if failed else 1)
         closed.set()
 
     monkeypatch.setattr(executor.local, "close", slow)

@@ -212,15 +212,22 @@ class Ranks:
                     self.workers.check()
                     time.sleep(0)
                 found = result.wait()
-            self.local.check()  # a collective that gave up has computed nothing
-        except EngineDeadError as error:
-            self.workers.fail(error)  # it may be this rank's own
+            self._check_local()  # a collective that gave up has computed nothing
+        except EngineDeadError:
             self._hurry_exit()
             raise
         return found
 
     def check(self) -> None:
         self.workers.check()
+        self._check_local()
+
+    def _check_local(self) -> None:
+        """End all ranks if a collective of this rank gave up.
+
+        Raises:
+            EngineDeadError: the collective waited too long for another rank.
+        """
         try:
             self.local.check()
         except EngineDeadError as error:
