@@ -61,5 +61,5 @@ class Answer:
     pickled: bytes
 
 
-# What a worker sends.
+# A message that a worker sends to its owner.
 Report = Phase | Opened | Failed | Status | Answer | logging.LogRecord

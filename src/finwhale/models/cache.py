@@ -153,8 +153,8 @@ class CacheGroup:
                 end += _aligned(size, PART_ALIGN)
         if packed:
             return PageLayout(page_bytes=_aligned(end, PAGE_ALIGN), row_bytes=0, offsets=offsets)
-        # The size of a row is a multiple of each field's width. So a table on a CPU finds a layer's
-        # row r as row k * r of a contiguous array (ops/cpu_math.py).
+        # A row has a multiple of each field's bytes: k times a field's. So the CPU's operators see
+        # a field as a contiguous array, in which row r is row k * r (ops/cpu_math.py).
         widths = [f.width * itemsize for f in self.fields]
         row_bytes = _aligned(end, STATE_ALIGN if states == {True} else lcm(PART_ALIGN, *widths))
         return PageLayout(

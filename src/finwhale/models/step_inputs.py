@@ -82,10 +82,10 @@ class DraftStart:
 
 
 ChooseDraft = Callable[[Tensor, int], Tensor]
-"""A function that chooses draft k of each sequence: (logits, k) -> ids.
+"""A function that takes logits and k, and returns the token that each sequence gets as draft k.
 
     logits: [B,X] float32: this rank's part of the logits for draft k, counted from 0.
-    ids: [B] int64, the same on all ranks, and valid even if logits are not finite.
+    Result: [B] int64 token ids, the same on all ranks, and valid even if logits are not finite.
 
 With several ranks, the call is a collective.
 """

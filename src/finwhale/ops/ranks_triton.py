@@ -54,7 +54,10 @@ def _with_flag(words, epoch):
 
 @triton.jit
 def send(pointers_ptr, words, mask, epoch, word_index, rank, peer, W, capacity):
-    """Write words with flags to a peer's memory. word_index: of each word, in the exchange."""
+    """Write words to a peer's memory, each with the epoch as a flag of its arrival.
+
+    word_index: the index of each word in the exchange.
+    """
     offsets = ((epoch & 1) * W + rank) * capacity + word_index
     target = peer_memory(pointers_ptr, peer, offsets, tl.int64)
     tl.store(target, _with_flag(words, epoch), mask=mask, cache_modifier=".wt")

@@ -35,8 +35,9 @@ from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, r
 
 @triton.jit
 def _decode(w, exponent_bits, ROWS: tl.constexpr):
-    """Decode 128 values of each row to two halves [ROWS,64]; w uint8 [ROWS,64].
+    """Decode the 128 FP4 values of each row. Returns the first and the last 64: two [ROWS,64].
 
+    w: uint8 [ROWS,64], two values a byte.
     exponent_bits: int32 [ROWS], a byte for each of a row's four groups.
     """
     half = tl.arange(0, 2)
