@@ -44,6 +44,14 @@ def test_a_placement_is_found_in_the_environment() -> None:
     assert placement == Placement(Rank(3, 4), 1, store, serves_store=True)
     agent = Placement.find(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent is not None and not agent.serves_store
+    alone = Placement.find(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"})
+    assert alone is not None and alone.store.host == "127.0.0.1"
+
+
+def test_one_host_listens_on_loopback() -> None:
+    for host, loopback in (("127.0.0.1", True), ("localhost", True), ("node0", False)):
+        with WorkerListener(host)._listener as listener:
+            assert (listener.getsockname()[0] == "127.0.0.1") == loopback
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +43,19 @@ def are_gone(processes: list[int]) -> bool:
     return True
 
 
+def listening(processes: list[int]) -> list[str]:
+    """The local addresses of the TCP sockets on which processes listen, as /proc prints them."""
+    found = []
+    for process in processes:
+        links = [os.readlink(file) for file in Path(f"/proc/{process}/fd").iterdir()]
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == "0A" and f"socket:[{rest[5]}]" in links:
+                    found.append(local.partition(":")[0])
+    return found
+
+
 def check_ranks(url: str) -> None:
     """The state of each rank is in the page's numbers and in the metrics."""
 
@@ -70,8 +84,17 @@ def check_ranks(url: str) -> None:
             assert found[str(number), kind] == used
 
 
-def test_a_signal_drains_and_ends_all_processes(path: Path) -> None:
+def test_a_signal_drains_and_ends_all_processes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all ports of the ranks are on loopback."""
+    # Gloo would listen on this interface.
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    if others:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", others[-1])
     served, processes = serve(path)
+    addresses = listening([served.process.pid, *processes])
+    assert len(addresses) >= 4 and set(addresses) == {"0100007F"}  # server, store, Gloo twice
     stream = served.client.completions.create(
         model="model",
         prompt=[5, 6, 7],

@@ -72,6 +72,9 @@ def open_checkpoint(
     if engine.prefix_salt is None:
         # Create the salt here, so that all engine processes of this server share it.
         engine = replace(engine, prefix_salt=secrets.token_hex(16))
+    one_host = placement is None and engine.distributed_executor == "spawn"
+    if one_host and not config.enable_rollout_endpoints:  # a trainer may be on another host
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     logs.configure(config.log_level, config.log_format)
     load = partial(load_engine, directory, config.log_level, config.log_format, engine, placement)
     architecture = architecture_of(parse_config(read_config(directory)))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -135,11 +137,13 @@ def _choose(
     ordered: bool,
     timeout: timedelta,
 ) -> Collectives:
+    networks = _exchange(rank, store, "network", _network(rank), timeout)
+    gloo = partial(Gloo, rank, store, timeout, loopback=len(set(networks)) == 1)
     if device.type == "cpu":
-        return Gloo(rank, store, timeout)
+        return gloo()
     torch.cuda.set_device(device)
     if len(set(_exchange(rank, store, "gpu", uuid_of(device), timeout))) < rank.size:
-        return _on_one_gpu(rank, device, store, ordered, timeout)
+        return _on_one_gpu(rank, device, store, gloo(), ordered, timeout)
     # torch finds a group by its name, which must be new in every process.
     number = next(_connections)
     own_name = f"finwhale-{os.getpid()}-{number}"
@@ -159,15 +163,32 @@ def _choose(
     return make_push(rank, device, group, nccl, ordered=ordered)
 
 
+def _network(rank: Rank) -> str:
+    """The name of the network of this process: equal names have one loopback interface."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return f"unknown, of rank {rank.index}"
+
+
 def _on_one_gpu(
-    rank: Rank, device: torch.device, store: Store, ordered: bool, timeout: timedelta
+    rank: Rank,
+    device: torch.device,
+    store: Store,
+    gloo: Gloo,
+    ordered: bool,
+    timeout: timedelta,
 ) -> "Push":
-    """Connect ranks that share a GPU: for development, because they take turns on it."""
+    """Connect ranks that share a GPU: for development, because they take turns on it.
+
+    Args:
+        gloo: NCCL refuses ranks of one GPU.
+    """
     from finwhale.distributed.push import Push
 
     if rank.index == 0:
         logger.warning("the ranks share a GPU and take turns on it, so every step is slow")
-    gloo = Gloo(rank, store, timeout)  # NCCL refuses ranks of one GPU
 
     def barrier() -> None:
         torch.cuda.synchronize(device)

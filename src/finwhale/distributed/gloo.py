@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed import ref
+from finwhale.distributed.peers import HOST
 from finwhale.distributed.rank import Rank
 from finwhale.ops.ranks import Channel
 
@@ -25,16 +26,25 @@ class Gloo:
     Args:
         store: a store that all ranks can reach. Ranks of one process can share a `HashStore`.
         timeout: a call raises RuntimeError if another rank has not made it within this time.
+        loopback: all ranks are on one host, so listen on its loopback address only. Otherwise Gloo
+            listens on the address of the host's name.
 
     Raises:
         RuntimeError: a rank did not connect in time.
     """
 
-    def __init__(self, rank: Rank, store: Store, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(
+        self, rank: Rank, store: Store, timeout: timedelta = TIMEOUT, *, loopback: bool = False
+    ) -> None:
         self.rank = rank
         store = PrefixStore("finwhale.gloo", store)
         backend: Any = dist.ProcessGroupGloo
-        self._group = backend(store, rank.index, rank.size, timeout)
+        settings: Any = timeout
+        if loopback:
+            settings = backend._Options()
+            settings._timeout = timeout
+            settings._devices = [backend.create_device(hostname=HOST)]
+        self._group = backend(store, rank.index, rank.size, settings)
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return ref.all_reduce(self._parts(x))

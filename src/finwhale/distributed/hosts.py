@@ -22,7 +22,7 @@ from typing import NoReturn, Self
 
 from torch._C._distributed_c10d import Store
 
-from finwhale.distributed.peers import StoreAddress
+from finwhale.distributed.peers import HOST, StoreAddress, listen
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.worker import OwnerLink, run_task
 from finwhale.distributed.workers import CONNECT_S, TICK_S, Process
@@ -72,7 +72,9 @@ class Placement:
         if size == 1:
             return None
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = StoreAddress(environment["MASTER_ADDR"], port, f"finwhale/{attempt}")
+        one_host = environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]
+        host = HOST if one_host else environment["MASTER_ADDR"]
+        store = StoreAddress(host, port, f"finwhale/{attempt}")
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(Rank(index, size), local_index, store, serves_store=not agent)
 
@@ -194,9 +196,7 @@ class WorkerListener:
     """
 
     def __init__(self, host: str) -> None:
-        everywhere = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if everywhere else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=everywhere)
+        self._listener = listen(host)
         port = self._listener.getsockname()[1]
         self.invitation = Invitation(host, port, secrets.token_bytes(_SECRET_BYTES))
 

@@ -108,14 +108,11 @@ class StoreAddress:
     def _open(self, *, is_master: bool, timeout_seconds: float) -> Store:
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            store = TCPStore(
-                self.host,
-                self.port,
-                is_master=is_master,
-                timeout=timeout,
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
+            if is_master:
+                store = _serve(self.host, self.port, timeout)
+            else:
+                store = TCPStore(self.host, self.port, timeout=timeout, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
             where = f"{self.host} port {self.port}"
             raise FinwhaleError(
                 f"cannot connect to the ranks' store on {where}: {first_line(error)}"
@@ -129,6 +126,31 @@ def serve_store(host: str = HOST) -> tuple[Store, StoreAddress]:
     Args:
         host: the address of this host, as the other ranks reach it.
     """
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = _serve(host, 0)
     address = StoreAddress(host, store.port)
     return PrefixStore(address.prefix, store), address
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens for ranks: on loopback if `host` names it, otherwise everywhere.
+
+    Other names do not say where to listen: this host may resolve its own name to loopback.
+    """
+    if host == "localhost" or host.startswith("127."):
+        return socket.create_server((HOST, port))
+    everywhere = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if everywhere else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=everywhere)
+
+
+def _serve(host: str, port: int, timeout: timedelta = timedelta(seconds=CONNECT_S)) -> TCPStore:
+    """A store that this process serves. torch itself would listen everywhere."""
+    listener = listen(host, port)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
