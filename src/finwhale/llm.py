@@ -37,6 +37,7 @@ from finwhale.engine.loop.request_checks import new_matcher
 from finwhale.engine.loop.weight_updates import WeightsSource, WeightUpdates
 from finwhale.engine.plan.sampling import TokenMatcher
 from finwhale.errors import RequestError
+from finwhale.files import is_file
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
@@ -595,8 +596,8 @@ def _find_weights(
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a checkpoint's directory has a tokenizer.json."""
-    return (directory / "tokenizer.json").exists()
+    """Whether a checkpoint's directory has a tokenizer.json. Raises CheckpointError."""
+    return is_file(directory / "tokenizer.json")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

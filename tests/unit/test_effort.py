@@ -14,6 +14,7 @@ from finwhale.chat.effort import ENCODER, EffortLadder, effort_ladder, with_ladd
 from finwhale.chat.template import ChatTemplate, ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
+from finwhale.errors import CheckpointError
 
 NOTHING = ""
 ABSOLUTE = "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -138,9 +139,9 @@ def test_the_embedded_model_needs_no_warning(caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
 
 
-@pytest.mark.parametrize("config", [None, "{", "[]"])
-def test_a_config_that_is_none(tmp_path: Path, config: str | None) -> None:
-    """Loading the model says what is wrong with it."""
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
+@pytest.mark.parametrize("config", ["{", "[]"])
+def test_a_config_that_is_none(tmp_path: Path, config: str) -> None:
     assert effort_ladder(tmp_path) == "april"
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        effort_ladder(tmp_path)

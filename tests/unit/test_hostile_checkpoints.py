@@ -2,19 +2,22 @@
 
 import copy
 import json
+import os
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finwhale.chat.effort import effort_ladder
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.reader import INDEX_FILE, Checkpoint, read_config
 from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import CheckpointError
+from finwhale.llm import has_tokenizer
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.registry import parse_config
 
@@ -127,6 +130,50 @@ def test_loops_of_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (path / name).symlink_to(DEMO_PATH / name)
     assert main(["inspect", str(loop)]) == 1
     assert "Too many levels of symbolic links" in capsys.readouterr().err
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "config.json": read_config,
+    "tokenizer.json": has_tokenizer,
+    "tokenizer_config.json": Tokenizer.open,
+    "encoding/encoding_dsv4.py": effort_ladder,
+    INDEX_FILE: Checkpoint.open,
+    "base.safetensors": Checkpoint.open,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("kind", ["loop", "pipe", "directory", "device"])
+def test_what_is_no_file(tmp_path: Path, name: str, kind: str) -> None:
+    """Nothing waits for a pipe, and nothing is taken for missing."""
+    path = demo_copy(tmp_path / "checkpoint") / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path if kind == "loop" else Path("/dev/zero"))
+    wanted = "cannot be read: Too many levels" if kind == "loop" else "is not a regular file"
+    with pytest.raises(CheckpointError, match=f"checkpoint/{name} {wanted}"):
+        READERS[name](tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("path", ["\0", "\ud800", "x" * 300, "/" * 5000 + "x", "/dev/null", "/"])
+def test_odd_paths(path: str) -> None:
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(path)
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(Path("/tmp") / path)
+
+
+def test_odd_names_in_an_index(tmp_path: Path) -> None:
+    path = demo_copy(tmp_path / "checkpoint")
+    for name in ("\0", "\ud800", "x" * 300):
+        (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(path)
 
 
 def header(**entry: Any) -> bytes:

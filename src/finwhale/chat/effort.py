@@ -14,7 +14,6 @@ these levels (medium and xhigh are high, minimal is low, ultra is max). April's 
 max and every other level as high.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from typing import Any, Literal
 import deepseek_recipe as recipe
 
 from finwhale.demo import DSPARK_PATH
+from finwhale.files import is_file, read_file, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,19 @@ def effort_ladder(directory: Path) -> EffortLadder:
     from April, because 0731 and 0813 have them. A checkpoint with them counts as 0731, with a
     warning unless it is the embedded model, because April's Flash-DSpark and Pro-DSpark have the
     same keys.
+
+    Raises:
+        CheckpointError: one of these files cannot be read.
     """
     encoder = directory / ENCODER
-    if encoder.is_file():
-        text = encoder.read_text(encoding="utf-8", errors="replace")
+    if is_file(encoder):
+        text = read_file(encoder).decode(errors="replace")
         if _TABLE_OF_0731 in text:
             return "0731"
         if _PARAGRAPH_OF_APRIL in text:
             return "april"
-    if not _has_dspark_keys(directory / "config.json"):
+    config = directory / "config.json"
+    if not is_file(config) or not any(key.startswith("dspark_") for key in read_json(config)):
         return "april"
     if directory != DSPARK_PATH:
         logger.warning(
@@ -85,11 +89,3 @@ def changed(conversation: recipe.Conversation, **changes: Any) -> recipe.Convers
         "response_regex": conversation.response_regex,
     }
     return recipe.Conversation(**fields | changes)
-
-
-def _has_dspark_keys(config: Path) -> bool:
-    try:
-        raw = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # loading the model reports what is wrong
-    return isinstance(raw, dict) and any(key.startswith("dspark_") for key in raw)

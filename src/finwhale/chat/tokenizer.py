@@ -13,6 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from finwhale.errors import CheckpointError, RequestError
+from finwhale.files import is_file, read_json
 
 BOS = deepseek_recipe.SpecialToken.Bos.default_str()
 EOS = deepseek_recipe.SpecialToken.Eos.default_str()
@@ -87,11 +88,11 @@ class Tokenizer:
             CheckpointError: tokenizer.json is missing, broken or not a byte-level BPE.
         """
         path = Path(directory) / "tokenizer.json"
-        if not path.is_file():
+        if not is_file(path):
             raise CheckpointError(f"no tokenizer: {path} does not exist")
         config_path = path.with_name("tokenizer_config.json")
-        config = _read_json(config_path) if config_path.is_file() else {}
-        return cls(path, _read_json(path), config)
+        config = read_json(config_path) if is_file(config_path) else {}
+        return cls(path, read_json(path), config)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; text that spells a control token stays text.
@@ -182,18 +183,6 @@ def _build(spec: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
     # The library raises a bare Exception for every error in a file.
     except Exception as error:
         raise CheckpointError(f"{path} is not a usable tokenizer.json: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    except RecursionError as error:
-        raise CheckpointError(f"cannot read {path}: it is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: wanted a JSON object, found {type(value).__name__}")
-    return value
 
 
 def _spelling(token: Any, default: str) -> str:

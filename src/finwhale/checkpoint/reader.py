@@ -5,6 +5,7 @@ Opening reads no data and reports every fault that the headers show.
 
 import json
 import math
+import stat
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.names import Part, official_tensors
 from finwhale.checkpoint.spec import Slice
 from finwhale.errors import CheckpointError
+from finwhale.files import is_file, mode_of, read_json
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -213,40 +215,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
         CheckpointError: the directory or config.json is missing or damaged.
     """
     directory = Path(path)
-    _check_links(directory)
-    if not directory.is_dir():
+    mode = mode_of(directory)
+    if not stat.S_ISDIR(mode):
         raise CheckpointError(
             f"no checkpoint at {directory}: "
-            + ("it is a file, not a directory" if directory.exists() else "no such directory")
+            + ("it is a file, not a directory" if mode else "no such directory")
         )
-    return _read_json(directory / CONFIG_FILE, "a checkpoint directory holds one")
-
-
-def _read_json(path: Path, why: str) -> dict[str, Any]:
-    _check_links(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}; {why}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path} is nested too deeply") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {type(content).__name__}")
-    return content
-
-
-def _check_links(path: Path) -> None:
-    """Raise CheckpointError if a path cannot be followed, such as a loop of symbolic links."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    config = directory / CONFIG_FILE
+    if not is_file(config):
+        raise CheckpointError(f"{directory} has no {CONFIG_FILE}; a checkpoint directory holds one")
+    return read_json(config)
 
 
 def _inventory(directory: Path) -> dict[str, TensorInfo]:
@@ -304,11 +282,11 @@ def _infos(file: str, stored_name: str, stored: _Stored) -> Iterator[TensorInfo]
 def _expected_names(directory: Path) -> dict[str, set[str]]:
     """Sorted file names, each with the tensor names that the index gives (none without index)."""
     index_path, single = directory / INDEX_FILE, directory / SINGLE_FILE
-    if not index_path.is_file():
-        if not single.is_file():
+    if not is_file(index_path):
+        if not is_file(single):
             raise CheckpointError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         return {SINGLE_FILE: set()}
-    weight_map = _read_json(index_path, "").get("weight_map")
+    weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names")
     expected: dict[str, set[str]] = {}
@@ -316,7 +294,7 @@ def _expected_names(directory: Path) -> dict[str, set[str]]:
         if not isinstance(file, str) or (file not in expected and not _allowed(file)):
             raise CheckpointError(f"{index_path}: {name} has the file name {file!r}")
         expected.setdefault(file, set()).add(name)
-    missing = [file for file in expected if not (directory / file).is_file()]
+    missing = [file for file in expected if not is_file(directory / file)]
     if missing:
         raise CheckpointError(
             f"{directory} lacks {len(missing)} of {len(expected)} files that {INDEX_FILE} names: "
