@@ -228,7 +228,10 @@ def test_hosts(start: Start) -> None:
     for host in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "10.1.2.3", "[::1]:80", "[::1]",
                  "llm.example", "llm.example.:1", "in.example", "a.b.in.example"):  # fmt: skip
         assert status_of(server, host) == 200, host
-    for host in ("evil.example", "llm.example.evil", "xin.example", "127.0.0.1.evil", "a:b"):
+    for host in ("evil.example", "llm.example.evil", "xin.example", "127.0.0.1.evil", "a:b",
+                 "[localhost]", "[::1].evil", "[::1", "::1", "[127.0.0.1]", "[::1]:x", "[::1]@evil",
+                 "localhost:80@evil", "localhost:80:80", "localhost/", "localhost..", ".in.example",
+                 "a..in.example", "localhost,evil", "localhost#", "x@localhost", ""):  # fmt: skip
         assert status_of(server, host) == 400, host
         assert status_of(server, host, "/health/live") == 200
     _, _, body = request(server, "GET", "/live", headers={"host": "evil.example"})

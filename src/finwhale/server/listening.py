@@ -1,6 +1,7 @@
 """The server's sockets (TCP or Unix, with or without TLS), and the check of the Host header."""
 
 import os
+import re
 import socket
 import ssl
 import stat
@@ -14,6 +15,8 @@ from finwhale.server.config import ServerConfig
 BACKLOG = 2048  # connections that wait until the server accepts them
 # Values of --allowed-hosts beside names: every IP address, and every host.
 ADDRESSES, ANY = "addresses", "*"
+# A name that may end with a dot, or an address of IPv6 in brackets; then perhaps a port.
+_HOST = re.compile(r"(?:(?P<name>[\w-]+(?:\.[\w-]+)*)\.?|\[(?P<address>[0-9a-f:.]+)\])(?::[0-9]*)?")
 LOCAL_HOSTS = ("localhost", ADDRESSES)
 
 
@@ -138,15 +141,20 @@ class HostCheck:
         """`header`: the Host header; "" if there is none."""
         if self._any:
             return True
-        host = header.strip().lower()
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        name = name.rstrip(".")
-        if self._addresses:
-            try:
-                ip_address(name)
-                return True
-            except ValueError:
-                pass
+        host = _HOST.fullmatch(header.strip().lower())
+        if host is None:
+            return False
+        name = host["name"] or host["address"]
+        try:
+            address = ip_address(name)
+        except ValueError:
+            if host["address"]:
+                return False
+        else:
+            # Only an address of IPv6 has brackets.
+            return address.version == (6 if host["address"] else 4) and (
+                self._addresses or name in self._names
+            )
         parents = name.split(".")
         below = {"." + ".".join(parents[i:]) for i in range(min(len(parents), 64))}
         return name in self._names or not below.isdisjoint(self._names)
