@@ -213,3 +213,11 @@ def test_an_unread_log_stops_nothing() -> None:
         finally:
             process.kill()
             os.close(reader)
+
+
+def test_too_few_files_may_be_opened() -> None:
+    """One line at the start, not a server that refuses every connection."""
+    command = f"ulimit -n 64; exec {sys.executable} -m finwhale serve --device cpu --port 0"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1, ended.stderr
+    assert "may open 64 files, and the server needs 160: raise the hard limit" in ended.stderr

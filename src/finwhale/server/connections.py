@@ -20,6 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
+from finwhale.errors import FinwhaleError
 from finwhale.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 MIN_BYTES_PER_S = 64 << 10
 # Descriptors kept for files, the engine, the process that tries grammars, and the health port.
 RESERVED_FILES = 128
+MIN_CONNECTIONS = 32  # the server does not start if it has room for fewer
 LOG_INTERVAL_S = 60.0
 # If no descriptor is left, this many waiting connections are closed at once.
 MADE_ROOM = 16
@@ -46,8 +48,15 @@ class Connections:
     """
 
     def __init__(self, config: ServerConfig) -> None:
+        """Raises FinwhaleError: this process may open too few files."""
         self.config = config
-        self.max_connections = min(config.max_connections, max_files() - RESERVED_FILES)
+        limit, least = max_files(), RESERVED_FILES + min(MIN_CONNECTIONS, config.max_connections)
+        if limit < least:
+            raise FinwhaleError(
+                f"this process may open {limit} files, and the server needs {least}: raise the "
+                "hard limit (ulimit -n, LimitNOFILE of systemd, --ulimit nofile of docker)"
+            )
+        self.max_connections = min(config.max_connections, limit - RESERVED_FILES)
         self.waiting: dict[Connection, None] = {}
         self.on_refusal: Callable[[ConnectionRefusal], None] = lambda reason: None
         self._logged: dict[str, tuple[float, int]] = {}
