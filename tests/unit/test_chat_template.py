@@ -188,6 +188,16 @@ USER = {"role": "user", "content": "x"}
         ([USER, {"role": "assistant", "content": None}], "content or tool_calls must be set"),
         ([USER, {"role": "assistant", "content": "", "tool_calls": 3}], "not a valid request"),
         ([{"role": "assistant", "content": "x", "prefix": True}, USER], "prefix"),
+        ([USER, {**USER, "task": "title"}], "unknown parameter: messages.1.task"),
+        ([{**USER, "tool_call_id": "c1"}], r"unknown parameter: messages\.0\.tool_call_id"),
+        ([{**USER, "reasoning_content": "x"}], "unknown parameter: messages.0.reasoning_content"),
+        ([USER, {**USER, 3: "x"}], "unknown parameter: messages.1.3"),
+        ([{"role": "assistant", "content": "x", "wo_eos": True}], "parameter: messages.0.wo_eos"),
+        (
+            [{"role": "user", "content": ({"type": "text", "text": "x", "detail": "low"},)}],
+            "unknown parameter: messages.0.content.0.detail",
+        ),
+        ([{"role": "assistant", "content": "x", "refusal": "no"}], "refusal is not supported"),
     ],
 )
 def test_bad_messages(messages: Any, found: str) -> None:
@@ -204,6 +214,9 @@ def test_bad_messages(messages: Any, found: str) -> None:
         ({"tools": [{"type": "function"}]}, "function"),
         ({"tools": [3]}, "tools must be a list of dicts"),
         ({"tools": 3}, "tools must be a list of dicts"),
+        ({"tools": [{**TOOLS[0], "x": 1}]}, "unknown parameter: tools.0.x"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0: type web_search is not supported"),
+        ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice: type mcp is not"),
         ({"tool_choice": "sometimes"}, "not a valid request"),
         ({"tools": TOOLS, "tool_choice": "required"}, "does not support this tool_choice"),
     ],

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import deepseek_recipe as recipe
 
 from finwhale.chat.effort import EffortLadder, changed, with_ladder
+from finwhale.chat.known_fields import CHAT_FIELDS, check_fields
 from finwhale.chat.output import OutputParser
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.tokenizer import Tokenizer
@@ -224,11 +225,12 @@ class ChatTemplate:
         Args:
             messages: dicts with "role" (see ROLES) and "content": a string, or parts of type
                 "text" except in a latest_reminder. An assistant's message may have
-                "reasoning_content" and "tool_calls"; a tool's message has "tool_call_id".
+                "reasoning_content" and "tool_calls"; a tool's message has "tool_call_id". Messages
+                may have the fields of Chat Completions (chat/known_fields.py), and no others.
             options: None: the default options.
 
         Raises:
-            RequestError: the messages or the options are not valid.
+            RequestError: the messages or the options are not valid, or have unknown fields.
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
         return self.encode(_convert(messages, options or ChatOptions()))
@@ -288,6 +290,7 @@ def _convert(messages: ChatMessages, options: ChatOptions) -> ProtocolRequest:
         body["tool_choice"] = options.tool_choice
     if options.reasoning_effort is not None:
         body["reasoning_effort"] = options.reasoning_effort
+    check_fields(CHAT_FIELDS, {name: body.get(name) for name in CHAT_FIELDS})
     return convert("chat", body, default_thinking=options.thinking)
 
 

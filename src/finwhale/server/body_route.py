@@ -9,8 +9,9 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from finwhale.chat.known_fields import check_fields
 from finwhale.server.errors import ApiError
-from finwhale.server.known_fields import check_fields, shape_of
+from finwhale.server.known_fields import shape_of
 
 logger = logging.getLogger(__name__)
 

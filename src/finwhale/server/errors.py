@@ -7,6 +7,7 @@ from typing import Literal
 
 from starlette.responses import Response
 
+from finwhale.chat.known_fields import FieldError
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.server.client import QueueFullError, StoppingError
 from finwhale.server.sse import event
@@ -116,6 +117,8 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
     """The error for the client; None: the client learns nothing about `error`."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, FieldError):
+        return ApiError(400, str(error), code=error.code, param=error.path)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code="invalid_request")
     if isinstance(error, QueueFullError):
