@@ -520,6 +520,22 @@ def widened(slots: Tensor, topk: int) -> Tensor:
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize("experts", [8, 37, 256])
+def test_the_lowest_expert_wins_ties(ops: Ops, num_tokens: int, experts: int) -> None:
+    """Scores of a zero input are equal, so the bias alone decides; most of its values are equal."""
+    draw = torch.Generator().manual_seed(experts)
+    bias = torch.randint(3, (experts,), generator=draw).float()
+    gate = torch.randn(experts, 32, generator=draw)
+    order = sorted(range(experts), key=lambda i: (-float(bias[i]), i))
+    where = torch.arange(num_tokens)
+    for topk in (1, 6, experts):
+        ids, weights = ops.route_by_score(torch.zeros(num_tokens, 32), gate, bias, topk, 1.5, where)
+        assert ids.tolist() == [order[:topk]] * num_tokens
+        assert torch.allclose(weights, torch.full_like(weights, 1.5 / topk), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
 @pytest.mark.parametrize("rounds", [False, True], ids=["exact", "rounded"])
 @pytest.mark.parametrize("chunks", [((900, 901), (0, 300), (477, 483)), ((1500, 1501),)], ids=str)
 def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> None:

@@ -56,7 +56,10 @@ class FinishExperts(Protocol):
 
 
 class RouteByScore(Protocol):
-    """Choose the K experts with the highest score + bias; score = sqrt(softplus(x gate^T))."""
+    """Choose the K experts with the highest score + bias; score = sqrt(softplus(x gate^T)).
+
+    The lowest index wins ties.
+    """
 
     def __call__(
         self,

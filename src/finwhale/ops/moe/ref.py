@@ -37,7 +37,8 @@ def route_by_score(
     positions_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(x_ND, gate_ED)
-    ids_NK = (scores + bias_E).topk(topk, -1).indices
+    # topk guarantees no order among equals.
+    ids_NK = (scores + bias_E).sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     return ids_NK, _weights(scores, ids_NK, scaling)
 
 
