@@ -3,6 +3,8 @@
 import random
 import threading
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
@@ -26,14 +28,59 @@ def test_readers_of_different_speed_get_every_message(capacity: int) -> None:
         for _ in messages:
             found[reader].append(views[reader].read(reader))
 
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(2)]
+    def write() -> None:
+        for message in messages:
+            ring.write(message, wait)
+
+    join_all([write, partial(read, 0), partial(read, 1)])
+    assert found == [messages, messages]
+
+
+def join_all(targets: Sequence[Callable[[], None]]) -> None:
+    """Run each target in a thread. A thread that hangs fails the test and does not keep pytest."""
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
     for thread in threads:
         thread.start()
-    for message in messages:
-        ring.write(message, wait)
+    deadline = time.monotonic() + 100
     for thread in threads:
-        thread.join(60)
-    assert found == [messages, messages]
+        thread.join(max(0, deadline - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_an_idle_ring_wraps_at_every_byte(ahead: int) -> None:
+    """Messages begin and end at each place of the ring, the readers having read all before."""
+    ring = Ring.create(2, 64)
+    views = [Ring(ring.file, 2) for _ in range(2)]
+
+    def full() -> None:
+        raise AssertionError("the ring has room")
+
+    for start in range(0, 200, ahead):
+        some = [bytes([i % 256] * (i % 12)) for i in range(start, start + ahead)]
+        for message in some:
+            ring.write(message, full)
+        for reader, view in enumerate(views):
+            assert [view.read(reader) for _ in some] == some
+
+
+@pytest.mark.parametrize("fast", [0, 1])
+def test_the_writer_waits_for_the_slowest_reader(fast: int) -> None:
+    """A reader that reads at once does not let the writer overwrite what the other has to read."""
+
+    class GivenUpError(Exception):
+        pass
+
+    def give_up() -> None:
+        raise GivenUpError
+
+    ring = Ring.create(2, 64)
+    views = [Ring(ring.file, 2) for _ in range(2)]
+    ring.write(b"a" * 48, give_up)
+    assert views[fast].read(fast) == b"a" * 48
+    with pytest.raises(GivenUpError):
+        ring.write(b"b" * 48, give_up)
+    assert views[1 - fast].read(1 - fast) == b"a" * 48
 
 
 def test_a_reader_that_takes_nothing_holds_up_the_writer() -> None:

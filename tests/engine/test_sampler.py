@@ -149,6 +149,35 @@ def test_penalties_follow_the_output() -> None:
     assert len(counts) > 10
 
 
+@pytest.mark.parametrize("frequency", [0.0, 0.25])
+@pytest.mark.parametrize("presence", [0.0, 2.0])
+@pytest.mark.parametrize("repetition", [1.0, 1.5])
+def test_only_repetition_penalties_count_the_prompt(
+    frequency: float, presence: float, repetition: float
+) -> None:
+    """The prompt's tokens are the most likely, and one of them occurs three times."""
+    sampler = Sampler(sample)
+    params = SamplingParams(
+        temperature=0,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        repetition_penalty=repetition,
+    )
+    fixed = logits_of(0, 0)
+    prompt = fixed.argsort(descending=True)[[0, 1, 1, 1, 2]].tolist()
+    sampler.add("a", params, prompt, VOCAB_SIZE)
+    output: list[int] = []
+    for _ in range(40):
+        x = fixed.numpy().copy()
+        for t in {*prompt, *output}:
+            if repetition != 1:
+                x[t] = x[t] / np.float32(repetition) if x[t] > 0 else x[t] * np.float32(repetition)
+            x[t] -= np.float32(frequency) * output.count(t) + np.float32(presence) * (t in output)
+        (got,) = sampler.sample(["a"], fixed[None])
+        assert got.token_id == int(np.argmax(x))
+        output.append(got.token_id)
+
+
 def test_seeds() -> None:
     def run(seed: int | None, index: int = 0) -> list[int]:
         sampler = Sampler(sample)
@@ -164,6 +193,9 @@ def test_seeds() -> None:
     assert run(None) != run(None)
     assert run(-1) == run(-1)
     assert run(10**40) == run(10**40)
+    # Each of the 64 bits counts; only those beyond do not.
+    assert len({tuple(run(9 ^ 1 << bit)) for bit in range(64)} | {tuple(run(9))}) == 65
+    assert run(9) == run(9 + 2**64) == run(9 - 2**64)
 
 
 def test_logprobs() -> None:

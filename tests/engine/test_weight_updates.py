@@ -30,8 +30,15 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.staged_weights import StagedWeights, discard_update
 from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import Ops, load_ops
+from finwhale.ops.cpu_gemm import _Half, _rows_are_independent
 from finwhale.ops.moe import ExpertWeight
-from finwhale.testing.tiny import random_weights, write_plain_checkpoint
+from finwhale.testing.tensors import read_tensors
+from finwhale.testing.tiny import (
+    random_weights,
+    tiny_config,
+    write_plain_checkpoint,
+    write_quantised_checkpoint,
+)
 
 from .weights import bits_of, in_one_buffer, weights_of
 
@@ -135,6 +142,37 @@ def test_updated_weights_give_the_bits_of_a_fresh_start(
     engine.update_weights(other_path)
     assert outputs(engine) == expected
     assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
+
+
+@pytest.mark.parametrize("activations", ["exact", "as-trained"])
+def test_updated_quantised_weights_give_the_bits_of_a_fresh_start(
+    activations: str, tmp_path: Path, one_thread: None
+) -> None:
+    """The operators pack weights that float16 holds, on their first use."""
+    config = tiny_config(3, quantised=True)
+    paths = [tmp_path / str(seed) for seed in (3, 4)]
+    for path, seed in zip(paths, (3, 4), strict=True):
+        write_quantised_checkpoint(path, config, random_weights(config, seed=seed))
+
+    def start(path: Path) -> LLM:
+        return LLM(path, device="cpu", dtype="float32", activations=activations, max_num_seqs=4)
+
+    def tokens(llm: LLM) -> list[object]:
+        return bits_of(llm, [[1, 2, 3], [5] * 40], params())
+
+    before, expected = (tokens(start(path)) for path in paths)
+    assert before != expected
+    engine = start(paths[0])
+    assert tokens(engine) == before
+    packed = any(isinstance(kept, _Half) for t in weights_of(engine) for kept in vars(t).values())
+    assert packed == _rows_are_independent()  # true on every CPU with AVX2
+    engine.update_weights(paths[1])
+    assert tokens(engine) == expected
+    layer = {n: t for n, t in read_tensors(paths[0]).items() if n.startswith("layers.1.")}
+    engine.update_weights(layer.items(), partial=True)
+    assert tokens(engine) not in (before, expected)
+    engine.update_weights(paths[0])
+    assert tokens(engine) == before
 
 
 def test_prefixes_of_the_old_weights_are_forgotten(engine: LLM, other_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from finwhale.bench import prefix as bench_prefix
 from finwhale.engine.plan import prefix_index as prefix
-from finwhale.engine.plan.admission import PATIENCE
+from finwhale.engine.plan.admission import PATIENCE, WATERMARK
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk, SequenceState
@@ -420,6 +420,34 @@ def test_every_request_is_admitted_eventually() -> None:
         assert count < 3 * PATIENCE
     ahead = driver.finished.index(patient)
     assert PATIENCE < ahead <= PATIENCE + 4
+
+
+@pytest.mark.parametrize(("later", "begins"), [(3, True), (4, False)])
+def test_blocks_that_a_running_prompt_needs_are_not_given_away(later: int, begins: bool) -> None:
+    """Of nine blocks, a prompt that has two so far needs six."""
+    driver = Driver(make_scheduler(0, 3, budget=512, blocks=9), 0, ahead=False)
+    driver.add(make_sequence("six", 6 * 256 - 2, 2))
+    driver.step()
+    driver.add(make_sequence("later", later * 256 - 2, 2))
+    driver.step()
+    assert [s.key for s in driver.scheduler.running] == ["six", "later"][: 1 + begins]
+    driver.run()
+    assert driver.scheduler.counts.preemptions == 0
+
+
+@pytest.mark.parametrize(("later", "begins"), [(2, True), (3, False)])
+def test_a_share_of_the_blocks_is_kept_for_sequences_that_run(later: int, begins: bool) -> None:
+    """Two blocks of 2 * WATERMARK stay free; a sequence that is alone may take all of them."""
+    blocks = 2 * WATERMARK
+    alone = blocks - 4
+    driver = Driver(make_scheduler(0, 3, budget=blocks * 256, blocks=blocks), 0, ahead=False)
+    driver.add(make_sequence("alone", alone * 256 - 100, 99))
+    driver.step()
+    driver.add(make_sequence("later", later * 256 - 10, 9))
+    assert ("later" in keys_of(driver.step())) == begins
+    driver.run()
+    driver.add(make_sequence("whole", blocks * 256 - 1, 1))
+    assert keys_of(driver.step()) == ["whole"]
 
 
 # --- Preemption -----------------------------------------------------------------------------------
