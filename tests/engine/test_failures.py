@@ -268,3 +268,15 @@ def test_durations_are_counted_in_their_buckets() -> None:
     meter.record_end("stop", other, 1)
     mean = meter.time_per_output_token.read()
     assert mean.count == 1 and mean.total == pytest.approx(0.05)
+
+
+def test_tokens_of_one_verification_share_its_time() -> None:
+    meter, clock = Meter(2), Clock(began=10.0)
+    for now, count in ((11.0, 2), (11.6, 3), (11.9, 0)):
+        clock.tick(now)
+        meter.record_tokens(clock, count)
+    first, between = meter.time_to_first_token.read(), meter.time_between_tokens.read()
+    assert first.count == 1 and first.total == pytest.approx(1.0)
+    assert between.count == 1 + 3 and between.total == pytest.approx(0.6)
+    assert between.counts[0] == 1 and between.counts[BOUNDS.index(0.25)] == 3
+    assert meter.output_tokens == 5

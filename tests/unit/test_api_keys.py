@@ -107,6 +107,7 @@ def test_tokens_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:
         key.check(None)
     now += 1
     key.check(None)
+    assert key.use.tokens == pytest.approx(-10 + 10.5 + 1)  # no second counts twice
     now += 1000
     key.check(None)
     assert key.use.tokens == 60

@@ -16,7 +16,9 @@ from finwhale.server.batch.lines import MAX_CUSTOM_ID, read_line, read_lines, sc
 from finwhale.server.batch.results import ResultFile
 from finwhale.server.batch.room import Room
 from finwhale.server.batch.runner import Job, run, run_expired
+from finwhale.server.batch.store import Batch, Owner, StoredFile, page_of
 from finwhale.server.bodies import Parser
+from finwhale.server.errors import ApiError
 
 MAX_BYTES = 10_000
 MAX_ITEMS = 1000
@@ -287,3 +289,46 @@ def test_room_is_given_in_order() -> None:
         return order
 
     assert asyncio.run(check()) == [6, 30, 3, 2]
+
+
+def test_a_waiter_that_is_cancelled_after_its_admission_frees_its_room() -> None:
+    async def check() -> int:
+        room = Room(lambda: 10)
+        await room.take(10)
+        waiting = asyncio.ensure_future(room.take(4))
+        await asyncio.sleep(0)
+        room.release(10)  # admits the waiter, which has not run since
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return room._used
+
+    assert asyncio.run(check()) == 0
+
+
+def test_pages_of_a_list() -> None:
+    files = [StoredFile(f"file-{i}", 1, "x", "batch") for i in range(4)]
+    seen, after, more = [], None, True
+    while more:
+        page = page_of(files, 2, after)
+        seen.append([one["id"] for one in page["data"]])
+        assert (page["first_id"], page["last_id"]) == (seen[-1][0], seen[-1][-1])
+        after, more = page["last_id"], page["has_more"]
+    assert seen == [["file-0", "file-1"], ["file-2", "file-3"]]
+    assert page_of(files, 4, None)["has_more"] is False
+    assert page_of(files, 2, "file-3")["data"] == []
+
+
+def test_the_oldest_ended_batches_make_room(tmp_path: Path) -> None:
+    owner = Owner(tmp_path / "owner")
+    for number, status in enumerate(("completed", "in_progress", "failed", "cancelled")):
+        batch = Batch(f"batch_{number}", "/v1/completions", "in", "good", "bad", number, number)
+        batch.enter(status)
+        owner.save(batch)
+    owner.make_room(5)
+    assert len(owner.batches) == 4
+    owner.make_room(3)  # with the next one there are three
+    assert list(owner.batches) == ["batch_1", "batch_3"]
+    assert list(Owner(owner.directory).batches) == ["batch_1", "batch_3"]
+    with pytest.raises(ApiError, match="1 batches wait or run") as caught:
+        owner.make_room(1)
+    assert caught.value.status == 429

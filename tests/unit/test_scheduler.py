@@ -606,6 +606,25 @@ def test_least_recently_used_goes_first() -> None:
     assert read(driver, "b1", texts[1]).num_cached == 0
 
 
+def test_of_two_resume_points_the_one_that_was_used_again_is_kept() -> None:
+    """There is room for all blocks, but only for the states of three texts."""
+    driver = Driver(make_scheduler(0, 1, budget=200, blocks=60, states=1), 0, ahead=False)
+    texts = [text(600, salt) for salt in range(4)]
+    for i in (0, 1, 0, 2, 3):
+        read(driver, f"a{i}", texts[i])
+    assert read(driver, "b0", texts[0]).num_cached == 512
+    assert read(driver, "b1", texts[1]).num_cached == 0
+
+
+@pytest.mark.parametrize("length", [511, 512, 513])
+def test_a_repeated_prompt_finds_its_last_block_after_other_prompts(length: int) -> None:
+    """A prompt of whole blocks resumes one block before its end."""
+    driver = Driver(make_scheduler(0, 1, budget=200, blocks=40, states=1), 0, ahead=False)
+    read(driver, "first", text(length))
+    read(driver, "noise", text(2500, 4))
+    assert read(driver, "again", text(length)).num_cached == (length - 1) // 256 * 256
+
+
 def test_without_prefix_caching_nothing_is_kept() -> None:
     driver = Driver(make_scheduler(0, 2, budget=600, blocks=9, prefix_caching=False), 0, False)
     for i in range(2):
