@@ -178,10 +178,22 @@ def test_without_network_the_cache_serves(
         checkpoint_directory("whales/Other")
 
 
-def test_a_full_disk_is_reported_first(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["finwhale.checkpoint.hub"]
     usage = module.shutil._ntuple_diskusage(10**9, 10**9 - 5_000_000, 5_000_000)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+
+
+def test_files_in_the_cache_need_no_room(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint_directory(NAME)
+    fill_disk(monkeypatch)
+    assert checkpoint_directory(NAME) == directory
+
+
+def test_a_full_disk_is_reported_first(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_disk(monkeypatch)
     with pytest.raises(ResourceError, match=r"needs [\d.]+ GB in .*hub, which has 0.0 GB free"):
         checkpoint_directory(NAME)
     assert not endpoint.fetched

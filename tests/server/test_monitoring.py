@@ -8,15 +8,21 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from finwhale import LLM
+from finwhale.engine.loop.metrics import PageUse
 from finwhale.engine.plan.executor import RankTimes
 from finwhale.server import health
-from finwhale.server.metrics import resident_bytes
+from finwhale.server.bodies import Budget
+from finwhale.server.logs import RequestLog
+from finwhale.server.metrics import Metrics, engine_families, resident_bytes
+from finwhale.server.wire import Delta
 
 from .running import MODEL, RunningServer
 from .test_limits import request, wait_until
@@ -165,6 +171,37 @@ def test_refusals(start: Callable[..., RunningServer]) -> None:
     stream.close()
     server._server.connections.on_refusal("slow_client")
     assert value(server, 'finwhale_refusals_total{reason="slow_client"}') == 1
+
+
+def test_the_values_of_the_engine_s_metrics(demo_llm: LLM) -> None:
+    counts = {"drafts_proposed": (9, 5), "drafts_accepted": (6, 2), "verifications": 9}
+    pages = {"window": PageUse(3, 10)}
+    engine = dataclasses.replace(demo_llm.engine.metrics(), pages=pages, **counts)  # type: ignore[arg-type]
+    values = {
+        (sample.name.removeprefix("finwhale_"), *sample.labels.values()): sample.value
+        for family in engine_families(engine)
+        for sample in family.samples
+    }
+    assert values["pages", "window", "used"] == 3 and values["pages", "window", "free"] == 7
+    drafts = "spec_decode_num_{}_tokens{}_total"
+    for kind, (first, second) in (("draft", (9, 5)), ("accepted", (6, 2))):
+        assert values[drafts.format(kind, ""),] == first + second
+        assert values[drafts.format(kind, "_per_pos"), "0"] == first
+        assert values[drafts.format(kind, "_per_pos"), "1"] == second
+    assert values["draft_mean_accepted_length",] == pytest.approx(1 + 8 / 9)
+
+
+def test_tokens_of_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    client: Any = SimpleNamespace(alive=True, metrics=None, engine_pid=None)
+    metrics, log = Metrics(client, Budget(1, 1)), RequestLog("r", "/v1/completions", 1)
+    for token_ids in ([1], [2, 3]):
+        metrics.delta(log, Delta("e", 0, token_ids, ""))
+        now += 0.5
+    name = "finwhale_time_per_output_token_seconds_{}"
+    found = [metrics.registry.get_sample_value(name.format(what)) for what in ("count", "sum")]
+    assert found == [2, 0.5] and log.output_tokens == 3
 
 
 def test_memory_and_buffered_bytes(start: Callable[..., RunningServer]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from finwhale.cli import run_batch
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.batch.lines import MAX_CUSTOM_ID, read_line, read_lines, scan
 from finwhale.server.batch.results import ResultFile
@@ -167,6 +168,32 @@ def test_a_stopped_run_continues(answer: Callable[..., Job], tmp_path: Path) -> 
     assert sorted(one["custom_id"] for one in results(tmp_path)) == sorted(
         f"r{i}" for i in range(50)
     )
+
+
+def test_results_in_two_files_are_found_again(tmp_path: Path) -> None:
+    """The batches of a server have a file of errors of their own."""
+    path = write(tmp_path / "in.jsonl", [line("a"), b"{", line("b"), line("c")])
+    found = scan(path, MAX_BYTES, MAX_ITEMS, shares_cpu=False)
+    for app in (App(lambda call: (200, "") if call < 3 else (400, "wrong")), App()):
+        good, bad = (ResultFile(tmp_path / name) for name in ("good.jsonl", "bad.jsonl"))
+        job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, good, bad, 1)
+        job.recover()
+        asyncio.run(run(app, job, Room(lambda: 1 << 20)))  # type: ignore[arg-type]
+        good.close()
+        bad.close()
+        assert (job.counts.completed, job.counts.failed) == (2, 2)
+    assert app.calls == 0
+
+
+def test_the_command_of_a_finished_batch_starts_no_engine(
+    answer: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "in.jsonl", [line("a"), b"{"])
+    answer(path)
+    args = [str(path), str(tmp_path / "out.jsonl"), "--model", str(tmp_path / "no-model")]
+    assert run_batch.run(args) == 0
+    said = "2 lines, 1 answered, 1 with errors, 2 of them in earlier runs"
+    assert said in capsys.readouterr().err
 
 
 def test_a_busy_server_gets_the_line_again(answer: Callable[..., Job], tmp_path: Path) -> None:
