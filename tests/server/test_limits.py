@@ -123,8 +123,8 @@ def test_prompt_limit(start: Start) -> None:
 
 def test_full_queue_is_429(start: Start) -> None:
     server = start(max_queue=2, retry_after_s=7)
-    # 8 sequences run at once; 2 more may wait.
-    with long_requests(server, 10):
+    # 8 sequences run at once, and 2 more may wait; one user may have 9 of these 10.
+    with long_requests(server, 9):
         for attempt in (
             lambda: server.openai().completions.create(model=MODEL, prompt="a"),
             lambda: server.openai().completions.create(model=MODEL, prompt="a", stream=True),
@@ -137,7 +137,7 @@ def test_full_queue_is_429(start: Start) -> None:
 
 
 def test_concurrency_limit_leaves_health(start: Start) -> None:
-    server = start(max_concurrency=2)
+    server = start(max_concurrency=3)  # 2 of one user
     with long_requests(server, 2):
         with pytest.raises(openai.RateLimitError):
             server.openai().completions.create(model=MODEL, prompt="a")

@@ -221,6 +221,7 @@ def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
     if key is not None:
         key.check(getattr(body, "priority", None))
     log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request), key)
+    log.user = request.scope["state"]["user"]
     log.cache_salt = getattr(body, "cache_salt", None)
     log.model = str(getattr(body, "model", None) or "")
     log.batch = "inside_call" in request.scope["state"]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from finwhale.server.errors import ApiError
+from finwhale.server.shares import Shares
 
 # The default limit of a body's size depends on the context: an id in JSON takes up to 9 bytes, and
 # a token of text rarely more than 16, escapes included. The constant leaves room for tools, schemas
@@ -50,31 +51,33 @@ class Budget:
     """The bytes of all bodies that the server holds now.
 
     The first SMALL_BYTES of a body do not count, so large bodies cannot keep out small ones.
-
-    Attributes:
-        bytes: the bytes in use.
     """
 
-    def __init__(self, max_bytes: int, retry_after_s: int) -> None:
-        self.bytes = 0
-        self._max_bytes = max_bytes
-        self._retry_after_s = retry_after_s
+    def __init__(
+        self, max_bytes: int, retry_after_s: int, largest: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`largest`: the size of the largest body; on an idle server, it fits."""
 
-    def resize(self, before: int, after: int) -> None:
+        def error(message: str) -> ApiError:
+            return ApiError(503, message, code="overloaded", retry_after_s=retry_after_s)
+
+        self._shares = Shares("bytes of large requests", lambda: max_bytes, largest, error)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes in use."""
+        return self._shares.total
+
+    def resize(self, before: int, after: int, user: str = "") -> None:
         """Counts a body that grows from `before` to `after` bytes, or is dropped (`after` = 0).
 
         Raises:
             ApiError (503): there is no room; the body still counts as `before` bytes.
         """
         more = max(0, after - SMALL_BYTES) - max(0, before - SMALL_BYTES)
-        if more > 0 and self.bytes + more > self._max_bytes:
-            raise ApiError(
-                503,
-                "the server holds too many large requests; try again",
-                code="overloaded",
-                retry_after_s=self._retry_after_s,
-            )
-        self.bytes += more
+        if more > 0:
+            self._shares.check(user, more)
+        self._shares.add(user, more)
 
 
 class Parser:

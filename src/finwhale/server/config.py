@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import Literal
 
 from finwhale.errors import FinwhaleError
@@ -10,6 +11,7 @@ from finwhale.server.keys import parse_keys
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
+UNIX = "unix"  # the address of all clients of a Unix socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,14 @@ class ServerConfig:
         '"addresses" any IP address, "*" any host. Other requests get 400',
         unset="any host; on a loopback address without API keys, only localhost and IP addresses",
         metavar="HOST",
+    )
+    trusted_proxies: tuple[str, ...] = option(
+        (),
+        f'address or network of a proxy, or "{UNIX}" for those on the Unix socket: the server '
+        "believes their X-Forwarded-For, to tell clients without API keys apart",
+        unset="none: who connects is the client",
+        metavar="ADDRESS",
+        flag="--trusted-proxy",
     )
     # The first name stands in the answers.
     model_names: tuple[str, ...] = option(
@@ -223,6 +233,13 @@ class ServerConfig:
         if url is not None and not re.match("https?://[^/]", url):
             raise FinwhaleError(f"otlp_traces_endpoint must be an http or https URL, got {url!r}")
         parse_keys(self.api_keys)
+        for proxy in self.trusted_proxies:
+            try:
+                _ = proxy == UNIX or ip_network(proxy)
+            except ValueError as error:
+                raise FinwhaleError(
+                    f"a trusted proxy is an address or a network: {error}"
+                ) from error
         if not re.fullmatch("[0-7]{3,4}", self.uds_mode):
             raise FinwhaleError(f"uds_mode must be an octal number, got {self.uds_mode!r}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

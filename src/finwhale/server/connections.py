@@ -3,7 +3,8 @@
 A connection waits for the client (for a request's head, its body, or the next request) or the
 client waits for the server. While it waits for the client it has a deadline, and it may be closed
 to make room for another: the connection that has waited longest goes first. So clients that open
-connections and send nothing cannot keep out others, health checks among them.
+connections and send nothing cannot keep out others, health checks among them. Each address has a
+share of the connections, so that one that keeps its connections busy cannot keep out others either.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Literal
 
 import h11
@@ -21,7 +23,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
 from finwhale.errors import FinwhaleError
-from finwhale.server.config import ServerConfig
+from finwhale.server.client import QueueFullError
+from finwhale.server.config import UNIX, ServerConfig
+from finwhale.server.listening import plain_address, user_of
+from finwhale.server.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,7 @@ class Connections:
 
     Attributes:
         max_connections: number of connections; one more is refused, or replaces a waiting one.
+        shares: the connections of each address, as the user who is there.
         waiting: the connections that wait for their clients, the longest wait first.
         on_refusal: receives the reason for each connection that the server refuses.
     """
@@ -57,6 +63,7 @@ class Connections:
                 "hard limit (ulimit -n, LimitNOFILE of systemd, --ulimit nofile of docker)"
             )
         self.max_connections = min(config.max_connections, limit - RESERVED_FILES)
+        self.shares = Shares("connections", lambda: self.max_connections)
         self.waiting: dict[Connection, None] = {}
         self.on_refusal: Callable[[ConnectionRefusal], None] = lambda reason: None
         self._logged: dict[str, tuple[float, int]] = {}
@@ -74,11 +81,23 @@ class Connections:
 
         return make
 
-    def make_room(self, count: int) -> bool:
-        """Closes up to `count` waiting connections. Returns whether there was one."""
-        oldest = list(self.waiting)[:count]
+    def has_room(self, user: str) -> bool:
+        """Whether a user may have one more connection. A waiting one may be closed for it: of this
+        user, unless the server is full."""
+        try:
+            self.shares.check(user)
+        except QueueFullError:
+            self.log("too many connections: the one that waits longest is closed")
+            full = self.shares.total >= self.max_connections
+            return self.make_room(1, None if full else user)
+        return True
+
+    def make_room(self, count: int, user: str | None = None) -> bool:
+        """Closes up to `count` waiting connections, of a user or of all. Returns whether there was
+        one."""
+        oldest = list(islice((c for c in self.waiting if user in (None, c.user)), count))
         for connection in oldest:
-            connection.refuse(503, "the server has too many connections; try again")
+            connection.refuse(503, "there are too many connections; try again")
         return bool(oldest)
 
     def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -107,6 +126,7 @@ class Connection(H11Protocol):
 
     def __init__(self, shared: Connections, *args: Any) -> None:
         super().__init__(*args)
+        self.user = ""
         self._shared = shared
         self._phase: Phase = "idle"
         self._since = 0.0
@@ -118,17 +138,20 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        shared = self._shared
-        if len(self.connections) > shared.max_connections:
-            shared.log("too many connections: the one that waits longest is closed")
-            if not shared.make_room(1):
-                self.refuse(503, "the server has too many connections; try again")
-                return
-        self._enter("idle")
+        host, port = self.client or (UNIX, 0)
+        self.client = (host if host == UNIX else plain_address(host), port)
+        self.user = user_of(host)
+        has_room = self._shared.has_room(self.user)
+        self._shared.shares.add(self.user)
+        if has_room:
+            self._enter("idle")
+        else:
+            self.refuse(503, "there are too many connections; try again")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
         self._cancel_stalled()
+        self._shared.shares.add(self.user, -1)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -50,7 +50,6 @@ ErrorCode = Literal[
     "too_many_files",
     "too_many_lines",
     "too_many_requests",
-    "too_many_uploads",
     "unknown_parameter",
     "unsupported_media_type",
     "unsupported_type",

@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,9 +16,10 @@ from finwhale.server.bodies import Budget
 from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError, error_response, is_anthropic
 from finwhale.server.keys import ApiKey
-from finwhale.server.listening import HostCheck
+from finwhale.server.listening import HostCheck, user_of
 from finwhale.server.logs import note_refusal, printable
 from finwhale.server.page import PAGE_PATH
+from finwhale.server.shares import Shares
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger("finwhale.server.requests")
@@ -55,7 +56,14 @@ class Gate:
         self._app = app
         self._state = state
         self._hosts = HostCheck(state.config.allowed_hosts)
-        self._in_flight = 0
+        retry_after_s = state.config.retry_after_s
+        self._requests = Shares(
+            "requests at once",
+            lambda: state.config.max_concurrency,
+            error=lambda message: ApiError(
+                429, message, code="too_many_requests", retry_after_s=retry_after_s
+            ),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,20 +107,21 @@ class Gate:
                 await self._refuse(body.refused, scope, receive, send_marked)
 
         inside = "inside_call" in scope["state"]
-        self._in_flight += not inside
         try:
-            key = self._check(scope, path, body)
-            counted: AbstractContextManager[None] = nullcontext()
-            if key is not None and not inside and path not in _ALWAYS:
-                counted = key.request(config.retry_after_s)
-            with counted:
+            with ExitStack() as taken:
+                scope["state"]["taken"] = taken
+                key = self._check(scope, path, body)
+                body.user = scope["state"]["user"]
+                if not inside and path not in _ALWAYS:
+                    taken.enter_context(self._requests.taken(body.user))
+                    if key is not None:
+                        taken.enter_context(key.request(config.retry_after_s))
                 await self._app(scope, body.receive, send_unless_refused)
         except Exception as error:
             if status:
                 raise
             await self._refuse(self._state.told(error), scope, receive, send_marked)
         finally:
-            self._in_flight -= not inside
             body.release()
             self._report(scope, status, request_id, begin)
 
@@ -132,6 +141,7 @@ class Gate:
         if call is not None:
             if call.key is not None:
                 scope["state"]["key"] = call.key
+            scope["state"]["user"] = call.user
             return call.key
         headers = Headers(scope=scope)
         config = self._state.config
@@ -154,16 +164,10 @@ class Gate:
                     headers={"www-authenticate": "Bearer"},
                 )
             scope["state"]["key"] = key
+        scope["state"]["user"] = user_of(scope["client"][0]) if key is None else key.identity
         length = headers.get("content-length", "")
         if length.isdecimal():
             body.check_size(int(length[:20]))
-        if self._in_flight > config.max_concurrency and path not in _ALWAYS:
-            raise ApiError(
-                429,
-                "too many requests at once; try again",
-                code="too_many_requests",
-                retry_after_s=config.retry_after_s,
-            )
         return key
 
     def _report(self, scope: Scope, status: int, request_id: str, begin: float) -> None:
@@ -209,6 +213,7 @@ class _LimitedBody:
         budget: counts the bytes that the server holds; None: the server does not hold this body.
 
     Attributes:
+        user: whose share of `budget` the body takes.
         refused: the error for which the rest of the body is dropped; None: there is none.
     """
 
@@ -219,6 +224,7 @@ class _LimitedBody:
         self._max_bytes, self._too_large = max_bytes, too_large
         self._budget = budget
         self._seen = 0
+        self.user = ""
         self.refused: ApiError | None = None
 
     async def receive(self) -> Message:
@@ -229,7 +235,7 @@ class _LimitedBody:
             try:
                 self.check_size(seen)
                 if self._budget is not None:
-                    self._budget.resize(self._seen, seen)
+                    self._budget.resize(self._seen, seen, self.user)
             except ApiError as error:
                 self.refused = error
                 self.release()
@@ -245,7 +251,7 @@ class _LimitedBody:
     def release(self) -> None:
         """Stops counting the body. A request's text lives as long as the request."""
         if self._budget is not None:
-            self._budget.resize(self._seen, 0)
+            self._budget.resize(self._seen, 0, self.user)
         self._seen = 0
 
 

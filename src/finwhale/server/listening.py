@@ -6,11 +6,11 @@ import socket
 import ssl
 import stat
 from collections.abc import Sequence
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 from finwhale.errors import FinwhaleError
-from finwhale.server.config import ServerConfig
+from finwhale.server.config import UNIX, ServerConfig
 
 BACKLOG = 2048  # connections that wait until the server accepts them
 # Values of --allowed-hosts beside names: every IP address, and every host.
@@ -122,6 +122,26 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def plain_address(host: str) -> str:
+    """An IP address in its usual form; that of IPv4, if the system writes one as IPv6."""
+    address = ip_address(host)
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return str(address)
+
+
+def user_of(host: str) -> str:
+    """The user at an address: an IPv4 address, or the first 64 bits of one of IPv6, because each
+    of its networks gives a client 2^64 addresses. What is no address is one user."""
+    try:
+        plain = plain_address(host)
+    except ValueError:
+        return UNIX
+    if ":" not in plain:
+        return plain
+    return f"{IPv6Address(ip_address(plain).packed[:8] + bytes(8))}/64"
 
 
 class HostCheck:

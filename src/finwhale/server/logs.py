@@ -119,6 +119,7 @@ class RequestLog:
         last_tokens: time of the latest token of each continuation, by the engine's request id and
             the continuation's index.
         key: the request's API key; None: the server needs none.
+        user: whose shares it takes; see `server/shares.py`.
         batch: whether it belongs to a batch, which runs after all other requests.
         cache_salt: only requests with the same value share cached prefixes; None: any.
         finish: the finish reason of each continuation that has ended.
@@ -132,6 +133,7 @@ class RequestLog:
     endpoint: str
     body_bytes: int
     key: ApiKey | None = None
+    user: str = ""
     cache_salt: str | None = None
     begin: float = field(default_factory=time.monotonic)
     prompt_tokens: int = 0

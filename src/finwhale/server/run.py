@@ -262,8 +262,9 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(state.config.drain_timeout_s) + ERRORS_S,
             h11_max_incomplete_event_size=64 << 10,
             server_header=False,
-            # Without a proxy's headers, a client cannot choose its own address and scheme.
-            proxy_headers=False,
+            # By default, uvicorn would believe every client on a loopback address.
+            proxy_headers=bool(state.config.trusted_proxies),
+            forwarded_allow_ips=list(state.config.trusted_proxies),
             ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
         super().__init__(config)

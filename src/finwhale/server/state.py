@@ -16,13 +16,14 @@ from finwhale.request import SamplingParams
 from finwhale.server.batch.room import Room
 from finwhale.server.batch.store import Store
 from finwhale.server.bodies import SMALL_BYTES, Budget, TooManyItems, max_body_bytes
-from finwhale.server.client import EngineClient, Generation, QueueFullError
+from finwhale.server.client import EngineClient, Generation
 from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError, as_api_error
 from finwhale.server.grammar_check import GrammarChecker
 from finwhale.server.keys import Keys
 from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import Metrics
+from finwhale.server.shares import Shares
 from finwhale.server.wire import Delta, Ready
 
 if TYPE_CHECKING:
@@ -53,7 +54,15 @@ class ServerState:
         self.client = client
         self.tokenizer = tokenizer
         self.template = None if tokenizer is None else ChatTemplate(tokenizer, ladder)
-        self.budget = Budget(config.max_buffered_bytes, config.retry_after_s)
+        self.budget = Budget(
+            config.max_buffered_bytes, config.retry_after_s, lambda: self.max_body_bytes
+        )
+        # Sequences of requests that are not of batches, from their submission to their answers.
+        self.queue = Shares(
+            "running and waiting sequences",
+            lambda: self.ready.max_num_seqs + config.max_queue,
+            lambda: self.ready.max_num_seqs,
+        )
         self.metrics = Metrics(client, self.budget)
         self.grammars = GrammarChecker(
             None if tokenizer is None else tokenizer.path.parent, self.metrics
@@ -209,21 +218,6 @@ class ServerState:
                 param="n",
             )
 
-    def check_room(self, num_sequences: int) -> None:
-        """Checks that the queue has room for a request.
-
-        Raises:
-            ApiError: the request asks for more continuations than the server allows.
-            QueueFullError: the queue has no room now.
-        """
-        config = self.config
-        self.check_choices(num_sequences)
-        room = self.ready.max_num_seqs + config.max_queue
-        if self.client.num_sequences + num_sequences > room:
-            raise QueueFullError(
-                f"the queue is full: {self.client.num_sequences} sequences run or wait; try again"
-            )
-
     def count(self, log: RequestLog, delta: Delta) -> None:
         """Counts a request's part of a step. Raises ApiError if the engine failed on it."""
         self.metrics.delta(log, delta)
@@ -254,12 +248,13 @@ class ServerState:
             TimeoutError: the request takes longer than the server allows.
         """
         log.num_sequences = len(prompts) * params.n
+        self.check_choices(log.num_sequences)
         async with AsyncExitStack() as stack:
             if log.batch:
-                self.check_choices(log.num_sequences)
                 await stack.enter_async_context(self.batch_sequences.taken(log.num_sequences))
                 priority += BATCH_PRIORITY
-            self.check_room(log.num_sequences)
+            else:
+                stack.enter_context(self.queue.taken(log.user, log.num_sequences))
             owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
             if log.cache_salt is not None:
                 owner += f"/{log.cache_salt}"

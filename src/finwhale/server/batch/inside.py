@@ -19,6 +19,11 @@ class InsideCall:
 
     key: ApiKey | None = None
 
+    @property
+    def user(self) -> str:
+        """Whose shares the request takes: its owner's. Without keys, all batches are one user."""
+        return "batches" if self.key is None else self.key.identity
+
 
 @dataclass(slots=True)
 class Answer:

@@ -13,10 +13,12 @@ from finwhale.server.batch.upload import receive
 from finwhale.server.errors import ApiError
 from finwhale.server.keys import ApiKey
 from finwhale.server.schemas import Body
+from finwhale.server.shares import Shares
 from finwhale.server.state import ServerState
 
 # Maximum number of uploads at once; each has a file on the disk that may remain incomplete.
-MAX_UPLOADS = 4
+MAX_UPLOADS = 8
+MAX_DOWNLOADS = 32
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 After = Annotated[str | None, Query(max_length=100)]
@@ -65,6 +67,14 @@ def add_batches(
 def _add_files(
     app: FastAPI, state: ServerState, batches: Batches | None, responses: dict[int | str, Any]
 ) -> None:
+    retry_after_s = state.config.retry_after_s
+
+    def error(message: str) -> ApiError:
+        return ApiError(429, message, code="too_many_requests", retry_after_s=retry_after_s)
+
+    uploads = Shares("uploads at once", lambda: MAX_UPLOADS, error=error)
+    downloads = Shares("downloads at once", lambda: MAX_DOWNLOADS, error=error)
+
     @app.post("/v1/files", responses=responses, openapi_extra=_FORM)
     async def upload_file(request: Request) -> dict[str, Any]:
         owner, config = _owner(batches, request), state.config
@@ -72,9 +82,7 @@ def _add_files(
         if len(owner.files) + owner.uploading >= config.max_files:
             message = f"there are {len(owner.files)} files; this server allows {config.max_files}"
             raise ApiError(400, f"{message}: delete some", code="too_many_files")
-        if sum(one.uploading for one in _on(batches).store.owners.values()) >= MAX_UPLOADS:
-            raise ApiError(429, "too many uploads at once; try again", code="too_many_uploads",
-                           retry_after_s=config.retry_after_s)  # fmt: skip
+        _take(request, uploads)
         owner.uploading += 1
         try:
             found = await receive(request, owner, config.max_file_bytes, config.max_file_lines)
@@ -103,6 +111,7 @@ def _add_files(
     async def get_content(file_id: str, request: Request) -> Response:
         owner = _owner(batches, request)
         found = owner.find_file(file_id)
+        _take(request, downloads)
         return FileResponse(
             owner.content(found.id), media_type="application/jsonl", filename=found.filename
         )
@@ -157,6 +166,12 @@ def _on(batches: Batches | None) -> Batches:
             code="no_batch_dir",
         )  # fmt: skip
     return batches
+
+
+def _take(request: Request, shares: Shares) -> None:
+    """Takes one of the user's units until the answer has been sent. Raises ApiError (429)."""
+    found = request.scope["state"]
+    found["taken"].enter_context(shares.taken(found["user"]))
 
 
 def _key(request: Request) -> ApiKey | None:
