@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -120,7 +119,7 @@ def posting(path: str, body: bytes, status: int, message: str) -> Attack:
         reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
         head = (
             f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         try:
             with contextlib.suppress(ConnectionError):  # it may close before all has been sent
@@ -131,9 +130,7 @@ def posting(path: str, body: bytes, status: int, message: str) -> Attack:
             answer = b""
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 answer = await reader.readuntil(b"\r\n\r\n")
-                length = re.search(rb"\r\ncontent-length: ([0-9]+)\r\n", answer)
-                assert length is not None, answer
-                answer += await reader.readexactly(int(length[1]))
+                answer += await reader.read()
         finally:
             writer.close()
         # It may also be too busy with the other attacks.
@@ -145,12 +142,15 @@ def posting(path: str, body: bytes, status: int, message: str) -> Attack:
 
 
 def completion(**fields: Any) -> bytes:
-    return json.dumps({"model": MODEL, "max_tokens": 1, **fields}).encode()
+    return json.dumps({"model": MODEL, "max_tokens": 1} | fields).encode()
 
 
 def metadata(items: bytes) -> bytes:
     start = b'{"model":"%s","messages":[{"role":"user","content":"x"}],"max_tokens":1,"metadata":'
     return start % MODEL.encode() + b'{"x":[' + items + b"1]}}"
+
+
+ASKED = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
 
 
 def chat(content: str) -> bytes:
@@ -251,6 +251,24 @@ ATTACKS: dict[str, Attack] = {
     ),
     "deep nesting": posting(CHAT, metadata(b"[" * 100_000), 400, "nested deeper"),
     "UTF-16": posting(CHAT, chat("x" * 70_000).decode().encode("utf-16"), 400, "not valid JSON"),
+    "log-probabilities of a prompt": posting(  # 18 MB
+        COMPLETIONS, completion(prompt=[5] * 300, n=32, prompt_logprobs=20), 200, "decoded_token"
+    ),
+    "echoed log-probabilities": posting(
+        COMPLETIONS, completion(prompt=[5] * 300, n=32, echo=True, logprobs=20), 200, "top_logprobs"
+    ),
+    "too many log-probabilities": posting(
+        COMPLETIONS, completion(prompt=[[5] * 1900] * 30, prompt_logprobs=20), 400, "may have"
+    ),
+    "log-probabilities of a chat": posting(
+        CHAT, completion(**ASKED, max_tokens=200, logprobs=True, top_logprobs=20), 200, "bytes"
+    ),
+    "token strings": posting(
+        TOKENIZE,
+        json.dumps({"prompt": "a b" * 19_000, "return_token_strs": True}).encode(),
+        200,
+        "token_strs",
+    ),
     "left in the middle": leaving(COMPLETIONS, b"x" * 3 * MIB),
     "silent connections": holding(100, b"", b"", 2),
     "slow heads": holding(100, b"GET /health HTTP/1.1\r\nx: ", b"y", 2),

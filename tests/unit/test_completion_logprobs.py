@@ -67,4 +67,4 @@ def test_of_two_tokens_with_one_text_the_likelier_one_is_kept() -> None:
     job = CompletionJob([[1]], body, [""], SamplingParams(), 1)
     choice = _Choice(cast(ServerState, SimpleNamespace(tokenizer=tokenizer)), job, 0)
     choice.add(Delta("r", 0, [5], "a", [{5: Logprob(-2.0, 2, "a"), 6: Logprob(-1.0, 1, "a")}]))
-    assert choice.new()["logprobs"]["top_logprobs"] == [{"a": -1.0}]
+    assert list(choice.new()["logprobs"]["top_logprobs"]) == [{"a": -1.0}]

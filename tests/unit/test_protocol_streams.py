@@ -1,5 +1,6 @@
 """Answers in the three protocols: whatever the split of the stream, the same answer."""
 
+import asyncio
 import json
 import random
 import re
@@ -81,7 +82,8 @@ def answer(protocol: ProtocolName, name: str, ids: list[int], cuts: list[int]) -
     for start, end in pairwise(edges):
         events += stream.feed(ids[start:end])
     events += stream.finish("stop" if ids and ids[-1] == 1 else "length")
-    return plain(stream.response()), added_up(protocol, [json.loads(text) for _, text in events])
+    response = json.dumps(asyncio.run(stream.response()), separators=(",", ":"))
+    return plain(response), added_up(protocol, [json.loads(text) for _, text in events])
 
 
 def plain(text: str) -> Any:
@@ -196,7 +198,7 @@ def test_names_of_parameters_in_an_answer_without_tools() -> None:
     stream.begin()
     stream.feed(encode_with_special(tokenizer("demo"), text))
     stream.finish("length")
-    assert json.loads(stream.response())["choices"][0]["message"]["content"] == text
+    assert asyncio.run(stream.response())["choices"][0]["message"]["content"] == text
 
 
 def test_a_name_of_a_parameter_that_does_not_end() -> None:
@@ -241,7 +243,7 @@ def test_messages_continue_the_last_block(
     events = stream.begin()
     events += stream.feed(encode_with_special(tokenizer("official"), text + EOS))
     events += stream.finish("stop")
-    blocks = json.loads(stream.response())["content"]
+    blocks = asyncio.run(stream.response())["content"]
     assert {block["type"]: block[block["type"]] for block in blocks} == expected
     parts = added_up("messages", [json.loads(event) for _, event in events])
     assert {kind.split("_")[0]: part for kind, part in parts.items()} == expected
@@ -281,7 +283,7 @@ def test_logprobs_at_a_stop_string(
             begun += [] if stream.finished else stream.feed([token_id], [(-i, [(token_id, -i)])])
         events = events or begun
     streams[1].finish("stop")
-    choice, whole = (json.loads(stream.response())["choices"][0] for stream in streams)
+    choice, whole = (asyncio.run(stream.response())["choices"][0] for stream in streams)
     assert choice["message"]["content"] == content
     found = choice["logprobs"]["content"]
     assert found == whole["logprobs"]["content"][:num_tokens]
@@ -298,4 +300,4 @@ def test_the_longest_of_the_stop_strings_that_end_together() -> None:
     stream.begin()
     stream.feed(tokenizer("demo").encode("xabc"))
     assert stream.finished
-    assert json.loads(stream.response())["choices"][0]["message"]["content"] == "x"
+    assert asyncio.run(stream.response())["choices"][0]["message"]["content"] == "x"

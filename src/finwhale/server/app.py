@@ -27,6 +27,7 @@ from finwhale.server.errors import (
     error_event,
     error_response,
 )
+from finwhale.server.json_answer import json_answer
 from finwhale.server.limits import STATIC_PATH, Gate, cors_options
 from finwhale.server.logs import RequestLog, note_refusal
 from finwhale.server.metrics import CONTENT_TYPE
@@ -47,7 +48,7 @@ from finwhale.server.schemas import (
     TokenizeAnswer,
     TokenizeBody,
 )
-from finwhale.server.sse import ClientGone, EventStream, unless_disconnected
+from finwhale.server.sse import NO_BUFFER, ClientGone, Stream, unless_disconnected
 from finwhale.server.state import ServerState
 from finwhale.server.validation_errors import validation_error
 
@@ -146,13 +147,13 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
     async def count_tokens(body: CountTokensBody, request: Request) -> dict[str, int]:
         return {"input_tokens": await tokens.count(state, body, _size(request))}
 
-    @app.post("/tokenize", responses=_ERRORS)
-    async def tokenize(body: TokenizeBody, request: Request) -> TokenizeAnswer:
-        return await tokens.tokenize(state, body, _size(request))
+    @app.post("/tokenize", responses=_ERRORS, response_model=TokenizeAnswer)
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        return json_answer(await tokens.tokenize(state, body, _size(request)))
 
-    @app.post("/detokenize", responses=_ERRORS)
-    async def detokenize(body: DetokenizeBody, request: Request) -> DetokenizeAnswer:
-        return await tokens.detokenize(state, body, _size(request))
+    @app.post("/detokenize", responses=_ERRORS, response_model=DetokenizeAnswer)
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+        return json_answer(await tokens.detokenize(state, body, _size(request)))
 
 
 def _add_service(app: FastAPI, state: ServerState) -> None:
@@ -239,7 +240,7 @@ async def _prepared(
 
 
 async def _whole(request: Request, work: Any) -> Response:
-    return JSONResponse(await unless_disconnected(request, work))
+    return json_answer(await unless_disconnected(request, work))
 
 
 async def _stream(
@@ -252,7 +253,7 @@ async def _stream(
     except BaseException:
         await source.aclose()
         raise
-    return EventStream(_with_errors(source, state, request))
+    return Stream(_with_errors(source, state, request), "text/event-stream", NO_BUFFER)
 
 
 async def _with_errors(

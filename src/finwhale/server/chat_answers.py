@@ -1,9 +1,10 @@
 """Answers in the three chat protocols: tokens from the engine become responses and events."""
 
+import asyncio
 import codecs
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -21,10 +22,13 @@ from finwhale.server.logs import RequestLog
 from finwhale.server.routed_experts import RoutedExperts
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
-from finwhale.server.wire import Delta
+from finwhale.server.wire import Delta, LogprobTables
 
 # Each event is its name, or None if the protocol has no names, and its data in JSON.
 Events = list[tuple[str | None, str]]
+_LOGPROBS = '"logprobs":{"content":['  # no string of JSON contains such quotes
+_DECODER = json.JSONDecoder()
+ENTRIES = 64  # log-probabilities of tokens that are parsed at once
 NO_EDITS: dict[str, Any] = {"applied_edits": []}  # Anthropic's answer about context management
 THINKING_END = recipe.SpecialToken.ThinkingEnd.default_str()
 TokenLogprobs = tuple[float, Sequence[tuple[int, float]]]
@@ -41,7 +45,7 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
     answers = _Answers(state, request, log)
     async for _ in answers.run():
         pass
-    responses = [json.loads(stream.response()) for stream in answers.streams if stream is not None]
+    responses = [await stream.response() for stream in answers.streams if stream is not None]
     assert len(responses) == request.params.n
     if request.converted.protocol != "chat":
         whole: dict[str, Any] = responses[0]
@@ -176,20 +180,18 @@ def _name_reasoning(message: dict[str, Any]) -> None:
         message["reasoning"] = message["reasoning_content"]
 
 
-def prompt_logprobs(
-    tables: Sequence[dict[int, Logprob] | None], num_top: int
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tables: LogprobTables, num_top: int) -> Iterator[dict[str, Any] | None]:
     """The log-probabilities of a prompt in vLLM's form, with the own token's and `num_top` more."""
-    return [
-        None
-        if table is None
-        else {
-            str(token_id): asdict(entry)
-            for index, (token_id, entry) in enumerate(table.items())
-            if index == 0 or entry.rank <= num_top
-        }
-        for table in tables
-    ]
+    for table in tables:
+        yield (
+            None
+            if table is None
+            else {
+                str(token_id): asdict(entry)
+                for index, (token_id, entry) in enumerate(table.items())
+                if index == 0 or entry.rank <= num_top
+            }
+        )
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
@@ -319,7 +321,11 @@ class AnswerStream:
             # A chunk of text cannot have log-probabilities.
             self._last_logprobs = self._logprob_entries(tokens)
             name, text = events[0]
-            events[0] = name, _with_logprobs(text, self._last_logprobs)
+            chunk = json.loads(text)
+            (choice,) = chunk["choices"]
+            before = (choice["logprobs"] or {}).get("content") or []
+            choice["logprobs"] = {"content": before + self._last_logprobs}
+            events[0] = name, json.dumps(chunk)
         return events
 
     def _logprob_entries(self, tokens: Sequence[tuple[int, TokenLogprobs]]) -> list[Any]:
@@ -371,10 +377,23 @@ class AnswerStream:
         events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
         return events + self._take(self._stream.finish())
 
-    def response(self) -> str:
-        """The answer so far as the protocol's response object, in JSON."""
-        text = str(self._response.to_json())
-        return _with_logprobs(text, self._last_logprobs) if self._last_logprobs else text
+    async def response(self) -> dict[str, Any]:
+        """The answer so far as the protocol's response object.
+
+        The event loop does other work between the log-probabilities of two tokens.
+        """
+        head, mark, rest = str(self._response.to_json()).partition(_LOGPROBS)
+        entries, end = [], 0
+        while mark and rest[end] != "]":
+            entry, end = _DECODER.raw_decode(rest, end + (rest[end] == ","))
+            entries.append(entry)
+            if len(entries) % ENTRIES == 0:
+                await asyncio.sleep(0)
+        found: dict[str, Any] = json.loads(head + mark + rest[end:])
+        entries += self._last_logprobs
+        if entries:
+            found["choices"][0]["logprobs"] = {"content": entries}
+        return found
 
     def _push(self, chunk: recipe.InferenceChunk) -> Events:
         return [] if self._stream.finished else self._take(self._stream.push(chunk))
@@ -387,15 +406,6 @@ class AnswerStream:
         return events
 
 
-def _with_logprobs(text: str, entries: list[Any]) -> str:
-    """A chat completion or a chunk of one, in JSON, with more log-probabilities at its end."""
-    found = json.loads(text)
-    (choice,) = found["choices"]
-    before = (choice["logprobs"] or {}).get("content") or []
-    choice["logprobs"] = {"content": before + entries}
-    return json.dumps(found)
-
-
 class _Answers:
     """The n answers to one request, which are parsed as they are generated."""
 
@@ -405,7 +415,7 @@ class _Answers:
         self._log = log
         self.streams: list[AnswerStream | None] = [None] * request.params.n
         self.token_ids: list[list[int]] = [[] for _ in range(request.params.n)]
-        self.prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: LogprobTables | None = None
         self.routed_experts = RoutedExperts()
 
     async def run(self) -> AsyncGenerator[tuple[int, Events], None]:
@@ -479,7 +489,8 @@ class _Answers:
 
 
 def _pair(
-    token_id: int, table: dict[int, Logprob], num_top: int
+    token_id: int, table: dict[int, Logprob] | None, num_top: int
 ) -> tuple[float, list[tuple[int, float]]]:
+    assert table is not None
     top = sorted(table.items(), key=lambda item: item[1].rank)[:num_top]
     return table[token_id].logprob, [(i, entry.logprob) for i, entry in top]

@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,18 +11,20 @@ from typing import Any
 
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.errors import RequestError
-from finwhale.request import Logprob, SamplingParams
+from finwhale.request import MAX_PROMPT_LOGPROBS, Logprob, SamplingParams
 from finwhale.server.answer_formats import format_guide
 from finwhale.server.chat_answers import prompt_logprobs, usage_of
 from finwhale.server.client import Generation
+from finwhale.server.json_answer import json_pieces
 from finwhale.server.logs import RequestLog
 from finwhale.server.routed_experts import RoutedExperts
 from finwhale.server.schemas import CompletionBody
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
-from finwhale.server.wire import Delta
+from finwhale.server.wire import Delta, LogprobTables
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's protocol
+MAX_VALUES = 4 * MAX_PROMPT_LOGPROBS  # of all prompts and choices of an answer
 
 
 @dataclass
@@ -97,6 +99,11 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
     echoes = [state.need_tokenizer().decode(p, skip) if body.echo else "" for p in prompts]
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     num_top = max((one for one in wanted if one is not None), default=None)
+    values = n * sum(map(len, prompts)) * (1 + (num_top or 0))
+    if num_top is not None and values > MAX_VALUES:
+        raise RequestError(
+            f"the answer would have {values} log-probabilities of prompts; it may have {MAX_VALUES}"
+        )
     params = None
     if max_tokens or num_top is not None or body.return_routed_experts:
         params = body.sampling_params(
@@ -158,23 +165,29 @@ async def stream(
     head = _head(state, job)
     choices = _choices(state, job)
 
-    def chunk(index: int) -> bytes:
+    def chunk(index: int) -> Iterator[bytes]:
         choice = choices[index]
         usage: dict[str, Any] = {"usage": None} if job.body.wants_usage else {}
         if job.body.wants_continuous_usage:
             usage = {"usage": usage_of(len(choice.prompt), choice.num_tokens)}
-        return event(json.dumps({**head, "choices": [{"index": index, **choice.new()}], **usage}))
+        found = {**head, "choices": [{"index": index, **choice.new()}], **usage}
+        if job.body.logprobs is None:
+            yield event(json.dumps(found))
+        else:
+            yield from json_pieces(found, "data: ", "\n\n")
 
     if job.params is None:
         yield b""
         for i in range(len(choices)):
-            yield chunk(i)
+            for piece in chunk(i):
+                yield piece
     else:
         async with job.generating(state, log) as generation:
             yield b""
             if job.body.echo and not job.echoes_logprobs:
                 for i in range(len(choices)):
-                    yield chunk(i)
+                    for piece in chunk(i):
+                        yield piece
             async for delta in generation:
                 state.count(log, delta)
                 choice = choices[delta.index]
@@ -182,10 +195,12 @@ async def stream(
                     for i in job.same_prompt(delta.index):
                         choices[i].add_prompt(delta.prompt_logprobs)
                         if choices[i].started and i != delta.index:
-                            yield chunk(i)
+                            for piece in chunk(i):
+                                yield piece
                 choice.add(delta)
                 if choice.complete_prompt:
-                    yield chunk(delta.index)
+                    for piece in chunk(delta.index):
+                        yield piece
     if job.body.wants_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _usage(job, log)}))
     yield event("[DONE]")
@@ -229,21 +244,22 @@ class _Choice:
         self._first = True
         self._text = job.echoes[prompt]
         self._ids: list[int] = []
-        self._entries: list[tuple[int, dict[int, Logprob] | None]] = []
+        # Runs of tokens, each with their tables.
+        self._runs: list[tuple[list[int], LogprobTables]] = []
         self._offset = 0
         self._detokenizer: Detokenizer | None = None
         if state.tokenizer is not None:
             skips = job.body.skip_special_tokens is not False
             self._detokenizer = Detokenizer(state.tokenizer, skips)
-        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
+        self._prompt_logprobs: LogprobTables = []
         self._reason: str | None = None if job.generates else "length"
 
-    def add_prompt(self, tables: list[dict[int, Logprob] | None]) -> None:
+    def add_prompt(self, tables: LogprobTables) -> None:
         """Adds the log-probabilities of the prompt."""
         self._prompt_logprobs = tables
         self.complete_prompt = True
         if self._job.echoes_logprobs:
-            self._entries[:0] = zip(self.prompt, tables, strict=True)
+            self._runs.insert(0, (self.prompt, tables))
 
     def add(self, delta: Delta) -> None:
         self.started = True
@@ -252,7 +268,7 @@ class _Choice:
         self._text += delta.text
         self._ids += delta.token_ids
         self.num_tokens += len(delta.token_ids)
-        self._entries += zip(delta.token_ids, delta.logprobs or (), strict=False)
+        self._runs.append((delta.token_ids, delta.logprobs or []))
         self._reason = delta.finish_reason
 
     def new(self) -> dict[str, Any]:
@@ -279,35 +295,38 @@ class _Choice:
         return found
 
     def _table(self) -> dict[str, Any] | None:
-        """The new log-probabilities; None if the request wants none."""
+        """The new log-probabilities, made as they are written; None if the request wants none."""
         num_top = self._job.body.logprobs
         if num_top is None:
             return None
-        found: dict[str, Any] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
+        runs, self._runs = self._runs, []
+
+        def entries() -> Iterator[tuple[int, dict[int, Logprob] | None]]:
+            for ids, tables in runs:
+                yield from zip(ids, tables, strict=False)
+
+        return {
+            "tokens": (self._spelling(i) for i, _ in entries()),
+            "token_logprobs": (table and table[i].logprob for i, table in entries()),
+            "top_logprobs": (table and self._top(i, table, num_top) for i, table in entries()),
+            "text_offset": (self._next_offset(i) for i, _ in entries()),
         }
-        for token_id, table in self._entries:
-            own = None if table is None else table[token_id].logprob
-            top: dict[str, float] | None = None
-            if table is not None:
-                top = {}
-                ranked = sorted(table.items(), key=lambda item: item[1].rank)
-                for index, (i, entry) in enumerate(ranked):
-                    # As in OpenAI's API, the token itself is there, too.
-                    if index < num_top or i == token_id:
-                        # Several tokens may have the same text. Keep the most likely one.
-                        top.setdefault(self._spelling(i), entry.logprob)
-            found["tokens"].append(self._spelling(token_id))
-            found["token_logprobs"].append(own)
-            found["top_logprobs"].append(top)
-            found["text_offset"].append(self._offset)
-            if self._detokenizer is not None:
-                self._offset += len(self._detokenizer.next(token_id))
-        self._entries = []
-        return found
+
+    def _top(self, token_id: int, table: dict[int, Logprob], num_top: int) -> dict[str, float]:
+        top: dict[str, float] = {}
+        ranked = sorted(table.items(), key=lambda item: item[1].rank)
+        for index, (i, entry) in enumerate(ranked):
+            # As in OpenAI's API, the token itself is there, too.
+            if index < num_top or i == token_id:
+                # Several tokens may have the same text. Keep the most likely one.
+                top.setdefault(self._spelling(i), entry.logprob)
+        return top
+
+    def _next_offset(self, token_id: int) -> int:
+        offset = self._offset
+        if self._detokenizer is not None:
+            self._offset += len(self._detokenizer.next(token_id))
+        return offset
 
     def _spelling(self, token_id: int) -> str:
         """A token's text; as in OpenAI's API, its bytes if they are not whole characters."""

@@ -1,6 +1,5 @@
 """Routed experts in answers: arrays in base64."""
 
-import base64
 from typing import Any
 
 from finwhale.request import ExpertIds
@@ -39,9 +38,10 @@ class RoutedExperts:
 
 
 def encoded(ids: ExpertIds) -> dict[str, Any]:
-    """An array as an object of JSON: its bytes in base64, in C order, with shape and dtype."""
+    """An array as an object of JSON: its bytes in C order (`json_pieces` writes base64), with shape
+    and dtype."""
     return {
-        "data": base64.b64encode(ids.tobytes()).decode(),
+        "data": ids.tobytes(),
         "shape": list(ids.shape),
         "dtype": ids.dtype.name,
     }

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -18,13 +18,21 @@ def event(data: str, name: str | None = None) -> bytes:
     return f"{head}data: {data}\n\n".encode()
 
 
-class EventStream(Response):
-    """A response that streams events. It closes its source when the client disconnects."""
+# After a piece of this size, the event loop does its other work before the next one is made.
+PIECE = 1 << 16
+NO_BUFFER = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
-    media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+class Stream(Response):
+    """A response that streams pieces. It closes its source when the client disconnects."""
+
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        media_type: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._source = source
 
@@ -48,6 +56,8 @@ class EventStream(Response):
         await send(head)
         async for piece in self._source:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if len(piece) >= PIECE:
+                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

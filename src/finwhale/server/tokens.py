@@ -7,16 +7,14 @@ from finwhale.errors import RequestError
 from finwhale.server.chat_requests import convert_body
 from finwhale.server.schemas import (
     CountTokensBody,
-    DetokenizeAnswer,
     DetokenizeBody,
-    TokenizeAnswer,
     TokenizeBody,
 )
 from finwhale.server.state import ServerState
 
 
-async def tokenize(state: ServerState, body: TokenizeBody, body_bytes: int) -> TokenizeAnswer:
-    """Raises RequestError, ApiError."""
+async def tokenize(state: ServerState, body: TokenizeBody, body_bytes: int) -> dict[str, Any]:
+    """The fields of TokenizeAnswer. Raises RequestError, ApiError."""
     if body.model is not None:
         state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -25,10 +23,9 @@ async def tokenize(state: ServerState, body: TokenizeBody, body_bytes: int) -> T
     strings = None
     if body.return_token_strs:
         tokenizer = state.need_tokenizer()
-        strings = [tokenizer.token_text(i) for i in ids]
-    return TokenizeAnswer(
-        count=len(ids), max_model_len=state.ready.max_model_len, tokens=ids, token_strs=strings
-    )
+        strings = (tokenizer.token_text(i) for i in ids)
+    length = state.ready.max_model_len
+    return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
 
 
 def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
@@ -47,8 +44,8 @@ def _encode_converted(state: ServerState, converted: ProtocolRequest) -> list[in
     return state.need_template().encode(converted, state.check_text).token_ids
 
 
-async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) -> DetokenizeAnswer:
-    """Raises RequestError, ApiError."""
+async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) -> dict[str, Any]:
+    """The fields of DetokenizeAnswer. Raises RequestError, ApiError."""
     if body.model is not None:
         state.check_model(body.model)
     tokenizer = state.need_tokenizer()
@@ -56,7 +53,7 @@ async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) 
     text = await state.in_thread(
         body_bytes, lambda: tokenizer.decode(body.tokens, body.skip_special_tokens)
     )
-    return DetokenizeAnswer(prompt=text)
+    return {"prompt": text}
 
 
 async def count(state: ServerState, body: CountTokensBody, body_bytes: int) -> int:

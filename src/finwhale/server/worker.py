@@ -5,7 +5,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 
@@ -16,7 +16,7 @@ from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.engine.rank.start_times import freeze_heap, whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
-from finwhale.request import CompletionOutput, RequestOutput
+from finwhale.request import CompletionOutput, Logprob, RequestOutput
 from finwhale.server.grammar_compiler import GrammarCompiler
 from finwhale.server.heartbeat import Heartbeat
 from finwhale.server.rollout_control import RolloutControl
@@ -28,6 +28,7 @@ from finwhale.server.wire import (
     Command,
     Delta,
     Failed,
+    LogprobColumns,
     Milestone,
     Ready,
     Refused,
@@ -249,7 +250,7 @@ class _Sent:
             milestone = Milestone(
                 request.num_cached_tokens,
                 request.times,
-                request.prompt_logprobs if of_prompt else None,
+                _columns(request.prompt_logprobs) if of_prompt else None,
                 request.prompt_routed_experts if of_prompt else None,
                 output.routed_experts,
             )
@@ -258,7 +259,7 @@ class _Sent:
             output.index,
             output.token_ids[self._tokens :],
             output.text[self._text :],
-            None if output.logprobs is None else output.logprobs[self._tokens :],
+            _columns(output.logprobs and output.logprobs[self._tokens :]),
             output.finish_reason,
             output.stop_reason,
             request.error,
@@ -267,3 +268,7 @@ class _Sent:
         self._tokens, self._text = len(output.token_ids), len(output.text)
         self._done = output.finish_reason is not None
         return delta
+
+
+def _columns(tables: Sequence[Mapping[int, Logprob] | None] | None) -> LogprobColumns | None:
+    return None if tables is None else LogprobColumns.of(tables)

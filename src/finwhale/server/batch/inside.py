@@ -31,7 +31,7 @@ class Answer:
 
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes = b""
+    body: bytearray = field(default_factory=bytearray)
 
 
 async def post(app: ASGIApp, path: str, body: bytes, call: InsideCall) -> Answer:

@@ -34,7 +34,9 @@ class Counts:
     failed: int = 0
 
 
-def result_of(raw: RawLine, line: Line, status: int, request_id: str, body: bytes) -> bytes:
+def result_of(
+    raw: RawLine, line: Line, status: int, request_id: str, body: bytes | bytearray
+) -> bytes:
     """The result of a line that was answered. `body` is JSON in one line."""
     assert b"\n" not in body
     response = (

@@ -11,6 +11,7 @@ from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.store import Owner, page_of
 from finwhale.server.batch.upload import receive
 from finwhale.server.errors import ApiError
+from finwhale.server.json_answer import json_answer
 from finwhale.server.keys import ApiKey
 from finwhale.server.schemas import Body
 from finwhale.server.shares import Shares
@@ -90,18 +91,18 @@ def _add_files(
             owner.uploading -= 1
         return found.answer()
 
-    @app.get("/v1/files", responses=responses)
+    @app.get("/v1/files", responses=responses, response_model=dict[str, Any])
     async def list_files(
         request: Request,
         purpose: Annotated[str | None, Query(max_length=100)] = None,
         limit: Limit = 10_000,
         order: Literal["asc", "desc"] = "desc",
         after: After = None,
-    ) -> dict[str, Any]:
+    ) -> Response:
         found = [
             one for one in _owner(batches, request).files.values() if purpose in (None, one.purpose)
         ]
-        return page_of(found[::-1] if order == "desc" else found, limit, after)
+        return json_answer(page_of(found[::-1] if order == "desc" else found, limit, after))
 
     @app.get("/v1/files/{file_id}", responses=responses)
     async def get_file(file_id: str, request: Request) -> dict[str, Any]:
@@ -131,11 +132,10 @@ def _add_batches(app: FastAPI, batches: Batches | None, responses: dict[int | st
             .answer()
         )
 
-    @app.get("/v1/batches", responses=responses)
-    async def list_batches(
-        request: Request, limit: Limit = 20, after: After = None
-    ) -> dict[str, Any]:
-        return page_of([*_owner(batches, request).batches.values()][::-1], limit, after)
+    @app.get("/v1/batches", responses=responses, response_model=dict[str, Any])
+    async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
+        found = [*_owner(batches, request).batches.values()]
+        return json_answer(page_of(found[::-1], limit, after))
 
     @app.get("/v1/batches/{batch_id}", responses=responses)
     async def get_batch(batch_id: str, request: Request) -> dict[str, Any]:
