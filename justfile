@@ -34,7 +34,7 @@ long-schedules:
 
 # Requests generated from the server's OpenAPI description, and hostile grammars.
 long-fuzz examples="200":
-    FINWHALE_FUZZ_EXAMPLES={{ examples }} pytest -n0 tests/server/test_fuzz.py tests/server/test_hostile_grammars.py
+    FINWHALE_FUZZ_EXAMPLES={{ examples }} pytest -n0 tests/server/test_fuzz.py tests/server/test_hostile_grammars.py --hypothesis-profile long
 
 # Cases that take seconds, and of which another case checks most, such as the compiled mode's second form.
 long-marked:

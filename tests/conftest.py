@@ -1,8 +1,10 @@
-"""Shared fixtures: a tiny checkpoint with a tokenizer, an engine on it, and the GPU skip."""
+"""Shared fixtures: a tiny checkpoint with a tokenizer, an engine on it; skips, and random seeds."""
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+import random
+import re
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import deepseek_recipe as recipe
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -26,10 +29,23 @@ from finwhale.testing.tiny import random_weights, tiny_config, write_plain_check
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Random schedules: as many as CI has time for, and `pytest --hypothesis-profile long` by hand.
-settings.register_profile("short", deadline=None)
-settings.register_profile("long", deadline=None, max_examples=3000)
+# Random schedules: as many as CI has time for, the same in every run, so that a failure comes back.
+# `pytest --hypothesis-profile long` draws others each time, and prints what repeats a failure.
+settings.register_profile("short", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("long", deadline=None, max_examples=3000, print_blob=True)
 settings.load_profile("short")
+
+# With FINWHALE_NO_SKIPS, which .ci/run and hosted CI set, a skipped test fails, unless its reason
+# matches one of these: what a machine may lack, and never what `pip install -e .[test]` brings.
+MAY_SKIP = (
+    "takes long: ",  # hosted CI runs these every night
+    "needs an NVIDIA GPU",
+    "needs Chromium",  # hosted CI installs it for `just long-page`
+    "(zsh|fish) is not installed",  # bash is on every machine
+    "OpenBLAS's [a-zA-Z]+ kernels need a CPU with ",
+    "only root can ",  # of two tests, root runs one and everybody else the other
+    "root may write everywhere",
+)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 CONTROL = [
@@ -63,6 +79,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none"))
     for item in here:
         item.add_marker(pytest.mark.gpu)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail a module that may not be skipped."""
+    report = yield
+    fail_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that may not be skipped."""
+    report = yield
+    fail_skip(report)
+    return report
+
+
+def fail_skip(report: pytest.CollectReport | pytest.TestReport) -> None:
+    if not (os.environ.get("FINWHALE_NO_SKIPS") and report.skipped) or hasattr(report, "wasxfail"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if not any(re.match(allowed, reason) for allowed in MAY_SKIP):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which FINWHALE_NO_SKIPS forbids: {reason}"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers for a test in every run. Most tests have generators of their own."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection() -> None:
