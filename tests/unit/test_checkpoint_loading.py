@@ -14,6 +14,7 @@ from torch import Tensor
 
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.formats import quantise_fp8_block
+from finwhale.checkpoint.incoming import Incoming
 from finwhale.checkpoint.loading import WeightSource, inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
@@ -288,6 +289,33 @@ def fails(path: Path, specs: dict[str, Any], *parts: str) -> None:
     message = str(caught.value)
     assert "\n" not in message
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("scale_first", [True, False])
+def test_tensors_of_an_update_may_come_through_one_buffer(scale_first: bool) -> None:
+    incoming, found = Incoming(SPECS, {}, None), {}
+    for spec, stored in DummySource(SPECS, "cpu", seed=5):
+        parts = [(spec.name, stored.data)]
+        if stored.scale is not None:
+            parts.insert(1 - scale_first, (spec.scale_name, stored.scale))
+        for name, tensor in parts:
+            sent = tensor.clone()
+            for one, whole in incoming.add(name, sent):
+                found[one.name] = whole.dequantise(torch.float32).clone()
+            sent.view(torch.uint8).zero_()
+    incoming.check_complete(partial=False)
+    assert all(torch.equal(found[name], wanted) for name, wanted in values().items())
+
+
+@pytest.mark.parametrize("laid_out", [True, False])
+def test_the_scales_of_an_update_have_one_value_a_block(laid_out: bool) -> None:
+    storages = {spec.name: spec.storage for spec in SPECS.values()}
+    incoming = Incoming(SPECS, {}, storages if laid_out else None)
+    name = "layers.0.attn.wq_a"
+    assert not list(incoming.add(f"{name}.scale", torch.ones(1, 1)))
+    weight = torch.ones(SPECS[f"{name}.weight"].shape).to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        list(incoming.add(f"{name}.weight", weight))
 
 
 def test_missing_and_unexpected(tmp_path: Path) -> None:
