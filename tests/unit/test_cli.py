@@ -106,6 +106,22 @@ def test_inspect_shows_what_each_number_of_gpus_holds(capsys: Capture, tmp_path:
     )
 
 
+def test_inspect_shows_the_bytes_of_the_cache(capsys: Capture, tmp_path: Path) -> None:
+    """Flash cut to layers of each kind: two windows, C4 and C128, and the draft head's window."""
+    config = replace(ModelConfig.preset("flash").with_layers(4), n_routed_experts=6)
+    save_file({}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert main(["inspect", str(tmp_path)]) == 1
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    packed = {row[1].strip(): row[4].strip() for row in rows if len(row) == 6}
+    row, key = 448 + 2 * 64 + 8, 64 + 4  # ops/attention/layout.py, ops/indexer/layout.py
+    token = (row + key) / 4 + 1280 / 256  # a page of two C128 rows begins at a multiple of 256
+    states = 8 * 4 * (512 + 128) * 4 + 128 * 2 * 512 * 4
+    assert packed["cache, each token"] == f"{token:.0f} B"
+    assert packed["cache, each sequence"] == f"{(5 * 128 * row + states) / 2**10:.2f} KiB"
+    assert packed["cache, one full context"] == f"{token:.2f} MiB"  # of 2^20 tokens
+
+
 def test_inspect_of_an_incomplete_checkpoint(
     tiny_path: Path, tmp_path: Path, capsys: Capture
 ) -> None:

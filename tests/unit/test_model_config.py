@@ -6,12 +6,14 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from finwhale.checkpoint.spec import Slice
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import ModelConfig, YarnScaling
+from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 OFFICIAL: dict[str, Any] = {
@@ -415,3 +417,14 @@ def test_a_width_that_no_hadamard_matrix_has_is_refused_as_trained() -> None:
     # Without an indexer nothing is rotated.
     plain = config(index_head_dim=48, compress_ratios=[0, 128, 128, 128, 0])
     ModelConfig.from_dict(plain).check_index_rotation()
+
+
+def test_rotary_tables_of_fewer_positions_are_the_first_rows() -> None:
+    config = ModelConfig.from_dict(OFFICIAL)
+    whole, limited = (RotaryTables(config, 96, torch.device("cpu")) for _ in range(2))
+    limited.limit(40)
+    assert not torch.equal(whole.plain, whole.compressed)
+    for found, wanted in ((limited.plain, whole.plain), (limited.compressed, whole.compressed)):
+        assert torch.equal(found, wanted[:40])
+    limited.limit(60)
+    assert len(limited.plain) == len(limited.compressed) == 40

@@ -20,6 +20,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
+from finwhale.server import chat_answers
 from finwhale.server.chat_answers import AnswerStream
 from finwhale.testing.library_tokenizer import encode_with_special
 
@@ -289,6 +290,18 @@ def test_logprobs_at_a_stop_string(
     assert found == whole["logprobs"]["content"][:num_tokens]
     pieces = [json.loads(text)["choices"][0]["logprobs"] for _, text in events]
     assert found == [entry for piece in pieces if piece for entry in piece["content"]]
+
+
+def test_the_usage_of_several_answers_to_a_prompt() -> None:
+    usages = [
+        {**chat_answers.usage_of(7, count), "completion_tokens_details": {"reasoning_tokens": some}}
+        for count, some in ((5, 2), (9, 4))
+    ]
+    wanted = {"prompt_tokens": 7, "completion_tokens": 14, "total_tokens": 21}
+    assert chat_answers._sum(usages) == {
+        **wanted, "completion_tokens_details": {"reasoning_tokens": 6}
+    }  # fmt: skip
+    assert chat_answers._sum([chat_answers.usage_of(7, count) for count in (5, 9)]) == wanted
 
 
 def test_the_longest_of_the_stop_strings_that_end_together() -> None:
