@@ -3,9 +3,11 @@
 import contextlib
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.drafting_loop import DraftLoop
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.in_flight import InFlightStep, Rows
+from finwhale.engine.loop.metrics import Meter
 from finwhale.engine.loop.step_loop import Launcher
 from finwhale.engine.plan.draft_policy import DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
@@ -137,6 +141,23 @@ def synthetic_times(engine: Engine, seconds: Callable[[StepKind], float]) -> Dra
 
     policy.record_time = recorded  # type: ignore[method-assign, assignment]
     return policy
+
+
+def test_a_step_that_was_launched_ahead_begins_at_the_end_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher: Any = SimpleNamespace(
+        executor=SimpleNamespace(description=SimpleNamespace(device_drafts=None)),
+        scheduler=SimpleNamespace(drafting=SimpleNamespace()),
+    )
+    loop, found = DraftLoop(launcher, Meter(3), "auto", 3), []
+    policy: Any = loop._policy
+    policy.record_time = lambda *args: found.append(args[-1])
+    monkeypatch.setattr(time, "monotonic", lambda: 10.0)
+    result: Any = SimpleNamespace(verify_seconds=0.1, draft_seconds=None)
+    for loop._last_collected in (0.0, 9.5):
+        loop._record_time(InFlightStep(Rows([]), [], began=9.0), result)
+    assert found == [1.0, 0.5]
 
 
 def two_rows_pay(kind: StepKind) -> float:

@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from finwhale.engine.plan.draft_estimates import Calibration, DraftEstimates
+from finwhale.engine.plan.draft_estimates import (
+    INITIAL_ACCEPTANCE,
+    Calibration,
+    DraftEstimates,
+)
 from finwhale.engine.plan.draft_policy import (
     FILL,
     GRANT_SECONDS,
@@ -245,6 +249,15 @@ def test_calibration() -> None:
         useless.add(confidence, draw.random() < 0.85)
     assert hot.scale == pytest.approx(0.4, abs=0.06) and abs(hot.shift) < 0.15
     assert useless(0.1) == pytest.approx(0.85, abs=0.05) == useless(0.99)
+
+
+def test_drafts_beyond_the_confidences_have_the_mean_acceptance() -> None:
+    """A head that made one draft may make three next time."""
+    estimates, sequence = DraftEstimates(3), new_sequence(0)
+    sequence.confidences = [0.9]
+    found = estimates.survivals(sequence, unresolved=False)
+    mean = INITIAL_ACCEPTANCE
+    assert found == pytest.approx([0.9, 0.9 * mean, 0.9 * mean**2], abs=1e-3)
 
 
 def test_confidences_of_the_drafts_before_are_calibrated_apart() -> None:

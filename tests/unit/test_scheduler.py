@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from finwhale.bench import prefix as bench_prefix
 from finwhale.engine.plan import prefix_index as prefix
 from finwhale.engine.plan.admission import PATIENCE, WATERMARK
+from finwhale.engine.plan.draft_policy import FixedDrafts
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk, SequenceState
@@ -623,6 +624,20 @@ def test_a_repeated_prompt_finds_its_last_block_after_other_prompts(length: int)
     read(driver, "first", text(length))
     read(driver, "noise", text(2500, 4))
     assert read(driver, "again", text(length)).num_cached == (length - 1) // 256 * 256
+
+
+@pytest.mark.parametrize("output", [1, 2, 3, 9])
+def test_no_draft_is_verified_beyond_the_end_of_the_output(output: int) -> None:
+    """A step also gives the token after the accepted drafts."""
+    scheduler = make_scheduler(0, 1, budget=99, blocks=9)
+    scheduler.drafting.chooser = FixedDrafts(3)
+    sequence = make_sequence("a", 10, output + 1)
+    scheduler.add(sequence)
+    scheduler.record_computed(scheduler.schedule())
+    sequence.token_ids.append(7)
+    sequence.drafts = [7, 7, 7]
+    (chunk,) = scheduler.schedule()
+    assert len(chunk.drafts) == min(3, output - 1)
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
