@@ -37,12 +37,12 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
     args = parser.parse_args(argv[:1])
     benchmark = importlib.import_module(f"finwhale.bench.{args.name}")
-    with _terminated_as_interrupted():
+    with terminated_as_interrupted():
         return int(benchmark.main(argv[1:]))
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """Let SIGTERM do what Ctrl-C does, so that temporary files and processes are removed."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from finwhale.cli.bench import terminated_as_interrupted
 from finwhale.cli.options import PATH_HELP, add_engine_options, add_revision
 from finwhale.cli.serve import open_checkpoint, options_of_model
 from finwhale.cli.settings import parse_settings
@@ -52,7 +53,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         found = scan(source, SCAN_BYTES, max_items(1 << 20), shares_cpu=False)
         _check(source, found)
-        job = Job(source, found, SCAN_BYTES, max_items(1 << 20), None, results, results, 1)
+        begun = output.with_name(f"{output.name}.begun")
+        job = Job(source, found, SCAN_BYTES, max_items(1 << 20), None, results, results, begun, 1)
         job.recover()
         earlier = job.counts.completed + job.counts.failed
         if earlier < found.num_lines:
@@ -96,9 +98,12 @@ def _answer(
     state = ServerState(config, client, tokenizer, ladder)
     state.only_batches = True
     try:
-        asyncio.run(_run(state, job))
+        with terminated_as_interrupted():
+            asyncio.run(_run(state, job))
     except EngineDeadError as error:
         raise FinwhaleError(f"{error}; the same command continues") from error
+    except OSError as error:
+        raise FinwhaleError(f"cannot write {job.begun}: {error}") from error
 
 
 async def _run(state: ServerState, job: Job) -> None:

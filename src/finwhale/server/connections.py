@@ -82,15 +82,15 @@ class Connections:
         return make
 
     def has_room(self, user: str) -> bool:
-        """Whether a user may have one more connection. A waiting one may be closed for it: of this
+        """Whether a user may have one more connection, maybe instead of one that waits: of the same
         user, unless the server is full."""
         try:
             self.shares.check(user)
+            return True
         except QueueFullError:
             self.log("too many connections: the one that waits longest is closed")
             full = self.shares.total >= self.max_connections
             return self.make_room(1, None if full else user)
-        return True
 
     def make_room(self, count: int, user: str | None = None) -> bool:
         """Closes up to `count` waiting connections, of a user or of all. Returns whether there was

@@ -56,14 +56,8 @@ class Gate:
         self._app = app
         self._state = state
         self._hosts = HostCheck(state.config.allowed_hosts)
-        retry_after_s = state.config.retry_after_s
-        self._requests = Shares(
-            "requests at once",
-            lambda: state.config.max_concurrency,
-            error=lambda message: ApiError(
-                429, message, code="too_many_requests", retry_after_s=retry_after_s
-            ),
-        )
+        size = state.config.max_concurrency
+        self._requests = Shares("requests at once", lambda: size, error=state.busy)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

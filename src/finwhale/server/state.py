@@ -105,6 +105,11 @@ class ServerState:
             retry_after_s=self.config.retry_after_s,
         )
 
+    def busy(self, message: str) -> ApiError:
+        """The error for a request beyond a share of requests."""
+        retry_after_s = self.config.retry_after_s
+        return ApiError(429, message, code="too_many_requests", retry_after_s=retry_after_s)
+
     def unless_loading(self, error: ApiError) -> ApiError:
         """The error for a request above a limit that follows from the context.
 

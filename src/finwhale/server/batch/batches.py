@@ -39,6 +39,7 @@ class Batches:
         self.store = store
         self._app, self._state = app, state
         self._held = Room(lambda: MAX_HELD_BYTES)
+        self._alone = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._closed = False
@@ -136,21 +137,18 @@ class Batches:
         if self._is_wrong(owner, batch, found):
             return
         batch.total = found.num_lines
-        good = ResultFile(owner.content(batch.good_file_id))
-        try:
-            bad = ResultFile(owner.content(batch.bad_file_id))
-            try:
-                at_once = state.max_batch_sequences + 1
-                if key is not None and key.concurrent is not None:
-                    at_once = min(at_once, key.concurrent)
-                job = Job(source, found, max_bytes, items, batch.endpoint, good, bad, at_once,
-                          InsideCall(key))  # fmt: skip
-                await asyncio.to_thread(job.recover)
-                ended = await self._run_job(owner, batch, job)
-            finally:
-                bad.close()
-        finally:
-            good.close()
+        with contextlib.ExitStack() as opened:
+            good, bad = (
+                opened.enter_context(contextlib.closing(ResultFile(owner.content(file_id))))
+                for file_id in (batch.good_file_id, batch.bad_file_id)
+            )
+            at_once = state.max_batch_sequences + 1
+            if key is not None and key.concurrent is not None:
+                at_once = min(at_once, key.concurrent)
+            job = Job(source, found, max_bytes, items, batch.endpoint, good, bad,
+                      owner.begun(batch), at_once, InsideCall(key), self._alone)  # fmt: skip
+            await asyncio.to_thread(job.recover)
+            ended = await self._run_job(owner, batch, job)
         self._finish(owner, batch, ended)
 
     def _is_wrong(self, owner: Owner, batch: Batch, found: Scan) -> bool:

@@ -68,13 +68,8 @@ def add_batches(
 def _add_files(
     app: FastAPI, state: ServerState, batches: Batches | None, responses: dict[int | str, Any]
 ) -> None:
-    retry_after_s = state.config.retry_after_s
-
-    def error(message: str) -> ApiError:
-        return ApiError(429, message, code="too_many_requests", retry_after_s=retry_after_s)
-
-    uploads = Shares("uploads at once", lambda: MAX_UPLOADS, error=error)
-    downloads = Shares("downloads at once", lambda: MAX_DOWNLOADS, error=error)
+    uploads = Shares("uploads at once", lambda: MAX_UPLOADS, error=state.busy)
+    downloads = Shares("downloads at once", lambda: MAX_DOWNLOADS, error=state.busy)
 
     @app.post("/v1/files", responses=responses, openapi_extra=_FORM)
     async def upload_file(request: Request) -> dict[str, Any]:

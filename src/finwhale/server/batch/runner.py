@@ -4,13 +4,15 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.server.batch.attempts import Attempts
 from finwhale.server.batch.inside import Answer, InsideCall, post
 from finwhale.server.batch.lines import Line, RawLine, Scan, check_line, read_line, read_lines
 from finwhale.server.batch.results import Counts, ResultFile, error_of, result_of
@@ -22,6 +24,7 @@ from finwhale.server.errors import ApiError
 MAX_HELD_BYTES = 256 << 20
 _READ_LINES, _READ_BYTES = 64, 1 << 20  # limits of one read
 _MAX_WAIT_S = 30.0
+_MAX_DEATHS = 2  # a line that was in flight at so many deaths does not run again
 # With these error codes the server is busy, and the line runs again later.
 _BUSY = frozenset({"overloaded", "loading"})
 
@@ -34,8 +37,10 @@ class Job:
         max_bytes, max_items: limits of a line.
         url: the endpoint that all lines must name; None: each may name another one.
         good, bad: files of the results with status 200, and of the others; may be one file.
-        done: 1 for each line that has a result.
+        begun: the file of lines that have begun; see `attempts.py`.
         in_flight: number of lines at once.
+        alone: held by the one line that runs again after a death.
+        done: 1 for each line that has a result.
     """
 
     path: Path
@@ -45,8 +50,10 @@ class Job:
     url: str | None
     good: ResultFile
     bad: ResultFile
+    begun: Path
     in_flight: int
     call: InsideCall = field(default_factory=InsideCall)
+    alone: asyncio.Lock = field(default_factory=asyncio.Lock)
     on_result: Callable[[], None] = lambda: None
     done: bytearray = field(init=False)
     counts: Counts = field(default_factory=Counts)
@@ -86,19 +93,36 @@ async def run(app: Starlette, job: Job, held: Room) -> None:
 
     Raises:
         EngineDeadError, StoppingError: the engine has died or stops; `Job.recover` continues.
-        FinwhaleError: the results cannot be written.
+        FinwhaleError, OSError: the results or `Job.begun` cannot be written.
     """
-    lines = _Lines(job, held)
+    attempts, ended = Attempts(job.begun), False
+    try:
+        first = (one for one in job.pending() if not attempts.deaths[one[0].number])
+        await _run_lines(app, job, attempts, _Lines(first, held), job.in_flight)
+        # What was in flight at a death runs last and alone: the next death then names one line.
+        await _run_lines(app, job, attempts, _Lines(job.pending(), held), 1)
+        ended = True
+    except (asyncio.CancelledError, StoppingError):
+        attempts.forget()
+        raise
+    finally:
+        attempts.close(ended=ended)
 
+
+async def _run_lines(
+    app: Starlette, job: Job, attempts: Attempts, lines: "_Lines", at_once: int
+) -> None:
     async def work() -> None:
         while (taken := await lines.next()) is not None:
             raw, size = taken
+            again = attempts.deaths[raw.number] > 0
             try:
-                await _run_line(app, job, raw)
+                async with job.alone if again else nullcontext():
+                    await _run_line(app, job, raw, attempts)
             finally:
-                held.release(size)
+                lines.held.release(size)
 
-    workers = [asyncio.ensure_future(work()) for _ in range(job.in_flight)]
+    workers = [asyncio.ensure_future(work()) for _ in range(at_once)]
     try:
         await asyncio.gather(*workers)
     finally:
@@ -117,8 +141,9 @@ def run_expired(job: Job, code: str, message: str) -> None:
 class _Lines:
     """The pending lines of a job, which its workers take one by one."""
 
-    def __init__(self, job: Job, held: Room) -> None:
-        self._pending, self._held = job.pending(), held
+    def __init__(self, pending: Iterator[tuple[RawLine, int]], held: Room) -> None:
+        self.held = held
+        self._pending = pending
         self._read: deque[tuple[RawLine, int]] = deque()
         self._lock = asyncio.Lock()
         self._ended = False
@@ -133,7 +158,7 @@ class _Lines:
                 return None
             raw, size = self._read.popleft()
             size = 0 if raw.text is None else size
-            await self._held.take(size)
+            await self.held.take(size)
             return raw, size
 
     def _refill(self) -> None:
@@ -146,8 +171,13 @@ class _Lines:
         self._ended = True
 
 
-async def _run_line(app: Starlette, job: Job, raw: RawLine) -> None:
+async def _run_line(app: Starlette, job: Job, raw: RawLine, attempts: Attempts) -> None:
+    deaths = attempts.deaths[raw.number]
+    attempts.begin(raw.number)
     line = await _read(app, job, raw)
+    if deaths >= _MAX_DEATHS:
+        message = f"{deaths} processes have died while they answered this line"
+        line = replace(line, error=("line_ended_server", message))
     if line.error is not None:
         job.add(raw, error_of(raw, line, *line.error), ok=False)
         return

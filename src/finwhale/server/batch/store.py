@@ -111,6 +111,10 @@ class Owner:
     def content(self, file_id: str) -> Path:
         return self.directory / "files" / f"{file_id}.jsonl"
 
+    def begun(self, batch: Batch) -> Path:
+        """The file of the lines that have begun."""
+        return self.directory / "batches" / f"{batch.id}.begun"
+
     def find_file(self, file_id: str) -> StoredFile:
         """Raises ApiError (404)."""
         if file_id not in self.files:
@@ -172,7 +176,7 @@ class Owner:
         for folder, known in ((self.directory / "files", kept),
                               (self.directory / "batches", set(self.batches))):  # fmt: skip
             for path in folder.iterdir():
-                if path.stem not in known or path.suffix not in (".json", ".jsonl"):
+                if path.stem not in known or path.suffix not in (".json", ".jsonl", ".begun"):
                     path.unlink()
 
 
