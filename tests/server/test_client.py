@@ -184,3 +184,47 @@ def test_a_model_that_does_not_load() -> None:
         await client.close()
 
     asyncio.run(run())
+
+
+def test_users_take_turns() -> None:
+    """A user's flood does not delay another user's request, and keeps its own order."""
+
+    async def run() -> None:
+        client, engine = await started()
+
+        async def order(user: str, priority: int = 0, n: int = 1, prompts: int = 1) -> list[int]:
+            given = [[1]] * prompts
+            client.submit(given, SamplingParams(n=n), priority=priority, user=user)
+            adds = [await received(engine) for _ in range(prompts)]
+            found.extend(add.request_id for add in adds if isinstance(add, Add))
+            return [add.priority for add in adds if isinstance(add, Add)]
+
+        async def start(request_id: str) -> None:
+            engine.send(Step([delta(request_id, 7, last=False)]))
+            while client._live[request_id].generation._events.empty():
+                await asyncio.sleep(0)
+
+        found: list[str] = []
+        flood = await order("ann", prompts=200) + await order("ann", n=128) + await order("ann")
+        assert flood == sorted(set(flood))
+        await start(found[100])
+        (bob,) = await order("bob")
+        assert flood[99] <= bob < flood[101]
+        # Bob's next one comes after one more of Ann's, not after all of them.
+        (bob,) = await order("bob")
+        assert bob < flood[102]
+        # One request of many continuations is a flood, too.
+        await start(found[200])
+        assert (await order("eve"))[0] < flood[200]
+        # Priority comes first, and Ann's other requests do not delay these.
+        (urgent,), (later,) = await order("ann", -1), await order("eve", 1)
+        assert urgent < flood[0] and flood[-1] < later
+        assert urgent < (await order("bob", -1))[0] + 201
+        for count in range(5000):
+            await order(f"user {count}")
+        assert len(client._turns) < 5000
+        assert (await order("ann"))[0] > flood[-1]
+        client.cut_off()
+        await closed(client, engine)
+
+    asyncio.run(run())

@@ -76,7 +76,6 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         ServerConfig,
         **options_of_model(args, args.model),
         log_level="warning",
-        max_queue=1 << 30,
     )
 
 

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_TURNS = 1 << 48  # more sequences than a server can ever start
+MAX_TURNS_KEPT = 4096
+
 
 class StoppingError(FinwhaleError):
     """The server stops before a request has ended."""
@@ -113,10 +116,11 @@ class Generation:
 
 @dataclass(slots=True)
 class _Live:
-    """A request on the engine, and the number of its continuations that still run."""
+    """A request on the engine, the number of its continuations that still run, and its turn."""
 
     generation: Generation
     num_sequences: int
+    turn: int
 
 
 class EngineClient:
@@ -156,6 +160,8 @@ class EngineClient:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._live: dict[str, _Live] = {}
+        self._turns: dict[tuple[str, int], int] = {}
+        self._last_turn = 0  # the last one of which a sequence has started
         self._calls: dict[str, asyncio.Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = asyncio.Event()
@@ -210,6 +216,7 @@ class EngineClient:
         stop_after: int | None = None,
         priority: int = 0,
         prefix_owner: str = "",
+        user: str = "",
     ) -> Generation:
         """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
 
@@ -220,10 +227,22 @@ class EngineClient:
         request_ids = [f"r{next(self._ids)}" for _ in prompts]
         generation = Generation(self, request_ids, params.n)
         for request_id, prompt in zip(request_ids, prompts, strict=True):
-            self._live[request_id] = _Live(generation, params.n)
+            turn = self._turn(user, priority, params.n)
+            self._live[request_id] = _Live(generation, params.n, turn)
             self._num_sequences += params.n
-            self._send(Add(request_id, prompt, params, stop_after, priority, prefix_owner))
+            order = priority * MAX_TURNS + turn
+            self._send(Add(request_id, prompt, params, stop_after, order, prefix_owner))
         return generation
+
+    def _turn(self, user: str, priority: int, num_sequences: int) -> int:
+        """The place of a request among those of one priority: its users take turns, a sequence
+        each (start-time fair queueing; Goyal, Vin and Cheng, 1996)."""
+        if len(self._turns) > MAX_TURNS_KEPT:  # without the turns that are over
+            self._turns = {k: turn for k, turn in self._turns.items() if turn > self._last_turn}
+        # A newcomer comes before the other continuations of a request that has started.
+        turn = max(self._last_turn - 1, self._turns.get((user, priority), 0))
+        self._turns[user, priority] = turn + num_sequences
+        return turn
 
     async def call(self, work: Callable[["RolloutControl"], Any]) -> Any:
         """Calls a method of RolloutControl in the engine's process.
@@ -366,6 +385,7 @@ class EngineClient:
         live = self._live.get(delta.request_id)
         if live is None:
             return
+        self._last_turn = max(self._last_turn, live.turn)
         live.generation._put(delta)
         if delta.finish_reason is not None:
             self._num_sequences -= 1
