@@ -251,11 +251,11 @@ ATTACKS: dict[str, Attack] = {
     ),
     "deep nesting": posting(CHAT, metadata(b"[" * 100_000), 400, "nested deeper"),
     "UTF-16": posting(CHAT, chat("x" * 70_000).decode().encode("utf-16"), 400, "not valid JSON"),
-    "log-probabilities of a prompt": posting(  # 18 MB
-        COMPLETIONS, completion(prompt=[5] * 300, n=32, prompt_logprobs=20), 200, "decoded_token"
+    "log-probabilities of a prompt": posting(  # 4.5 MB
+        COMPLETIONS, completion(prompt=[5] * 300, n=8, prompt_logprobs=20), 200, "decoded_token"
     ),
     "echoed log-probabilities": posting(
-        COMPLETIONS, completion(prompt=[5] * 300, n=32, echo=True, logprobs=20), 200, "top_logprobs"
+        COMPLETIONS, completion(prompt=[5] * 300, n=8, echo=True, logprobs=20), 200, "top_logprobs"
     ),
     "too many log-probabilities": posting(
         COMPLETIONS, completion(prompt=[[5] * 1900] * 30, prompt_logprobs=20), 400, "may have"

@@ -14,8 +14,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.request import Logprob
 from finwhale.server.chat_answers import ENTRIES, AnswerStream, prompt_logprobs
-from finwhale.server.json_answer import json_answer, json_pieces
-from finwhale.server.sse import PIECE
+from finwhale.server.json_answer import PIECE, json_answer, json_pieces
 from finwhale.server.wire import LogprobColumns
 
 VALUES: list[Any] = [
@@ -94,10 +93,10 @@ def sent(response: Response) -> tuple[list[dict[str, Any]], int]:
 
 def test_a_response_gives_other_work_its_turn() -> None:
     value = {"tokens": list(range(200_000))}
-    messages, turns = sent(json_answer(value))
+    messages, turns = sent(json_answer(value, asyncio.Lock()))
     assert json.loads(b"".join(m.get("body", b"") for m in messages)) == value
     assert turns >= len(messages) - 3 > 15
-    small, _ = sent(json_answer({"a": 1}))
+    small, _ = sent(json_answer({"a": 1}, asyncio.Lock()))
     assert dict(small[0]["headers"])[b"content-length"] == b"7" and len(small) == 2
 
 
@@ -122,7 +121,7 @@ def test_a_chat_s_log_probabilities_are_parsed_in_turns() -> None:
                 await asyncio.sleep(0)
 
         working = asyncio.ensure_future(other())
-        found = await stream.response()
+        found = await stream.response(asyncio.Lock())
         working.cancel()
         return found
 

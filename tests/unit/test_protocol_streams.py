@@ -83,7 +83,7 @@ def answer(protocol: ProtocolName, name: str, ids: list[int], cuts: list[int]) -
     for start, end in pairwise(edges):
         events += stream.feed(ids[start:end])
     events += stream.finish("stop" if ids and ids[-1] == 1 else "length")
-    response = json.dumps(asyncio.run(stream.response()), separators=(",", ":"))
+    response = json.dumps(asyncio.run(stream.response(asyncio.Lock())), separators=(",", ":"))
     return plain(response), added_up(protocol, [json.loads(text) for _, text in events])
 
 
@@ -199,7 +199,7 @@ def test_names_of_parameters_in_an_answer_without_tools() -> None:
     stream.begin()
     stream.feed(encode_with_special(tokenizer("demo"), text))
     stream.finish("length")
-    assert asyncio.run(stream.response())["choices"][0]["message"]["content"] == text
+    assert asyncio.run(stream.response(asyncio.Lock()))["choices"][0]["message"]["content"] == text
 
 
 def test_a_name_of_a_parameter_that_does_not_end() -> None:
@@ -244,7 +244,7 @@ def test_messages_continue_the_last_block(
     events = stream.begin()
     events += stream.feed(encode_with_special(tokenizer("official"), text + EOS))
     events += stream.finish("stop")
-    blocks = asyncio.run(stream.response())["content"]
+    blocks = asyncio.run(stream.response(asyncio.Lock()))["content"]
     assert {block["type"]: block[block["type"]] for block in blocks} == expected
     parts = added_up("messages", [json.loads(event) for _, event in events])
     assert {kind.split("_")[0]: part for kind, part in parts.items()} == expected
@@ -284,7 +284,9 @@ def test_logprobs_at_a_stop_string(
             begun += [] if stream.finished else stream.feed([token_id], [(-i, [(token_id, -i)])])
         events = events or begun
     streams[1].finish("stop")
-    choice, whole = (asyncio.run(stream.response())["choices"][0] for stream in streams)
+    choice, whole = (
+        asyncio.run(stream.response(asyncio.Lock()))["choices"][0] for stream in streams
+    )
     assert choice["message"]["content"] == content
     found = choice["logprobs"]["content"]
     assert found == whole["logprobs"]["content"][:num_tokens]
@@ -313,4 +315,4 @@ def test_the_longest_of_the_stop_strings_that_end_together() -> None:
     stream.begin()
     stream.feed(tokenizer("demo").encode("xabc"))
     assert stream.finished
-    assert asyncio.run(stream.response())["choices"][0]["message"]["content"] == "x"
+    assert asyncio.run(stream.response(asyncio.Lock()))["choices"][0]["message"]["content"] == "x"

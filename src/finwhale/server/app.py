@@ -116,7 +116,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         job = await _prepared(request, state, log, completions.prepare(state, body, log.body_bytes))
         if body.stream:
             return await _stream(request, state, completions.stream(state, job, log))
-        return await _whole(request, completions.complete(state, job, log))
+        return await _whole(request, state, completions.complete(state, job, log))
 
     @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
@@ -139,7 +139,7 @@ async def _chat(
     prepared = await _prepared(request, state, log, preparing)
     if body.stream:
         return await _stream(request, state, chat_answers.stream(state, prepared, log))
-    return await _whole(request, chat_answers.complete(state, prepared, log))
+    return await _whole(request, state, chat_answers.complete(state, prepared, log))
 
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
@@ -149,11 +149,11 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/tokenize", responses=_ERRORS, response_model=TokenizeAnswer)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        return json_answer(await tokens.tokenize(state, body, _size(request)))
+        return json_answer(await tokens.tokenize(state, body, _size(request)), state.turn)
 
     @app.post("/detokenize", responses=_ERRORS, response_model=DetokenizeAnswer)
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        return json_answer(await tokens.detokenize(state, body, _size(request)))
+        return json_answer(await tokens.detokenize(state, body, _size(request)), state.turn)
 
 
 def _add_service(app: FastAPI, state: ServerState) -> None:
@@ -239,8 +239,8 @@ async def _prepared(
         return await unless_disconnected(request, preparing)
 
 
-async def _whole(request: Request, work: Any) -> Response:
-    return json_answer(await unless_disconnected(request, work))
+async def _whole(request: Request, state: ServerState, work: Any) -> Response:
+    return json_answer(await unless_disconnected(request, work), state.turn)
 
 
 async def _stream(

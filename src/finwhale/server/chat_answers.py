@@ -28,7 +28,7 @@ from finwhale.server.wire import Delta, LogprobTables
 Events = list[tuple[str | None, str]]
 _LOGPROBS = '"logprobs":{"content":['  # no string of JSON contains such quotes
 _DECODER = json.JSONDecoder()
-ENTRIES = 64  # log-probabilities of tokens that are parsed at once
+ENTRIES = 16  # log-probabilities of tokens that are parsed at once
 NO_EDITS: dict[str, Any] = {"applied_edits": []}  # Anthropic's answer about context management
 THINKING_END = recipe.SpecialToken.ThinkingEnd.default_str()
 TokenLogprobs = tuple[float, Sequence[tuple[int, float]]]
@@ -45,7 +45,7 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
     answers = _Answers(state, request, log)
     async for _ in answers.run():
         pass
-    responses = [await stream.response() for stream in answers.streams if stream is not None]
+    responses = [await one.response(state.turn) for one in answers.streams if one is not None]
     assert len(responses) == request.params.n
     if request.converted.protocol != "chat":
         whole: dict[str, Any] = responses[0]
@@ -377,18 +377,17 @@ class AnswerStream:
         events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
         return events + self._take(self._stream.finish())
 
-    async def response(self) -> dict[str, Any]:
-        """The answer so far as the protocol's response object.
-
-        The event loop does other work between the log-probabilities of two tokens.
-        """
+    async def response(self, turn: asyncio.Lock) -> dict[str, Any]:
+        """The answer so far as the protocol's response object. Log-probabilities, of which there
+        may be many, are parsed in parts, as `in_turns` makes pieces."""
         head, mark, rest = str(self._response.to_json()).partition(_LOGPROBS)
         entries, end = [], 0
         while mark and rest[end] != "]":
             entry, end = _DECODER.raw_decode(rest, end + (rest[end] == ","))
             entries.append(entry)
             if len(entries) % ENTRIES == 0:
-                await asyncio.sleep(0)
+                async with turn:
+                    await asyncio.sleep(0)
         found: dict[str, Any] = json.loads(head + mark + rest[end:])
         entries += self._last_logprobs
         if entries:

@@ -15,7 +15,7 @@ from finwhale.request import MAX_PROMPT_LOGPROBS, Logprob, SamplingParams
 from finwhale.server.answer_formats import format_guide
 from finwhale.server.chat_answers import prompt_logprobs, usage_of
 from finwhale.server.client import Generation
-from finwhale.server.json_answer import json_pieces
+from finwhale.server.json_answer import in_turns, json_pieces
 from finwhale.server.logs import RequestLog
 from finwhale.server.routed_experts import RoutedExperts
 from finwhale.server.schemas import CompletionBody
@@ -179,14 +179,14 @@ async def stream(
     if job.params is None:
         yield b""
         for i in range(len(choices)):
-            for piece in chunk(i):
+            async for piece in in_turns(chunk(i), state.turn):
                 yield piece
     else:
         async with job.generating(state, log) as generation:
             yield b""
             if job.body.echo and not job.echoes_logprobs:
                 for i in range(len(choices)):
-                    for piece in chunk(i):
+                    async for piece in in_turns(chunk(i), state.turn):
                         yield piece
             async for delta in generation:
                 state.count(log, delta)
@@ -195,11 +195,11 @@ async def stream(
                     for i in job.same_prompt(delta.index):
                         choices[i].add_prompt(delta.prompt_logprobs)
                         if choices[i].started and i != delta.index:
-                            for piece in chunk(i):
+                            async for piece in in_turns(chunk(i), state.turn):
                                 yield piece
                 choice.add(delta)
                 if choice.complete_prompt:
-                    for piece in chunk(delta.index):
+                    async for piece in in_turns(chunk(delta.index), state.turn):
                         yield piece
     if job.body.wants_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _usage(job, log)}))

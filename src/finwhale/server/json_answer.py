@@ -4,6 +4,7 @@ Python's JSON encoder holds Python's lock (GIL) until it has written a whole val
 not help.
 """
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncGenerator, Iterator
@@ -12,25 +13,37 @@ from typing import Any
 
 from starlette.responses import Response
 
-from finwhale.server.sse import PIECE, Stream
+from finwhale.server.sse import Stream
+
+PIECE = 1 << 16  # characters of a piece, except that an item is not divided
 
 ITEMS = 1 << 10  # numbers that are written at once
 _NUMBERS = {int, float, bool, type(None)}
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-def json_answer(value: Any) -> Response:
+def json_answer(value: Any, turn: asyncio.Lock) -> Response:
     """The response with a value (`json_pieces`). It streams unless it is a single piece."""
     pieces = json_pieces(value)
     first = next(pieces)
     if len(first) < PIECE:
         return Response(first, media_type="application/json")
+    return Stream(in_turns(chain((first,), pieces), turn), "application/json")
 
-    async def source() -> AsyncGenerator[bytes, None]:
-        for piece in chain((first,), pieces):
-            yield piece
 
-    return Stream(source(), "application/json")
+async def in_turns(pieces: Iterator[bytes], turn: asyncio.Lock) -> AsyncGenerator[bytes, None]:
+    """The pieces, of which only the last has fewer than PIECE bytes.
+
+    After the first one, the event loop makes one piece for all who share `turn`, and then does its
+    other work.
+    """
+    piece = next(pieces)
+    yield piece
+    while len(piece) >= PIECE:
+        async with turn:
+            await asyncio.sleep(0)
+            piece = next(pieces, b"")
+        yield piece
 
 
 def json_pieces(value: Any, head: str = "", tail: str = "") -> Iterator[bytes]:

@@ -18,8 +18,6 @@ def event(data: str, name: str | None = None) -> bytes:
     return f"{head}data: {data}\n\n".encode()
 
 
-# After a piece of this size, the event loop does its other work before the next one is made.
-PIECE = 1 << 16
 NO_BUFFER = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -56,8 +54,6 @@ class Stream(Response):
         await send(head)
         async for piece in self._source:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-            if len(piece) >= PIECE:
-                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

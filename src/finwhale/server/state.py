@@ -76,6 +76,7 @@ class ServerState:
         self.loop_seen = 0.0
         self.traces: Traces | None = None
         self.store: Store | None = None  # files and batches; None: the server has none
+        self.turn = asyncio.Lock()  # of the large answers (`in_turns`)
         self.only_batches = False  # whether the engine has no other requests
         self.batch_sequences = Room(lambda: self.max_batch_sequences)
         client.observer = self.metrics

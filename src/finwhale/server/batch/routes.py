@@ -62,7 +62,7 @@ def add_batches(
 ) -> None:
     """Adds the paths; without `batches`, each answers that the server has no batch directory."""
     _add_files(app, state, batches, responses)
-    _add_batches(app, batches, responses)
+    _add_batches(app, state, batches, responses)
 
 
 def _add_files(
@@ -97,7 +97,8 @@ def _add_files(
         found = [
             one for one in _owner(batches, request).files.values() if purpose in (None, one.purpose)
         ]
-        return json_answer(page_of(found[::-1] if order == "desc" else found, limit, after))
+        ordered = found[::-1] if order == "desc" else found
+        return json_answer(page_of(ordered, limit, after), state.turn)
 
     @app.get("/v1/files/{file_id}", responses=responses)
     async def get_file(file_id: str, request: Request) -> dict[str, Any]:
@@ -118,7 +119,9 @@ def _add_files(
         return {"id": file_id, "object": "file", "deleted": True}
 
 
-def _add_batches(app: FastAPI, batches: Batches | None, responses: dict[int | str, Any]) -> None:
+def _add_batches(
+    app: FastAPI, state: ServerState, batches: Batches | None, responses: dict[int | str, Any]
+) -> None:
     @app.post("/v1/batches", responses=responses)
     async def create_batch(body: BatchBody, request: Request) -> dict[str, Any]:
         return (
@@ -130,7 +133,7 @@ def _add_batches(app: FastAPI, batches: Batches | None, responses: dict[int | st
     @app.get("/v1/batches", responses=responses, response_model=dict[str, Any])
     async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
         found = [*_owner(batches, request).batches.values()]
-        return json_answer(page_of(found[::-1], limit, after))
+        return json_answer(page_of(found[::-1], limit, after), state.turn)
 
     @app.get("/v1/batches/{batch_id}", responses=responses)
     async def get_batch(batch_id: str, request: Request) -> dict[str, Any]:
