@@ -7,7 +7,7 @@ from typing import Any
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import CONNECTING
-from finwhale.engine.rank import startup
+from finwhale.engine.rank import ranks, startup
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import OpenRank, run_worker
 from finwhale.errors import OtherRankError
@@ -37,7 +37,8 @@ def no_memory(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) ->
 
 
 def no_memory_told_last(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
-    """Rank 2 has no memory. The other ranks notice before it reports its error."""
+    """Rank 2 has no memory. The other ranks notice before it reports its error, and wait for it."""
+    ranks.CAUSE_S = 120.0
 
     def load(start: Any) -> None:
         if owner.rank.index != 2:

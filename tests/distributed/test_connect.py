@@ -1,7 +1,6 @@
 """Connecting ranks: the self-check names a faulty rank, a missing rank is named in time."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -179,13 +178,12 @@ def test_ranks_of_one_gpu_map_the_memory_of_each_other(monkeypatch: pytest.Monke
 
 
 def test_a_rank_that_fails_ends_the_wait_of_another() -> None:
-    """Long before NCCL and Gloo would give up."""
+    """Before NCCL and Gloo would give up."""
+    checks = iter(range(3))
 
     def check() -> None:
-        if time.monotonic() > began + 0.2:
+        if next(checks, None) is None:
             raise FinwhaleError("rank 1 has failed")
 
-    began = time.monotonic()
     with pytest.raises(FinwhaleError, match="rank 1 has failed"):
-        connect(Rank(0, 2), CPU, HashStore(), timeout=timedelta(seconds=5), check=check)
-    assert time.monotonic() < began + 3
+        connect(Rank(0, 2), CPU, HashStore(), timeout=timedelta(seconds=60), check=check)

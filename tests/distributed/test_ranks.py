@@ -23,6 +23,7 @@ from finwhale import (
     SamplingParams,
 )
 from finwhale.distributed import workers
+from finwhale.distributed.worker_messages import CONNECTING
 from finwhale.engine.rank import ranks, startup
 from finwhale.errors import OtherRankError
 from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
@@ -104,7 +105,7 @@ def is_there(pid: int) -> bool:
     return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come"
@@ -219,7 +220,7 @@ def test_a_slow_close_is_waited_for_unless_a_rank_failed(
     closed, release = threading.Event(), threading.Event()
 
     def slow() -> None:
-        release.wait(5 if failed else 1)
+        release.wait(60 if failed else 1)
         closed.set()
 
     monkeypatch.setattr(executor.local, "close", slow)
@@ -246,7 +247,15 @@ def test_a_rank_that_cannot_start(
     kind: type[Exception],
     message: str,
 ) -> None:
-    monkeypatch.setattr(workers, "CONNECT_S", 60 if kind is not FinwhaleError else 1)
+    check = workers.Workers._check_heartbeat
+
+    def impatient(watching: workers.Workers, worker: Any, spent: float) -> None:
+        """A process may take long to begin, and then has 1 s to connect."""
+        connects = worker.phase == CONNECTING and function is faults.not_connecting
+        monkeypatch.setattr(workers, "CONNECT_S", 1.0 if connects else 120.0)
+        check(watching, worker, spent)
+
+    monkeypatch.setattr(workers.Workers, "_check_heartbeat", impatient)
     fault(function)
     with pytest.raises(kind, match=message) as caught:
         open_llm(path)
@@ -262,6 +271,7 @@ def test_the_rank_that_failed_tells_the_cause(
         raise OtherRankError("rank 2: cannot allocate memory")
 
     monkeypatch.setattr(startup._Start, "_load", load)
+    monkeypatch.setattr(ranks, "CAUSE_S", 120.0)
     config = divisible_config() | {"o_groups": 4}
     write_plain_checkpoint(tmp_path, config, random_weights(config, 3))
     fault(faults.no_memory_told_last)
@@ -301,7 +311,7 @@ def test_the_end_of_the_engine_s_process_ends_the_ranks(path: Path, how: str) ->
     elif how == "hang":
         # As a GPU does that waits for the other rank: only another thread can end the process.
         os.kill(worker, signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     wait_for(lambda: not is_there(worker))
     assert process.returncode == {"kill": -9, "interrupt": -2, "hang": 1}[how]
     assert "leaked" not in errors

@@ -50,12 +50,12 @@ def new_async(path: Path) -> AsyncLLM:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, 300))
 
 
 async def idle(llm: AsyncLLM) -> None:
     """Waits until the engine has no request; fails after some seconds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while llm.engine.has_work:
             await asyncio.sleep(0.005)
 
@@ -282,7 +282,7 @@ def test_several_event_loops(llm: LLM, async_llm: AsyncLLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     wanted = plain(llm.generate([TEXT], greedy()))
     assert [plain(results) for results in found] == [wanted] * 3
 

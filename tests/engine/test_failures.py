@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
+from finwhale.engine.loop import watchdog
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import BOUNDS, Clock, Meter
 from finwhale.engine.loop.step_loop import Launcher
@@ -27,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.01)
@@ -58,16 +60,31 @@ def test_a_step_that_hangs_shows_every_stack_once(tmp_path: Path) -> None:
         wait_for(lambda: not any(t.name == "watchdog" for t in threading.enumerate()))
 
 
-def test_steps_that_are_quick_or_idle_show_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "stacks"
+def test_steps_that_are_quick_or_idle_show_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that the test moves. The watchdog's own thread never checks."""
+    now, path, quit_ = 1000.0, tmp_path / "stacks", threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=lambda _: quit_.wait())
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: None)
     with path.open("w+") as file:
-        watchdog = Watchdog(0.2, file)
+        dog, reported = Watchdog(10, file), None
         for _ in range(5):
-            with watchdog:
-                time.sleep(0.05)
-        time.sleep(0.5)
-        assert path.read_text() == ""
-        assert Watchdog(None).elapsed == 0
+            with dog:
+                now += 9
+                reported = dog._check(reported, file.fileno())
+            now += 100
+            reported = dog._check(reported, file.fileno())
+        assert path.read_text() == "" and reported is None
+        with dog:
+            now += 10
+            assert dog._check(reported, file.fileno()) == now - 10
+        assert "a step has taken 10 seconds" in path.read_text()
+        quit_.set()
+        del dog
+        wait_for(lambda: not any(t.name == "watchdog" for t in threading.enumerate()))
+    assert Watchdog(None).elapsed == 0
 
 
 def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path) -> None:
@@ -190,7 +207,7 @@ def test_a_thread_that_waits_for_a_request_gets_the_error(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=120)
     assert len(ends) == 3 and all("the engine died" in end for end in ends)
 
 

@@ -438,7 +438,7 @@ def test_a_paused_engine_waits(engine: LLM, before: list[object]) -> None:
     time.sleep(0.2)
     assert not done
     engine.resume()
-    thread.join(60)
+    thread.join(300)
     assert done == [before]
 
 

@@ -84,7 +84,7 @@ class InThread:
         except BaseException as error:
             self._error = error
 
-    def end(self, seconds: float = 30) -> Any:
+    def end(self, seconds: float = 120) -> Any:
         self._thread.join(seconds)
         assert not self._thread.is_alive()
         if self._error is not None:

@@ -51,7 +51,7 @@ class ThreadRank:
 
     def open(self, destinations: Destinations) -> bool:
         self._threads.destinations[self.index] = destinations
-        self._threads.barrier.wait(30)
+        self._threads.barrier.wait(120)
         return self._threads.can_share
 
     def lane(self, piece_bytes: int) -> "ThreadLane":
@@ -66,7 +66,7 @@ class ThreadRank:
     def close(self, fault: str | None) -> None:
         self.closed += 1
         self._threads.faults[self.index] = fault
-        self._threads.barrier.wait(30)
+        self._threads.barrier.wait(120)
         for index, text in enumerate(self._threads.faults):
             if text is not None and fault is None:
                 raise OtherRankError(f"rank {index}: {text}")

@@ -246,7 +246,7 @@ def endless(tiny_path: Path, tmp_path: Path) -> list[str]:
 
 def test_an_error_in_a_process_of_its_own() -> None:
     process = start("generate", "hi", "--model", "/no/such/place")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert out == ""
     assert err == "finwhale: error: no checkpoint at /no/such/place: no such directory\n"
@@ -257,7 +257,7 @@ def test_control_c(endless: list[str]) -> None:
     assert process.stdout is not None
     process.stdout.read(20)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err.strip() == ""
 
@@ -269,7 +269,7 @@ def test_a_closed_output_pipe_ends_the_command(endless: list[str]) -> None:
     process.stdout.read(20)
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=300) == 1
     process.stderr.close()
     assert err == ""
 

@@ -59,7 +59,7 @@ def asked(shell: str, typed: str, directory: Path) -> set[str]:
             'for one in "${COMPREPLY[@]}"; do [ -d "$one" ] && one=$one/; echo "$one"; done'
         )
     ran = subprocess.run(
-        [shell, "-c", command], cwd=directory, capture_output=True, text=True, timeout=60
+        [shell, "-c", command], cwd=directory, capture_output=True, text=True, timeout=200
     )
     return {text.split("\t")[0].strip() for text in ran.stdout.splitlines()}
 
@@ -87,8 +87,8 @@ def in_terminal(typed: str, directory: Path) -> set[str]:
 
 
 def read_until(end: int, words: set[str]) -> str:
-    """Reads a terminal until it has shown all of these words, for at most ten seconds."""
-    shown, deadline = "", time.monotonic() + 10
+    """Reads a terminal until it has shown all of these words, for at most two minutes."""
+    shown, deadline = "", time.monotonic() + 120
     while time.monotonic() < deadline and not words <= set(shown.replace("\a", " ").split()):
         if select.select([end], [], [], 1)[0]:
             shown += os.read(end, 65536).decode(errors="replace")

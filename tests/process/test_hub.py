@@ -133,7 +133,7 @@ def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoi
 def test_the_command_runs_a_repository(endpoint: Endpoint, tmp_path: Path) -> None:
     environment = os.environ | {"HF_ENDPOINT": endpoint.url, "HF_HUB_CACHE": str(tmp_path / "hub")}
     command = [sys.executable, "-m", "finwhale", "inspect", NAME]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "complete: every tensor" in done.stdout
 

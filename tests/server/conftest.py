@@ -89,7 +89,7 @@ def server(
 ) -> Iterator[RunningServer]:
     """The server that tests of a module share; afterwards the engine must be idle."""
     yield shared_server.get()
-    engine, end = demo_llm.engine, time.monotonic() + 20
+    engine, end = demo_llm.engine, time.monotonic() + 120
     while engine.has_work and time.monotonic() < end:
         time.sleep(0.01)
     with engine._lock:  # the last step has ended

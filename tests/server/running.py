@@ -41,7 +41,7 @@ class RunningServer:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(120)
 
     async def _run(self) -> None:
         await self.client.start()
@@ -64,8 +64,8 @@ class RunningServer:
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
-        self._engine_thread.join(20)
+        self._thread.join(120)
+        self._engine_thread.join(120)
         assert not self._thread.is_alive() and not self._engine_thread.is_alive()
         if self.state.traces is not None:
             self.state.traces.close()

@@ -215,7 +215,7 @@ def test_a_responses_stream_that_fails(start: Any) -> None:
     server = start(request_timeout_s=0.3)
     body = {"model": MODEL, "input": TEXT, "max_output_tokens": 4000, "stream": True}
     own = {"ignore_eos": True}
-    answer = httpx.post(f"{server.url}/v1/responses", json=body | own, timeout=30).text
+    answer = httpx.post(f"{server.url}/v1/responses", json=body | own, timeout=200).text
     *_, before, last = answer.strip().split("\n\n")
     assert last.startswith("event: error\n")
     told, sent = (json.loads(event.partition("data: ")[2]) for event in (last, before))

@@ -63,7 +63,7 @@ class Collector:
             # Children end first, so they are sent in the same batch or before.
             return [s for s in self.spans if attributes(s).get("gen_ai.request.id") == request_id]
 
-        wait_until(lambda: bool(found()), 20)
+        wait_until(lambda: bool(found()), 120)
         return found()[0]
 
     def children(self, root: Span) -> list[Span]:

@@ -32,11 +32,11 @@ def test_lines_that_nobody_reads_are_lost_and_counted() -> None:
 
     reading = threading.Thread(target=read)
     reading.start()
-    stream.drain(20)
+    stream.drain(120)
     print("again", file=stream)
-    stream.drain(20)
+    stream.drain(120)
     os.close(writer)
-    reading.join(20)
+    reading.join(120)
     os.close(reader)
     *lines, notice, last = b"".join(found).decode().splitlines()
     assert set(lines) == {line[:-1]} and last == "again"
@@ -50,7 +50,7 @@ def test_a_closed_reader_is_no_error() -> None:
     os.close(reader)
     stream = LossyStderr(writer, str)
     assert stream.write("nobody reads this\n") == 18
-    stream.drain(20)
+    stream.drain(120)
     os.close(writer)
     assert not stream.isatty()
 
@@ -99,7 +99,7 @@ def test_no_write_to_the_file_waits(kind: str) -> None:
         while b"line 99\n" not in found:
             found += os.read(reader, 1 << 16)
         assert found.endswith(lines.encode())
-        assert stream.drain(20)
+        assert stream.drain(120)
         restore()
         assert sys.stderr is before and os.get_blocking(2)
     assert os.get_blocking(writer), "other processes may share it"

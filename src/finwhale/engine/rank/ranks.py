@@ -120,7 +120,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProce
     except BaseException as error:
         # When a rank is gone, its connections break. When one fails, the others may notice first.
         noticed = isinstance(error, RuntimeError | OtherRankError)
-        failure = workers.wait_failure(1.0 if noticed else 0.0)
+        failure = workers.wait_failure(CAUSE_S if noticed else 0.0)
         workers.close()
         if failure is not None and isinstance(error, Exception):
             raise failure from error
