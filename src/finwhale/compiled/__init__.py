@@ -11,6 +11,7 @@ custom operator of torch.library, which the graph calls (custom_ops.py). Without
 no custom operators are registered.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,23 +64,27 @@ class CompiledMode:
             Number of graphs that were compiled. The others were loaded.
 
         Raises:
-            ResourceError: the machine has no compiler, or the directory cannot be used.
+            ResourceError: a graph cannot be traced, compiled, kept or loaded.
         """
+        store = GraphStore(directory, model.device, self._namespace)
+        for part, tracers in self.tracers(model, cache):
+            part.layers = [CompiledLayer(tracer, store) for tracer in tracers]
+        return store.num_compiled
+
+    def tracers(
+        self, model: Model, cache: PagedCache
+    ) -> Iterator[tuple[DeepseekV4 | MtpLayer | DsparkHead, list[LayerTracer]]]:
+        """The model and its draft head, each with the tracers of its decoder layers."""
         assert isinstance(model, DeepseekV4), "only DeepSeek-V4's layers can be compiled"
         (rows_per_page,) = (
             group.rows_per_page for group in cache_spec(model.config) if group.name == "window"
         )
         step = StepTensors(self.ops.capabilities.packed_cache, rows_per_page)
-        store = GraphStore(directory, model.device, self._namespace)
 
-        def compiled(layer: Layer, first: bool) -> CompiledLayer:
+        def tracer(layer: Layer, first: bool) -> LayerTracer:
             assert isinstance(layer, DecoderLayer)
-            tracer = LayerTracer(model, self._traced, layer, cache, step, first=first)
-            return CompiledLayer(tracer, store)
+            return LayerTracer(model, self._traced, layer, cache, step, first=first)
 
-        parts: list[DeepseekV4 | MtpLayer | DsparkHead] = [model]
-        if model.draft_head is not None:
-            parts.append(model.draft_head)
-        for part in parts:
-            part.layers = [compiled(layer, i == 0) for i, layer in enumerate(part.layers)]
-        return store.num_compiled
+        for part in (model, model.draft_head):
+            if part is not None:
+                yield part, [tracer(layer, i == 0) for i, layer in enumerate(part.layers)]

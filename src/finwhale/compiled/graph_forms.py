@@ -82,7 +82,7 @@ torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, -1)
 OPERATORS = ".wrapper.json"
 
 
-def _try_to_load(path: Path) -> None:
+def _try_to_load(path: Path, name: str) -> None:
     """Load a library in a separate process, which crashes if compiler and torch are incompatible.
 
     Raises:
@@ -105,8 +105,8 @@ def _try_to_load(path: Path) -> None:
     else:
         return
     raise ResourceError(
-        f"the compiled mode does not work here: a process that loads a just compiled graph {how} "
-        f"(torch {torch.__version__}, and the C++ compiler that CXX names, or g++)"
+        f"the compiled mode does not work here: a process that loads the just compiled graph "
+        f'"{name}" {how} (torch {torch.__version__}, and the C++ compiler that CXX names, or g++)'
     )
 
 
@@ -116,17 +116,18 @@ class Form:
 
     Attributes:
         compile: compiles a program into a file.
-        check: tests the first file that a process compiles; raises ResourceError if it is unusable.
+        check: tests the first file that a process compiles, the graph of that name; raises
+            ResourceError if it is unusable.
         load: loads a file.
         needs: the programs that a machine needs to compile graphs.
     """
 
     compile: Callable[[ExportedProgram, Path], None]
-    check: Callable[[Path], None]
+    check: Callable[[Path, str], None]
     load: Callable[[Path], Graph]
     needs: str
 
 
 LIBRARY = Form(_compile_library, _try_to_load, _load_library, "a C++ compiler")
-MODULE = Form(_compile_module, lambda path: None, _load_module, "Triton and a C compiler")
+MODULE = Form(_compile_module, lambda path, name: None, _load_module, "Triton and a C compiler")
 FORMS = {"cpu": LIBRARY, "cuda": MODULE}

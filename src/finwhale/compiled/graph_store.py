@@ -11,17 +11,19 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from finwhale.artefacts import checksum, locked, open_private, source_digest, write_whole
 from finwhale.compiled.graph_forms import FORMS, Graph
-from finwhale.errors import ResourceError
+from finwhale.errors import ResourceError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Traceable:
     """A function of flat tensors, and its sample arguments for tracing.
 
     Attributes:
-        name: the names of graph and kind of layer, for the log.
+        name: the names of graph and kind of layer, for log and errors.
         constants: all other values that the function reads.
     """
 
@@ -76,7 +78,7 @@ class GraphStore:
 
     Raises:
         ResourceError: the directory cannot be created, or (from `graph`) a graph is missing and
-            cannot be kept there, or the machine has no compiler.
+            cannot be traced, compiled or kept there, or it cannot be loaded.
     """
 
     def __init__(self, directory: Path, device: torch.device, operators: str) -> None:
@@ -100,7 +102,8 @@ class GraphStore:
             # A filled directory may be read-only, and then has no room for a lock.
             if not _is_whole(path):
                 self._fill(wanted, path)
-            self._loaded[key] = self._form.load(path)
+            with _naming(wanted, "load"):
+                self._loaded[key] = self._form.load(path)
         return self._loaded[key]
 
     def _fill(self, wanted: Traceable, path: Path) -> None:
@@ -122,31 +125,48 @@ class GraphStore:
 
     def _compile(self, wanted: Traceable, path: Path) -> None:
         begin = time.perf_counter()
-        dynamic = torch.export.Dim.DYNAMIC
-        shapes = [dict.fromkeys(a.open_dims, dynamic) or None for a in wanted.arguments]
         partial = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about its own code
-            program = torch.export.export(
-                _Module(wanted),
-                ([a.sample for a in wanted.arguments],),
-                dynamic_shapes={"flat": shapes},
-                strict=False,
-            )
-            try:
-                self._form.compile(program, partial)
-            except (OSError, RuntimeError) as error:
-                raise ResourceError(
-                    f"the compiled mode cannot compile, which needs {self._form.needs}: "
-                    f"{[*str(error).strip().splitlines(), type(error).__name__][0]}"
-                ) from error
+        program = trace(wanted)
         try:
+            with _naming(wanted, "compile", f", which needs {self._form.needs}"):
+                self._form.compile(program, partial)
             if not self.num_compiled:
-                self._form.check(partial)
+                self._form.check(partial, wanted.name)
             keep(path, partial.read_bytes())
         finally:
-            partial.unlink()
+            partial.unlink(missing_ok=True)
         logger.info("compiled %s in %.0f s", wanted.name, time.perf_counter() - begin)
+
+
+def trace(wanted: Traceable) -> ExportedProgram:
+    """Trace a function for every size of its dynamic dimensions.
+
+    Raises:
+        ResourceError: the tracer fails, for example because the function fixes a dynamic size.
+    """
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = [dict.fromkeys(a.open_dims, dynamic) or None for a in wanted.arguments]
+    with _naming(wanted, "trace"):
+        return torch.export.export(
+            _Module(wanted),
+            ([a.sample for a in wanted.arguments],),
+            dynamic_shapes={"flat": shapes},
+            strict=False,
+        )
+
+
+@contextmanager
+def _naming(wanted: Traceable, what: str, needs: str = "") -> Iterator[None]:
+    """Turn any failure of torch into one line that names the graph."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about its own code
+            yield
+    except Exception as error:  # what torch's tracer and compilers raise is not documented
+        raise ResourceError(
+            f'the compiled mode cannot {what} the graph "{wanted.name}"{needs} (torch '
+            f"{torch.__version__}): {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 class _Module(nn.Module):

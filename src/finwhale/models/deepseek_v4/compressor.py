@@ -197,7 +197,7 @@ class C4Compressor:
     ) -> Selected:
         """Select entries. queries: the result of `prepare`."""
         own, table = self._own_tokens(inputs), inputs.tables["c4"]
-        num_tokens, weights = len(projected), projected[:, -self.heads :]
+        num_tokens, weights = projected.shape[0], projected[:, -self.heads :]
         if own is not None:
             weights = self.links.own_rows(weights)
         slots = self.select_entries(
