@@ -25,7 +25,7 @@ from finwhale import (
     SamplingParams,
 )
 from finwhale.checkpoint.loading import DTYPE_NAMES
-from finwhale.engine.loop.weight_updates import _staging
+from finwhale.engine.loop.weight_updates import WeightUpdates, _staging
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.staged_weights import StagedWeights, discard_update
 from finwhale.models.weight_protocol import tensors_of
@@ -450,6 +450,21 @@ def test_a_pause_aborts(engine: LLM) -> None:
     assert engine.engine.step() == [result]
     with pytest.raises(RequestError, match="mode must be"):
         engine.pause("drop")  # type: ignore[arg-type]
+
+
+def test_an_update_does_not_get_the_version_of_a_dropped_one() -> None:
+    nothing = {name: lambda *_, **__: [] for name in ("call_ranks", "change_weights")}
+    updates = WeightUpdates(
+        SimpleNamespace(**nothing, check_weights_can_change=nothing["call_ranks"])
+    )
+    for version, wanted in (("dropped", None), (None, "1"), ("named", "named"), (None, "3")):
+        updates.begin()
+        updates.add("a directory", version=version)
+        if wanted is None:
+            updates.discard()
+        else:
+            updates.finish()
+            assert updates.version == wanted
 
 
 def test_a_compiled_engine_is_refused(engine: LLM, other_path: Path) -> None:

@@ -218,6 +218,20 @@ def test_groups_of_zeros_do_not_count_and_far_groups_are_rounded() -> None:
     assert changed == 2 * values
 
 
+def test_exponents_of_zeros_and_at_the_end_of_e8m0() -> None:
+    """A quantiser gives a group of zeros the scale 1, whatever its row has."""
+    codes, exponents = fp4(Inputs(), 1, 128, 128, spread=2)
+    codes[0, :, 16:32] &= 0x88
+    exponents[0, :, 1] = 200
+    exponents[0, 0] = 2
+    w, changed = tile_experts(
+        ExpertWeight(codes, codes.clone(), True, exponents, exponents.clone())
+    )
+    assert changed == 0
+    assert w.row_scale2 is not None
+    assert w.row_scale2[0, 0] == 2.0**-126 and (w.row_scale2[0, 1:] == 2.0 ** (125 - 6 - 127)).all()
+
+
 def test_unsupported_arguments_are_refused() -> None:
     raw, wanted = weights_of(3, 128, 128, 3)
     with pytest.raises(ValueError, match="FP4"):

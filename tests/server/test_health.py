@@ -1,6 +1,5 @@
 """The health port answers while the event loop is busy."""
 
-import http.client
 import socket
 from collections.abc import Callable
 
@@ -51,27 +50,6 @@ def test_health_port_while_the_loop_is_busy(
     finally:
         loop.call_soon_threadsafe(lambda: tasks[0].cancel())
         port.close()
-
-
-def test_a_connection_that_has_ended_frees_its_place(
-    start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "MAX_CONNECTIONS", 1)
-    port = health.HealthPort("127.0.0.1", 0)
-    port.start(start().state)
-    try:
-        for _ in range(3):
-            wait_until(lambda: answered(port.port))
-    finally:
-        port.close()
-
-
-def answered(port: int) -> bool:
-    """Whether the port has a place for a request; the place of the one before may not be free."""
-    try:
-        return ask(port, "GET", "/health/live")[0] == 200
-    except (ConnectionError, http.client.HTTPException):
-        return False
 
 
 def test_a_long_step_is_no_alarm_and_a_hanging_one_is(

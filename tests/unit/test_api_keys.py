@@ -4,9 +4,11 @@ import time
 from pathlib import Path
 
 import pytest
+from starlette.datastructures import Headers
 
 from finwhale.cli.serve import _api_keys
 from finwhale.errors import FinwhaleError
+from finwhale.server import limits
 from finwhale.server.errors import ApiError
 from finwhale.server.keys import Keys, parse_keys
 
@@ -66,6 +68,15 @@ def test_find() -> None:
     for wrong in ("", "ann", "secret-of-an", "ann:secret-of-ann", "other-secret "):
         assert keys.find(wrong) is None
     assert keys.required and not Keys([]).required
+
+
+def test_the_name_of_the_scheme_may_have_any_case() -> None:
+    """RFC 9110, section 11.1."""
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        headers = Headers({"authorization": f"{scheme} secret-of-ann"})
+        assert limits._given_key(headers) == "secret-of-ann"
+    basic = Headers({"authorization": "Basic abc", "x-api-key": "secret-of-bob"})
+    assert limits._given_key(basic) == "secret-of-bob"
 
 
 def test_concurrent_requests() -> None:
