@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from finwhale import LLM
-from finwhale.server.bodies import check_depth
+from finwhale.server.bodies import parse_body
 from finwhale.server.errors import ApiError
 
 from .running import MODEL, RunningServer
@@ -111,8 +111,8 @@ def test_depth() -> None:
     for _ in range(65):
         deep = {"x": [deep]}
     with pytest.raises(ApiError, match="nested deeper"):
-        check_depth(deep)
-    check_depth({"x": [[[[1]]]]})
+        parse_body(json.dumps(deep).encode(), 100)
+    parse_body(b'{"x": [[[[1]]]]}', 100)
 
 
 def test_prompt_limit(start: Start) -> None:

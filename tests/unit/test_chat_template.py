@@ -68,6 +68,21 @@ def recipe_encoding() -> recipe.DeepseekV4Encoding:
     return recipe.DeepseekV4Encoding().with_tokenizer(library)
 
 
+def converted_by_recipe(options: ChatOptions) -> recipe.Conversation:
+    """What deepseek-recipe alone makes of CONVERSATION."""
+    body = {
+        "model": "DeepSeek-V4-Pro",
+        "messages": CONVERSATION,
+        "tools": list(options.tools),
+        "tool_choice": options.tool_choice,
+        "reasoning_effort": options.reasoning_effort,
+        "thinking": {"type": "enabled" if options.thinking else "disabled"},
+    }
+    given = json.dumps({key: value for key, value in body.items() if value})
+    request = recipe.ChatCompletionRequest(given)
+    return request.convert(recipe.ConversionOptions()).conversation
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,7 +96,7 @@ def recipe_encoding() -> recipe.DeepseekV4Encoding:
 )
 def test_token_ids_are_the_recipe_s(options: ChatOptions) -> None:
     prompt = official().render(CONVERSATION, options)
-    assert prompt.token_ids == recipe_encoding().encode(prompt.request.conversation)
+    assert prompt.token_ids == recipe_encoding().encode(converted_by_recipe(options))
 
 
 def test_a_prompt_by_hand() -> None:
@@ -114,13 +129,12 @@ def test_messages_never_make_control_tokens(parts: list[str]) -> None:
 
 def test_another_tokenizer_with_the_same_control_tokens(tmp_path: Path) -> None:
     tokenizer = bytes_only(tmp_path, list(CONTROL.values()))
-    prompt = ChatTemplate(tokenizer, "0731").render(
-        CONVERSATION, ChatOptions(thinking=False, tools=TOOLS)
-    )
+    options = ChatOptions(thinking=False, tools=TOOLS)
+    prompt = ChatTemplate(tokenizer, "0731").render(CONVERSATION, options)
     assert tokenizer.decode(prompt.token_ids, skip_special=False) == prompt.text
     added = {i: text for text, i in tokenizer.added_ids.items()}
     got = [added[i] for i in prompt.token_ids if i in added]
-    ranges = recipe.DeepseekV4Encoding().render_conversation(prompt.request.conversation)
+    ranges = recipe.DeepseekV4Encoding().render_conversation(converted_by_recipe(options))
     assert got == [prompt.text[a:b] for a, b in ranges.special_ranges]
     assert prompt.token_ids[0] == tokenizer.bos_id
 

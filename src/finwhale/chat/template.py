@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.client_schemas import ClientSchemas
 from finwhale.chat.effort import EffortLadder, changed, with_ladder
 from finwhale.chat.known_fields import CHAT_FIELDS, check_fields
 from finwhale.chat.output import OutputParser
@@ -79,17 +80,18 @@ def convert(
         RequestError: the body is not a valid request of the protocol.
     """
     options = recipe.ConversionOptions(default_thinking_mode=default_thinking)
+    schemas = ClientSchemas()
     try:
-        request = _parse(protocol, body)
+        request = _parse(protocol, schemas.take_from(body, keep_strict=protocol != "messages"))
+        echo = namespaces = None
         if protocol == "responses":
             namespaces = request.namespace_tool_map(options)
             echo = _parse(protocol, echo_body or body).echo()
-            return _converted(protocol, request.convert(options), echo, namespaces)
-        found = _converted(protocol, request.convert(options))
-        if response_schema is None:
-            return found
-        shown = changed(found.conversation, response_schema=response_schema)
-        return replace(found, conversation=shown)
+        found = _converted(protocol, request.convert(options), echo, namespaces)
+        conversation = schemas.put_back(found.conversation)
+        if response_schema is not None:
+            conversation = changed(conversation, response_schema=response_schema)
+        return replace(found, conversation=conversation)
     except recipe.ConversionError as error:
         raise RequestError(str(error)) from error
     # The body is not JSON (TypeError), is nested too deeply, has lone surrogates (a ValueError) or

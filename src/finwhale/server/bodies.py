@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from finwhale.chat.client_schemas import MAX_NESTING, is_nested_deeper
 from finwhale.server.errors import ApiError
 from finwhale.server.shares import Shares
 
@@ -28,7 +29,6 @@ BYTES_PER_TOKEN = 16
 SMALL_BYTES = 64 << 10
 # The most expensive JSON value is a list: parsing this many holds the GIL for 50 ms.
 MAX_STRUCTURES = 1 << 17
-MAX_DEPTH = 64
 MAX_FIELDS = 256  # pydantic makes an error of each unknown field
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -109,24 +109,8 @@ class Parser:
         return value
 
 
-def check_depth(value: object) -> None:
-    """Raises ApiError if parsed JSON is nested deeper than MAX_DEPTH levels."""
-    level: list[object] = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for outer in level
-            if isinstance(outer, dict | list)
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(item, dict | list)
-        ]
-        if not level:
-            return
-    raise _too_deep()
-
-
 def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
+    return ApiError(400, f"the body is nested deeper than {MAX_NESTING} levels", code="too_deep")
 
 
 def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
@@ -173,7 +157,8 @@ def parse_body(body: bytes, max_items: int) -> Any:
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         message = f"the body has {len(value)} fields; no request has more than {MAX_FIELDS}"
         raise ApiError(400, message, code="too_complex")
-    check_depth(value)
+    if is_nested_deeper(value):
+        raise _too_deep()
     if _SURROGATE.search(body):
         _check_unicode(value)
     return value

@@ -1,0 +1,115 @@
+"""Keeps the JSON Schemas of a request away from deepseek-recipe's validator.
+
+The validator compiles each schema by recursion, follows its references and compiles its patterns,
+without a limit: 2,000 references in a chain overflow the stack and end the process, a fan of 30
+with unevaluatedProperties takes hours, and 100 patterns such as `(?=a)\\w{150}` take 1 GiB. A
+prompt only repeats a schema. Therefore deepseek-recipe converts a request that has a placeholder
+for each schema, and the conversation gets the schemas afterwards.
+
+It does not validate a schema with `"strict": true`, which it normalizes instead. That takes linear
+time, and its recursion is bounded by the nesting of the request.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import deepseek_recipe as recipe
+
+from finwhale.chat.effort import changed
+from finwhale.errors import RequestError
+
+MAX_NESTING = 64
+
+_HOLDERS = ("tools", "response_format", "text")
+_SCHEMAS = ("parameters", "input_schema", "schema")
+_PLACEHOLDER = "x-schema"
+
+
+def is_nested_deeper(value: object, levels: int = MAX_NESTING) -> bool:
+    """Whether parsed JSON is nested deeper than so many levels."""
+    level: list[object] = [value]
+    for _ in range(levels):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, Mapping | list | tuple)
+            for item in (outer.values() if isinstance(outer, Mapping) else outer)
+            if isinstance(item, Mapping | list | tuple)
+        ]
+        if not level:
+            return False
+    return True
+
+
+class ClientSchemas:
+    """The schemas of one request."""
+
+    def __init__(self) -> None:
+        self._schemas: list[Any] = []
+
+    def take_from(self, body: Mapping[str, Any], *, keep_strict: bool) -> dict[str, Any]:
+        """The body of a request, with a placeholder for each schema.
+
+        Args:
+            keep_strict: keep those that deepseek-recipe normalizes.
+
+        Raises:
+            RequestError: the body is nested too deeply.
+            ValueError, TypeError, OverflowError: a schema is not JSON, or a number is too large.
+        """
+        if is_nested_deeper(body):
+            raise RequestError(f"the request is nested deeper than {MAX_NESTING} levels")
+        holders = {k: self._take(body[k], keep_strict) for k in _HOLDERS if k in body}
+        return {**body, **holders}
+
+    def put_back(self, conversation: recipe.Conversation) -> recipe.Conversation:
+        """The conversation, with the schemas instead of their placeholders."""
+        if not self._schemas:
+            return conversation
+        tools = [
+            recipe.ToolDefinition(
+                tool.name,
+                tool.description,
+                self._original(tool.parameters),
+                tool.strict,
+                tool.defer_loading,
+            )
+            for tool in conversation.tools
+        ]
+        schema = self._original(conversation.response_schema)
+        return changed(conversation, tools=tools, response_schema=schema)
+
+    def _take(self, value: Any, keep_strict: bool) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._take(item, keep_strict) for item in value]
+        if not isinstance(value, Mapping):
+            return value
+        strict = keep_strict and value.get("strict") is True
+        taken = {}
+        for key, item in value.items():
+            if key in _SCHEMAS and isinstance(item, Mapping):
+                taken[key] = item if strict else self._placeholder(item)
+            else:
+                taken[key] = self._take(item, keep_strict)
+        return taken
+
+    def _placeholder(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        text = json.dumps(schema, allow_nan=False)
+        self._schemas.append(json.loads(text, parse_int=_number))
+        kind = schema.get("type")  # deepseek-recipe demands "object" of a tool
+        return {
+            **({"type": kind} if isinstance(kind, str) else {}),
+            _PLACEHOLDER: len(self._schemas) - 1,
+        }
+
+    def _original(self, schema: Any) -> Any:
+        if isinstance(schema, Mapping) and isinstance(i := schema.get(_PLACEHOLDER), int):
+            return self._schemas[i]
+        return schema
+
+
+def _number(text: str) -> int | float:
+    """An integer as deepseek-recipe reads it from JSON text: one of 64 bits, or else a float."""
+    value = int(text)
+    return value if -(1 << 63) <= value < 1 << 64 else float(value)
