@@ -128,12 +128,13 @@ def test_a_grammar_is_tried_once() -> None:
 def test_the_queue_is_bounded_and_who_leaves_makes_room() -> None:
     async def work(checker: GrammarChecker, counts: Counts) -> None:
         running, waiting = (
-            asyncio.ensure_future(checker.check(json_guide(expensive_schema(i)))) for i in range(2)
+            asyncio.ensure_future(checker.check(json_guide(expensive_schema(i)), user))
+            for i, user in enumerate(("ann", "bob"))
         )
         await until(lambda: len(trials_of(checker)) == 1)
         (first,) = trials_of(checker)
         os.kill(first, signal.SIGSTOP)  # it never ends by itself
-        with pytest.raises(QueueFullError, match="too many new grammars"):
+        with pytest.raises(QueueFullError, match="the server is full: 2 of 2 new grammars"):
             await checker.check(regex_guide("b"))
         assert counts.results == ["full"]
         running.cancel()
@@ -149,6 +150,23 @@ def test_the_queue_is_bounded_and_who_leaves_makes_room() -> None:
         assert running.cancelled() and waiting.cancelled()
 
     with_checker(work, num_trials=1, max_waiting=1)
+
+
+def test_a_user_leaves_room_for_the_grammars_of_others() -> None:
+    async def work(checker: GrammarChecker, counts: Counts) -> None:
+        flood = [
+            asyncio.ensure_future(checker.check(regex_guide(f"a{{{i}}}b"), "ann"))
+            for i in range(100)
+        ]
+        await checker.check(regex_guide("bob"), "bob")
+        found = await asyncio.gather(*flood, return_exceptions=True)
+        refused = [one for one in found if one is not None]
+        assert all(isinstance(one, QueueFullError) for one in refused)
+        assert all("your share is full: 5 of 10" in str(one) for one in refused)
+        assert len(refused) == counts.results.count("full") == 95
+        assert counts.results.count("passed") == 6
+
+    with_checker(work, num_trials=2, max_waiting=8)
 
 
 def test_the_death_of_its_process_is_told_and_mended() -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from finwhale.chat import grammar
 from finwhale.server import grammar_compiler
+from finwhale.server.shares import Shares
 
 from .hostile import (
     EXPENSIVE,
@@ -320,11 +321,11 @@ def test_clients_that_leave_end_their_trials(new_server: RunningServer) -> None:
     with watched(new_server) as stream:
         assert_it_serves_grammars(new_server)
         with abandoned(new_server, [expensive_schema(i) for i in range(6)]):
-            wait_until(lambda: grammars._present == 6 and len(trials_of(new_server)) == 2)
+            wait_until(lambda: grammars._shares.total == 6 and len(trials_of(new_server)) == 2)
             for trial in trials_of(new_server):
                 os.kill(trial, signal.SIGSTOP)  # it never ends by itself
             stream.wait_for(1)
-        wait_until(lambda: grammars._present == 0 and not trials_of(new_server))
+        wait_until(lambda: grammars._shares.total == 0 and not trials_of(new_server))
         assert_it_serves_grammars(new_server)
     # None of them came to its end.
     text = request(new_server, "GET", "/metrics")[2].decode()
@@ -335,18 +336,18 @@ def test_a_trial_counts_in_the_time_out(start: Start) -> None:
     server = start(request_timeout_s=0.3)
     status, _, body = post(server, CHAT, chat(json_format(expensive_schema(0))))
     assert status == 504 and body["error"]["code"] == "timeout"
-    wait_until(lambda: server.state.grammars._present == 0 and not trials_of(server))
+    wait_until(lambda: server.state.grammars._shares.total == 0 and not trials_of(server))
 
 
 def test_a_full_queue_of_trials_is_429(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start(retry_after_s=7)
-    monkeypatch.setattr(server.state.grammars, "_room", 1)
+    monkeypatch.setattr(server.state.grammars, "_shares", Shares("new grammars", lambda: 1))
     with abandoned(server, [expensive_schema(0)]):
-        wait_until(lambda: server.state.grammars._present == 1)
+        wait_until(lambda: server.state.grammars._shares.total == 1)
         status, headers, body = post(server, CHAT, chat(json_format({"type": "object"})))
         assert (status, headers["retry-after"]) == (429, "7")
         assert body["error"]["code"] == "queue_full"
-    wait_until(lambda: server.state.grammars._present == 0)
+    wait_until(lambda: server.state.grammars._shares.total == 0)
 
 
 class SlowMatcher(grammar.Matcher):

@@ -113,7 +113,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", responses=_STREAMS, response_model=None)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         log = _begin(state, request, body)
-        job = await _prepared(request, state, log, completions.prepare(state, body, log.body_bytes))
+        job = await _prepared(request, state, log, completions.prepare(state, body, log))
         if body.stream:
             return await _stream(request, state, completions.stream(state, job, log))
         return await _whole(request, state, completions.complete(state, job, log))
@@ -135,7 +135,7 @@ async def _chat(
     state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, request: Request
 ) -> Response:
     log = _begin(state, request, body)
-    preparing = chat_requests.prepare(state, protocol, body, log.body_bytes)
+    preparing = chat_requests.prepare(state, protocol, body, log)
     prepared = await _prepared(request, state, log, preparing)
     if body.stream:
         return await _stream(request, state, chat_answers.stream(state, prepared, log))

@@ -23,6 +23,7 @@ from finwhale.server.answer_formats import (
     tool_schemas,
 )
 from finwhale.server.errors import ApiError
+from finwhale.server.logs import RequestLog
 from finwhale.server.schemas import (
     LOGPROBS,
     ChatBody,
@@ -140,12 +141,12 @@ class ChatRequest:
 
 
 async def prepare(
-    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, body_bytes: int
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, log: RequestLog
 ) -> ChatRequest:
     """Checks a body, converts it and encodes its prompt. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    request = await state.in_thread(body_bytes, lambda: _prepare(state, protocol, body))
-    await state.grammars.check(request.params.guide)
+    request = await state.in_thread(log.body_bytes, lambda: _prepare(state, protocol, body))
+    await state.grammars.check(request.params.guide, log.user)
     return request
 
 

@@ -70,12 +70,12 @@ class CompletionJob:
         return range(first, first + self.n)
 
 
-async def prepare(state: ServerState, body: CompletionBody, body_bytes: int) -> CompletionJob:
+async def prepare(state: ServerState, body: CompletionBody, log: RequestLog) -> CompletionJob:
     """Checks a body and encodes its prompts. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    job = await state.in_thread(body_bytes, lambda: _prepare(state, body))
+    job = await state.in_thread(log.body_bytes, lambda: _prepare(state, body))
     if job.params is not None:
-        await state.grammars.check(job.params.guide)
+        await state.grammars.check(job.params.guide, log.user)
     return job
 
 

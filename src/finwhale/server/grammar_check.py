@@ -29,6 +29,7 @@ from finwhale.request import Guide
 from finwhale.server.client import QueueFullError
 from finwhale.server.errors import ApiError
 from finwhale.server.grammar_trial import Verdict
+from finwhale.server.shares import Shares
 
 NUM_TRIALS = 2
 MAX_WAITING = 32
@@ -64,8 +65,8 @@ class GrammarChecker:
         self._directory = directory
         self._observer = observer
         self._free = asyncio.Semaphore(num_trials)
-        self._room = num_trials + max_waiting
-        self._present = 0
+        room = num_trials + max_waiting
+        self._shares = Shares("new grammars", lambda: room)
         self._ids = itertools.count()
         self._known: OrderedDict[bytes, GrammarError | None] = OrderedDict()
         self._process: _TrialProcess | None = None
@@ -77,12 +78,13 @@ class GrammarChecker:
             if self._directory is not None and (self._process is None or self._process.ended):
                 self._process = await _TrialProcess.start(self._directory)
 
-    async def check(self, guide: Guide | None) -> None:
-        """Waits until a grammar is known to be safe.
+    async def check(self, guide: Guide | None, user: str = "") -> None:
+        """Waits until a grammar of a user is known to be safe.
 
         Raises:
             GrammarError: it is not valid, or too expensive.
-            QueueFullError: too many others wait, or the machine is too busy.
+            QueueFullError: too many others wait, for all or for this user; or the machine is too
+                busy.
             ApiError (503): the process that tries grammars has ended.
         """
         if guide is None:
@@ -91,7 +93,7 @@ class GrammarChecker:
         result = "known"
         if digest not in self._known:
             result = "passed"
-            self._remember(digest, await self._queue(guide.grammar))
+            self._remember(digest, await self._queue(guide.grammar, user))
         self._known.move_to_end(digest)
         error = self._known[digest]
         if error is not None:
@@ -118,18 +120,17 @@ class GrammarChecker:
         if len(self._known) > MAX_REMEMBERED:
             self._known.popitem(last=False)
 
-    async def _queue(self, grammar: str) -> Verdict:
-        if self._present >= self._room:
-            self._observer.grammar("full")
-            raise QueueFullError("too many new grammars wait to be checked; try again")
-        self._present += 1
+    async def _queue(self, grammar: str, user: str) -> Verdict:
         try:
+            self._shares.check(user)
+        except QueueFullError:
+            self._observer.grammar("full")
+            raise
+        with self._shares.taken(user):
             async with self._free:
                 await self.start()
                 assert self._process is not None, "a guide needs a tokenizer"
                 return await self._process.run(next(self._ids), grammar)
-        finally:
-            self._present -= 1
 
 
 class _TrialProcess:
