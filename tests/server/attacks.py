@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +219,86 @@ def deaf(target: Target) -> Awaitable[None]:
 
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+FILES = "/v1/files"
+# Floods come from an address of their own: whoever sends from the same one shares its fate.
+ATTACKER = "127.0.0.2"
+
+
+@contextlib.asynccontextmanager
+async def asking(target: Target, request: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection of the attacker's address with a request on it."""
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", target.port, local_addr=(ATTACKER, 0)
+    )
+    try:
+        with contextlib.suppress(ConnectionError):
+            writer.write(request)
+            await writer.drain()
+        yield reader
+    finally:
+        writer.close()
+
+
+def post(path: str, body: bytes, kind: str = "application/json") -> bytes:
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: [::1]\r\nconnection: close\r\ncontent-type: {kind}\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def refused_to_one(answer: bytes) -> bool:
+    """Whether an answer refuses a request, but not because the server is full for all."""
+    assert answer[9:12] in (b"", b"200", b"400", b"429", b"503"), answer[:500]
+    assert b"the server is full" not in answer, answer[:500]
+    return answer[9:12] in (b"429", b"503")
+
+
+def flooding(bodies: Sequence[bytes]) -> Attack:
+    """Sends many requests at once, which would take everything; some of them must be refused."""
+
+    async def one(target: Target, body: bytes) -> bool:
+        async with asking(target, post(COMPLETIONS, body)) as reader:
+            try:
+                return refused_to_one(await reader.read())
+            except ConnectionError:
+                return True
+
+    async def attack(target: Target) -> None:
+        refused = await asyncio.gather(*(one(target, body) for body in bodies))
+        assert any(refused), "the flood found room for everything"
+
+    return attack
+
+
+async def downloads(target: Target) -> None:
+    """Stores a file, and reads it slowly on many connections."""
+    line = b'{"custom_id":"%s"}\n' % (b"x" * 1000)
+    form = (
+        b'--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--B\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        + line * 8000
+        + b"\r\n--B--\r\n"
+    )
+    async with asking(target, post(FILES, form, "multipart/form-data; boundary=B")) as reader:
+        answer = await reader.read()
+    if refused_to_one(answer):
+        return
+    name = json.loads(answer.partition(b"\r\n\r\n")[2])["id"]
+    begin = f" {FILES}/{name}".encode()
+    end = b" HTTP/1.1\r\nhost: [::1]\r\nconnection: close\r\n\r\n"
+    refused = 0
+    async with contextlib.AsyncExitStack() as open_:
+        for _ in range(40):
+            request = b"GET" + begin + b"/content" + end
+            reader = await open_.enter_async_context(asking(target, request))
+            with contextlib.suppress(ConnectionError):
+                refused += refused_to_one(await reader.read(300))
+    assert refused, "one address may have all downloads"
+    async with asking(target, b"DELETE" + begin + end) as reader:
+        await reader.read()
+
+
 _BODY = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
 
 ATTACKS: dict[str, Attack] = {
@@ -275,6 +355,18 @@ ATTACKS: dict[str, Attack] = {
     "slow bodies": holding(50, _BODY + b"content-length: 9000\r\n\r\n", b" ", 2),
     "slow chunks": holding(50, _BODY + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n", 2),
     "no reader": deaf,
+    "requests for all sequences": flooding([completion(prompt=["x"] * 64, max_tokens=4)] * 16),
+    "many continuations": flooding([completion(prompt="x", n=128, max_tokens=4)] * 8),
+    "busy connections": flooding([completion(prompt="x", n=8, max_tokens=8)] * 200),
+    "new grammars": flooding(
+        [
+            completion(
+                prompt="x", response_format={"type": "regex", "regex": f"(a|b{{{i}}}){{99}}"}
+            )
+            for i in range(45)
+        ]
+    ),
+    "downloads": downloads,
 }
 
 

@@ -21,7 +21,9 @@ MAX_DELAY_S = 1.0
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     timeouts = ("--header-timeout", "1", "--body-timeout", "1", "--idle-timeout", "2")
     limits = ("--max-connections", "150", "--engine-timeout", "4", "--drain-timeout", "0.3")
-    made = Target(tmp_path_factory.mktemp("hostile") / "log", *timeouts, *limits)
+    directory = tmp_path_factory.mktemp("hostile")
+    files = ("--batch-dir", str(directory / "batches"))
+    made = Target(directory / "log", *timeouts, *limits, *files)
     yield made
     made.close()
 
