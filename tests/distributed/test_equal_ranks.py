@@ -38,9 +38,12 @@ SIZES = (2, 4)
 FEWER_SIZES = (pytest.param(2, marks=pytest.mark.long), 4)
 ACTIVATIONS = ("exact", "as-trained")
 VOCAB = 400  # as many as the tokenizer of `tiny_path` has
-# Of the difference to one rank, which adds in another order, relative to the values' norm. Where
-# activations are rounded, a difference in the last bit can become a step of E4M3.
-BOUNDS = {"exact": 1e-5, "as-trained": 0.2}
+# Of the difference to one rank, which adds in another order, relative to the values' norm.
+BOUND = 1e-5
+# Where activations are rounded, a difference in the last bit can become a step of E4M3, which the
+# following tokens see. In twelve cases, 60% to 99% of 150 tokens stay within BOUND. If a rounding
+# is left out, none does.
+AGREEING = 0.2
 
 
 def sharded_config() -> dict[str, Any]:
@@ -117,8 +120,13 @@ def alone(
     return SCENARIOS[scenario](one, *args, **kwargs)
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, activations: str) -> None:
+    """Of residual streams or logits of each token."""
+    if activations == "exact":
+        assert (found - wanted).norm() < BOUND * wanted.norm()
+        return
+    errors_T = (found - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+    assert (errors_T < BOUND).float().mean() > AGREEING, errors_T
 
 
 def forward_cases() -> list[Any]:
@@ -156,7 +164,7 @@ def test_forward(
     for rank in ranks:
         assert all(torch.equal(a, b) for a, b in zip(rank, sliced, strict=True))
     for a, b in zip(ranks[0], one, strict=True):
-        assert error(a, b) < BOUNDS[activations]
+        assert_close(a, b, activations)
 
 
 def assert_equal(

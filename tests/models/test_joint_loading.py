@@ -326,7 +326,8 @@ def test_a_rank_does_not_read_on_after_another_has_failed(files: Path) -> None:
             counts[ranks.index] += 1
             if not ranks.index:
                 raise CheckpointError("no room")
-            time.sleep(0.02)
+            while not ranks.has_failed():
+                time.sleep(0.001)
         return None
 
     first, second = all_ranks(Threads(2), load)
