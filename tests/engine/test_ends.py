@@ -114,15 +114,6 @@ def test_the_stop_string_may_be_kept(llm: LLM) -> None:
         assert output.text == llm.tokenizer.decode(whole.token_ids[: at + keep])
 
 
-@pytest.mark.parametrize("stop", [[], ["zanzibar"]])
-def test_an_output_that_ends_inside_a_character(llm: LLM, stop: list[str]) -> None:
-    assert llm.tokenizer is not None
-    whale = llm.tokenizer.encode("🐋")
-    assert len(whale) > 1
-    params = SamplingParams(max_tokens=1, logit_bias={whale[0]: 100.0}, stop=stop, temperature=0)
-    assert llm.generate("The fin whale", params)[0].outputs[0].text.endswith("\ufffd")
-
-
 def test_special_tokens_may_be_kept(llm: LLM) -> None:
     assert llm.tokenizer is not None
     special = max(llm.tokenizer.special_ids - {EOS})

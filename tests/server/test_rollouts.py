@@ -1,12 +1,18 @@
 """The endpoints for trainers, over a real socket. tests/long/test_rollout_endpoints.py has more."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import httpx2 as httpx
 import pytest
 
 from finwhale import LLM
 from finwhale.demo import DEMO_PATH
+from finwhale.errors import FinwhaleError
+from finwhale.server.rollout_control import RolloutControl
 from finwhale.testing.tensors import read_tensors
 
 from .rollouts import Asked, info_of, send
@@ -81,3 +87,15 @@ def test_they_need_a_key_and_no_foreign_page(start: Start) -> None:
     unknown = httpx.post(server.url + "/pause?wait_for_inflight_requests=true", headers=headers)
     assert unknown.json()["error"]["param"] == "wait_for_inflight_requests"
     assert server.engine.can_step
+
+
+def test_an_engine_resumes_only_after_its_update_has_finished() -> None:
+    events: list[str] = []
+    engine: Any = SimpleNamespace(resume=lambda: events.append("resume"))
+    control = RolloutControl(engine, lambda _: None)
+    for failure in (FinwhaleError("a scale is missing"), None):
+        finish = Mock(side_effect=failure or (lambda: events.append("finish")))
+        control.updates = SimpleNamespace(begun=True, finish=finish)  # type: ignore[assignment]
+        with nullcontext() if failure is None else pytest.raises(FinwhaleError):
+            control.resume()
+    assert events == ["finish", "resume"]
