@@ -36,7 +36,8 @@ long-schedules:
 long-fuzz examples="200":
     FINWHALE_FUZZ_EXAMPLES={{ examples }} pytest -n0 tests/server/test_fuzz.py tests/server/test_hostile_grammars.py --hypothesis-profile long
 
-# Cases that take seconds, and of which another case checks most, such as the compiled mode's second form.
+# Cases that take seconds, and of which another case checks most, such as the compiled mode's second form; and two
+# starts of the embedded model in the compiled mode, which compile for minutes.
 long-marked:
     FINWHALE_LONG=1 pytest -m long --ignore tests/long
 
@@ -133,6 +134,7 @@ release:
     version=$(python -c "import finwhale; print(finwhale.__version__)")
     grep -qx "## $version" CHANGELOG.md || fail "CHANGELOG.md has no section for $version"
     .ci/run
+    FINWHALE_LONG=1 pytest -n0 -m long tests/engine/test_compiled.py
     rm -rf dist
     python -m build
     python -m zipfile --list dist/*.whl | grep -c 'finwhale/demo.*\.safetensors' | grep -qx 3

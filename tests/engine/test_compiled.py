@@ -47,7 +47,7 @@ SMALL = with_dspark(
         "num_hash_layers": 1,
         "compress_ratios": [0, 4, 128, 0],
         "index_topk": 16,
-        "hc_sinkhorn_iters": 3,
+        "hc_sinkhorn_iters": 2,
     }
 )
 NUM_GRAPHS = 7

@@ -136,7 +136,8 @@ def test_logits_that_are_not_finite_fail(tiny_path: Path, tmp_path: Path, capsys
 
 
 def test_random_weights_fail(tiny_path: Path, one_thread: None, capsys: Capture) -> None:
-    assert main(["validate", str(tiny_path), "--device", "cpu", "--draft-tokens", "0"]) == 1
+    options = ("--device", "cpu", "--draft-tokens", "0", "--recall-tokens", "400")
+    assert main(["validate", str(tiny_path), *options]) == 1
     out = capsys.readouterr().out
     assert "failed" in out and "lm_eval" in out and "model card" in out
 

@@ -178,6 +178,15 @@ def test_chat(
     assert len(captured.out.rstrip("\n").splitlines()) >= 3
 
 
+def test_chat_that_thinks(
+    command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_stdin(monkeypatch, "One\n/think\n/exit\n")
+    assert main(command("chat", "--max-tokens", 4, "--think")) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip() and "thinking off" in captured.err
+
+
 def test_a_failed_turn_is_not_kept_in_the_conversation(
     command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

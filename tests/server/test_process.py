@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import openai
 import pytest
 
 from finwhale.cli.main import main
+from finwhale.demo import DEMO_PATH
 
 from .test_limits import LONG, wait_until
 
@@ -221,3 +223,31 @@ def test_too_few_files_may_be_opened() -> None:
     ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1, ended.stderr
     assert "may open 64 files, and the server needs 160: raise the hard limit" in ended.stderr
+
+
+def test_options_together(tmp_path: Path) -> None:
+    """Options of which no other test starts a server (docs/testing.md)."""
+    (tmp_path / "options.yaml").write_text("max-num-seqs: 3\nstep-timeout: 300\n")
+    command = [sys.executable, "-m", "finwhale", "serve", "--model", str(DEMO_PATH)]
+    command += ["--host", "127.0.0.2", "--port", "0", "--api-key", "secret-key"]
+    command += ["--config", str(tmp_path / "options.yaml"), "--log-format", "text"]
+    command += ["--log-level", "warning", "--served-model-name", "ours", "--thinking"]
+    command += ["--max-model-len", "2048", "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            lines = iter(process.stderr.readline, "")
+            url = next(found[0] for line in lines if (found := re.findall(r"http://\S+:\d+", line)))
+            assert url.startswith("http://127.0.0.2:")
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret-key")
+            messages = [{"role": "user", "content": "What is a whale?"}]
+            answer = client.chat.completions.create(model="ours", messages=messages, max_tokens=4)
+            message = answer.choices[0].message.model_dump()
+            assert message.get("reasoning_content") or message.get("reasoning")
+            process.send_signal(signal.SIGTERM)
+            said = "".join(lines)
+            assert process.wait() == 0
+        finally:
+            process.kill()
+    assert "up to 3 sequences at once" in said, said
+    assert "stopping" not in said, "a message of level info"

@@ -1,6 +1,8 @@
 """Options are declared once: `LLM`, the commands and docs/options.md agree with that."""
 
+import importlib
 import inspect
+import re
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +26,8 @@ from finwhale.server.fields_page import fields_page
 from finwhale.server.listening import LOCAL_HOSTS
 
 Capture = pytest.CaptureFixture[str]
-PAGE = Path(finwhale.__file__).parents[2] / "docs" / "options.md"
+ROOT = Path(finwhale.__file__).parents[2]
+PAGE = ROOT / "docs" / "options.md"
 
 # A command line for each option, and its value. No value is the default of a command.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
@@ -311,3 +314,28 @@ def test_wrong_settings_of_traces(url: str, environment: dict[str, str], wanted:
     args = serve_command._parser().parse_args(["--otlp-traces-endpoint", url])
     with pytest.raises(FinwhaleError, match=wanted):
         serve_command._server_config(args, environment)
+
+
+# The commands that run an engine.
+ENGINE_COMMANDS = ("generate", "chat", "serve", "run_batch", "warmup", "validate")
+
+
+def test_every_option_has_a_test_that_starts_an_engine() -> None:
+    """docs/testing.md has a table of them."""
+    text = (ROOT / "docs" / "testing.md").read_text()
+    table = text.partition("## Options and their tests")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*`) \| (`tests/.*`) \|(.*)\|$", table, re.MULTILINE)
+    options = [name for row in rows for name in re.findall(r"`(.+?)`", row[0])]
+    declared = [one.flag for config in (EngineConfig, ServerConfig) for one in options_of(config)]
+    declared += [one.name for one in options_of(SamplingParams)]
+    sampling = {one.flag for one in options_of(SamplingParams)}
+    for command in ENGINE_COMMANDS:
+        parser = importlib.import_module(f"finwhale.cli.{command}")._parser()
+        flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
+        declared += [flag for flag in flags if flag not in ("-h", *declared, *sampling)]
+    assert sorted(options) == sorted(declared)
+    for row in rows:
+        for test in re.findall(r"`(.+?)`", "".join(row[1:])):
+            path, _, name = test.partition("::")
+            assert not path.startswith("tests/unit/"), test
+            assert f"def {name}(" in (ROOT / path).read_text(), test
