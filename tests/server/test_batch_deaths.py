@@ -1,6 +1,7 @@
 """A line of a batch that was in flight when a server died: it runs alone, and after the second
 death it is an error."""
 
+import asyncio
 import signal
 from array import array
 from collections import Counter
@@ -8,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
+from starlette.applications import Starlette
 
+from finwhale.server.batch import runner
 from finwhale.server.batch.attempts import Attempts
+from finwhale.server.batch.lines import Line, RawLine, scan
+from finwhale.server.batch.results import ResultFile, error_of
+from finwhale.server.batch.room import Room
 
 from .attacks import MODEL as SERVED
 from .attacks import Target
@@ -112,3 +119,38 @@ def test_a_file_that_a_death_has_cut(tmp_path: Path) -> None:
     path.write_bytes(b"")
     Attempts(path).close(ended=False)
     assert not path.exists()
+
+
+def test_lines_of_all_batches_run_alone_after_a_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one line that was in flight at a death is in flight at the next."""
+    at_once: list[int] = []
+    running_now: list[int] = []
+
+    async def observed(app: object, job: runner.Job, raw: RawLine, attempts: Attempts) -> None:
+        again = attempts.deaths[raw.number]
+        if again:
+            running_now.append(raw.number)
+        at_once.append(len(running_now))
+        await asyncio.sleep(0.001)
+        if again:
+            running_now.remove(raw.number)
+        job.add(raw, error_of(raw, Line(str(raw.number)), "x", "x"), ok=False)
+
+    async def run(jobs: list[runner.Job]) -> None:
+        held = Room(lambda: 1000)
+        await asyncio.gather(*(runner.run(Starlette(), job, held) for job in jobs))
+
+    monkeypatch.setattr(runner, "_run_line", observed)
+    source = tmp_path / "in"
+    source.write_text("".join(f"{i}\n" for i in range(20)))
+    scanned, alone, jobs = scan(source, 100, 100, shares_cpu=False), asyncio.Lock(), []
+    for name in ("ann", "bob"):
+        (tmp_path / name).write_bytes(array("Q", range(1, 9)).tobytes())
+        results_file = ResultFile(tmp_path / f"{name}.out")
+        jobs.append(runner.Job(source, scanned, 100, 100, None, results_file, results_file,
+                               tmp_path / name, 4, alone=alone))  # fmt: skip
+    asyncio.run(run(jobs))
+    assert max(at_once) == 1 and len(at_once) == 40
+    assert all(job.counts.failed == 20 for job in jobs)

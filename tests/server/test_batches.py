@@ -178,7 +178,7 @@ def test_one_key_does_not_see_another_s(running: Start) -> None:
 def test_a_batch_leaves_room_for_other_requests(
     running: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = running()
+    server = running(max_queue=0)  # lines of batches take no places of other requests
     client = server.openai()
     priorities: list[int] = []
     submit = server.client.submit
@@ -197,7 +197,7 @@ def test_a_batch_leaves_room_for_other_requests(
     most = 0
     for _ in range(5):
         most = max(most, server.client.num_sequences)
-        asked = client.completions.create(model=MODEL, prompt="A", max_tokens=2,
+        asked = client.completions.create(model=MODEL, prompt="A", max_tokens=2, n=2,
                                           extra_body={"priority": 2**31 - 1})  # fmt: skip
         assert asked.choices[0].finish_reason
     assert client.batches.retrieve(batch.id).status == "in_progress"

@@ -196,6 +196,60 @@ def test_http_requests_at_once(start: Start) -> None:
         assert Client(server, "127.0.0.2").status() == 200
 
 
+def test_connections(start: Start) -> None:
+    """By address, also with keys: before a request there is no key."""
+    server = start(max_connections=6, api_keys=KEYS)
+    key = {"authorization": "Bearer secret-of-bob"}
+    with ExitStack() as stack:
+        for _ in range(3):
+            assert stack.enter_context(Client(server, **key).begin(1, 1500)).status == 200
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=200) as refused:
+            assert b"503 Service Unavailable" in refused.recv(1000)
+        assert Client(server, "127.0.0.2", **key).status() == 200
+    wait_until(lambda: server.client.num_sequences == 0)
+
+
+def test_users_take_turns(start: Start) -> None:
+    """Bob's request waits for one place, not for all that Ann has sent before."""
+    server = start(**QUEUE, api_keys=KEYS)
+    with ExitStack() as stack:
+        for _ in range(20):
+            ann = Client(server, authorization="Bearer secret-of-ann")
+            assert stack.enter_context(ann.begin(1, 60)).status == 200
+        with Client(server, authorization="Bearer secret-of-bob").begin(1, 1) as bob:
+            assert b"[DONE]" in bob.read()
+        # 8 of Ann's ran before; at the end of all that waited, no more than 4 would be left.
+        assert server.client.num_sequences > 4
+    wait_until(lambda: server.client.num_sequences == 0)
+
+
+def test_downloads(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finwhale.server.batch.routes.MAX_DOWNLOADS", 4)
+    server = start(batch_dir=str(tmp_path / "b"))
+    text = b"x" * (16 << 20)  # more than the buffers of a connection
+    file = server.openai().files.create(file=("in.jsonl", text), purpose="batch").id
+
+    def begin(source: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(
+            server.url.removeprefix("http://"), timeout=200, source_address=(source, 0)
+        )
+        connection.request("GET", f"/v1/files/{file}/content")
+        return connection.getresponse()
+
+    with ExitStack() as stack:
+        for source, wanted in (("127.0.0.1", 200), ("127.0.0.1", 200), ("127.0.0.1", 429),
+                               ("127.0.0.2", 200)):  # fmt: skip
+            assert stack.enter_context(begin(source)).status == wanted
+
+    def whole() -> bool:
+        with begin("127.0.0.1") as response:
+            return response.status == 200 and len(response.read()) == len(text)
+
+    for _ in range(3):  # those that have ended take nothing
+        wait_until(whole)
+
+
 def test_what_cannot_be_a_proxy() -> None:
     for wrong in ("*", "proxy.example", "10.0.0.1/8", ""):
         with pytest.raises(FinwhaleError, match="trusted prox"):
