@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 import torch
 from safetensors.torch import save_file
 from tests.engine.trainers import HOST, InThread, TorchTrainer, described, free_port
@@ -61,6 +62,13 @@ class Asked:
         self.post(init, body if "update_group" in init else {"init_info": body})
         trainer: TorchTrainer = joining.end()
         return trainer
+
+
+def leave(url: str) -> None:
+    """Join a group without a trainer, and leave before the answer."""
+    place = {"master_address": HOST, "master_port": free_port(), "timeout_seconds": 600}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/init_weights_update_group", json=place, timeout=0.5)
 
 
 def buckets(tensors: NamedTensors) -> list[NamedTensors]:

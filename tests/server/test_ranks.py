@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
 
+from .rollouts import Asked, leave
 from .test_limits import wait_until
 from .test_process import Served
 
@@ -24,9 +25,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def serve(path: Path) -> tuple[Served, list[int]]:
+def serve(path: Path, *more: str) -> tuple[Served, list[int]]:
     """A server, and the processes of its engine and of rank 1."""
-    options = ("--device", "cpu", "--activations", "exact", "--tensor-parallel-size", "2")
+    options = ("--device", "cpu", "--activations", "exact", "--tensor-parallel-size", "2", *more)
     served = Served(str(path), *options)
     engine = served.engine_pid()
     # A child of the thread that watches the ranks.
@@ -54,6 +55,17 @@ def listening(processes: list[int]) -> list[str]:
                 if state == "0A" and f"socket:[{rest[5]}]" in links:
                     found.append(local.partition(":")[0])
     return found
+
+
+def check_trainers(url: str) -> None:
+    """Calls that fail, and one whose client leaves while it waits."""
+    asked = Asked(url)
+    for path in ("\0", "x" * 5000, "/dev/zero", "/proc/self/mem"):
+        asked.refusal("/update_weights_from_disk", {"model_path": path})
+    leave(url)
+    assert asked.get("/is_paused") == {"is_paused": False}
+    body = {"model": "model", "prompt": [5, 6], "max_tokens": 2}
+    assert asked.post("/v1/completions", body)["usage"]["completion_tokens"] == 2
 
 
 def check_ranks(url: str) -> None:
@@ -87,14 +99,15 @@ def check_ranks(url: str) -> None:
 def test_a_signal_drains_and_ends_all_processes(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And all ports of the ranks are on loopback."""
+    """And all ports of the ranks are on loopback, and no trainer's call ends or stops the ranks."""
     # Gloo would listen on this interface.
     others = [name for _, name in socket.if_nameindex() if name != "lo"]
     if others:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", others[-1])
-    served, processes = serve(path)
+    served, processes = serve(path, "--enable-rollout-endpoints")
     addresses = listening([served.process.pid, *processes])
     assert len(addresses) >= 4 and set(addresses) == {"0100007F"}  # server, store, Gloo twice
+    check_trainers(served.url)
     stream = served.client.completions.create(
         model="model",
         prompt=[5, 6, 7],

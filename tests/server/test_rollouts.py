@@ -1,5 +1,6 @@
 """The endpoints for trainers, over a real socket. tests/long/test_rollout_endpoints.py has more."""
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,14 +9,17 @@ from unittest.mock import Mock
 
 import httpx2 as httpx
 import pytest
+from tests.engine.trainers import InThread
 
 from finwhale import LLM
 from finwhale.demo import DEMO_PATH
+from finwhale.engine.loop import weight_updates
+from finwhale.engine.rank.staged_weights import StagedWeights
 from finwhale.errors import FinwhaleError
 from finwhale.server.rollout_control import RolloutControl
 from finwhale.testing.tensors import read_tensors
 
-from .rollouts import Asked, info_of, send
+from .rollouts import HOST, Asked, free_port, info_of, leave, send
 from .running import RunningServer
 
 Start = Callable[..., RunningServer]
@@ -49,6 +53,51 @@ def test_a_trainer_changes_some_weights(server: Asked) -> None:
         assert (server.answer() == before) == (sent is tensors)
     server.post("/destroy_weights_update_group", {})
     trainer.close()
+
+
+def test_a_trainer_that_says_nothing(server: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would wait for ever."""
+    monkeypatch.setattr(weight_updates, "LATE_S", 0.3)
+    with socket.create_server((HOST, 0)) as listener:
+        place = {"master_address": HOST, "master_port": listener.getsockname()[1]}
+        refusal = server.refusal(
+            "/init_weights_update_group", place | {"timeout_seconds": 0.2, "world_size": 2}
+        )
+    assert "has not answered within 0.2 s" in refusal
+    assert server.answer()
+
+
+def test_a_call_without_a_trainer(server: Asked) -> None:
+    """It has a time limit, ends when its client leaves, and stops no request meanwhile."""
+    before = server.answer()
+    place = {"master_address": HOST, "master_port": free_port(), "timeout_seconds": 300}
+    waiting = InThread(lambda: httpx.post(f"{server.url}/init_weights_update_group", json=place,
+                                          timeout=3))  # fmt: skip
+    assert server.answer() == before, "while the call waits"
+    with pytest.raises(httpx.ReadTimeout):
+        waiting.end()
+    leave(server.url)
+    assert "was not complete within 0.2 s" in server.refusal(
+        "/init_weights_update_group", place | {"timeout_seconds": 0.2}
+    )
+    trainer = server.group("weight_update_group", "/init_weight_transfer_engine")
+    tensors = [("norm.weight", read_tensors(DEMO_PATH)["norm.weight"])]
+    server.post("/start_weight_update", {"partial": True})
+    body = {"update_info": info_of(tensors)}
+    with pytest.raises(httpx.ReadTimeout):  # the trainer sends nothing
+        httpx.post(f"{server.url}/update_weights", json=body, timeout=0.5)
+    assert server.answer() == before
+    assert "no update" in server.refusal("/finish_weight_update", {})
+    trainer.close()
+
+
+def test_an_unexpected_error_is_no_fault_of_the_client(
+    server: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StagedWeights, "read", lambda self, path: 1 / 0)
+    error = server.post("/update_weights_from_disk", {"model_path": "x"}, status=500)["error"]
+    assert error["code"] == "internal_error" and "Zero" not in error["message"]
+    assert server.answer()
 
 
 def test_ipc_handles_are_plain_data(server: Asked) -> None:

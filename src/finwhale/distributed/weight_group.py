@@ -145,11 +145,11 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leave the group. Other members get an error or a timeout at their next broadcast."""
-        backend, self._backend = self._backend, _Closed()
+        held, self._backend = [self._backend], _Closed()
+        # While NCCL connects, `abort` may not return. Gloo's destructor waits for a broadcast.
+        ending = threading.Thread(target=_abort, args=(held,), name="abort", daemon=True)
+        ending.start()
         if self.address.backend == "nccl":
-            # While NCCL connects, `abort` may not return.
-            ending = threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True)
-            ending.start()
             ending.join(ABORT_S)
 
 
@@ -163,9 +163,10 @@ class _Closed:
         """Do nothing."""
 
 
-def _abort(backend: Any) -> None:
+def _abort(held: list[Any]) -> None:
+    """End the backend that the list holds, which has the only reference."""
     with contextlib.suppress(RuntimeError, dist.DistError):
-        backend.abort()
+        held.pop().abort()
 
 
 def _open(address: GroupAddress, store: c10d.Store, rank: int, limit: timedelta) -> Any:

@@ -24,6 +24,7 @@ from finwhale.server.wire import (
     Add,
     Answered,
     Call,
+    Cancel,
     Command,
     Delta,
     Failed,
@@ -249,6 +250,7 @@ class EngineClient:
 
         Raises:
             FinwhaleError: what the method raises.
+            RuntimeError: the method failed unexpectedly.
             EngineDeadError: the engine is not ready or has died.
         """
         self._check_alive()
@@ -257,6 +259,9 @@ class EngineClient:
         self._send(Call(call_id, work))
         try:
             return await self._calls[call_id]
+        except asyncio.CancelledError:
+            self._send(Cancel(call_id))
+            raise
         finally:
             self._calls.pop(call_id, None)
 

@@ -30,6 +30,8 @@ class RolloutControl:
         self._send = send
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._running = ""
+        self._cancelled: set[str] = set()
 
     def submit(self, call: Call) -> None:
         """Carry out a call, and then answer it."""
@@ -38,20 +40,31 @@ class RolloutControl:
             self._thread.start()
         self._calls.put(call)
 
+    def cancel(self, call_id: str) -> None:
+        """End a call that waits for a trainer, or drop one that has not begun."""
+        self._cancelled.add(call_id)
+        if self._running == call_id:
+            self.updates.cancelled.set()
+
     def close(self) -> None:
-        """End the thread after its present call."""
+        """End the thread after its present call, which does not wait for a trainer any more."""
         self._calls.put(None)
+        self.cancel(self._running)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
+            self.updates.cancelled.clear()
+            self._running = call.call_id
+            if call.call_id in self._cancelled:
+                self._cancelled.discard(call.call_id)
+                continue
             try:
                 answer = Answered(call.call_id, call.work(self))
             except FinwhaleError as error:
                 answer = Answered(call.call_id, error=error)
             except Exception as error:
                 logger.exception("a rollout call failed")
-                message = f"internal error: {type(error).__name__}"
-                answer = Answered(call.call_id, error=FinwhaleError(message))
+                answer = Answered(call.call_id, error=RuntimeError(type(error).__name__))
             self._send(answer)
 
     # --- The calls --------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 A body holds plain data. Nothing that a client sends is unpickled.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request
 from pydantic import Field
+from starlette.responses import Response
 
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S
@@ -16,10 +17,12 @@ from finwhale.engine.loop.engine import MemoryTag, Requests
 from finwhale.engine.loop.weight_updates import BroadcastTensors, SharedTensors, WeightsSource
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.server.batch.routes import check_origin
+from finwhale.server.body_route import BodyRoute
 from finwhale.server.client import StoppingError
 from finwhale.server.errors import ApiError
 from finwhale.server.rollout_control import RolloutControl
 from finwhale.server.schemas import Body
+from finwhale.server.sse import unless_disconnected
 from finwhale.server.state import ServerState
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -146,6 +149,19 @@ def add_rollouts(app: FastAPI, state: ServerState, responses: dict[int | str, An
     Endpoints(app, state, responses).add()
 
 
+class CallRoute(BodyRoute):
+    """A route whose call ends when its client leaves."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def watched(request: Request) -> Response:
+            await request.body()  # only one may receive at a time
+            return await unless_disconnected(request, handle(request))
+
+        return watched
+
+
 class Endpoints:
     """The endpoints of one server. Each may have several paths."""
 
@@ -182,9 +198,10 @@ class Endpoints:
 
     def _add(self, path: str, method: str, handler: Callable[..., Any]) -> None:
         if self._state.config.enable_rollout_endpoints:
-            self._app.add_api_route(
+            self._app.router.add_api_route(
                 path,
                 handler,
+                route_class_override=CallRoute,
                 methods=[method],
                 name=f"{method} {path}",
                 responses=self._responses,

@@ -6,7 +6,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.errors import FinwhaleError
 from finwhale.request import ExpertIds, FinishReason, Logprob, RequestTimes, SamplingParams
 
 if TYPE_CHECKING:
@@ -47,7 +46,14 @@ class Call:
     work: Callable[["RolloutControl"], Any]
 
 
-Command = Add | Abort | Stop | Call
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for a call any more. It ends if it waits for a trainer or has not begun."""
+
+    call_id: str
+
+
+Command = Add | Abort | Stop | Call | Cancel
 
 # --- Engine to server -----------------------------------------------------------------------------
 
@@ -191,7 +197,7 @@ class Answered:
 
     call_id: str
     value: Any = None
-    error: FinwhaleError | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

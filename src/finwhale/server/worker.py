@@ -25,6 +25,7 @@ from finwhale.server.wire import (
     Accepted,
     Add,
     Call,
+    Cancel,
     Command,
     Delta,
     Failed,
@@ -155,9 +156,11 @@ class EngineLoop:
             else:
                 raise result
 
-    def _carry_out(self, command: Add | Abort | Call) -> None:
+    def _carry_out(self, command: Add | Abort | Call | Cancel) -> None:
         if isinstance(command, Call):
             self._rollouts.submit(command)
+        elif isinstance(command, Cancel):
+            self._rollouts.cancel(command.call_id)
         elif isinstance(command, Abort):
             if self._grammars is not None:
                 self._grammars.drop(command.request_id)

@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -117,7 +117,7 @@ class Engine:
         self._loop = self._new_loop()
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
-        self._paused = False
+        self._paused = self._held = False
         self._asleep: set[str] = set()
         self._lacks_weights = False
         self._can_step = threading.Event()
@@ -151,7 +151,7 @@ class Engine:
     @property
     def can_step(self) -> bool:
         """Whether the engine is not paused, and has all its memory and weights."""
-        return not (self._paused or self.lacks_memory_or_weights)
+        return not (self._paused or self._held or self.lacks_memory_or_weights)
 
     @property
     def needs_resume_or_wake(self) -> bool:
@@ -423,6 +423,21 @@ class Engine:
             self._change_ranks(partial(allocate_memory, tags=chosen))
             self._asleep -= set(chosen)
             self._update_can_step()
+
+    @contextmanager
+    def no_steps(self) -> Iterator[None]:
+        """Run no steps within the context, in which other calls have their turn."""
+        with self._lock:
+            self._check_usable()
+            self._drain("keep")
+            self._held = True
+            self._update_can_step()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held = False
+                self._update_can_step()
 
     def _update_can_step(self) -> None:
         if self.can_step:

@@ -26,10 +26,13 @@ from finwhale.engine.rank.staged_weights import (
 )
 from finwhale.engine.rank.weight_transfer import (
     announce,
-    join_group,
+    end_join,
+    end_receive,
+    is_done,
     leave_group,
     read_buffer,
-    receive,
+    start_join,
+    start_receive,
 )
 from finwhale.errors import EngineDeadError, RequestError
 
@@ -38,6 +41,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 # Tensors are sent to the processes of other ranks, and received from a trainer, in messages of at
 # most this size, or one tensor. Steps run between the messages.
 BUCKET_BYTES = 2**28
+LATE_S = 5.0  # time for torch to report that a time limit is over
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
@@ -81,16 +85,18 @@ class WeightUpdates:
     Attributes:
         version: the name of the current weights: the last update's `version`, or its number.
         begun: whether an update has begun and neither succeeded nor failed.
+        cancelled: set it to end a call that waits for a trainer.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.version = "0"
         self.begun = False
+        self.cancelled = threading.Event()
         self._engine = engine
         self._count = 0
         self._next_version: str | None = None
         self._partial = False
-        self._groups: set[str] = set()
+        self._groups: dict[str, GroupAddress] = {}
         self._lock = threading.Lock()
 
     # --- Groups -----------------------------------------------------------------------------------
@@ -134,21 +140,42 @@ class WeightUpdates:
         )
         try:
             self._engine.call_ranks(
-                functools.partial(join_group, address=address, rank_offset=rank_offset)
+                functools.partial(start_join, address=address, rank_offset=rank_offset)
             )
+            self._wait(address)
+            self._engine.call_ranks(functools.partial(end_join, group_name=group_name))
         except EngineDeadError:
             raise
         except BaseException:
             self._leave(group_name)
             raise
-        self._groups.add(group_name)
+        self._groups[group_name] = address
 
     def leave(self, group_name: str = GROUP_NAME) -> None:
         """Leave a group. Raises RequestError if the engine is not in it."""
         if group_name not in self._groups:
             raise RequestError(f"the engine is in no group {group_name!r}")
-        self._groups.remove(group_name)
+        del self._groups[group_name]
         self._leave(group_name)
+
+    def _wait(self, group: GroupAddress) -> None:
+        """Wait until all ranks are done with the wait that has begun. The engine goes on.
+
+        Raises:
+            RequestError: the call was cancelled, or torch has not kept the group's time limit.
+        """
+        seconds, left = 0.001, group.timeout_seconds + LATE_S
+        done = functools.partial(is_done, group_name=group.group_name)
+        while not all(self._engine.call_ranks(done)):
+            if self.cancelled.wait(seconds):
+                raise RequestError("the call was cancelled")
+            left -= seconds
+            if left < 0:
+                raise RequestError(
+                    f"the trainer of the group {group.group_name!r} has not answered within "
+                    f"{group.timeout_seconds:g} s"
+                )
+            seconds = min(2 * seconds, 0.05)
 
     def _leave(self, group_name: str) -> None:
         self._engine.call_ranks(functools.partial(leave_group, group_name=group_name))
@@ -261,7 +288,13 @@ class WeightUpdates:
             )
         try:
             for piece in _pieces(self._announce(source, last)):
-                self._engine.call_ranks(functools.partial(receive, group_name=name, tensors=piece))
+                # No kernel that waits for another rank may run beside NCCL's.
+                with self._engine.no_steps():
+                    self._engine.call_ranks(
+                        functools.partial(start_receive, group_name=name, tensors=piece)
+                    )
+                    self._wait(self._groups[name])
+                    self._engine.call_ranks(functools.partial(end_receive, group_name=name))
         except EngineDeadError:
             raise
         except BaseException:

@@ -262,7 +262,7 @@ class Executor(Protocol):
     def call_ranks(self, work: Callable[[Any], T]) -> list[T]:
         """Call `work` on every rank with its executor, between two steps, and wait for the results.
 
-        The engine can continue after a FinwhaleError of `work`. So `work` must not use the model's
+        The engine can continue after an error of `work`. So `work` must not use the model's
         collectives, in which the other ranks might wait forever: benchmarks and tests call such
         functions with rank/call_ranks_or_die.py, where any error ends the engine.
 
@@ -270,8 +270,8 @@ class Executor(Protocol):
             work: picklable, as is its result.
 
         Raises:
-            FinwhaleError: of `work` on the first rank on which it failed. Every rank has ended its
-                call.
+            FinwhaleError, RuntimeError: of `work` on the first rank on which it failed. Every rank
+                has ended its call.
             EngineDeadError: a rank has failed.
         """
         ...

@@ -1,8 +1,9 @@
 """The executor of one rank in the engine's own process."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -69,6 +70,7 @@ class LocalExecutor:
         ranks_on_host: number of ranks on this host, with this rank.
         staged_weights: the new weights of an update that has begun.
         groups: the process groups over which trainers send weights, by name.
+        waiting: by a group's name, what a thread waits for: the group, or tensors of its trainer.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class LocalExecutor:
         self.loader, self.arenas = loader, arenas or {}
         self.staged_weights: StagedWeights | None = None
         self.groups: dict[str, WeightGroup] = {}
+        self.waiting: dict[str, Future[Any]] = {}
         self.runner, self.builds, self.description = runner, builds, description
         self.collectives = collectives
         self.sampler = Sampler(runner.model.sample, runner.model.config.vocab_size)

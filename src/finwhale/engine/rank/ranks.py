@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
@@ -43,7 +44,7 @@ from finwhale.engine.rank.host_transfer import NoReceiver
 from finwhale.engine.rank.rank_processes import RankProcesses, connect_launched, on_ray, spawn
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import open_rank
-from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError
+from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError, first_line
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.weight_sources import Weights
 
@@ -181,7 +182,7 @@ class Ranks:
     def call_ranks(self, work: Callable[[LocalExecutor], T]) -> list[T]:
         found = self.call_ranks_or_die(partial(_or_error, work))
         for one in found:
-            if isinstance(one, FinwhaleError):
+            if isinstance(one, Exception):
                 raise one
         return found  # type: ignore[return-value]
 
@@ -262,14 +263,17 @@ class Ranks:
         self._close()
 
 
-def _or_error(work: Callable[[LocalExecutor], T], executor: LocalExecutor) -> T | FinwhaleError:
+def _or_error(work: Callable[[LocalExecutor], T], executor: LocalExecutor) -> T | Exception:
     """The result of `work`, or its error: an error of one rank must not end the others."""
     try:
         return work(executor)
-    except EngineDeadError:
+    except (EngineDeadError, torch.AcceleratorError):
         raise
     except FinwhaleError as error:
         return error
+    except Exception as error:
+        logger.exception("a call of a rank failed")
+        return RuntimeError(f"{type(error).__name__}: {first_line(error)}")  # can be pickled
 
 
 class RanksResult:

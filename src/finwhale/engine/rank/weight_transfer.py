@@ -4,8 +4,10 @@ The engine sends only names, dtypes and shapes to its ranks. Each rank receives 
 and stages its part of them (staged_weights.py).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,20 +24,47 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-def join_group(executor: "LocalExecutor", *, address: GroupAddress, rank_offset: int) -> None:
-    """Become a member of a group, together with the trainer and all other ranks.
+def start_join(executor: "LocalExecutor", *, address: GroupAddress, rank_offset: int) -> None:
+    """Begin to become a member of a group, together with the trainer and all other ranks.
 
     Args:
         rank_offset: the number of this engine's rank 0 in the group.
     """
     loader = loader_of(executor)
     device = loader.device if address.backend == "nccl" else CPU
-    group = WeightGroup(address, rank_offset + loader.rank.index, device)
-    executor.groups[address.group_name] = group
+    rank = rank_offset + loader.rank.index
+    _start(executor, address.group_name, lambda: WeightGroup(address, rank, device))
+
+
+def end_join(executor: "LocalExecutor", *, group_name: str) -> None:
+    executor.groups[group_name] = executor.waiting.pop(group_name).result()
+
+
+def _start(executor: "LocalExecutor", group_name: str, work: Callable[[], Any]) -> None:
+    """Wait for other members on a thread: meanwhile the engine may be asked to give up.
+
+    A thread that is given up ends after its time limit.
+    """
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    executor.waiting[group_name] = done
+    threading.Thread(target=run, name="weight-transfer", daemon=True).start()
+
+
+def is_done(executor: "LocalExecutor", *, group_name: str) -> bool:
+    """Whether the wait that has begun is over."""
+    return bool(executor.waiting[group_name].done())
 
 
 def leave_group(executor: "LocalExecutor", *, group_name: str) -> None:
-    """Leave a group. The other members may be gone."""
+    """Leave a group, or give up a wait for it. The other members may be gone."""
+    executor.waiting.pop(group_name, None)
     group = executor.groups.pop(group_name, None)
     if group is not None:
         group.close()
@@ -46,9 +75,17 @@ def announce(executor: "LocalExecutor", *, tensors: Sequence[Announced], last: b
     staged_weights_of(executor).announce(tensors, last=last)
 
 
-def receive(executor: "LocalExecutor", *, group_name: str, tensors: Sequence[Announced]) -> None:
-    """Receive tensors that the trainer broadcasts, and stage them."""
-    staged_weights_of(executor).add(executor.groups[group_name].receive(tensors))
+def start_receive(
+    executor: "LocalExecutor", *, group_name: str, tensors: Sequence[Announced]
+) -> None:
+    """Begin to receive tensors that the trainer broadcasts."""
+    group = executor.groups[group_name]
+    _start(executor, group_name, lambda: group.receive(tensors))
+
+
+def end_receive(executor: "LocalExecutor", *, group_name: str) -> None:
+    """Stage the received tensors."""
+    staged_weights_of(executor).add(executor.waiting.pop(group_name).result())
 
 
 def read_buffer(
