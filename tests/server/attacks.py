@@ -185,15 +185,20 @@ def holding(count: int, head: bytes, drip: bytes, seconds: float) -> Attack:
     return attack
 
 
-def leaving(path: str, body: bytes) -> Attack:
-    """Sends most of a body and goes away."""
+def leaving(path: str, body: bytes, *, whole: bool = False) -> Attack:
+    """Sends most of a body, or the whole body, and goes away."""
 
     async def attack(target: Target) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", target.port)
         with contextlib.suppress(ConnectionError):
-            head = f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-length: {len(body) + 9}\r\n\r\n"
+            head = (
+                f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body) + (0 if whole else 9)}\r\n\r\n"
+            )
             writer.write(head.encode() + body)
             await writer.drain()
+            if whole:
+                await asyncio.sleep(0.3)
         writer.close()
 
     return attack
@@ -216,6 +221,23 @@ def deaf(target: Target) -> Awaitable[None]:
             await asyncio.sleep(0.5)
 
     return attack()
+
+
+async def strange_hosts(target: Target) -> None:
+    """Sends values of Host that are no host."""
+    for host in ("[localhost]", "[::1].evil", "localhost:80@evil", "localhost/", "evil.example"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
+        head = f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode())
+        answer = await reader.read()
+        writer.close()
+        assert not answer.startswith(b"HTTP/1.1 200"), (host, answer[:500])
+
+
+def absent_trainer(target: Target) -> Awaitable[None]:
+    """Lets the engine wait for a trainer that does not exist, and leaves."""
+    place = {"master_address": "127.0.0.1", "master_port": 9, "timeout_seconds": 600}
+    return leaving("/init_weights_update_group", json.dumps(place).encode(), whole=True)(target)
 
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
@@ -367,6 +389,18 @@ ATTACKS: dict[str, Attack] = {
         ]
     ),
     "downloads": downloads,
+    "strange hosts": strange_hosts,
+    "an absent trainer": absent_trainer,
+    **{
+        f"a trainer's path {path[:12]!a}": posting(
+            "/update_weights_from_disk", json.dumps({"model_path": path}).encode(), 400, message
+        )
+        for path, message in (
+            ("\0", "is no path"),
+            ("x" * 4096, "cannot be read"),
+            ("/dev/zero", "no checkpoint"),
+        )
+    },
 }
 
 

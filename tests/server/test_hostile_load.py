@@ -22,8 +22,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     timeouts = ("--header-timeout", "1", "--body-timeout", "1", "--idle-timeout", "2")
     limits = ("--max-connections", "150", "--engine-timeout", "4", "--drain-timeout", "0.3")
     directory = tmp_path_factory.mktemp("hostile")
-    files = ("--batch-dir", str(directory / "batches"))
-    made = Target(directory / "log", *timeouts, *limits, *files)
+    offered = ("--batch-dir", str(directory / "batches"), "--enable-rollout-endpoints")
+    made = Target(directory / "log", *timeouts, *limits, *offered)
     yield made
     made.close()
 
