@@ -1,6 +1,7 @@
 """The AMD table on an NVIDIA GPU, with what is NVIDIA's alone switched off: the embedded model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform
 from finwhale.testing.stepping import Stepper
+
+from .near_ties import assert_part_at_near_ties
 
 AMD = Platform("amd", "gfx942")
 OPTIONS: dict[str, Any] = {
@@ -79,12 +82,6 @@ def test_text_is_the_nvidia_table_s(amd: LLM, nvidia: LLM) -> None:
 
 
 def test_the_engine_runs(amd: LLM, nvidia: LLM) -> None:
-    """Captured decodes; most greedy tokens are the same."""
-    found, wanted = (
-        [r.outputs[0].token_ids for r in llm.generate(PROMPTS, GREEDY)] for llm in (amd, nvidia)
-    )
-    same = sum(
-        a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)
-    )
-    print(f"same greedy tokens: {same} of {32 * len(PROMPTS)}")
-    assert same >= 0.3 * 32 * len(PROMPTS)
+    """Captured decodes."""
+    params = replace(GREEDY, logprobs=5)
+    assert_part_at_near_ties(amd.generate(PROMPTS, params), nvidia.generate(PROMPTS, params))
