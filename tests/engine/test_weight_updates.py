@@ -453,10 +453,9 @@ def test_a_pause_aborts(engine: LLM) -> None:
 
 
 def test_an_update_does_not_get_the_version_of_a_dropped_one() -> None:
-    nothing = {name: lambda *_, **__: [] for name in ("call_ranks", "change_weights")}
-    updates = WeightUpdates(
-        SimpleNamespace(**nothing, check_weights_can_change=nothing["call_ranks"])
-    )
+    names = ("call_ranks", "change_weights", "check_weights_can_change")
+    engine: Any = SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: []))
+    updates = WeightUpdates(engine)
     for version, wanted in (("dropped", None), (None, "1"), ("named", "named"), (None, "3")):
         updates.begin()
         updates.add("a directory", version=version)
