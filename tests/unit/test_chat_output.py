@@ -159,6 +159,14 @@ def test_what_was_held_back_comes_at_the_end() -> None:
     assert p.feed("more") == [] and p.finish() == []
 
 
+def test_content_that_looks_like_a_parameter_comes_at_the_end() -> None:
+    text = f'x {DSML}parameter name="a '
+    p = parser(thinking=False, tools=TOOLS)
+    p.feed(encode_with_special(template()._tokenizer, text))
+    p.finish("length")
+    assert p.message()["content"] == text
+
+
 def test_markup_that_is_cut_off_does_not_leak_into_the_content() -> None:
     end = ANSWER.index("Rome")
     for start in range(ANSWER.index("<" + DSML) + len(DSML) + 1, end):
