@@ -20,7 +20,7 @@ Report = dict[str, Any]
 
 class Compile(Protocol):
     def __call__(
-        self, module: str, call: str, mode: str = "compile", arch: int = 90
+        self, module: str, call: str, mode: str = "compile", arch: int | str = 90
     ) -> list[Report]: ...
 
 
@@ -69,7 +69,9 @@ def sm90(of_all_workers: Path) -> Iterator[Compile]:
     assert child.stdin and child.stdout
     requests, answers = child.stdin, child.stdout
 
-    def compile_call(module: str, call: str, mode: str = "compile", arch: int = 90) -> list[Report]:
+    def compile_call(
+        module: str, call: str, mode: str = "compile", arch: int | str = 90
+    ) -> list[Report]:
         requests.write(json.dumps([module, call, mode, arch]) + "\n")
         requests.flush()
         line = answers.readline()

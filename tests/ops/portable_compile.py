@@ -1,17 +1,50 @@
-"""Calls of a few portable kernels, which test_arch_compile.py compiles for other GPUs than SM90."""
+"""Calls of portable kernels, which test_arch_compile.py compiles for other GPUs than SM90."""
 
 from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
+import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
+from finwhale.engine.plan.draft_policy import step_kinds
+from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.memory import LargestSteps
+from finwhale.engine.rank.step_limits import StepLimits
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.weight_loading import WeightLoading
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.ops import load_ops
 from finwhale.ops.attention import Selected, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import linear
+from finwhale.platform import Platform
 
-from .sm90_compile import e4m3, f32, meta, page_table, step_tokens
+from .kernel_sources import kernel_names
+from .sm90_compile import (
+    arguments_of,
+    compile_launch,
+    e4m3,
+    f32,
+    meta,
+    name_of,
+    page_table,
+    step_tokens,
+)
+
+LIMITS = StepLimits(
+    num_tokens=8192,
+    num_seqs=64,
+    max_len=2**20,
+    draft_kinds=tuple((kind.width, kind.drafts) for kind in step_kinds(5, block=True)),
+)
+Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
 
 
 def call_linear() -> None:
@@ -43,8 +76,60 @@ def call_indexer() -> None:
     select_entries(q, weights, pool, rotary, tokens, table, 512, 0.1, True)
 
 
+def launch_all() -> None:
+    """All launches of the AMD table that an engine with Flash and its DSpark head builds ahead."""
+    ops = load_ops(Platform("amd", "gfx942"))
+    config = ModelConfig.preset("flash-0731").with_layers(4)  # one of each kind
+    weights = WeightLoading(
+        config,
+        storages={name: spec.storage for name, spec in weight_specs(config).items()},
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        round_activations=True,
+        round_wo_a=True,
+        ops=ops,
+    ).finish_unfilled()
+    model = DeepseekV4(config, ops, weights, round_activations=True, max_positions=2**20)
+    groups = cache_spec(config)
+    cache = LargestSteps.alone(model, groups, ops).cache
+    SignatureRun(model, groups, ops, cache, LIMITS, eager=True)()
+
+
+@cache
+def amd_launches() -> dict[str, list[Launch]]:
+    """By kernel, a launch with each set of constants. Numbers of splits count as one or several."""
+    found: dict[str, dict[str, Launch]] = {}
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        arguments, options = arguments_of(kernel, args, kwargs)
+        fixed = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
+        if "SPLITS" in fixed:
+            fixed |= {"SPLITS": fixed["SPLITS"] > 1, "ALL_SPLITS": None}
+        of_kernel = found.setdefault(name_of(kernel), {})
+        of_kernel.setdefault(f"{fixed} {options}", (kernel, args, kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", note)
+        launch_all()
+    return {name: list(launches.values()) for name, launches in found.items()}
+
+
+def call_amd(name: str, **constants: int) -> None:
+    """The launches of one kernel of the AMD table; those with these constants."""
+    for kernel, args, kwargs in amd_launches().get(name, ()):
+        if constants.items() <= kwargs.items():
+            compile_launch(kernel, *args, grid=None, warmup=False, **kwargs)
+
+
+# Kernels that the AMD table never launches.
+NVIDIA_ONLY = {name for name in kernel_names() if "hopper" in name}
+NVIDIA_ONLY.add("mhc.residual_streams_triton.sum_streams_few_kernel")  # adds sums of several ranks
+AMD_KERNELS = sorted(kernel_names() - NVIDIA_ONLY)
 CALLS: dict[str, Callable[[], None]] = {
     "linear": call_linear,
     "attention": call_attention,
     "indexer": call_indexer,
+    # Before the AMD table had fewer stages, this tile needed the most shared memory.
+    "amd": partial(call_amd, "linear.gemm_triton.tile_kernel", BLOCK_M=128, BLOCK_N=64),
+    **{name: partial(call_amd, name) for name in AMD_KERNELS},
 }

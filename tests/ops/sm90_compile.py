@@ -1,4 +1,4 @@
-"""Compile Triton kernels for SM90 without a GPU.
+"""Compile Triton kernels for SM90, or another GPU, without a GPU.
 
 CALLS names calls of operators on tensors of the meta device, with the sizes of Flash and Pro in
 bfloat16; other modules named sm90_* have CALLS of their own. In sm90_worker.py, `compile_launch`
@@ -192,6 +192,10 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
         if name == "ptx":
             loads = re.findall(r"cp\.async\.bulk\.tensor\S*complete_tx::bytes\S*", compiled)
             streamed = len(re.findall(r"ld\.global\S*evict_first", compiled))
+        elif name == "amdgcn":
+            assembly = compiled
+    if TARGET.backend == "hip":
+        return amd_report(ast, assembly, metadata)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled)
         file.flush()
@@ -209,12 +213,23 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
     }
 
 
+def amd_report(ast: ASTSource, assembly: str, metadata: dict[str, Any]) -> Report:
+    """What an AMD GPU's assembler is told. `spilled` are bytes of memory a lane, as on SM90."""
+    said = {name: int(value) for name, value in re.findall(r"\.(\w+): +(\d+)\n", assembly)}
+    return {
+        "kernel": name_of(ast.fn),
+        "registers": said["vgpr_count"],
+        "spilled": said["private_segment_fixed_size"],
+        "shared": metadata["shared"],
+    }
+
+
 def first_ir(
     ast: ASTSource, options: dict[str, Any]
 ) -> tuple[Any, dict[str, Callable[..., Any]], dict[str, Any]]:
     """The kernel before the compiler's first stage, all stages, and the metadata that they add to.
 
-    The last stage returns the cubin.
+    The last stage returns the GPU's code, such as a cubin.
     """
     backend, context = make_backend(TARGET), ir.context()
     ir.load_dialects(context)

@@ -1,8 +1,8 @@
-"""A process that compiles for SM90: conftest.py starts it, without TRITON_INTERPRET.
+"""A process that compiles for SM90 or another GPU: conftest.py starts it, without TRITON_INTERPRET.
 
-It reads requests: a JSON list of a module, the name of one of its CALLS, a mode and the number of
-an architecture. It answers each with a line about every launch: what it compiles to, its kernel's
-name, or which of its indices may wrap. Or with the error.
+It reads requests: a JSON list of a module, the name of one of its CALLS, a mode and an
+architecture: a number of NVIDIA's, or a name of AMD's. It answers each with a line about every
+launch: what it compiles to, its kernel's name, or which of its indices may wrap. Or with the error.
 """
 
 import importlib
@@ -17,9 +17,10 @@ from triton.runtime.jit import JITFunction
 from . import sm90_compile
 
 
-def answer(module: str, call: str, mode: str, arch: int) -> dict[str, Any]:
+def answer(module: str, call: str, mode: str, arch: int | str) -> dict[str, Any]:
     sm90_compile.mode = mode
-    sm90_compile.TARGET = GPUTarget("cuda", arch, 32)
+    amd = isinstance(arch, str)
+    sm90_compile.TARGET = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", arch, 32)
     sm90_compile.FOUND.clear()
     try:
         importlib.import_module(f"{__package__}.{module}").CALLS[call]()

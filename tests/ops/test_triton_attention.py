@@ -182,10 +182,10 @@ def test_decode(kind: Entries, splits: int) -> None:
     check(case.found(plan(16, 16, splits)), case.wanted())
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_head_of_flash(splits: int) -> None:
+@pytest.mark.parametrize("block_h, splits", [(16, 1), (16, 2), (32, 1)])
+def test_head_of_flash(block_h: int, splits: int) -> None:
     case = Case(((259, 260),), 20, 512, 64, 32, "selected", 40)
-    check(case.found(plan(16, 32, splits)), case.wanted())
+    check(case.found(plan(block_h, 32, splits)), case.wanted())
 
 
 # Head widths: two tiles of columns, one, and one with columns and a group behind the head.

@@ -185,12 +185,12 @@ def test_pairs_are_ordered_by_expert(
     assert [block for block in blocks.tolist() if block[0] != -1] == wanted_blocks
 
 
-@pytest.mark.parametrize("block_i", [128, 64])
+@pytest.mark.parametrize("block_i", [128, 64, 32])
 def test_many_tokens_give_a_token_the_bits_it_has_alone(
     block_i: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With several chunks of pairs, several blocks an expert, and another tile: one that rounds a
-    whole group of hidden values, and one that leaves them to the next launch.
+    """With several chunks of pairs, several blocks an expert, and other tiles: one that rounds a
+    whole group of hidden values, and those that leave them to the next launch.
     """
     raw, _ = weights_of(3, 128, 128, 3)
     w = tiled(raw)

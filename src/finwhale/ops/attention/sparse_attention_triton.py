@@ -799,10 +799,12 @@ def sparse_attention(
     scales_NS: Tensor | None = None,
     *,
     invariant: bool = False,
+    plan: Callable[[Problem], AttendPlan] = plan_for,
 ) -> None:
     """Supports only packed pools, and scales only with bfloat16 queries, on GPUs with E4M3.
 
     invariant: see Problem.
+    plan: gives tile sizes, with the splits of `plan_for`.
     """
     problem = Problem(
         q=q_NAC,
@@ -819,4 +821,4 @@ def sparse_attention(
     )
     check_problem(problem)
     for part in problem.launches():
-        attend(part, plan_for(part))
+        attend(part, plan(part))

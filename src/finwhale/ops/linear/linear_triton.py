@@ -117,6 +117,7 @@ class Options:
         few_tokens: computes what `tile_kernel` computes, for few tokens; None: `tile_kernel` does.
         early_steps: number of steps of a part whose E4M3 weights `FewTokens` requests before it
             waits. If it requested all, the loads of the kernels before it would take longer.
+        max_stages: most stages in which `tile_kernel` loads. Each takes shared memory.
     """
 
     invariant: bool = False
@@ -124,6 +125,7 @@ class Options:
     num_multiprocessors: int = NUM_MULTIPROCESSORS
     few_tokens: FewTokens | None = None
     early_steps: int = EARLY_STEPS
+    max_stages: int = 6
 
 
 DEFAULT = Options()
@@ -197,11 +199,11 @@ class TilePlan:
     @staticmethod
     def of(p: Problem, num_tokens: int | None = None) -> "TilePlan":
         """The plan for num_tokens, by default those of the problem."""
-        groups, rows, width = p.weight.shape
+        (groups, rows, width), most_stages = p.weight.shape, p.options.max_stages
         num_tokens, block_k = num_tokens or p.x.shape[0], ACTIVATION_GROUP
         if num_tokens > SPLIT_TOKENS:
             tokens_first = p.scale is not None and p.round_input
-            return TilePlan(128, 128, block_k, 1, 4, 8, tokens_first)
+            return TilePlan(128, 128, block_k, 1, min(4, most_stages), 8, tokens_first)
         steps = triton.cdiv(width, block_k)
         block_n = tile_tokens(num_tokens)
         plain = p.scale is None
@@ -219,7 +221,8 @@ class TilePlan:
             stages = 6
         # The conversion holds the weight in registers; with 4 warps, 128 rows would spill.
         num_warps = 4 if short or plain or p.round_input else 8
-        return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
+        split, stages = max(1, min(steps, split)), min(stages, most_stages)
+        return TilePlan(block_m, block_n, block_k, split, stages, num_warps)
 
     def steps(self, p: Problem) -> int:
         """Number of steps of a part of K."""

@@ -15,6 +15,7 @@ times the activations' scales, are added in float32, in the same order for every
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -257,9 +258,18 @@ def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
 
 
 def compute(
-    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    pairs: Dispatched,
+    w: ExpertWeight,
+    limit: float,
+    *,
+    plan: Callable[[int, int], Plan] = plan,
 ) -> Tensor:
-    """x bfloat16 with strided rows. Returns bfloat16 [N,K,D]."""
+    """x bfloat16 with strided rows. Returns bfloat16 [N,K,D].
+
+    plan: tile sizes for (number of pairs, number of experts), with the block_rows of `plan` above.
+    """
     assert isinstance(pairs, OrderedPairs)
     tiled = check_inputs(x_ND, weights_NK, pairs, w)
     each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)

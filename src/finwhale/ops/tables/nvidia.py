@@ -17,7 +17,7 @@ from finwhale.ops.drafts.drafts_triton import (
 from finwhale.ops.drafts.markov_triton import markov_logits
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
-from finwhale.ops.linear.linear_triton import Options, grouped_linear, linear, swiglu_mlp
+from finwhale.ops.linear.linear_triton import DEFAULT, Options, grouped_linear, linear, swiglu_mlp
 from finwhale.ops.linear.ref import grouped_form, prepare_linear
 from finwhale.ops.mhc.mhc_triton import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.combine_triton import combine
@@ -31,9 +31,10 @@ from finwhale.ops.tables import KERNEL_CAPABILITIES, bind
 from finwhale.platform import Platform
 
 
-def table(platform: Platform) -> Ops:
+def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
+    """max_stages: see the linear layers' `Options`."""
     num_multiprocessors = platform.num_multiprocessors
-    options = Options(num_multiprocessors=num_multiprocessors)
+    options = Options(num_multiprocessors=num_multiprocessors, max_stages=max_stages)
     return Ops(
         capabilities=KERNEL_CAPABILITIES,
         prepare_linear=prepare_linear,
