@@ -70,7 +70,8 @@ def answer(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         results = ResultFile(tmp_path / "out.jsonl")
         try:
             found = scan(path, MAX_BYTES, MAX_ITEMS, shares_cpu=False)
-            job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, results, results, in_flight)
+            begun = path.with_suffix(".begun")
+            job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, results, results, begun, in_flight)
             job.recover()
             asyncio.run(run(app or App(), job, Room(lambda: 1 << 20)))
         finally:
@@ -216,7 +217,8 @@ def test_large_lines_wait_for_room_in_memory(tmp_path: Path) -> None:
                                          for i in range(20)])  # fmt: skip
     results, app = ResultFile(tmp_path / "out.jsonl"), App(wait_s=0.01)
     found = scan(path, MAX_BYTES, MAX_ITEMS, shares_cpu=True)
-    job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, results, results, 20)
+    begun = path.with_suffix(".begun")
+    job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, results, results, begun, 20)
     asyncio.run(run(app, job, Room(lambda: MAX_BYTES)))
     results.close()
     assert app.most == 3 and job.counts.completed == 20
@@ -266,7 +268,8 @@ def test_lines_that_do_not_run_any_more(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [line("a"), line("b")])
     good, bad = ResultFile(tmp_path / "good.jsonl"), ResultFile(tmp_path / "bad.jsonl")
     found = scan(path, MAX_BYTES, MAX_ITEMS, shares_cpu=False)
-    job = Job(path, found, MAX_BYTES, MAX_ITEMS, "/v1/completions", good, bad, 4)
+    begun = path.with_suffix(".begun")
+    job = Job(path, found, MAX_BYTES, MAX_ITEMS, "/v1/completions", good, bad, begun, 4)
     run_expired(job, "batch_expired", "too late")
     assert job.counts.failed == 2 and not good.path.read_bytes()
     wrong = json.loads(bad.path.read_text().splitlines()[1])
