@@ -40,6 +40,7 @@ settings.load_profile("short")
 MAY_SKIP = (
     "takes long: ",  # hosted CI runs these every night
     "needs an NVIDIA GPU",
+    "without DeepGEMM ",  # of the extra nvidia
     "needs Chromium",  # hosted CI installs it for `just long-page`
     "(zsh|fish) is not installed",  # bash is on every machine
     "OpenBLAS's [a-zA-Z]+ kernels need a CPU with ",
