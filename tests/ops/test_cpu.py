@@ -23,6 +23,7 @@ from finwhale.ops.case import (
 )
 from finwhale.ops.compressor import cases as compressor_cases
 from finwhale.ops.indexer import cases as indexer_cases
+from finwhale.ops.indexer import cpu as indexer
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.linear import cases as linear_cases
 from finwhale.ops.mhc import cases as mhc_cases
@@ -445,3 +446,14 @@ def test_rotations_give_a_row_the_same_bits_wherever_it_lies(pairs: int) -> None
         cpu_math.rotate(one, turn[row : row + 1].copy())
         assert np.array_equal(one[0], whole[row])
         assert np.array_equal(heads[row, 1, 2 * pairs :], whole[row])
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 4])
+def test_steps_of_few_and_of_many_tokens_choose_the_same_of_equal_scores(topk: int) -> None:
+    """Zeros of either sign are equal."""
+    scores = np.array([[-0.0, 0.0, -1.0, 0.0]], np.float32)
+    found = [
+        sorted(best(scores.copy(), topk)[0].tolist())
+        for best in (indexer._best_by_sorting, indexer._best_by_partition)
+    ]
+    assert found == [sorted([0, 1, 3, 2][:topk])] * 2
