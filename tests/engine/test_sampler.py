@@ -13,11 +13,13 @@ from finwhale.engine.plan.sampling import RequestSampling
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_plan import SlotAdmission
 from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
+from finwhale.engine.rank.draft_noise import StaticDraftNoise, choose_drafts
 from finwhale.engine.rank.executor import LocalResult, begin_transfer
 from finwhale.engine.rank.host_transfer import Receiver
 from finwhale.engine.rank.sampler import Sampler as RankSampler
+from finwhale.engine.rank.sampler import draw_arrays
 from finwhale.errors import RequestError
-from finwhale.ops.sampling import Sample, SampledTokens, SamplingBatch
+from finwhale.ops.sampling import Filters, Sample, SampledTokens, SamplingBatch
 from finwhale.ops.sampling.ref import sample
 from finwhale.request import SamplingParams
 
@@ -268,3 +270,24 @@ def test_prompt_ids_outside_the_vocabulary() -> None:
     for wrong in (-1, VOCAB_SIZE):
         with pytest.raises(RequestError, match=r"is not in 0\.\.96"):
             sampler.add(0, SamplingParams(repetition_penalty=1.1), [wrong], VOCAB_SIZE)
+
+
+def test_drafts_have_the_noise_of_the_model_s_draws_at_their_positions() -> None:
+    """A head with the model's logits drafts the tokens that the model draws."""
+    params = [SamplingParams(seed=i, temperature=0.5 + i) for i in range(4)]
+    prompts = [[5] * (1 + i) for i in range(4)]
+    settings = [
+        RequestSampling(one, prompt, VOCAB_SIZE, index=i).settings
+        for i, (one, prompt) in enumerate(zip(params, prompts, strict=True))
+    ]
+    num_output = torch.tensor([1, 2, 9, 30])  # with the newest token
+    last = torch.tensor([len(prompt) for prompt in prompts]) + num_output - 2
+    temperature, seeds, indices = (torch.from_numpy(array) for array in draw_arrays(settings))
+    filters = Filters(rows_R=None, temperature_R=temperature, seeds_R=seeds, indices_R=indices)
+    fixed = StaticDraftNoise(5, 3, torch.device("cpu"))
+    fixed.fill(range(4), dict(enumerate(settings)))
+    logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    for choose in (choose_drafts(sample, settings, last), fixed.choose_drafts(sample, last)):
+        for k in range(3):
+            batch = SamplingBatch(filters=filters, positions_R=num_output + k)
+            assert torch.equal(choose(logits, k), sample(logits, batch).ids_S)
