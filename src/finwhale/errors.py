@@ -16,6 +16,10 @@ class RequestError(FinwhaleError):
     """One request cannot be served: its prompt or its sampling parameters are wrong."""
 
 
+class QueueFullError(FinwhaleError):
+    """Too many sequences or grammars wait, or are in use; the client may try again."""
+
+
 class ResourceError(FinwhaleError):
     """The machine cannot do what was asked: too little memory, no such device, no compiler."""
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -36,6 +35,7 @@ from .hostile import (
     ways_in,
 )
 from .running import MODEL, RunningServer
+from .test_grammar_check import trials_of as running_trials
 from .test_limits import LONG, request, wait_until
 
 Start = Callable[..., RunningServer]
@@ -176,11 +176,7 @@ def post(server: RunningServer, path: str, fields: Fields) -> tuple[int, dict[st
 
 def trials_of(server: RunningServer) -> list[int]:
     """The process ids of the trials that run."""
-    process = server.state.grammars._process
-    if process is None:
-        return []
-    pid = process._process.pid
-    return [int(i) for i in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [] if server.state.grammars._process is None else running_trials(server.state.grammars)
 
 
 def assert_it_serves_grammars(server: RunningServer) -> None:

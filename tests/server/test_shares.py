@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from finwhale.errors import FinwhaleError
-from finwhale.server.client import QueueFullError
+from finwhale.errors import FinwhaleError, QueueFullError
 from finwhale.server.config import ServerConfig
 from finwhale.server.listening import user_of
 from finwhale.server.shares import Shares

@@ -177,7 +177,8 @@ def test_results_in_two_files_are_found_again(tmp_path: Path) -> None:
     found = scan(path, MAX_BYTES, MAX_ITEMS, shares_cpu=False)
     for app in (App(lambda call: (200, "") if call < 3 else (400, "wrong")), App()):
         good, bad = (ResultFile(tmp_path / name) for name in ("good.jsonl", "bad.jsonl"))
-        job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, good, bad, 1)
+        begun = path.with_suffix(".begun")
+        job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, good, bad, begun, 1)
         job.recover()
         asyncio.run(run(app, job, Room(lambda: 1 << 20)))  # type: ignore[arg-type]
         good.close()

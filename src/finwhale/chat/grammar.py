@@ -28,9 +28,10 @@ from finwhale.request import Guide
 # Between the parts of a JSON text, allow a space, or a line break and an indent. An unsure model
 # tends to continue unlimited white space.
 _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n {0,16})?"}
-# Half and a fifth of llguidance's defaults: an object of 1,000 optional properties needs 11,000
-# items for its first mask, and a state of the lexer takes 1 to 2 KiB.
-_LIMITS = llguidance.LLParserLimits(step_max_items=25_000, max_lexer_states=50_000)
+# A quarter and a fifth of llguidance's defaults. With DeepSeek-V4's vocabulary, a mask that needs
+# all of these items takes 10 to 20 ms; a state of the lexer takes 1 to 2 KiB. Less fuel for the
+# lexer than the default would refuse ordinary patterns such as `\p{L}{1,100}`.
+_LIMITS = llguidance.LLParserLimits(step_max_items=12_000, max_lexer_states=50_000)
 MASK_SECONDS = 0.005
 MASK_BURST_SECONDS = 0.25
 
@@ -110,6 +111,7 @@ class Matcher:
         self._tokenizer = tokenizer
         self._after = guide.after
         self._allowance = _Allowance()
+        self._compiled: Matcher | None = None  # lives as long as a matcher that shares with it
         self._matcher = llguidance.LLMatcher(
             tokenizer.guidance, guide.grammar, log_level=0, limits=_LIMITS
         )
@@ -121,8 +123,17 @@ class Matcher:
         """An independent matcher in the same state, for the same request."""
         other = object.__new__(Matcher)
         other.error, other._tokenizer, other._after = self.error, self._tokenizer, self._after
-        other._allowance = self._allowance
+        other._allowance, other._compiled = self._allowance, self._compiled
         other._matcher = self._matcher.deep_copy()
+        return other
+
+    def for_request(self, guide: Guide) -> "Matcher":
+        """An independent matcher at the beginning of another request of the same grammar.
+
+        `self` must not have accepted a token. The two share the automaton, and so its memory.
+        """
+        other = self.copy()
+        other._after, other._allowance, other._compiled = guide.after, _Allowance(), self
         return other
 
     def allow(self, words: Words) -> None:

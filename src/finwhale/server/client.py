@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
+from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server import worker
 from finwhale.server.heartbeat import Heartbeat
@@ -46,10 +46,6 @@ MAX_TURNS_KEPT = 4096
 
 class StoppingError(FinwhaleError):
     """The server stops before a request has ended."""
-
-
-class QueueFullError(FinwhaleError):
-    """Too many sequences wait."""
 
 
 class Observer(Protocol):
@@ -218,8 +214,13 @@ class EngineClient:
         priority: int = 0,
         prefix_owner: str = "",
         user: str = "",
+        grammar_bytes: int = 0,
     ) -> Generation:
         """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
+
+        Args:
+            user: whose sequences and grammars take turns with those of other users.
+            grammar_bytes: memory that the grammar takes, as its trial measured.
 
         Raises:
             EngineDeadError: the engine is not ready or has died.
@@ -231,8 +232,18 @@ class EngineClient:
             turn = self._turn(user, priority, params.n)
             self._live[request_id] = _Live(generation, params.n, turn)
             self._num_sequences += params.n
-            order = priority * MAX_TURNS + turn
-            self._send(Add(request_id, prompt, params, stop_after, order, prefix_owner))
+            self._send(
+                Add(
+                    request_id,
+                    prompt,
+                    params,
+                    stop_after,
+                    priority * MAX_TURNS + turn,
+                    prefix_owner,
+                    user,
+                    grammar_bytes,
+                )
+            )
         return generation
 
     def _turn(self, user: str, priority: int, num_sequences: int) -> int:
@@ -370,7 +381,8 @@ class EngineClient:
                 self._live[report.request_id].generation._put(report)
         elif isinstance(report, Refused):
             if report.request_id in self._live:
-                self._live[report.request_id].generation._put(RequestError(report.message))
+                kind = QueueFullError if report.full else RequestError
+                self._live[report.request_id].generation._put(kind(report.message))
                 self._forget(report.request_id, abort=False)
         elif isinstance(report, Answered):
             call = self._calls.get(report.call_id)

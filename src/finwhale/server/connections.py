@@ -22,8 +22,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
-from finwhale.errors import FinwhaleError
-from finwhale.server.client import QueueFullError
+from finwhale.errors import FinwhaleError, QueueFullError
 from finwhale.server.config import UNIX, ServerConfig
 from finwhale.server.listening import plain_address, user_of
 from finwhale.server.shares import Shares

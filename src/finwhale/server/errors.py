@@ -8,8 +8,8 @@ from typing import Literal
 from starlette.responses import Response
 
 from finwhale.chat.known_fields import FieldError
-from finwhale.errors import EngineDeadError, RequestError
-from finwhale.server.client import QueueFullError, StoppingError
+from finwhale.errors import EngineDeadError, QueueFullError, RequestError
+from finwhale.server.client import StoppingError
 from finwhale.server.sse import event
 
 ErrorCode = Literal[

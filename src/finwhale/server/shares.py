@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from finwhale.server.client import QueueFullError
+from finwhale.errors import QueueFullError
 
 
 class Shares:

@@ -264,7 +264,10 @@ class ServerState:
             owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
             if log.cache_salt is not None:
                 owner += f"/{log.cache_salt}"
-            generation = self.client.submit(prompts, params, stop_after, priority, owner, log.user)
+            user, grammar_bytes = log.user, self.grammars.bytes_of(params.guide, log.user)
+            generation = self.client.submit(
+                prompts, params, stop_after, priority, owner, user, grammar_bytes
+            )
             # Count the request only now: a dead or stopping engine makes `submit` raise.
             log.params = params
             log.prompt_tokens = sum(map(len, prompts))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Starts a request; `Engine.add_request` describes the fields."""
+    """Starts a request; `Engine.add_request` and `EngineClient.submit` describe the fields."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -24,6 +24,8 @@ class Add:
     stop_after: int | None = None
     priority: int = 0
     prefix_owner: str = ""
+    user: str = ""
+    grammar_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,15 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine has refused a request; `message` says why."""
+    """The engine has refused a request; `message` says why.
+
+    Attributes:
+        full: the client may try again.
+    """
 
     request_id: str
     message: str
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)

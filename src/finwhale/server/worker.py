@@ -15,7 +15,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.engine.rank.start_times import freeze_heap, whole_start
-from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
+from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
 from finwhale.request import CompletionOutput, Logprob, RequestOutput
 from finwhale.server.grammar_compiler import GrammarCompiler
 from finwhale.server.heartbeat import Heartbeat
@@ -151,8 +151,9 @@ class EngineLoop:
         for add, result, seconds in grammars.take():
             if isinstance(result, Matcher):
                 self._add(add, result, seconds)
-            elif isinstance(result, RequestError):
-                self._send(Refused(add.request_id, str(result)))
+            elif isinstance(result, RequestError | QueueFullError):
+                full = isinstance(result, QueueFullError)
+                self._send(Refused(add.request_id, str(result), full))
             else:
                 raise result
 
