@@ -1,5 +1,6 @@
 """`finwhale doctor` on machines that lack something."""
 
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from finwhale.cli import doctor
 from finwhale.cli.main import main
 from finwhale.platform import Platform
 
+ROOT = Path(__file__).parents[2]
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  Wed Aug 20\n"
 Capture = pytest.CaptureFixture[str]
 
@@ -44,6 +46,16 @@ def test_a_cpu(driver: Path) -> None:
     (finding,) = doctor._gpus()
     assert (finding.found, finding.verdict) == ("none", "missing")
     assert found(doctor._processor)["processor"].verdict == "ok"
+
+
+@pytest.mark.parametrize("build, says", [("2.11.0+cu130", False), ("2.13.0", True)])
+def test_the_torch_that_has_run_on_a_gpu(
+    build: str, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", build)
+    assert ("only torch 2.11.0 was tested" in found(doctor._software)["torch"].advice) == says
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch=={doctor.GPU_TORCH}" in project["optional-dependencies"]["nvidia"]
 
 
 def test_torch_without_cuda_beside_a_driver(

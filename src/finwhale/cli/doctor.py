@@ -47,6 +47,7 @@ MIN_SHM_BYTES = GIB  # NCCL and the ranks' plans take some hundred MiB at most.
 MIN_CACHE_BYTES = GIB  # Compiled kernels of one configuration take about 100 MiB.
 PROMPT = "Once upon a time"
 DRIVER = Path("/proc/driver/nvidia/version")
+GPU_TORCH = "2.11.0"  # the newest that has run on a GPU, with its Triton; also in pyproject.toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,9 @@ def _software() -> Iterator[Finding]:
         build = f"CUDA {torch.version.cuda}"
     elif torch.version.hip is not None:
         build = f"ROCm {torch.version.hip}"
-    yield Finding("torch", f"{torch.__version__}, {build}")
+    tested = torch.__version__.partition("+")[0] == GPU_TORCH
+    advice = "" if tested else f"on a GPU, only torch {GPU_TORCH} was tested: finwhale[nvidia]"
+    yield Finding("torch", f"{torch.__version__}, {build}", advice=advice)
     compiler = os.environ.get("CXX", "g++")
     path = shutil.which(compiler.split()[0]) if compiler.strip() else None
     if path is None:
