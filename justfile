@@ -49,9 +49,9 @@ long-page:
 long-soak seconds="600":
     FINWHALE_SOAK_SECONDS={{ seconds }} pytest -n0 tests/server/test_soak.py
 
-# All attacks of tests/server/attacks.py on one server: needs a machine with nothing else to do.
+# All attacks of tests/server/attacks.py on one server, and a fuzz of hostile schemas: needs a machine with nothing else to do.
 long-hostile seconds="600":
-    FINWHALE_HOSTILE_SECONDS={{ seconds }} pytest -n0 tests/server/test_hostile_load.py
+    FINWHALE_HOSTILE_SECONDS={{ seconds }} pytest -n0 tests/server/test_hostile_load.py tests/server/test_hostile_schemas.py
 
 # Ranks on two hosts, which are two node agents of torchrun or two nodes of Ray on this machine.
 long-hosts:
