@@ -61,7 +61,8 @@ MAX_GRID_Y = 65_535  # of a launch
 FEW_TOKENS = 128
 LATE_TOKENS = 2  # the most tokens whose mixes are computed on a side stream
 EXPERT_TOKENS = 128  # the most tokens whose experts' outputs these kernels add
-ANY_NUMBER = 2**31  # for Options.few_tokens
+MOST_TOKENS = 4096  # from here on, tiles are largest
+ANY_NUMBER = 2**31  # for Options.few_tokens and most_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,14 @@ class Options:
         late_mixes: compute the mixes of up to LATE_TOKENS tokens on a side stream, which the next
             operator joins, where `MhcParams.late_mixes` allows it. They take longer than the
             block's input.
+        most_tokens: from this number of tokens on, tiles are largest.
     """
 
     few_tokens: int = FEW_TOKENS
     early_launch: bool = False
     inline_asm: bool = False
     late_mixes: bool = False
+    most_tokens: int = MOST_TOKENS
 
     def may_be_late(self, num_tokens: int) -> bool:
         """Whether the mixes of this number of tokens may come from the side stream."""
@@ -145,7 +148,6 @@ def _check_terms(terms: ExpertTerms, num_tokens: int, options: Options) -> None:
 FEW = Plan(block_n=16, block_d=32, num_warps=4)
 MANY = Plan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
 MOST = replace(MANY, block_n=128, num_warps=8)  # the same bits
-MOST_TOKENS = 4096  # from here on
 MANY_FLOAT32 = Plan(block_n=32, block_d=16, slots=8, num_warps=8)
 POST_FEW = Plan(block_n=1, block_d=512, num_warps=4)
 TILE_VALUES = 512  # of x, in a program for few tokens
@@ -404,7 +406,7 @@ def _launch_many(p: FirstPass, options: Options) -> None:
         tensors = (*tensors[:4], _planes(p.fn, p.streams.dtype), p.parts)
     is_narrow = p.streams.dtype == torch.bfloat16
     plan = POST_MANY if p.fn is None else MANY if is_narrow else MANY_FLOAT32
-    if plan is MANY and num_tokens >= MOST_TOKENS:
+    if plan is MANY and num_tokens >= options.most_tokens:
         plan = MOST
     steps = triton.cdiv(triton.cdiv(width, plan.block_d), plan.slots)
     streams_many_kernel[(plan.slots, triton.cdiv(num_tokens, plan.block_n))](

@@ -286,7 +286,9 @@ def _outputs(x_ND: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int, early_launch: bool) -> Tensor:
+def _multiply(
+    x_ND: Tensor, gate_ED: Tensor, few_tokens: int, early_launch: bool, stages: int
+) -> Tensor:
     """x gate^T in parts [N,S,E] float32, to be added over S."""
     num_tokens, width = x_ND.shape
     experts = gate_ED.shape[0]
@@ -317,7 +319,7 @@ def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int, early_launch: bool
         BLOCK_E=block_e,
         BLOCK_D=block_d,
         num_warps=num_warps,
-        num_stages=3 if is_narrow else 2,
+        num_stages=stages if is_narrow else 2,
     )
     return parts
 
@@ -333,10 +335,12 @@ def route_by_score(
     few_tokens: int = FEW_TOKENS,
     early_launch: bool = False,
     registers: int | None = None,
+    stages: int = 3,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1.
 
     registers: of a thread of the kernel that chooses; None: the compiler's choice.
+    stages: of the loads of many tokens' bfloat16 GEMM. Each takes shared memory.
     """
     _check(x_ND, topk, gate=gate_ED, bias=bias_E, positions=positions_N)
     num_tokens = x_ND.shape[0]
@@ -344,7 +348,7 @@ def route_by_score(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    parts = _multiply(x_ND, gate_ED, few_tokens, early_launch)
+    parts = _multiply(x_ND, gate_ED, few_tokens, early_launch, stages)
     _choose_kernel[(num_tokens,)](
         parts,
         bias_E,
@@ -373,6 +377,7 @@ def route_by_hash(
     *,
     few_tokens: int = FEW_TOKENS,
     early_launch: bool = False,
+    stages: int = 3,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     topk = tid2eid_VK.shape[1]
@@ -392,7 +397,7 @@ def route_by_hash(
     _hash_kernel[(num_tokens,)](
         x_ND,
         gate_ED,
-        x_ND if few else _multiply(x_ND, gate_ED, few_tokens, early_launch),
+        x_ND if few else _multiply(x_ND, gate_ED, few_tokens, early_launch, stages),
         tid2eid_VK,
         token_ids_N,
         positions_N,
