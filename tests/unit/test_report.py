@@ -31,7 +31,7 @@ def serving(value: int, speed: float, **more: Any) -> dict[str, Any]:
     load = {"url": "http://a", "model": "m", "concurrency": value, "request_rate": "inf",
             "input_tokens": [9, 9], "output_tokens": [3, 3], "seed": value}  # fmt: skip
     times = {"mean": 2.0, "p50": 2.0, "p99": 4.0}
-    return {"benchmark": "serving", "load": load, "sweep": {"over": "concurrency", "value": value},
+    return {"benchmark": "serving", "load": load,
             "output_tokens_per_second": speed, "requests_per_second": speed / 3, "errors": {},
             "ttft_ms": times, "tpot_ms": times, "itl_ms": times, "e2e_ms": times,
             "cached_tokens": 1, "prompt_tokens": 4, "command": "bench", **more}  # fmt: skip
@@ -41,7 +41,7 @@ def serving(value: int, speed: float, **more: Any) -> dict[str, Any]:
 def test_every_record_of_the_repository_is_read(path: Path) -> None:
     found = read_records([path])
     groups = groups_of(found)
-    shown = [record for group in groups for run in group.runs for record in run.records]
+    shown = [run.record for group in groups for run in group.runs]
     assert sorted(record.line for record in shown) == [record.line for record in found]
     for group in groups:
         for run in group.runs:
@@ -76,18 +76,15 @@ def test_runs_are_compared_in_per_cent() -> None:
     assert text.count("of floor</span>") == 4
 
 
-def test_a_sweep_is_one_run_and_its_repetition_another() -> None:
-    loads = [serving(1, 30.0), serving(8, 90.0, command="bench --resume")]
-    groups = groups_of(
-        records(*loads, *loads, serving(1, 31.0, load=serving(1, 1)["load"] | {"url": "b"}))
-    )
-    (group,) = groups
-    assert [len(run.records) for run in group.runs] == [2, 2, 1]
-    assert ("8 at once", "output") in group.runs[0].values
-    latency, _, speed = plots_of(group)
-    assert isinstance(latency, LinePlot) and isinstance(speed, LinePlot)
-    assert latency.lines[0].points == [(10.0, 2.0), (30.0, 2.0)]
-    assert speed.lines[1].points == [(500.0, 30.0), (500.0, 90.0)]
+def test_loads_are_compared_by_requests_at_once() -> None:
+    other = serving(1, 45.0)
+    other["load"]["output_tokens"] = [4, 4]
+    groups = groups_of(records(serving(1, 30.0), serving(8, 90.0), serving(1, 45.0), other))
+    assert [[run.name for run in group.runs] for group in groups] == [["R1", "R2", "R3"], ["R4"]]
+    (first, second, third), _ = (group.runs for group in groups)
+    assert ("1 at once", "output") in first.values.keys() & third.values.keys()
+    assert not first.values.keys() & second.values.keys()
+    assert '<span class="delta good">+50.0%' in page("t", groups)
 
 
 def test_unknown_kinds_and_fields_are_listed() -> None:
@@ -106,7 +103,7 @@ def test_the_page_is_one_file_and_runs_no_text_of_records() -> None:
     found["load"]["url"] = found["load"]["dataset"] = evil
     text = page(evil, groups_of(records(found, {evil: evil}, {"benchmark": evil, "x": [evil]})))
     assert "<script>alert" not in text and "<img" not in text
-    assert len(re.findall("<script", text)) == 4  # three plots and the page's own
+    assert len(re.findall("<script", text)) == 1  # the page's own
     assert not re.search(r"""(src|href)=["'](?!#)|@import|url\(""", text)
     assert "default-src 'none'; script-src 'sha256-" in text
 

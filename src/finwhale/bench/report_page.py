@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import finwhale
+from finwhale.bench.record import Record
 from finwhale.bench.report_plots import BarPlot, LinePlot, plots_of
 from finwhale.bench.report_values import Group, Run, Value
 from finwhale.errors import FinwhaleError
@@ -35,7 +36,6 @@ TITLES = {
     "collectives": "Communication between GPUs",
     "accuracy": "Accuracy of the operators",
     "serving": "Serving under load",
-    "compare": "Two servers in turns",
     "other": "Other records",
 }
 MAX_ROWS = 1000  # of a table; a record of unknown kind may have any size
@@ -99,8 +99,8 @@ def _runs(groups: Sequence[Group]) -> Iterator[str]:
                 escape(str(run.data.get("date", ""))),
                 escape(_hardware(run.data.get("hardware"))),
                 escape(_versions(run.data)),
-                "<br>".join(f"<code>{escape(command)}</code>" for command in _commands(run)),
-                escape(_places(run)),
+                "<br>".join(f"<code>{escape(command)}</code>" for command in _commands(run.data)),
+                escape(_place(run.record)),
             ]
             yield f'<tr><th scope="row">{run.name}</th>'
             yield "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
@@ -125,21 +125,14 @@ def _versions(data: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _commands(run: Run) -> list[str]:
-    """The different commands of a run's records, with a record's note."""
-    found: list[str] = []
-    for record in run.records:
-        for name in ("command", "note"):
-            text = record.data.get(name)
-            if text is not None and str(text) not in found:
-                found.append(str(text))
-    return found
+def _commands(data: dict[str, Any]) -> list[str]:
+    """A record's command and note."""
+    found = (data.get(name) for name in ("command", "note"))
+    return [str(text) for text in found if text is not None]
 
 
-def _places(run: Run) -> str:
-    first, last = run.records[0], run.records[-1]
-    lines = str(first.line) + (f" to {last.line}" if last is not first else "")
-    return f"{first.path}:{lines}"
+def _place(record: Record) -> str:
+    return f"{record.path}:{record.line}"
 
 
 def _section(number: int, group: Group) -> Iterator[str]:
@@ -207,7 +200,7 @@ def _run_header(run: Run, number: int, several: bool) -> str:
     day = f"<small>{escape(str(run.data.get('date', ''))[:10])}</small>"
     if not several:
         return f"{run.name} {day}"
-    pressed, about = "true" if number == 0 else "false", escape(_places(run))
+    pressed, about = "true" if number == 0 else "false", escape(_place(run.record))
     button = f'<button type="button" aria-pressed="{pressed}" title="{about}">{run.name}</button>'
     return f"{button} {day}"
 

@@ -57,27 +57,6 @@ def _line(run: Run, label: str, points: Any, *, dashed: bool = False) -> Line:
     return Line(name, sorted({(float(x), float(y)) for x, y in points}), dashed)
 
 
-def _serving(group: Group) -> Iterator[LinePlot]:
-    for title, name in (("Time to first token", "ttft_ms"), ("Time between tokens", "itl_ms")):
-        lines = []
-        for run in group.runs:
-            good = [record.data for record in run.records if record.data[name]]
-            for quantile in ("p50", "p99"):
-                points = [(one["requests_per_second"], one[name][quantile]) for one in good]
-                lines.append(_line(run, quantile, points, dashed=quantile == "p99"))
-        yield LinePlot(f"{title} against load", "requests/s", "ms", lines)
-    speeds = []
-    for run in group.runs:
-        good = [record.data for record in run.records if record.data["tpot_ms"]]
-        points = [
-            (1e3 / one["tpot_ms"]["p50"], one["output_tokens_per_second"])
-            for one in good
-            if one["tpot_ms"]["p50"]
-        ]
-        speeds.append(_line(run, "", points))
-    yield LinePlot("Throughput against speed per user", "tokens/s of a user", "tokens/s", speeds)
-
-
 def _offline(group: Group) -> Iterator[LinePlot]:
     floor = None
     steps: list[Line] = []
@@ -135,7 +114,6 @@ def _start(group: Group) -> Iterator[BarPlot]:
 
 
 PLOTS: dict[str, Callable[[Group], Iterator[LinePlot | BarPlot]]] = {
-    "serving": _serving,
     "offline": _offline,
     "ops": _ops,
     "start": _start,

@@ -6,7 +6,7 @@ fields, so that a report leaves nothing out.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from finwhale.bench.record import Record
@@ -38,16 +38,15 @@ Values = dict[Key, Value]
 
 @dataclass(slots=True)
 class Run:
-    """A column of a comparison: one record, or the records of one sweep."""
+    """A record, which is a column of a comparison."""
 
     name: str
-    records: list[Record]
-    values: Values = field(default_factory=dict)
+    record: Record
+    values: Values
 
     @property
     def data(self) -> dict[str, Any]:
-        """The first record."""
-        return self.records[0].data
+        return self.record.data
 
 
 @dataclass(slots=True)
@@ -62,35 +61,18 @@ class Group:
 def groups_of(records: Sequence[Record]) -> list[Group]:
     """Group the records by kind and work, in the order of their first record."""
     groups: dict[tuple[str, str], Group] = {}
-    curves: dict[tuple[Any, ...], Run] = {}
-    count = 0
-    for record in records:
+    for number, record in enumerate(records, 1):
         kind, values = _read(record.data)
         work = _work(kind, record.data)
         group = groups.setdefault((kind, work), Group(kind, work, []))
-        # A sweep's records are one run. A second run of the same command has the same keys.
-        curve = (kind, work, record.path, *_sweep(record.data)) if kind == "serving" else None
-        run = curves.get(curve) if curve is not None else None
-        if run is None or run.values.keys() & values.keys():
-            count += 1
-            run = Run(f"R{count}", [])
-            group.runs.append(run)
-            if curve is not None:
-                curves[curve] = run
-        run.records.append(record)
-        run.values |= values
+        group.runs.append(Run(f"R{number}", record, values))
     return list(groups.values())
-
-
-def _sweep(data: dict[str, Any]) -> tuple[str, ...]:
-    command = str(data.get("command")).replace(" --resume", "")
-    return command if "sweep" in data else "", str(data.get("commit")), str(data["load"]["url"])
 
 
 def _work(kind: str, data: dict[str, Any]) -> str:
     """What a record measured, in words; runs with the same words are compared."""
     load = data.get("load")
-    if kind in ("serving", "compare") and isinstance(load, dict):
+    if kind == "serving" and isinstance(load, dict):
         return _load_in_words(load)
     words = [str(data[name]) for name in ("config", "model") if data.get(name) is not None]
     if data.get("layers") is not None:
@@ -284,21 +266,6 @@ def _serving(data: dict[str, Any]) -> Iterator[tuple[Key, Value]]:
     yield (what, "prompt tokens cached"), Value(100 * cached, "%")
     if data["errors"]:
         yield (what, "errors"), _less(sum(data["errors"].values()), "")
-    if "goodput" in data:
-        good = data["goodput"]
-        yield (what, "within limits"), _more(100 * good["share"], "%")
-        yield (what, "goodput"), _more(good["requests_per_second"], "requests/s")
-
-
-def _compare(data: dict[str, Any]) -> Iterator[tuple[Key, Value]]:
-    for what, line in data["results"].items():
-        more = "tokens/s" in what
-        unit = "tokens/s" if more else "ms"
-        yield (what, "A"), Value(line["a"], unit, more)
-        yield (what, "B"), Value(line["b"], unit, more)
-        for name in ("difference", "low", "high"):
-            shown = "B against A" if name == "difference" else f"{name} end of its 95% interval"
-            yield (what, shown), Value(100 * line[name], "%")
 
 
 READERS: dict[str, Reader] = {
@@ -314,5 +281,4 @@ READERS: dict[str, Reader] = {
     "collectives": _collectives,
     "accuracy": _accuracy,
     "serving": _serving,
-    "compare": _compare,
 }

@@ -1,163 +1,169 @@
-"""Load-test any OpenAI-compatible endpoint: latency and throughput.
+"""Load-test any OpenAI-compatible endpoint: throughput, and latencies in the record.
 
 Requests stream. Time to first token (TTFT) is the time from sending a request to its first piece.
 Time between tokens (ITL) is the time between successive pieces. Time per output token (TPOT) is the
 time from the first piece to the last, divided by the number of tokens after the first. The server
 counts the tokens (usage).
-
-With --sweep, the load runs at several rates or concurrencies. The knee is the load with the most
-throughput for its latency. Goodput counts the requests that meet --ttft-limit and --itl-limit.
 """
 
 import argparse
 import asyncio
-import sys
+import os
+import statistics
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from finwhale.bench import sweep as sweeping
-from finwhale.bench.latency import Limits, summarise
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
-from finwhale.bench.printing import new_console, new_table
-from finwhale.bench.record import append_record, keep_record, stamp
-from finwhale.bench.serving_options import load_parser, read_endpoint, read_load
-from finwhale.bench.sweep import FEWEST, REQUESTS_PER_CLIENT, SECONDS, Sweep
-from finwhale.bench.workload import Load, described
-
-CONCURRENCIES = "concurrency=1,2,4,8,16,32,64,128"
+from finwhale.bench.preflight import record_path
+from finwhale.bench.printing import new_console
+from finwhale.bench.record import RESULTS, keep_record, percentile, stamp
+from finwhale.bench.workload import AGENTS, UNIFORM, Load, described
+from finwhale.options import add_options, read_options
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `finwhale bench serving`. Returns 1 if a request failed, 130 if a sweep was stopped."""
+    """Run `finwhale bench serving`. Returns 1 if a request failed, otherwise 0."""
     parser = _parser()
     args = parser.parse_args(argv)
-    endpoint, load = read_endpoint(args.url, args.model), read_load(args, parser)
-    limits = Limits(args.ttft_limit, args.itl_limit)
-    if args.sweep is not None and args.plot:
-        parser.error("--plot shows one load: `finwhale bench report` plots a sweep")
-    if args.resume and (args.sweep is None or args.record is None):
-        parser.error("--resume continues a --sweep with --record")
+    endpoint, load = _read_endpoint(args.url, args.model), _read_load(args, parser)
     asyncio.run(check_endpoint(endpoint))
-    if args.sweep is not None:
-        return _sweep(args, argv, endpoint, load, limits)
     check_client(load)
-    found, results = _measure(endpoint, load, limits)
+    found = summarise(*asyncio.run(run_load(endpoint, load)))
     _print(found)
-    about = stamp("serving", argv, ("aiohttp",)) | _described(endpoint, load, limits)
-    keep_record(args.record, about | found)
-    if args.plot:
-        from finwhale.bench.load_plot import plot  # only a plot needs matplotlib
-
-        plot(args.plot, results, found)
-        print(f"plotted in {args.plot}", file=sys.stderr)
-    return 0 if found["completed"] == load.num_requests else 1
-
-
-def _sweep(
-    args: argparse.Namespace, argv: Sequence[str], endpoint: Endpoint, load: Load, limits: Limits
-) -> int:
-    sweep: Sweep = args.sweep
-    loads = sweep.loads(load, args.num_requests)
-    for one in loads:
-        check_client(one)
-    console, points, stopped = new_console(), [], False
-    try:
-        for value, one in zip(sweep.values, loads, strict=True):
-            about = {
-                **_described(endpoint, one, limits),
-                "sweep": {"over": sweep.over, "value": value},
-            }
-            record = sweeping.recorded(args.record, about) if args.resume else None
-            if record is None:
-                found, _ = _measure(endpoint, one, limits)
-                record = {**stamp("serving", argv, ("aiohttp",)), **about, **found}
-                if args.record:
-                    append_record(args.record, record)
-            points.append(record)
-            console.print(
-                f"{sweep.over} {value:g}: {record['output_tokens_per_second']:,.1f} tokens/s, "
-                f"{sum(record['errors'].values())} errors",
-                highlight=False,
-            )
-    except KeyboardInterrupt:
-        stopped = True
-    if points:
-        sweeping.show(console, sweep.over, points)
-    if args.record and points:
-        print(f"recorded in {args.record}", file=sys.stderr)
-    if stopped:
-        again = ": --resume continues" if args.record else ""
-        print(f"stopped after {len(points)} of {len(loads)} loads{again}", file=sys.stderr)
-        return 130
-    return 1 if any(point["errors"] for point in points) else 0
-
-
-def _measure(endpoint: Endpoint, load: Load, limits: Limits) -> tuple[dict[str, Any], list[Result]]:
-    results, seconds = asyncio.run(run_load(endpoint, load))
-    return summarise(results, seconds, limits), results
-
-
-def _described(endpoint: Endpoint, load: Load, limits: Limits) -> dict[str, Any]:
     server = {
         "url": endpoint.url,
         "model": endpoint.model,
         "api_key": bool(endpoint.api_key),
         "timeout_s": endpoint.timeout_s,
     }
-    found: dict[str, Any] = {"load": {**server, **described(load)}}
-    if limits:
-        found["limits"] = {"ttft_ms": limits.ttft_ms, "itl_ms": limits.itl_ms}
-    return found
+    record = stamp("serving", argv, ("aiohttp",)) | {"load": server | described(load)} | found
+    keep_record(args.record, record)
+    return 0 if found["completed"] == load.num_requests else 1
+
+
+def summarise(results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """Compute the mean, P50 and P99 of each latency in milliseconds, and the throughput."""
+    good = [r for r in results if r.error is None]
+    errors = Counter(r.error for r in results if r.error is not None)
+    output = sum(r.output_tokens for r in good)
+    prompt = sum(r.prompt_tokens for r in good)
+    return {
+        "seconds": round(seconds, 3),
+        "completed": len(good),
+        "errors": dict(errors),
+        "prompt_tokens": prompt,
+        "cached_tokens": sum(r.cached_tokens for r in good),
+        "output_tokens": output,
+        "requests_per_second": round(len(good) / seconds, 3),
+        "output_tokens_per_second": round(output / seconds, 2),
+        "total_tokens_per_second": round((prompt + output) / seconds, 2),
+        "ttft_ms": _spread([r.ttft for r in good]),
+        "tpot_ms": _spread([r.tpot for r in good if r.tpot is not None]),
+        "itl_ms": _spread([gap for r in good for gap in r.between]),
+        "e2e_ms": _spread([r.end for r in good]),
+    }
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    times = [1e3 * value for value in seconds]
+    p50, p99 = percentile(times, 0.5), percentile(times, 0.99)
+    return {"mean": round(statistics.fmean(times), 4), "p50": p50, "p99": p99}
 
 
 def _print(found: dict[str, Any]) -> None:
-    table = new_table("serving", "", "mean", "P50", "P99")
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
-        values = found[name] or {}
-        table.add_row(
-            name, *(f"{values[k]:,.2f}" if values else "-" for k in ("mean", "p50", "p99"))
-        )
     console = new_console()
-    console.print(table)
     console.print(
         f"{found['completed']} requests in {found['seconds']:.2f} s: "
         f"{found['requests_per_second']:.2f} requests/s; {found['output_tokens_per_second']:,.1f} "
         f"tokens/s generated, {found['total_tokens_per_second']:,.1f} tokens/s with prompts; "
         f"{found['cached_tokens']} of {found['prompt_tokens']} prompt tokens were cached"
     )
-    if "goodput" in found:
-        goodput = found["goodput"]
-        console.print(
-            f"goodput: {goodput['requests_per_second']:,.2f} requests/s; "
-            f"{goodput['share']:.0%} of the requests meet the limits"
-        )
     if found["errors"]:
         console.print(f"errors: {found['errors']}", style="red")
 
 
+def _read_load(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Load:
+    """The load that the arguments describe.
+
+    Raises:
+        FinwhaleError: a value is out of range.
+    """
+    sized = ("input_tokens", "output_tokens", "shared_prefix")
+    given = {name: getattr(args, name) for name in sized if getattr(args, name) is not None}
+    if args.dataset == "chat" and given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        parser.error(f"--dataset chat has its own lengths: leave out {flags}")
+    sizes = AGENTS if args.dataset == "agents" else UNIFORM
+    values: dict[str, Any] = {name: getattr(sizes, name) for name in sized} | given
+    if args.num_requests is not None:
+        values["num_requests"] = args.num_requests
+    load = read_options(args, Load, **values)
+    load.check()
+    return load
+
+
+def _read_endpoint(url: str, model: str) -> Endpoint:
+    """An endpoint; its URL may end in /v1."""
+    root = url.rstrip("/").removesuffix("/v1")
+    return Endpoint(url=root, model=model, api_key=os.environ.get("OPENAI_API_KEY"))
+
+
+def _default(span: tuple[int, int]) -> str:
+    return str(span[0]) if span[0] == span[1] else f"{span[0]}:{span[1]}"
+
+
+def _span(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    span = int(low), int(high or low)
+    if not 1 <= span[0] <= span[1]:
+        raise argparse.ArgumentTypeError(f"must be N or LOW:HIGH, from 1 on, got {text!r}")
+    return span
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = load_parser(
-        "serving",
-        __doc__,
-        f"256; in a sweep {REQUESTS_PER_CLIENT} for each request at once, or those of {SECONDS} "
-        f"seconds, but at least {FEWEST}",
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="finwhale bench serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="The API key is read from OPENAI_API_KEY.",
     )
+    add_options(parser, Load)
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="URL of the endpoint (default: %(default)s)")
     add("--model", required=True, help="the endpoint's name of the model")
+    about = f"number of requests (default: {Load().num_requests})"
+    add("--num-requests", type=int, metavar="N", help=about)
     add(
-        "--sweep",
-        type=Sweep.parse,
-        nargs="?",
-        const=Sweep.parse(CONCURRENCIES),
-        metavar="LOADS",
-        help='run several loads, like "rate=0.5,1,2" or "concurrency=1,8"; each has its own '
-        f"prompts and record (without LOADS: {CONCURRENCIES})",
+        "--input-tokens",
+        type=_span,
+        metavar="N[:M]",
+        help="length of a prompt, or a range of lengths; of agents: what each turn adds "
+        f"(default: {_default(UNIFORM.input_tokens)}; agents: {_default(AGENTS.input_tokens)})",
     )
-    about = "leave out the loads of a sweep that FILE of --record already has"
-    add("--resume", action="store_true", help=about)
-    add("--ttft-limit", type=float, metavar="MS", help="limit on a request's TTFT, for goodput")
-    add("--itl-limit", type=float, metavar="MS", help="limit on a request's mean ITL, for goodput")
-    add("--plot", type=Path, metavar="FILE", help="plot the run (.png or .svg; needs matplotlib)")
+    add(
+        "--output-tokens",
+        type=_span,
+        metavar="N[:M]",
+        help="length of an output, or a range of lengths "
+        f"(default: {_default(UNIFORM.output_tokens)}; agents: {_default(AGENTS.output_tokens)})",
+    )
+    add(
+        "--shared-prefix",
+        type=int,
+        metavar="N",
+        help="number of tokens with which all prompts begin; of agents: the system prompt "
+        f"(default: {UNIFORM.shared_prefix}; agents: {AGENTS.shared_prefix})",
+    )
+    add(
+        "--record",
+        type=record_path,
+        nargs="?",
+        const=str(RESULTS / "serving.jsonl"),
+        metavar="FILE",
+        help="append the results to this JSONL file (without FILE: %(const)s)",
+    )
     return parser

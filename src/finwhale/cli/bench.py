@@ -15,8 +15,7 @@ BENCHMARKS = {
     "throughput": "measure tokens per second of many requests, and the effect of other requests",
     "start": "measure cold and warm starts: from process start to the first token",
     "load": "measure loading a checkpoint, and compare it with a plain read of its files",
-    "serving": "load-test any OpenAI-compatible endpoint: latency and throughput (bench extra)",
-    "compare": "compare two OpenAI-compatible servers under one load, in turns (bench extra)",
+    "serving": "load-test any OpenAI-compatible endpoint: throughput and latencies (bench extra)",
     "report": "turn records into one HTML file with plots and comparisons",
     "prefix": "measure the host's time to find a cached prefix",
     "ops": "measure operators on a GPU, or compare them with their references",
@@ -30,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="finwhale bench",
-        description="Run a benchmark and print a table; --record appends the results to a file.",
+        description="Run a benchmark and print its results; --record appends them to a file.",
         epilog=f"benchmarks:\n{listing}\n\n`finwhale bench NAME --help` lists its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -32,7 +32,7 @@ EXTRAS = {
     "server": ("finwhale serve", ("fastapi", "fastapi_offline", "uvicorn", "prometheus_client")),
     "trace": ("OpenTelemetry traces", ("opentelemetry.sdk", "opentelemetry.exporter.otlp")),
     "hub": ("downloading checkpoints by name", ("huggingface_hub",)),
-    "bench": ("finwhale bench serving", ("aiohttp", "matplotlib")),
+    "bench": ("finwhale bench serving", ("aiohttp",)),
     "ray": ("ranks on a Ray cluster", ("ray",)),
 }
 TABLES = {
