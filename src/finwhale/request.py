@@ -22,7 +22,7 @@ class Guide:
     """A grammar that an output must match; `chat.grammar` creates it.
 
     Attributes:
-        grammar: the grammar in a form that llguidance reads: Lark, or llguidance's JSON form.
+        grammar: the grammar in llguidance's dialect of Lark.
         after: the token after which the grammar begins, such as the end of the reasoning; every
             token is allowed before it. None: the grammar begins with the first token.
     """

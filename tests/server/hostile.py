@@ -49,7 +49,7 @@ def many_properties(count: int) -> dict[str, Any]:
 # Schemas of a value, and the status of a request that has one.
 HOSTILE_SCHEMAS: dict[str, tuple[dict[str, Any], int]] = {
     "3,000 properties": (many_properties(3000), 400),
-    "optional letters": ({"type": "string", "pattern": "^(a?){1000}a{1000}$"}, 400),
+    "optional letters": ({"type": "string", "pattern": "^(a?){1000}a{1000}$"}, 200),
     "23 patterns": (
         {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(23)]},
         400,

@@ -155,7 +155,7 @@ def test_the_queue_is_bounded_and_who_leaves_makes_room() -> None:
         assert counts.results == ["full", "passed"] and len(counts.trials) == 1
         assert running.cancelled() and waiting.cancelled()
 
-    with_checker(work, num_trials=1, max_waiting=2)
+    with_checker(work, num_trials=1, max_waiting=1)
 
 
 def test_another_process_follows_one_that_died() -> None:

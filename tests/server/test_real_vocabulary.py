@@ -20,13 +20,17 @@ PASS = {
     "letters": json_guide({"type": "string", "pattern": r"^[\p{L} '-]{1,100}$"}),
     "mail": json_guide({"type": "string", "format": "email"}),
     "a chain": json_guide(chained_definitions(400)),
+    # llguidance would look for the text that these force, for up to a second.
+    "forced letters": regex_guide("a{1000000000}"),
+    "forced letters behind others": regex_guide("[xy]{30}a{1000000}"),
+    "forced letters, asked for": lark_guide(
+        '%llguidance {"no_forcing": false}\nstart: /[xy]{30}a{1000000}/'
+    ),
+    "a long constant": json_guide({"const": "x" * 100_000}),
 }
 REFUSED = {
     "3,000 properties": json_guide(many_properties(3000)),
     "ambiguous": lark_guide("start: e\ne: e e | /[a-z ]/"),
-    "forced letters": regex_guide("a{100000}"),
-    "a billion letters": regex_guide("a{1000000000}"),
-    "optional letters": regex_guide("(a?){1000}a{1000}"),
 }
 
 

@@ -9,7 +9,7 @@ from finwhale.bench.report_values import Group, Run
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points of one run. `dashed` marks a floor or a high percentile."""
+    """Points of one run. `dashed` marks a floor."""
 
     label: str
     points: list[tuple[float, float]]
