@@ -39,7 +39,7 @@ settings.load_profile("short")
 # matches one of these: what a machine may lack, and never what `pip install -e .[test]` brings.
 MAY_SKIP = (
     "takes long: ",  # hosted CI runs these every night
-    "needs an NVIDIA GPU",
+    "needs (an NVIDIA GPU|two GPUs|three GPUs)",
     "without DeepGEMM ",  # of the extra nvidia
     "needs Chromium",  # hosted CI installs it for `just long-page`
     "(zsh|fish) is not installed",  # bash is on every machine
