@@ -164,7 +164,7 @@ def test_a_second_signal_kills_processes_that_do_not_end(monkeypatch: pytest.Mon
         assert process.is_alive() and trials.returncode is None
         stop_now.set()
         await asyncio.wait((ending,), timeout=10)
-        found = process.is_alive(), trials.returncode
+        found: object = (process.is_alive(), trials.returncode)
         process.kill()
         grammars.kill()
         await ending

@@ -86,7 +86,7 @@ def schema_of(shape: str, holder: str, count: int, levels: int, nested: bool) ->
 
 def every_way(schema: Fields) -> dict[str, tuple[str, Fields]]:
     tool = {"name": "f", "input_schema": schema}
-    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    function: Fields = {"type": "function", "function": {"name": "f", "parameters": schema}}
     asked = {"messages": [{"role": "user", "content": "json"}], "max_tokens": 2}
     text = {"prompt": "x", "max_tokens": 2}
     space = {"type": "namespace", "name": "n", "description": "d"}

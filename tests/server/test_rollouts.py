@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import httpx2 as httpx
 import pytest
-from tests.engine.trainers import InThread
+from tests.engine.trainers import HOST, InThread, free_port
 
 from finwhale import LLM
 from finwhale.demo import DEMO_PATH
@@ -19,7 +19,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.server.rollout_control import RolloutControl
 from finwhale.testing.tensors import read_tensors
 
-from .rollouts import HOST, Asked, free_port, info_of, leave, send
+from .rollouts import Asked, info_of, leave, send
 from .running import RunningServer
 
 Start = Callable[..., RunningServer]

@@ -205,7 +205,7 @@ USER = {"role": "user", "content": "x"}
         ([USER, {**USER, "task": "title"}], "unknown parameter: messages.1.task"),
         ([{**USER, "tool_call_id": "c1"}], r"unknown parameter: messages\.0\.tool_call_id"),
         ([{**USER, "reasoning_content": "x"}], "unknown parameter: messages.0.reasoning_content"),
-        ([USER, {**USER, 3: "x"}], "unknown parameter: messages.1.3"),
+        ([USER, dict([*USER.items(), (3, "x")])], "unknown parameter: messages.1.3"),
         ([{"role": "assistant", "content": "x", "wo_eos": True}], "parameter: messages.0.wo_eos"),
         (
             [{"role": "user", "content": ({"type": "text", "text": "x", "detail": "low"},)}],
