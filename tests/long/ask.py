@@ -10,13 +10,14 @@ question determines it.
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 MODEL = "finwhale-demo"
+TOO_LONG = [{"role": "user", "content": "whale " * 40_000}]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 CHOICES: dict[str, Callable[[], None]] = {}
@@ -30,6 +31,15 @@ SKY = {
     "type": "function",
     "function": {"name": "sky", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+@contextmanager
+def raises(kind: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__}")
 
 
 def choice(function: Callable[[], None]) -> Callable[[], None]:
@@ -59,16 +69,22 @@ def litellm() -> None:
     made = litellm.text_completion(model=f"hosted_vllm/{MODEL}", prompt="Once", max_tokens=4)
     assert made.usage.completion_tokens == 4
     assert litellm.responses(model=f"openai/{MODEL}", input="Hi", max_output_tokens=8).output
+    for route in ("openai", "hosted_vllm", "anthropic"):
+        with raises(litellm.ContextWindowExceededError):
+            ask(route, messages=TOO_LONG)
 
 
 @choice
 def langchain() -> None:
     import openai
     from langchain_anthropic import ChatAnthropic
+    from langchain_core.exceptions import ContextOverflowError
     from langchain_openai import ChatOpenAI, OpenAI
 
     options = {"model": MODEL, "max_tokens": 200, "temperature": 0}
     for kind in (ChatOpenAI, ChatAnthropic):
+        with raises(ContextOverflowError):
+            kind(**options).invoke(TOO_LONG)
         assert kind(**options).invoke(QUESTION).text == ANSWER
         assert "".join(piece.text for piece in kind(**options).stream(QUESTION)) == ANSWER
     for method in ("json_schema", "function_calling"):
@@ -135,6 +151,23 @@ def openai_agents() -> None:
         assert agents.Runner.run_sync(plain, QUESTION[0]["content"]).final_output == ANSWER
         agent = agents.Agent(name="two", model=model, tools=[sky], model_settings=settings)
         assert agents.Runner.run_sync(agent, QUESTION[0]["content"], max_turns=3).final_output
+
+
+@choice
+def inspect_ai() -> None:
+    import asyncio
+
+    from inspect_ai.model import GenerateConfig, get_model
+
+    async def ask(route: str) -> None:
+        config = GenerateConfig(max_tokens=60, temperature=0)
+        model = get_model(f"{route}/{MODEL}", config=config)
+        assert (await model.generate(QUESTION[0]["content"])).completion == ANSWER
+        found = await model.generate(TOO_LONG[0]["content"])
+        assert found.stop_reason == "model_length", found
+
+    for route in ("openai", "anthropic", "openai-api/openai"):
+        asyncio.run(ask(route))
 
 
 if __name__ == "__main__":

@@ -328,11 +328,13 @@ ATTACKS: dict[str, Attack] = {
         TOKENIZE, json.dumps({"prompt": "x" * 24 * MIB}).encode(), 413, "the body has more than"
     ),
     "3 MiB to /tokenize": posting(
-        TOKENIZE, json.dumps({"prompt": "x" * 3 * MIB}).encode(), 400, "cannot hold it"
+        TOKENIZE, json.dumps({"prompt": "x" * 3 * MIB}).encode(), 400, "context length"
     ),
     "16 MiB of prompt": posting(COMPLETIONS, completion(prompt="a b " * 4 * MIB), 413, "more than"),
-    "3 MiB of prompt": posting(COMPLETIONS, completion(prompt="a b " * 800_000), 400, "cannot"),
-    "3 MiB of chat": posting(CHAT, chat("a b " * 800_000), 400, "cannot hold it"),
+    "3 MiB of prompt": posting(
+        COMPLETIONS, completion(prompt="a b " * 800_000), 400, "context length"
+    ),
+    "3 MiB of chat": posting(CHAT, chat("a b " * 800_000), 400, "context length"),
     "9 million lists": posting(CHAT, metadata(b"[]," * 9_000_000), 413, "the body has more than"),
     "a million lists": posting(CHAT, metadata(b"[]," * 1_000_000), 400, "arrays, objects and"),
     "many numbers": posting(CHAT, metadata(b"1," * 130_000), 200, "chat.completion"),

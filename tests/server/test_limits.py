@@ -117,7 +117,7 @@ def test_depth() -> None:
 
 def test_prompt_limit(start: Start) -> None:
     server = start(max_prompt_tokens=20)
-    with pytest.raises(openai.BadRequestError, match="at most 20"):
+    with pytest.raises(openai.BadRequestError, match="limit of 20 tokens"):
         server.openai().completions.create(model=MODEL, prompt="whale " * 30)
 
 

@@ -203,7 +203,7 @@ def test_the_log_says_why_a_request_is_refused(
     found = logged("POST", "/v1/completions", {**good, "model": "other"})
     assert found["code"] == "model_not_found" and found["param"] == "model"
     found = logged("POST", "/v1/completions", {**good, "prompt": "whale " * 30})
-    assert found["code"] == "invalid_request" and "at most 20" in found["reason"]
+    assert found["code"] == "context_length_exceeded" and "limit of 20" in found["reason"]
     found = logged("POST", "/v1/completions", {**good, "prompt": "x" * 6000})
     assert (found["status"], found["code"]) == (413, "body_too_large")
     found = logged("GET", "/nowhere/%0A%1B[2J" + "a" * 500)

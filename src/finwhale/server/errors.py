@@ -16,6 +16,7 @@ ErrorCode = Literal[
     "batch_ended",
     "batch_not_found",
     "body_too_large",
+    "context_length_exceeded",
     "engine_dead",
     "file_not_found",
     "file_too_large",
@@ -76,6 +77,12 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# The field that holds the prompt, which OpenAI's clients expect as `param` of a full context.
+_PROMPT_FIELDS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+}
 
 
 class ApiError(Exception):
@@ -86,6 +93,7 @@ class ApiError(Exception):
         message: one line for the client.
         code: OpenAI's machine-readable code, or None.
         param: the field of the request that is wrong, or None.
+        messages_text: the message in Anthropic's protocol, if its clients look for other words.
         details: what the error object of Messages says besides, for clients that act on it.
         headers: further headers of the answer; Retry-After if `retry_after_s` is not None.
     """
@@ -97,6 +105,7 @@ class ApiError(Exception):
         *,
         code: ErrorCode | None = None,
         param: str | None = None,
+        messages_text: str | None = None,
         details: Mapping[str, object] | None = None,
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
@@ -106,10 +115,43 @@ class ApiError(Exception):
         self.message = message
         self.code = code
         self.param = param
+        self.messages_text = messages_text
         self.details = details
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["retry-after"] = str(retry_after_s)
+
+
+def context_length_error(
+    num_tokens: int, context: int, max_prompt: int | None = None, *, exact: bool = True
+) -> ApiError:
+    """The error for a prompt that is too long, in the words by which clients recognise it.
+
+    Args:
+        num_tokens: number of the prompt's tokens.
+        context: maximum number of tokens of prompt and output together.
+        max_prompt: the server's limit for prompts, if the prompt exceeds it.
+        exact: False: the prompt has `num_tokens` tokens or more.
+    """
+    more = "" if exact else " or more"
+    if max_prompt is None:
+        text = (
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{num_tokens + 1} tokens{more} ({num_tokens} in the messages, 1 in the completion). "
+            "Please reduce the length of the messages."
+        )
+    else:
+        text = (
+            f"Input tokens exceed the configured limit of {max_prompt} tokens. Your messages "
+            f"resulted in {num_tokens} tokens. Please reduce the length of the messages."
+        )
+    maximum = context - 1 if max_prompt is None else max_prompt
+    return ApiError(
+        400,
+        text,
+        code="context_length_exceeded",
+        messages_text=f"prompt is too long: {num_tokens} tokens > {maximum} maximum",
+    )
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
@@ -135,18 +177,22 @@ def is_anthropic(path: str) -> bool:
     return path.startswith("/v1/messages")
 
 
-def error_body(error: ApiError, *, anthropic: bool) -> dict[str, object]:
-    """The error object of the protocol."""
-    if anthropic:
+def error_body(error: ApiError, path: str) -> dict[str, object]:
+    """The error object of the protocol of an endpoint."""
+    if is_anthropic(path):
         kind = _ANTHROPIC_TYPES.get(error.status)
         kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
         details = {} if error.details is None else {"details": error.details}
-        return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
+        text = error.messages_text or error.message
+        return {"type": "error", "error": {"type": kind, "message": text, **details}}
+    param = error.param
+    if error.code == "context_length_exceeded":
+        param = _PROMPT_FIELDS.get(path)
     return {
         "error": {
             "message": error.message,
             "type": _OPENAI_TYPES.get(error.status, "server_error"),
-            "param": error.param,
+            "param": param,
             "code": error.code,
         }
     }
@@ -158,8 +204,7 @@ def error_event(error: ApiError, path: str, last: bytes) -> bytes:
     Args:
         last: the stream's last piece. Events of Responses have numbers, and this one gets the next.
     """
-    anthropic = is_anthropic(path)
-    body = error_body(error, anthropic=anthropic)
+    body = error_body(error, path)
     if path == "/v1/responses":
         # Clients that read typed events look at the first four. The openai package raises `error`.
         numbers = re.findall(rb'"sequence_number": ?(\d+)', last)
@@ -171,12 +216,12 @@ def error_event(error: ApiError, path: str, last: bytes) -> bytes:
             "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
             **body,
         }
-    named = anthropic or path == "/v1/responses"
+    named = is_anthropic(path) or path == "/v1/responses"
     return event(json.dumps(body), "error" if named else None)
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    body = error_body(error, anthropic=is_anthropic(path))
+    body = error_body(error, path)
     return Response(
         json.dumps(body, ensure_ascii=True),
         status_code=error.status,

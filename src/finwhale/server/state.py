@@ -18,7 +18,7 @@ from finwhale.server.batch.store import Store
 from finwhale.server.bodies import SMALL_BYTES, Budget, TooManyItems, max_body_bytes
 from finwhale.server.client import EngineClient, Generation
 from finwhale.server.config import ServerConfig
-from finwhale.server.errors import ApiError, as_api_error
+from finwhale.server.errors import ApiError, as_api_error, context_length_error
 from finwhale.server.grammar_check import GrammarChecker
 from finwhale.server.keys import Keys
 from finwhale.server.logs import RequestLog
@@ -178,9 +178,10 @@ class ServerState:
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def encode(self, text: str, *, with_bos: bool) -> list[int]:
-        """The token ids of a text prompt. Raises RequestError."""
+        """The token ids of a text prompt. Raises RequestError and ApiError."""
+        tokenizer = self.need_tokenizer()
         self.check_text(text)
-        ids = self.need_tokenizer().encode(text)
+        ids = tokenizer.encode(text)
         return [self.ready.bos_token_id, *ids] if with_bos else ids
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
@@ -190,28 +191,20 @@ class ServerState:
             raise RequestError(f"token id {wrong} is not in 0..{self.ready.vocab_size - 1}")
 
     def check_text(self, text: str) -> None:
-        """Raises RequestError if a text cannot fit into the context, whatever its tokens are."""
+        """Raises ApiError if a text cannot fit into the context, whatever its tokens are."""
         context = self.ready.max_model_len
         # Each token stands for at least one byte, and each character has at least one.
-        if len(text) > context * self._longest_token:
-            raise RequestError(
-                f"the text has {len(text)} characters; {context} tokens of at most "
-                f"{self._longest_token} bytes cannot hold it"
-            )
+        least = -(-len(text) // self._longest_token)
+        if least > context:
+            raise context_length_error(least, context, exact=False)
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Raises RequestError if a prompt is too long for this server."""
-        ready = self.ready
-        limit = self.config.max_prompt_tokens
+        """Raises ApiError if a prompt is too long for this server."""
+        limit, context = self.config.max_prompt_tokens, self.ready.max_model_len
+        if len(token_ids) >= context:
+            raise context_length_error(len(token_ids), context)
         if limit is not None and len(token_ids) > limit:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; this server accepts at most {limit}"
-            )
-        if len(token_ids) >= ready.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, but prompt and output together have "
-                f"room for {ready.max_model_len}"
-            )
+            raise context_length_error(len(token_ids), context, limit)
 
     def check_choices(self, num_sequences: int) -> None:
         """Raises ApiError if a request asks for more continuations than the server allows."""
