@@ -12,7 +12,7 @@ MAX_BYTES = 1 << 28
 
 
 def mode_of(path: Path) -> int:
-    """What a path names (st_mode), symbolic links followed; 0: nothing.
+    """The st_mode of the file that a path names, after symbolic links; 0: there is no file.
 
     Raises:
         CheckpointError: the path cannot be followed, for example because links form a loop.

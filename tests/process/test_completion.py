@@ -87,7 +87,7 @@ def in_terminal(typed: str, directory: Path) -> set[str]:
 
 
 def read_until(end: int, words: set[str]) -> str:
-    """Reads a terminal until it has shown all of these words, for at most two minutes."""
+    """Reads a terminal for at most two minutes, until it has shown all `words`."""
     shown, deadline = "", time.monotonic() + 120
     while time.monotonic() < deadline and not words <= set(shown.replace("\a", " ").split()):
         if select.select([end], [], [], 1)[0]:

@@ -167,7 +167,7 @@ def test_a_trusted_proxy(start: Start) -> None:
         return Client(server, proxy, **forwarded(value))
 
     with through("192.0.2.1").flood(10):
-        # What the client wrote itself comes before the address that the proxy has added.
+        # The proxy appends the address of the client to the addresses that the client sent.
         for same in (through("192.0.2.7, 192.0.2.1"), through("192.0.2.1", "127.0.1.9"),
                      through("192.0.2.7, 192.0.2.1, 127.0.1.8"), through("192.0.2.1:8080"),
                      through("::ffff:192.0.2.1")):  # fmt: skip

@@ -27,7 +27,7 @@ _PLACEHOLDER = "x-schema"
 
 
 def is_nested_deeper(value: object, levels: int = MAX_NESTING) -> bool:
-    """Whether parsed JSON is nested deeper than so many levels."""
+    """Whether parsed JSON has more than `levels` levels of nesting."""
     level: list[object] = [value]
     for _ in range(levels):
         level = [

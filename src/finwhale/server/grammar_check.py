@@ -67,7 +67,7 @@ class GrammarChecker:
         self._directory = directory
         self._observer = observer
         self._free = num_trials
-        self._shares = Shares("new grammars", lambda: num_trials + max_waiting)
+        self._shares = Shares("new grammars", lambda: num_trials + max_waiting, error=self._full)
         self._turns: FairQueue[asyncio.Future[None]] = FairQueue()
         self._known: OrderedDict[tuple[str, bytes], Verdict] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
@@ -148,11 +148,6 @@ class GrammarChecker:
     @asynccontextmanager
     async def _turn(self, user: str) -> AsyncIterator[None]:
         """Waits for the user's turn and one of the trials that run at once."""
-        try:
-            self._shares.check(user)
-        except QueueFullError:
-            self._observer.grammar("full")
-            raise
         with self._shares.taken(user):
             if self._free:
                 self._free -= 1
@@ -169,6 +164,10 @@ class GrammarChecker:
                 yield
             finally:
                 self._pass_turn()
+
+    def _full(self, message: str) -> QueueFullError:
+        self._observer.grammar("full")
+        return QueueFullError(message)
 
     def _pass_turn(self) -> None:
         while self._turns:

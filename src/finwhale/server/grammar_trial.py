@@ -46,7 +46,7 @@ NUM_MASKS = 16
 LONGEST_MASK_SECONDS = 0.02
 # If all cores are busy, a trial gets a third of the CPU time of a thread of the engine.
 NICENESS = 5
-# What any trial adds to the memory of its process, such as copies of shared pages.
+# Memory that every trial takes, whatever its grammar: copies of shared pages, for example.
 BASE_BYTES = 8 << 20
 
 

@@ -10,9 +10,9 @@ from finwhale.errors import QueueFullError
 class Shares:
     """Counts the units that each user has of a limited number.
 
-    A user may have one unit more than stay free: about half of all units if nobody else has any,
-    about a third if one other user takes as many, and so on. Hence no user can take the last unit,
-    except as its first. While nobody has a unit, a user may take any number at once. The rule is
+    A user's units may exceed the free ones by at most one. Alone, a user thus gets about half of
+    all units; beside one other user who takes as many, about a third. No user gets the last unit,
+    except as its first. While all units are free, a user may take any number at once. The rule is
     that of dynamic queue length thresholds in switches (Choudhury and Hahne, 1998).
 
     Users are those of `listening.user_of`, and the identities of API keys.

@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for a call any more. It ends if it waits for a trainer or has not begun."""
+    """Cancel a call whose client has left. It ends if it waits for a trainer or has not begun."""
 
     call_id: str
 
