@@ -21,7 +21,7 @@ WIDE = 2**63
 SAME = {
     "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.split", "tt.join",
     "tt.gather", "tt.unsplat", "tt.cat", "ttg.convert_layout", "arith.extsi", "arith.index_cast",
-    "ub.poison",
+    "ub.poison", "arith.bitcast",
 }  # fmt: skip
 VALUE = re.compile(r"%[\w.$-]+(?:#\d+)?")
 
@@ -148,7 +148,7 @@ class Ranges:
             name, value = next(given)
             kind = kinds[len(values)]
             if "tensordesc" in kind:
-                rank = re.search(r"tensor<((?:\d+x)+)", kind)
+                rank = re.search(r"<((?:\d+x)+)", kind)
                 assert rank
                 values += [None, *[Range(0, LIMIT - 1)] * 2 * rank[1].count("x")]
             elif "!tt.ptr" in kind:
@@ -172,6 +172,8 @@ class Ranges:
         for op in ops:
             text = op.text
             if text.startswith("^"):
+                if "no predecessors" in text:  # after a return
+                    break
                 continue
             if text.startswith("ttg.warp_specialize"):
                 operands = self.operands(text.partition(")")[0], known)

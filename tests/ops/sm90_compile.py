@@ -281,10 +281,10 @@ class Launch:
 
 def add_ranges() -> None:
     """Add what the launches' indices may come to, to FOUND."""
-    for first_and_last in LAUNCHES.values():
-        for launch in first_and_last:
-            FOUND.append({"kernel": name_of(launch.kernel), "wraps": launch.wraps()})
+    launches = [launch for first_and_last in LAUNCHES.values() for launch in first_and_last]
     LAUNCHES.clear()
+    for launch in launches:
+        FOUND.append({"kernel": name_of(launch.kernel), "wraps": launch.wraps()})
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -55,6 +55,11 @@ if triton.__version__ < "3.7":  # it allocates a few more registers
     }
 else:
     SPILLING |= {"indexer.topk_few_triton._select_few_kernel": 8}
+if triton.__version__.startswith("3.9"):
+    SPILLING |= {
+        "attention.sparse_attention_triton._attend_kernel": 776,
+        "attention.sparse_attention_hopper._attend_kernel": 120,
+    }
 STREAMING = {
     "drafts.markov_triton._rows_kernel",
     "linear.gemm_triton.row_kernel",

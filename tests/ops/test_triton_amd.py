@@ -113,7 +113,8 @@ def test_the_table_is_complete_and_portable() -> None:
     assert set(slow) <= set(no_kernel)
     assert ops.capabilities.packed_cache and not ops.capabilities.side_streams
     assert ops.mhc_post_pre.__module__ == mhc_unfused_triton.__name__
-    for package in ("deep_gemm", "cutlass", "cuda", "flash_mla", "pynvml", "tilelang"):
+    # torch 2.15 imports the package cuda itself.
+    for package in ("deep_gemm", "cutlass", "flash_mla", "pynvml", "tilelang"):
         assert package not in sys.modules, package
 
 

@@ -216,6 +216,15 @@ def broadcast(as_it_comes: Any) -> Any:
     return run
 
 
+def with_mask(as_it_comes: Any, place: int) -> Any:
+    """A mask with a scalar condition is int32, which Triton 3.9 refuses."""
+
+    def run(*args: Any) -> Any:
+        return as_it_comes(*args[:place], args[place].astype(bool), *args[place + 1 :])
+
+    return run
+
+
 def equal_types(as_it_comes: Any) -> Any:
     return lambda self, other: self is other or as_it_comes(self, other)
 
@@ -270,6 +279,9 @@ def repair() -> None:
     for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):
         setattr(builder, f"create_{name}", lambda self, x, to: self.cast_impl(x, to))
     builder.create_dot = dot
+    memory = interpreter._interpreter
+    for name, place in (("load", 1), ("store", 2), ("atomic_rmw", 3)):
+        setattr(memory, name, with_mask(getattr(memory, name), place))
     interpreter.ReduceOps.generic_reduce = reduce_by_pairs
     for operations in (interpreter.ReduceOps, interpreter.ScanOps):
         operations.apply_impl = reduction(operations.apply_impl)

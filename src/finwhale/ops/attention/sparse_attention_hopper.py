@@ -56,6 +56,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
     shared_tokens,
 )
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
+from finwhale.ops.launch.gluon_names import reinterpret
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import Tokens
 
@@ -267,7 +268,7 @@ def _attend_kernel(
     scales_ptr += token * stride_sn
 
     buffers = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, C], SHARED)
-    words = buffers._reinterpret(gl.int32, [2, BLOCK_K, C // 2], WORDS)
+    words = reinterpret(buffers, gl.int32, [2, BLOCK_K, C // 2], WORDS)
     p_shared = gl.allocate_shared_memory(gl.bfloat16, [H, BLOCK_K], SHARED_P)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from finwhale.ops.launch.early_launch_hopper import wait_for_last
+from finwhale.ops.launch.gluon_names import reinterpret
 
 UP = gl.constexpr(18446744073709551616.0)  # 2^64
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -227,7 +228,8 @@ def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa,
     rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
     q_shared.store((q * gl.expand_dims(rstd * UP, 1)).to(gl.bfloat16))
     rstd = gl.expand_dims(gl.convert_layout(rstd, gl.SliceLayout(1, PAIRS)), 1)
-    q_words = q_shared._reinterpret(gl.int32, [H, C // 2], gl.NVMMASharedLayout(128, 32, rank=2))
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    q_words = reinterpret(q_shared, gl.int32, [H, C // 2], layout)
     q_words.slice(224, 32, dim=1).store(
         _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS, L2)
     )

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
+from finwhale.ops.launch.gluon_names import async_load
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
 from finwhale.ops.linear.linear_triton import FEW_ROWS
 from finwhale.ops.rounding import MIN_AMAX
@@ -88,9 +88,7 @@ def few_tokens_kernel(
         mbarrier.expect(ready.index(i), min(AT_ONCE, STEPS - i * AT_ONCE) * 64 * 128)
     for i in gl.static_range(min(EARLY, STEPS)):
         k = (part * STEPS + i) * 128  # past the end of K, the weights are 0
-        tma.async_copy_global_to_shared(
-            w_desc, [row, k], ready.index(i // AT_ONCE), weights.index(i)
-        )
+        async_load(w_desc, [row, k], ready.index(i // AT_ONCE), weights.index(i))
     all_steps = K // 128
     scale_ptr += (g * ((M + 127) // 128) + tile // 2) * all_steps
     factors = ()
@@ -101,9 +99,7 @@ def few_tokens_kernel(
     wait_for_last(PDL)
     for i in gl.static_range(min(EARLY, STEPS), STEPS):
         k = (part * STEPS + i) * 128
-        tma.async_copy_global_to_shared(
-            w_desc, [row, k], ready.index(i // AT_ONCE), weights.index(i)
-        )
+        async_load(w_desc, [row, k], ready.index(i // AT_ONCE), weights.index(i))
 
     # A line is a step's values of a token. Lines past the last token or step repeat another line:
     # nothing reads their products, or the weights are 0.
@@ -190,9 +186,7 @@ def few_tokens_plain_kernel(
         if i % AT_ONCE == 0:
             mbarrier.expect(ready.index(i // AT_ONCE), min(AT_ONCE, CHUNKS - i) * 64 * 64 * 2)
         k = (part * CHUNKS + i) * 64
-        tma.async_copy_global_to_shared(
-            w_desc, [row, k], ready.index(i // AT_ONCE), weights.index(i)
-        )
+        async_load(w_desc, [row, k], ready.index(i // AT_ONCE), weights.index(i))
     wait_for_last(PDL)
 
     # A line is a chunk of a token. Lines past the last token repeat it: nothing reads their result.

@@ -32,7 +32,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -40,6 +39,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
+from finwhale.ops.launch.gluon_names import async_load, reinterpret
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, up_to
 from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_few
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
@@ -116,10 +116,8 @@ def _load_weights(
     for group in gl.static_range(GROUPS):
         weight_slot = slot * GROUPS + group
         at = chunk + group * blocks
-        tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(weight_slot))
-        tma.async_copy_global_to_shared(
-            exponent_bits_desc, [at, 0], ready, exponent_bits_ring.index(weight_slot)
-        )
+        async_load(w_desc, [at * 64, 0], ready, w_ring.index(weight_slot))
+        async_load(exponent_bits_desc, [at, 0], ready, exponent_bits_ring.index(weight_slot))
 
 
 @gluon.jit
@@ -131,8 +129,8 @@ def _load_rows(descs, rings, slot, k, first, boxes, COLUMNS: gl.constexpr):
     for box in gl.static_range(COLUMNS // height):
         rows = x_ring.index(slot).slice(box * height, height, 0)
         at = [first + box * height, k * 128]
-        tma.async_copy_global_to_shared(x_desc, at, ready, rows, pred=box < boxes)
-    tma.async_copy_global_to_shared(scale_desc, [k, first], ready, scale_ring.index(slot))
+        async_load(x_desc, at, ready, rows, pred=box < boxes)
+    async_load(scale_desc, [k, first], ready, scale_ring.index(slot))
 
 
 @gluon.jit
@@ -229,10 +227,10 @@ def _multiply(
     for _ in range(blocks):
         mbarrier.wait(full.index(slot), phase)
         weight_slot = slot * GROUPS + GROUP
-        exponent_bits = exponent_bits_ring.index(weight_slot)._reinterpret(gl.int32, [64], plain)
+        exponent_bits = reinterpret(exponent_bits_ring.index(weight_slot), gl.int32, [64], plain)
         a = decode(w_ring.index(weight_slot), exponent_bits, operand)
         x = x_ring.index(slot)
-        scale = scale_ring.index(slot)._reinterpret(gl.float32, [max(COLUMNS, 32)], plain)
+        scale = reinterpret(scale_ring.index(slot), gl.float32, [max(COLUMNS, 32)], plain)
         added = ()
         for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
             # fmt: off

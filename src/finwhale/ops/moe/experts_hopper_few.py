@@ -30,7 +30,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
+from finwhale.ops.launch.gluon_names import async_load, reinterpret
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
 from finwhale.ops.moe.experts_hopper_parts import (
     decode,
@@ -90,8 +90,8 @@ def _round_part(values, row, TOP: gl.constexpr, LEAST: gl.constexpr):
     blocks: gl.constexpr = values.shape[0]
     layout: gl.constexpr = values.type.layout
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    first_rows = tiles._reinterpret(gl.float8e4nv, [blocks, _columns() * 128], plain)
-    columns = scales._reinterpret(gl.float32, [blocks, _columns()], plain)
+    first_rows = reinterpret(tiles, gl.float8e4nv, [blocks, _columns() * 128], plain)
+    columns = reinterpret(scales, gl.float32, [blocks, _columns()], plain)
     values = values.to(gl.float32)
     amax = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST)
     bits = (amax * (1.0 / TOP)).to(gl.int32, bitcast=True)
@@ -115,10 +115,8 @@ def _request(weights, rings, n, slot, LOAD: gl.constexpr):
     at = first + n * LOAD
     more = n * LOAD < count
     mbarrier.expect(ready, LOAD * (64 * 64 + 64 * 4), pred=more)
-    tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(slot), pred=more)
-    tma.async_copy_global_to_shared(
-        exponent_bits_desc, [at, 0], ready, exponent_bits_ring.index(slot), pred=more
-    )
+    async_load(w_desc, [at * 64, 0], ready, w_ring.index(slot), pred=more)
+    async_load(exponent_bits_desc, [at, 0], ready, exponent_bits_ring.index(slot), pred=more)
 
 
 @gluon.jit
@@ -129,10 +127,10 @@ def _start_product(rings, slot, j: gl.constexpr, x, k):
     each: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     load: gl.constexpr = exponent_bits_ring.shape[1]
-    exponent_bits = (
-        exponent_bits_ring.index(slot)._reinterpret(gl.int32, [load, 1, 64], each).index(j)
-    )
-    exponent_bits = exponent_bits._reinterpret(gl.int32, [64], plain)
+    exponent_bits = reinterpret(
+        exponent_bits_ring.index(slot), gl.int32, [load, 1, 64], each
+    ).index(j)
+    exponent_bits = reinterpret(exponent_bits, gl.int32, [64], plain)
     a = decode(w_ring.index(slot).slice(j * 64, 64, 0), exponent_bits, operand)
     zero = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
     return warpgroup_mma(a, x.index(k).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -142,7 +140,7 @@ def _start_product(rings, slot, j: gl.constexpr, x, k):
 def _scaled(product, scales, k):
     """A product times the factor of block k of the row."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scale = scales.index(k)._reinterpret(gl.float32, [_columns()], plain)
+    scale = reinterpret(scales.index(k), gl.float32, [_columns()], plain)
     return product * gl.expand_dims(scale.load(gl.SliceLayout(0, mma(_columns()))), 0)
 
 
