@@ -220,7 +220,7 @@ def with_mask(as_it_comes: Any, place: int) -> Any:
     """A mask with a scalar condition is int32, which Triton 3.9 refuses."""
 
     def run(*args: Any) -> Any:
-        return as_it_comes(*args[:place], args[place].astype(bool), *args[place + 1 :])
+        return as_it_comes(*args[:place], np.asarray(args[place], bool), *args[place + 1 :])
 
     return run
 
