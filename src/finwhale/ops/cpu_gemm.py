@@ -25,7 +25,7 @@ from torch import Tensor
 from finwhale.ops import cpu_math
 from finwhale.ops.cpu_math import F32
 
-# torch has deprecated these functions since 1.11 and still has them in 2.13. Without them, every
+# torch has deprecated these functions since 1.11 and still has them in 2.15. Without them, every
 # weight uses the GEMVs.
 _PACK: Any = getattr(torch, "fbgemm_pack_gemm_matrix_fp16", None)
 _MULTIPLY: Any = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", None)
