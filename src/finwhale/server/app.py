@@ -48,12 +48,13 @@ from finwhale.server.schemas import (
     TokenizeAnswer,
     TokenizeBody,
 )
-from finwhale.server.sse import NO_BUFFER, ClientGone, Stream, unless_disconnected
+from finwhale.server.sse import NO_BUFFER, ClientGone, Stream, event, unless_disconnected
 from finwhale.server.state import ServerState
 from finwhale.server.validation_errors import validation_error
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+PING = event('{"type": "ping"}', "ping")  # as Anthropic's API sends it
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -253,7 +254,14 @@ async def _stream(
     except BaseException:
         await source.aclose()
         raise
-    return Stream(_with_errors(source, state, request), "text/event-stream", NO_BUFFER)
+    pings = {"ping": PING} if request.url.path == "/v1/messages" else {}
+    return Stream(
+        _with_errors(source, state, request),
+        "text/event-stream",
+        NO_BUFFER,
+        ping_interval_s=state.config.ping_interval_s,
+        **pings,
+    )
 
 
 async def _with_errors(

@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import json
+import re
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict
@@ -27,6 +28,11 @@ from finwhale.server.wire import Delta, LogprobTables
 # Each event is its name, or None if the protocol has no names, and its data in JSON.
 Events = list[tuple[str | None, str]]
 _LOGPROBS = '"logprobs":{"content":['  # no string of JSON contains such quotes
+# deepseek-recipe takes the time at which it makes an event. Quotes inside strings are escaped.
+_CREATED_AT = re.compile('"created_at":[0-9]+')
+_HAVE_CREATED_AT = {
+    f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete", "failed")
+}
 _DECODER = json.JSONDecoder()
 ENTRIES = 16  # log-probabilities of tokens that are parsed at once
 NO_EDITS: dict[str, Any] = {"applied_edits": []}  # Anthropic's answer about context management
@@ -260,6 +266,7 @@ class AnswerStream:
         self._request = converted.request
         self._kind = _RESPONSE_KINDS[converted.protocol]
         self._response = self._kind(answer_id, model, created, prompt_tokens, cached_tokens)
+        self._created = created
         self._tokenizer = tokenizer
         self._dropped = dropped_ids(tokenizer)
         self._special_tokens = special_tokens
@@ -400,7 +407,10 @@ class AnswerStream:
     def _take(self, chunks: Sequence[Any]) -> Events:
         events = []
         for chunk in chunks:
-            events.append((self._kind.sse_event_name(chunk), chunk.to_json()))
+            name, text = self._kind.sse_event_name(chunk), chunk.to_json()
+            if name in _HAVE_CREATED_AT:
+                text = _CREATED_AT.sub(f'"created_at":{self._created}', text, count=1)
+            events.append((name, text))
             self._response.accumulate(chunk)
         return events
 
@@ -431,6 +441,9 @@ class _Answers:
             [request.token_ids], request.params, self._log, request.stop_after, request.priority
         ) as generation:
             yield -1, []
+            if self._log.stream:  # it opens now: the first token may come much later
+                for index in range(request.params.n):
+                    yield index, self._new_stream(cached_tokens=0).begin()
             async for delta in generation:
                 state.count(self._log, delta)
                 self.routed_experts.add(delta)
@@ -446,8 +459,8 @@ class _Answers:
         stream = self.streams[delta.index]
         events: Events = []
         if stream is None:
-            stream = self.streams[delta.index] = self._new_stream(delta)
-            events += stream.begin()
+            stream = self.streams[delta.index] = self._new_stream(delta.cached_tokens)
+            stream.begin()  # `run` has sent these events
         if stream.finished:
             return events
         ids = delta.token_ids
@@ -468,7 +481,7 @@ class _Answers:
             events += stream.finish("stop" if delta.finish_reason == "stop" else "length")
         return events
 
-    def _new_stream(self, delta: Delta) -> AnswerStream:
+    def _new_stream(self, cached_tokens: int) -> AnswerStream:
         return AnswerStream(
             self._request.converted,
             self._state.need_tokenizer(),
@@ -476,7 +489,7 @@ class _Answers:
             model=self._state.model_name,
             created=self._request.created,
             prompt_tokens=len(self._request.token_ids),
-            cached_tokens=delta.cached_tokens,
+            cached_tokens=cached_tokens,
             special_tokens=self._request.options.special_tokens,
             gate=new_gate(
                 self._state.need_tokenizer(),

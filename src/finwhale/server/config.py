@@ -127,6 +127,13 @@ class ServerConfig:
         metavar="SECONDS",
         flag="--request-timeout",
     )
+    ping_interval_s: float = option(
+        10.0,
+        "time after which a silent stream sends a comment (Messages: a ping), so that proxies keep "
+        "the connection; 0: never",
+        metavar="SECONDS",
+        flag="--ping-interval",
+    )
     drain_timeout_s: float = option(
         60.0,
         "time limit for running requests when the server is told to stop",
@@ -244,8 +251,9 @@ class ServerConfig:
             raise FinwhaleError(f"uds_mode must be an octal number, got {self.uds_mode!r}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise FinwhaleError("ssl_keyfile needs ssl_certfile")
-        if self.max_queue < 0:
-            raise FinwhaleError(f"max_queue must be at least 0, got {self.max_queue}")
+        for name in ("max_queue", "ping_interval_s"):
+            if getattr(self, name) < 0:
+                raise FinwhaleError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in (
             "max_body_bytes",
             "max_buffered_bytes",

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
 
@@ -29,10 +30,22 @@ class Stream(Response):
         source: AsyncGenerator[bytes, None],
         media_type: str,
         headers: Mapping[str, str] | None = None,
+        *,
+        ping: bytes = b": waiting\n\n",
+        ping_interval_s: float = 0.0,
     ) -> None:
+        """
+        Args:
+            source: the pieces; those of events may end inside one.
+            ping: an event that the client receives after a silence of `ping_interval_s`, so that
+                no proxy takes the connection for a dead one. 0: never.
+        """
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._source = source
+        self._ping, self._interval_s = ping, ping_interval_s
+        self._sending = asyncio.Lock()
+        self._last_piece = (time.monotonic(), b"\n\n")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -52,9 +65,32 @@ class Stream(Response):
             "headers": self.raw_headers,
         }
         await send(head)
-        async for piece in self._source:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        pinging = asyncio.ensure_future(self._ping_when_silent(send))
+        try:
+            async for piece in self._source:
+                async with self._sending:
+                    await self._send_piece(send, piece)
+        finally:
+            pinging.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await pinging
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_piece(self, send: Send, piece: bytes) -> None:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._last_piece = (time.monotonic(), piece)
+
+    async def _ping_when_silent(self, send: Send) -> None:
+        wait_s = self._interval_s
+        while self._interval_s:
+            await asyncio.sleep(wait_s)
+            async with self._sending:
+                sent, piece = self._last_piece
+                wait_s = sent + self._interval_s - time.monotonic()
+                if wait_s <= 0:
+                    if piece.endswith(b"\n\n"):  # not inside an event
+                        await self._send_piece(send, self._ping)
+                    wait_s = self._interval_s
 
 
 class ClientGone(Exception):
