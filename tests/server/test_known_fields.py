@@ -55,7 +55,7 @@ GOOD: dict[str, dict[str, Any]] = {
             {"role": "user", "content": "Hi"},
             {"type": "message", "id": "m", "status": "completed", "role": "assistant",
              "content": [{"type": "output_text", "text": "Yes", "annotations": []}]},
-            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "x"}]},
+            {"type": "reasoning", "id": "r", "content": [{"type": "reasoning_text", "text": "x"}]},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c",
              "output": [{"type": "input_text", "text": "3"}]},
@@ -89,7 +89,9 @@ def post(server: RunningServer, path: str, body: Any) -> tuple[int, dict[str, st
 
 
 def objects(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all objects in a body."""
+    """The paths of all objects in a body. Reasoning may come from anywhere, with any fields."""
+    if isinstance(value, dict) and value.get("type") == "reasoning":
+        return []
     found = [path] if isinstance(value, dict) else []
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for name, item in items if isinstance(value, dict | list) else ():
@@ -157,8 +159,8 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     (RESPONSES, (), {"tool_choice": {"type": "mcp"}}, "tool_choice: type mcp is not supported"),
     (MESSAGES, ("messages", 0), {"content": [{"type": "image", "source": {}}]},
      "messages.0.content.0: images are not supported"),
-    (MESSAGES, ("messages", 2, "content", 0), {"content": [{"type": "document", "source": {}}]},
-     "messages.2.content.0.content.0: documents are not supported"),
+    (MESSAGES, ("messages", 0), {"content": [{"type": "document", "source": {}}]},
+     "messages.0.content.0: documents are not supported"),
     (MESSAGES, (), {"tools": [{"type": "bash_20250124", "name": "bash"}]},
      "tools.0: type bash_20250124 is not supported"),
     (COUNT, ("messages", 0), {"content": [{"type": "image", "source": {}}]}, "images are not"),

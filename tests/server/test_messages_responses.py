@@ -8,6 +8,8 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from finwhale.chat.history import unpack_reasoning
+
 from .running import MODEL, RunningServer
 from .test_openai import ANSWER, QUESTION
 
@@ -254,3 +256,39 @@ def test_thinking_in_responses(start: Any, default: bool) -> None:
             begins_with({"effort": effort}, **fields)
     with pytest.raises(openai.BadRequestError, match=r"thinking\.type must be"):
         begins_with(thinking={"type": "sometimes"})
+
+
+def test_reasoning_comes_back_in_encrypted_content(server: RunningServer) -> None:
+    """Clients such as Codex send back nothing else of a reasoning item."""
+    client = server.openai()
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0.0, "max_output_tokens": 150}
+    first = client.responses.create(**options, input=TEXT, reasoning={"effort": "high"})
+    with client.responses.stream(**options, input=TEXT, reasoning={"effort": "high"}) as stream:
+        done = [event.item for event in stream if event.type == "response.output_item.done"]
+        streamed = stream.get_final_response()
+    found: list[Any] = [first.output[0], streamed.output[0], done[0]]
+    for item in found:
+        assert item.type == "reasoning" and item.content
+        assert unpack_reasoning(item.encrypted_content) == item.content[0].text
+    call: Any = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "1", "output": "R"}
+
+    def prompt_tokens(reasoning: Any) -> tuple[int, str | None]:
+        user = {"role": "user", "content": TEXT}
+        answer = client.responses.with_raw_response.create(
+            model=MODEL,
+            max_output_tokens=1,
+            input=[user, reasoning, call, result],
+            reasoning={"effort": "high"},
+            tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        )
+        usage = answer.parse().usage
+        assert usage is not None
+        return usage.input_tokens, answer.headers.get("finwhale-ignored")
+
+    whole = first.output[0].to_dict()
+    bare = {**whole, "content": None}
+    damaged = {**bare, "encrypted_content": str(whole["encrypted_content"])[:-8]}
+    assert prompt_tokens(bare) == prompt_tokens(whole) and prompt_tokens(whole)[1] is None
+    assert prompt_tokens(damaged)[0] < prompt_tokens(whole)[0]
+    assert prompt_tokens(damaged)[1] == "input.1"

@@ -13,7 +13,7 @@
 Fields marked "no effect" are the ones that clients send without being asked to.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -95,8 +95,7 @@ _CHAT_MESSAGES: Shape = [
             "tool": {**_CHAT_TEXT, "tool_call_id": None},
             "assistant": {
                 **_CHAT_TEXT,
-                # no effect: annotations, and reasoning, the second name of reasoning_content
-                **fields("reasoning_content", "reasoning", "prefix", "annotations"),
+                **fields("reasoning_content", "prefix", "annotations"),  # no effect: annotations
                 **fields(refusal=EMPTY, audio=EMPTY, function_call=EMPTY),
                 "tool_calls": [_CHAT_CALL],
             },
@@ -128,28 +127,32 @@ CHAT_FIELDS: dict[str, Shape] = {
 }
 
 
-def check_fields(shape: Shape, body: object, *, lenient: bool = False) -> list[str]:
+def check_fields(
+    shape: Shape, body: object, *, lenient: bool = False, left_out: Sequence[str] = ()
+) -> list[str]:
     """Checks that a body has no field that is unknown here.
 
     Args:
         lenient: remove unknown fields from `body` instead of refusing them.
+        left_out: paths of what the body had before.
 
     Returns:
-        The paths of fields without effect: at most MAX_NAMED, and "..." if there are more.
+        `left_out`, and the paths of fields without effect: at most MAX_NAMED, and "..." if there
+        are more.
 
     Raises:
         FieldError: a field is unknown, or a part of a message or a tool has a type that is not
             supported.
     """
-    ignored: list[str] = []
+    ignored = list(left_out[: MAX_NAMED + 1])
     for path, holder, name in _findings(shape, body, ""):
         if name is not None:
             if not lenient:
                 raise FieldError(f"unknown parameter: {path}", "unknown_parameter", path)
             del holder[name]
         if len(ignored) <= MAX_NAMED:
-            ignored.append(path if len(ignored) < MAX_NAMED else "...")
-    return ignored
+            ignored.append(path)
+    return ignored if len(ignored) <= MAX_NAMED else [*ignored[:MAX_NAMED], "..."]
 
 
 def _findings(shape: Shape, value: Any, path: str) -> Iterator[tuple[str, Any, str | None]]:
@@ -200,7 +203,8 @@ def _variant(shape: Variants, value: dict[str, Any], path: str) -> Shape:
     if shape.open:
         return None
     where = path or shape.tag
-    media = next((many for word, many in _MEDIA.items() if word in kind), None)
+    medium = media_of(kind)
+    media = medium and _MEDIA[medium]
     known = ", ".join(shape.shapes)
     reason = (
         f"type {_printable(kind)} is not supported; supported: {known}"
@@ -208,6 +212,11 @@ def _variant(shape: Variants, value: dict[str, Any], path: str) -> Shape:
         else f"{media} are not supported (type {_printable(kind)}): the model reads only text"
     )
     raise FieldError(f"{where}: {reason}", "unsupported_type", where)
+
+
+def media_of(kind: Any) -> str | None:
+    """The medium that a part of this type has, such as "image"; None: it is text, or unknown."""
+    return next((word for word in _MEDIA if word in kind), None) if isinstance(kind, str) else None
 
 
 _MEDIA = {"image": "images", "audio": "audio inputs", "video": "videos", "file": "files"} | {

@@ -4,6 +4,7 @@ A conversation is a request of one of three chat protocols, or a list of OpenAI-
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,11 +13,14 @@ import deepseek_recipe as recipe
 
 from finwhale.chat.client_schemas import ClientSchemas
 from finwhale.chat.effort import EffortLadder, changed, with_ladder
-from finwhale.chat.known_fields import CHAT_FIELDS, check_fields
+from finwhale.chat.history import readable
+from finwhale.chat.known_fields import CHAT_FIELDS, MAX_NAMED, check_fields
 from finwhale.chat.output import OutputParser
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 ProtocolName = Literal["chat", "responses", "messages"]
 
@@ -276,9 +280,11 @@ class ChatTemplate:
 
 
 def _convert(messages: ChatMessages, options: ChatOptions) -> ProtocolRequest:
-    _check(messages)
-    body: dict[str, Any] = {
-        "messages": [dict(message) for message in messages],
+    body, left_out = readable("chat", {"messages": messages})
+    _check(body["messages"])
+    if left_out:
+        logger.warning("parts of messages were left out", extra={"fields": left_out[:MAX_NAMED]})
+    body |= {
         "thinking": {"type": "enabled" if options.thinking else "disabled"},
         "stream": True,
     }

@@ -9,12 +9,28 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from finwhale.chat.history import readable
 from finwhale.chat.known_fields import check_fields
+from finwhale.chat.template import ProtocolName
 from finwhale.server.errors import ApiError
 from finwhale.server.known_fields import shape_of
+from finwhale.server.schemas import (
+    ChatBody,
+    CountTokensBody,
+    MessagesBody,
+    ResponsesBody,
+    TokenizeBody,
+)
 
 logger = logging.getLogger(__name__)
 
+_PROTOCOLS: dict[Any, ProtocolName] = {
+    ChatBody: "chat",
+    TokenizeBody: "chat",
+    ResponsesBody: "responses",
+    MessagesBody: "messages",
+    CountTokensBody: "messages",
+}
 _JSON_SUFFIX = re.compile(r"application/[^/]+\+json")  # RFC 6839
 
 
@@ -45,7 +61,8 @@ class BodyRoute(APIRoute):
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
-        shape = shape_of(self.body_field.field_info.annotation)  # type: ignore[arg-type]
+        kind: Any = self.body_field.field_info.annotation
+        shape, protocol = shape_of(kind), _PROTOCOLS.get(kind)
 
         async def parse_and_handle(request: Request) -> Response:
             body = await request.body()
@@ -55,7 +72,11 @@ class BodyRoute(APIRoute):
                 state["body_bytes"] = len(body)
                 value = await request.app.state.parser.parse(body)
                 del body
-                ignored = check_fields(shape, value, lenient=request.app.state.lenient)
+                left_out: list[str] = []
+                if protocol is not None and isinstance(value, dict):
+                    value, left_out = readable(protocol, value)
+                lenient = request.app.state.lenient
+                ignored = check_fields(shape, value, lenient=lenient, left_out=left_out)
                 if ignored:
                     state["ignored"] = ignored
                     extra = {"request_id": state["request_id"], "fields": ignored}

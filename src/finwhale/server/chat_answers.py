@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.history import pack_reasoning
 from finwhale.chat.output import FINISH_REASONS, dropped_ids, new_gate
 from finwhale.chat.parameter_names import ParameterNames
 from finwhale.chat.stop_gate import StopGate
@@ -30,8 +31,9 @@ Events = list[tuple[str | None, str]]
 _LOGPROBS = '"logprobs":{"content":['  # no string of JSON contains such quotes
 # deepseek-recipe takes the time at which it makes an event. Quotes inside strings are escaped.
 _CREATED_AT = re.compile('"created_at":[0-9]+')
-_HAVE_CREATED_AT = {
-    f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete", "failed")
+# Events of Responses that are not sent as deepseek-recipe writes them.
+_OWN = {f"response.{name}" for name in ("created", "in_progress", "completed", "incomplete")} | {
+    f"response.output_item.{name}" for name in ("added", "done")
 }
 _DECODER = json.JSONDecoder()
 ENTRIES = 16  # log-probabilities of tokens that are parsed at once
@@ -267,6 +269,7 @@ class AnswerStream:
         self._kind = _RESPONSE_KINDS[converted.protocol]
         self._response = self._kind(answer_id, model, created, prompt_tokens, cached_tokens)
         self._created = created
+        self._packed: dict[str, str] = {}  # the reasoning of each item of Responses
         self._tokenizer = tokenizer
         self._dropped = dropped_ids(tokenizer)
         self._special_tokens = special_tokens
@@ -387,7 +390,8 @@ class AnswerStream:
     async def response(self, turn: asyncio.Lock) -> dict[str, Any]:
         """The answer so far as the protocol's response object. Log-probabilities, of which there
         may be many, are parsed in parts, as `in_turns` makes pieces."""
-        head, mark, rest = str(self._response.to_json()).partition(_LOGPROBS)
+        whole = self._with_reasoning(str(self._response.to_json()))
+        head, mark, rest = whole.partition(_LOGPROBS)
         entries, end = [], 0
         while mark and rest[end] != "]":
             entry, end = _DECODER.raw_decode(rest, end + (rest[end] == ","))
@@ -401,6 +405,23 @@ class AnswerStream:
             found["choices"][0]["logprobs"] = {"content": entries}
         return found
 
+    def _own(self, name: str, text: str) -> str:
+        """An event of Responses, with the answer's time and with reasoning that can be read."""
+        if "output_item" not in name:
+            text = _CREATED_AT.sub(f'"created_at":{self._created}', text, count=1)
+        elif (item := json.loads(text)["item"])["type"] == "reasoning":
+            reasoning = "".join(part["text"] for part in item["content"])
+            self._packed[item["encrypted_content"]] = pack_reasoning(reasoning)
+        return self._with_reasoning(text)
+
+    def _with_reasoning(self, text: str) -> str:
+        """Replaces `encrypted_content`, which is a reasoning's number."""
+        for number, packed in self._packed.items():
+            text = text.replace(
+                f'"encrypted_content":"{number}"', f'"encrypted_content":"{packed}"'
+            )
+        return text
+
     def _push(self, chunk: recipe.InferenceChunk) -> Events:
         return [] if self._stream.finished else self._take(self._stream.push(chunk))
 
@@ -408,9 +429,7 @@ class AnswerStream:
         events = []
         for chunk in chunks:
             name, text = self._kind.sse_event_name(chunk), chunk.to_json()
-            if name in _HAVE_CREATED_AT:
-                text = _CREATED_AT.sub(f'"created_at":{self._created}', text, count=1)
-            events.append((name, text))
+            events.append((name, self._own(name, text) if name in _OWN else text))
             self._response.accumulate(chunk)
         return events
 

@@ -99,12 +99,7 @@ _RESPONSES_INPUT: Shape = [
                 **_ITEM,
                 **fields("call_id", "name", output=_RESPONSES_PARTS),
             },
-            "reasoning": {
-                **_ITEM,
-                "encrypted_content": None,
-                "summary": [fields("type", "text")],
-                "content": [fields("type", "text")],
-            },
+            "reasoning": None,  # chat/history.py makes it anew
             "tool_search_call": {**_ITEM, **fields("call_id", "execution", "arguments")},
             "tool_search_output": {
                 **_ITEM,
