@@ -36,7 +36,8 @@ def description(fuzzed: RunningServer) -> Any:
 
 OPERATIONS = [
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
-    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("GET", "/v1/models"),
+    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/responses/input_tokens"), ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/health"), ("GET", "/health/live"), ("GET", "/health/ready"), ("GET", "/metrics"),
     ("GET", "/live"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/version"),

@@ -258,6 +258,7 @@ SMALL: dict[str, Fields] = {
     RESPONSES: {"input": "x", "instructions": "x", "max_output_tokens": 1, "user": "x"},
     MESSAGES: {"messages": ASKED, "max_tokens": 1, "system": "x", "stop_sequences": ["x"]},
     "/v1/messages/count_tokens": {"messages": ASKED, "system": "x"},
+    "/v1/responses/input_tokens": {"input": "x", "instructions": "x"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }  # fmt: skip

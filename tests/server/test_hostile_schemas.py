@@ -100,6 +100,8 @@ def every_way(schema: Fields) -> dict[str, tuple[str, Fields]]:
         "messages strict tool": ("/v1/messages", {**asked, "tools": [{**tool, "strict": True}]}),
         "count_tokens": ("/v1/messages/count_tokens", {
             "messages": asked["messages"], "tools": [tool]}),
+        "input_tokens": ("/v1/responses/input_tokens", {
+            "input": "x", "tools": [{"type": "function", **function["function"]}]}),
         "tokenize": ("/tokenize", {"messages": asked["messages"], "tools": [function]}),
         "guided_json": ("/v1/completions", {**text, "guided_json": schema}),
         "guided_json, a string": ("/v1/completions", {**text, "guided_json": json.dumps(schema)}),

@@ -258,6 +258,20 @@ def test_thinking_in_responses(start: Any, default: bool) -> None:
         begins_with(thinking={"type": "sometimes"})
 
 
+def test_input_tokens_counts_the_prompt_of_responses(server: RunningServer) -> None:
+    client = server.openai()
+    tools: list[Any] = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    for options in ({}, {"tools": tools}, {"instructions": "Be short."}):
+        made = client.responses.create(
+            model=MODEL,
+            input=TEXT,
+            max_output_tokens=1,
+            **options,  # type: ignore[arg-type]
+        )
+        counted = client.responses.input_tokens.count(model=MODEL, input=TEXT, **options)  # type: ignore[arg-type]
+        assert made.usage is not None and counted.input_tokens == made.usage.input_tokens
+
+
 def test_reasoning_comes_back_in_encrypted_content(server: RunningServer) -> None:
     """Clients such as Codex send back nothing else of a reasoning item."""
     client = server.openai()

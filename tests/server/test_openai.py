@@ -24,6 +24,12 @@ def test_models(server: RunningServer) -> None:
     client = server.openai()
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
+    (card,) = server.anthropic().models.list()
+    length = server.state.max_model_len
+    assert (card.id, card.type, card.display_name) == (MODEL, "model", MODEL)
+    assert card.created_at.timestamp() == client.models.retrieve(MODEL).created
+    assert (card.max_input_tokens, card.max_tokens) == (length - 1, length - 1)
+    assert client.models.retrieve(MODEL).to_dict()["context_length"] == length
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 

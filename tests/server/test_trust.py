@@ -197,7 +197,7 @@ def test_the_log_says_why_a_request_is_refused(
     assert found["status"] == 200 and not {"reason", "code", "param", "path"} & found.keys()
     found = logged("POST", "/v1/completions", {**good, "nonsense\n\x1b": 1})
     assert found["code"] == "unknown_parameter" and found["param"] == "nonsense??"
-    assert found["reason"] == "unknown parameter: nonsense??"
+    assert found["reason"].startswith("unknown parameter: nonsense??")
     found = logged("POST", "/v1/completions", {**good, "temperature": 9})
     assert found["code"] == "invalid_value" and found["param"] == "temperature"
     found = logged("POST", "/v1/completions", {**good, "model": "other"})
@@ -212,7 +212,7 @@ def test_the_log_says_why_a_request_is_refused(
     # The reason does not quote the request.
     message = {"role": "zanzibar", "content": "zanzibar"}
     found = logged("POST", "/v1/chat/completions", {"model": MODEL, "messages": [message]})
-    assert found["code"] == "invalid_request" and found["reason"]
+    assert found["code"] == "unsupported_value" and found["reason"]
     assert "zanzibar" not in str(found)
 
 

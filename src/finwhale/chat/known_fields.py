@@ -100,7 +100,6 @@ _CHAT_MESSAGES: Shape = [
                 "tool_calls": [_CHAT_CALL],
             },
         },
-        open=True,
     )
 ]
 _CHAT_FUNCTION = fields("name", "description", "parameters", "strict")
@@ -202,10 +201,11 @@ def _variant(shape: Variants, value: dict[str, Any], path: str) -> Shape:
         return shape.shapes[kind]
     if shape.open:
         return None
-    where = path or shape.tag
+    where, known = path or shape.tag, ", ".join(shape.shapes)
+    if shape.tag != "type":
+        raise FieldError(f"{where}: {shape.tag} must be one of {known}", "unsupported_value", where)
     medium = media_of(kind)
     media = medium and _MEDIA[medium]
-    known = ", ".join(shape.shapes)
     reason = (
         f"type {_printable(kind)} is not supported; supported: {known}"
         if media is None

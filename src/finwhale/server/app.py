@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -148,6 +149,11 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
     async def count_tokens(body: CountTokensBody, request: Request) -> dict[str, int]:
         return {"input_tokens": await tokens.count(state, body, _size(request))}
 
+    @app.post("/v1/responses/input_tokens", responses=_ERRORS)
+    async def count_input_tokens(body: ResponsesBody, request: Request) -> dict[str, int | str]:
+        counted = await tokens.count(state, body, _size(request))
+        return {"object": "response.input_tokens", "input_tokens": counted}
+
     @app.post("/tokenize", responses=_ERRORS, response_model=TokenizeAnswer)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         return json_answer(await tokens.tokenize(state, body, _size(request)), state.turn)
@@ -159,11 +165,22 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
 
 def _add_service(app: FastAPI, state: ServerState) -> None:
     def card(name: str) -> ModelCard:
-        return ModelCard(id=name, created=state.started, max_model_len=state.ready.max_model_len)
+        context = state.ready.max_model_len
+        return ModelCard(
+            id=name,
+            created=state.started,
+            created_at=datetime.fromtimestamp(state.started, UTC).isoformat(),
+            display_name=name,
+            max_model_len=context,
+            context_length=context,
+            max_input_tokens=state.config.max_prompt_tokens or context - 1,
+            max_tokens=context - 1,
+        )
 
     @app.get("/v1/models", responses=_ERRORS)
     async def list_models() -> ModelList:
-        return ModelList(data=[card(name) for name in state.config.model_names])
+        names = state.config.model_names
+        return ModelList(data=[*map(card, names)], first_id=names[0], last_id=names[-1])
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def get_model(name: str) -> ModelCard:
@@ -292,7 +309,13 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        told = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        method, path = request.method, request.url.path[:200]
+        reasons = {
+            404: f"this server has no {path}: see /docs for its paths",
+            405: f"{path} does not take {method}",
+        }
+        text = reasons.get(error.status_code, str(error.detail))
+        told = ApiError(error.status_code, text, headers=error.headers)
         return _refused(request, state, told)
 
     async def gone(request: Request, error: Exception) -> Response:

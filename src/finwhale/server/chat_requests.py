@@ -52,6 +52,7 @@ _OWN_FIELDS = frozenset(SamplingBody.model_fields) - {"stream", "temperature", "
     "background",
     "client_metadata",
     "modalities",
+    "verbosity",
     "min_tokens",
     "include_stop_str_in_output",
     "no_stop_trim",

@@ -57,6 +57,7 @@ ErrorCode = Literal[
     "unsupported_value",
 ]
 
+LENIENT_HINT = "a server that is started with --lenient ignores such fields"
 _OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -159,7 +160,8 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, FieldError):
-        return ApiError(400, str(error), code=error.code, param=error.path)
+        hint = f" ({LENIENT_HINT})" if error.code == "unknown_parameter" else ""
+        return ApiError(400, f"{error}{hint}", code=error.code, param=error.path)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code="invalid_request")
     if isinstance(error, QueueFullError):

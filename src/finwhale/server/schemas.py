@@ -297,6 +297,7 @@ class ChatBody(OpenAIBody):
     modalities: list[Literal["text"]] | None = Field(
         default=None, description='only ["text"] is supported'
     )
+    verbosity: str | None = Field(default=None, description="no effect")
     metadata: Json | None = Field(default=None, description="no effect")
     store: bool | None = Field(default=None, description="no effect")
     service_tier: str | None = Field(default=None, description="no effect")
@@ -425,12 +426,24 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "finwhale"
-    max_model_len: int
+    max_model_len: int  # vLLM's name for the context
+    context_length: int  # the name that routers know
+    # Anthropic's fields
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
 
 
 class ModelList(BaseModel):
+    """The list in OpenAI's and in Anthropic's form."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class Health(BaseModel):

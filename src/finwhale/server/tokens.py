@@ -1,13 +1,14 @@
-"""/tokenize, /detokenize and /v1/messages/count_tokens."""
+"""/tokenize, /detokenize, /v1/messages/count_tokens and /v1/responses/input_tokens."""
 
 from typing import Any
 
-from finwhale.chat.template import ProtocolRequest, convert
+from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.errors import RequestError
 from finwhale.server.chat_requests import convert_body
 from finwhale.server.schemas import (
     CountTokensBody,
     DetokenizeBody,
+    ResponsesBody,
     TokenizeBody,
 )
 from finwhale.server.state import ServerState
@@ -56,11 +57,12 @@ async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) 
     return {"prompt": text}
 
 
-async def count(state: ServerState, body: CountTokensBody, body_bytes: int) -> int:
-    """The number of tokens of a prompt of /v1/messages. Raises RequestError, ApiError."""
+async def count(state: ServerState, body: CountTokensBody | ResponsesBody, body_bytes: int) -> int:
+    """The number of tokens of a prompt of Messages or Responses. Raises RequestError, ApiError."""
     state.check_model(body.model)
     return len(await state.in_thread(body_bytes, lambda: _encode_body(state, body)))
 
 
-def _encode_body(state: ServerState, body: CountTokensBody) -> list[int]:
-    return _encode_converted(state, convert_body(state, "messages", body).converted)
+def _encode_body(state: ServerState, body: CountTokensBody | ResponsesBody) -> list[int]:
+    protocol: ProtocolName = "messages" if isinstance(body, CountTokensBody) else "responses"
+    return _encode_converted(state, convert_body(state, protocol, body).converted)

@@ -5,8 +5,15 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 
-from finwhale.server.errors import ApiError
+from finwhale.server.errors import LENIENT_HINT, ApiError
 
+# Fields of OpenAI's protocols whose other values this server does not have.
+_UNSUPPORTED: dict[str | int, str] = {
+    "previous_response_id": "this server stores no responses; send the earlier items in `input`",
+    "background": "this server answers each request at once; leave the field out",
+    "truncation": 'this server never shortens a conversation; only "disabled" is supported',
+    "modalities": 'the model writes only text; only ["text"] is supported',
+}
 _Path = tuple[str | int, ...]
 
 
@@ -31,8 +38,11 @@ def validation_error(error: RequestValidationError) -> ApiError:
     path = next(path for rank, path, _ in ranked if rank == best)
     where = ".".join(map(str, path))
     if kind == "extra_forbidden":
-        message = f"unknown parameter: {where}"
+        message = f"unknown parameter: {where} ({LENIENT_HINT})"
         return ApiError(400, message, code="unknown_parameter", param=where)
+    if path and path[0] in _UNSUPPORTED:
+        message = f"{path[0]}: {_UNSUPPORTED[path[0]]}"
+        return ApiError(400, message, code="unsupported_value", param=str(path[0]))
     reasons = dict.fromkeys(message for rank, _, message in ranked if rank == best)
     message = " or ".join(reasons).replace(" or Input should be ", " or ")
     message = f"{where}: {message}" if where else message
