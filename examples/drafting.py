@@ -16,7 +16,7 @@ for draft_tokens in (0, 2):
     results = llm.generate(PROMPTS, params)
     texts.append([result.outputs[0].text for result in results])
     if draft_tokens:
-        metrics = llm.engine.metrics()
+        metrics = llm.metrics()
         print(f"accepted drafts by position: {[f'{share:.0%}' for share in metrics.acceptance]}")
     del llm
 

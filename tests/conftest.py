@@ -218,7 +218,7 @@ def new_llm(tiny_path: Path, one_thread: None) -> Iterator[Callable[..., LLM]]:
 
 def assert_idle(llm: LLM) -> None:
     """No request, page or sampling state is left behind."""
-    engine = llm.engine
+    engine = llm._engine
     engine.check_integrity()
     assert not engine.has_work
     assert not engine.scheduler.running

@@ -228,9 +228,9 @@ def main() -> None:
         table: dict[str, Any] = {}
         for index, source in enumerate(corpus.sources):
             prompts = prompts_of(corpus, index, args.prompts)
-            before = llm.engine.metrics()
+            before = llm.metrics()
             texts = continued(llm, source, prompts, temperature, args.max_tokens)
-            after = llm.engine.metrics()
+            after = llm.metrics()
             verified = after.verifications - before.verifications
             accepted = sum(after.drafts_accepted) - sum(before.drafts_accepted)
             found = [trial(model, head, text, SEED + i) for i, text in enumerate(texts)]

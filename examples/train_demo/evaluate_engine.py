@@ -59,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     llm = LLM(device="cpu", activations=args.activations, wo_a_input=args.wo_a_input)
-    stepper, corpus = Stepper(llm.engine), Corpus.load(args.corpus)
+    stepper, corpus = Stepper(llm._engine), Corpus.load(args.corpus)
     starts = np.concatenate([[0], np.cumsum(corpus.lengths)])
     by_source = {}
     for index, name in enumerate(corpus.sources):

@@ -28,12 +28,12 @@ class AsyncLLM(LoadedModel):
     aborts its requests: the engine frees their pages before its next step. If the engine fails,
     every coroutine that waits for it raises EngineDeadError.
 
-    Use it with `async with`, or call `aclose` at the end. As with `LLM`, the memory is freed when
-    the object is garbage-collected.
+    Use it with `async with`, or call `aclose` at the end. Garbage collection ends the thread and
+    frees the memory, too.
     """
 
-    def on_open(self) -> None:
-        self._stepper = _Stepper(self.engine)
+    def _on_open(self) -> None:
+        self._stepper = _Stepper(self._engine)
         self._stop = weakref.finalize(self, self._stepper.stop)
 
     async def generate(
@@ -42,7 +42,7 @@ class AsyncLLM(LoadedModel):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt, as `LLM.generate` does."""
-        return await self._run(self.prepared(prompts, sampling_params))
+        return await self._run(self._prepared(prompts, sampling_params))
 
     async def chat(
         self,
@@ -53,7 +53,7 @@ class AsyncLLM(LoadedModel):
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[RequestOutput]:
         """Answers each conversation, as `LLM.chat` does."""
-        return await self._run(self.prepared_chats(messages, sampling_params, thinking, tools))
+        return await self._run(self._prepared_chats(messages, sampling_params, thinking, tools))
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -67,8 +67,8 @@ class AsyncLLM(LoadedModel):
         Raises:
             RequestError: the prompt cannot be served.
         """
-        job = await asyncio.to_thread(self.job, prompt, sampling_params or SamplingParams())
-        request = _Request(self.new_id(), job, streams=True)
+        job = await asyncio.to_thread(self._job, prompt, sampling_params or SamplingParams())
+        request = _Request(self._new_id(), job, streams=True)
         result: RequestOutput | None = None
         try:
             self._stepper.begin(request)
@@ -88,7 +88,7 @@ class AsyncLLM(LoadedModel):
         requests: Requests = "recompute",
     ) -> None:
         """Replaces the weights, as `LLM.update_weights` does. A thread consumes an iterable."""
-        update = partial_of(self.updates.update, source, partial=partial, requests=requests)
+        update = partial_of(self._updates.update, source, partial=partial, requests=requests)
         await asyncio.to_thread(update)
 
     async def init_weights_update_group(
@@ -104,7 +104,7 @@ class AsyncLLM(LoadedModel):
     ) -> None:
         """Joins a process group with a trainer, as `LLM.init_weights_update_group` does."""
         join = partial_of(
-            self.updates.join,
+            self._updates.join,
             rank_offset=rank_offset,
             world_size=world_size,
             group_name=group_name,
@@ -115,7 +115,7 @@ class AsyncLLM(LoadedModel):
 
     async def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
         """Leaves a group."""
-        await asyncio.to_thread(self.updates.leave, group_name)
+        await asyncio.to_thread(self._updates.leave, group_name)
 
     async def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
         """Runs no more steps until `resume`; requests wait.
@@ -123,11 +123,11 @@ class AsyncLLM(LoadedModel):
         Args:
             mode: "abort" ends all requests with the finish reason "abort".
         """
-        await asyncio.to_thread(self.engine.pause, mode)
+        await asyncio.to_thread(self._engine.pause, mode)
 
     async def resume(self) -> None:
         """Continues after `pause`."""
-        await asyncio.to_thread(self.engine.resume)
+        await asyncio.to_thread(self._engine.resume)
 
     async def sleep(
         self,
@@ -137,16 +137,20 @@ class AsyncLLM(LoadedModel):
         requests: Literal["recompute", "abort"] = "recompute",
     ) -> None:
         """Frees memory until `wake`, as `LLM.sleep` does."""
-        sleep = partial_of(self.engine.sleep, drop_weights=drop_weights, requests=requests)
+        sleep = partial_of(self._engine.sleep, drop_weights=drop_weights, requests=requests)
         await asyncio.to_thread(sleep, tags)
 
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
         """Allocates memory again after `sleep`."""
-        await asyncio.to_thread(self.engine.wake, tags)
+        await asyncio.to_thread(self._engine.wake, tags)
 
     async def aclose(self) -> None:
-        """Ends the thread. Running requests and later ones raise FinwhaleError."""
+        """Ends the thread and frees the memory, whatever still refers to this object.
+
+        Running requests and later ones raise FinwhaleError; closing again does nothing.
+        """
         await asyncio.to_thread(self._stop)
+        await asyncio.to_thread(self._close)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -158,7 +162,7 @@ class AsyncLLM(LoadedModel):
         """Runs the requests to their ends. An exception or a cancellation aborts all of them."""
         # Tokenising and compiling grammars take time, which other coroutines can use.
         begun = [
-            job if isinstance(job, RequestOutput) else _Request(self.new_id(), job, streams=False)
+            job if isinstance(job, RequestOutput) else _Request(self._new_id(), job, streams=False)
             for job in await asyncio.to_thread(list, jobs)
         ]
         requests = [one for one in begun if isinstance(one, _Request)]
@@ -176,9 +180,9 @@ class AsyncLLM(LoadedModel):
         try:
             (result,) = await request.take()
         except RequestError as error:
-            return self.refused(error, request.job)
+            return self._refused(error, request.job)
         if request.job.answer_to is not None:
-            await asyncio.to_thread(self.parse_answer, request.job, result)
+            await asyncio.to_thread(self._parse_answer, request.job, result)
         return result
 
 

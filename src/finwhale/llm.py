@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -32,15 +32,17 @@ from finwhale.config import (
 from finwhale.distributed.hosts import Placement
 from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
+from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.request_checks import new_matcher
 from finwhale.engine.loop.weight_updates import WeightsSource, WeightUpdates
 from finwhale.engine.plan.sampling import TokenMatcher
-from finwhale.errors import RequestError
+from finwhale.errors import FinwhaleError, RequestError
 from finwhale.files import is_file
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
+from finwhale.options import similar
 from finwhale.request import (
     CompletionOutput,
     RequestOutput,
@@ -67,6 +69,7 @@ class Job:
         answer_to: the rendered conversation, if this is a chat.
         stop: a chat's stop strings. With tools, params lack them: they mean nothing inside tool
             calls, and only the parser knows where those are.
+        raises: a refusal raises RequestError, instead of giving a result with an error.
     """
 
     token_ids: Sequence[int]
@@ -76,6 +79,7 @@ class Job:
     stop_after: int | None = None
     answer_to: ChatPrompt | None = None
     stop: tuple[str, ...] = ()
+    raises: bool = False
 
 
 class LoadedModel:
@@ -85,6 +89,7 @@ class LoadedModel:
         self,
         path: str | Path | None = None,
         *,
+        model: str | Path | None = None,
         revision: str | None = None,
         progress: Progress | None = None,
         device: str | None = None,
@@ -112,51 +117,94 @@ class LoadedModel:
         cache_dir: str | Path | None = None,
         draft_tokens: DraftTokens = 0,
         watchdog_seconds: float | None = None,
+        **unknown: Never,
     ) -> None:
         # tests/unit/test_options.py compares the signature with EngineConfig.
         given = locals() | {"cache_dir": None if cache_dir is None else str(cache_dir)}
-        config = EngineConfig(**{one.name: given[one.name] for one in fields(EngineConfig)})
-        self._directory = checkpoint_directory(path, revision)
-        self.engine = open_engine(config, self._directory, progress)
-        self.tokenizer = self.engine.tokenizer
-        self.updates = WeightUpdates(self.engine)
+        names = [one.name for one in fields(EngineConfig)]
+        for name in unknown:
+            raise TypeError(f"{type(self).__name__} has no option {name!r}{similar(name, given)}")
+        if path is not None and model is not None:
+            raise TypeError(f"{type(self).__name__} takes the checkpoint once: as path or as model")
+        config = EngineConfig(**{name: given[name] for name in names})
+        self._directory = checkpoint_directory(model if path is None else path, revision)
+        engine = open_engine(config, self._directory, progress)
+        self._opened: tuple[Engine, WeightUpdates] | None = (engine, WeightUpdates(engine))
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
-        self.on_open()
+        self._on_open()
 
-    def on_open(self) -> None:
+    def _on_open(self) -> None:
         """Called once the engine is open."""
 
+    def _check_open(self) -> tuple[Engine, WeightUpdates]:
+        if self._opened is None:
+            raise FinwhaleError(f"this {type(self).__name__} is closed: make a new one")
+        return self._opened
+
+    @property
+    def _engine(self) -> Engine:
+        return self._check_open()[0]
+
+    @property
+    def _updates(self) -> WeightUpdates:
+        return self._check_open()[1]
+
+    def _close(self) -> None:
+        """End all requests and free the memory, whatever still refers to this object."""
+        if self._opened is not None:
+            (engine, _), self._opened = self._opened, None
+            engine.close()
+
     def __repr__(self) -> str:
-        rank = self.engine.executor.description
+        name = f"{type(self).__name__} {str(self._directory)!r}"
+        if self._opened is None:
+            return f"<{name}: closed>"
+        rank = self._engine.executor.description
         ranks = f"{rank.num_ranks} ranks, " if rank.num_ranks > 1 else ""
         return (
-            f"<{type(self).__name__} {str(self._directory)!r}: {ranks}{rank.device}, "
-            f"context of {self.engine.max_model_len} tokens, "
-            f"up to {self.engine.config.max_num_seqs} sequences at once>"
+            f"<{name}: {ranks}{rank.device}, context of {self._engine.max_model_len} tokens, "
+            f"up to {self._engine.config.max_num_seqs} sequences at once>"
         )
+
+    def metrics(self) -> EngineMetrics:
+        """The engine's state and counters, such as `acceptance` of drafts."""
+        return self._engine.metrics()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, which has `encode` and `decode`.
+
+        `encode` of the tokenizer adds no beginning-of-sequence token; `LLM.encode` does.
+
+        Raises:
+            RequestError: the checkpoint has no tokenizer.
+        """
+        return self._tokenizer_for("this")
+
+    def _tokenizer_for(self, what: str, advice: str = "") -> Tokenizer:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, and this checkpoint has no tokenizer.json{advice}"
+            )
+        return tokenizer
 
     def chat_template(self) -> ChatTemplate:
         """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
-        if self.tokenizer is None:
-            raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
+        tokenizer = self._tokenizer_for("chat")
         if self._template is None:
-            dialect = architecture_of(self.engine.model_config).chat_dialect(self._directory)
-            self._template = ChatTemplate(self.tokenizer, dialect)
+            dialect = architecture_of(self._engine.model_config).chat_dialect(self._directory)
+            self._template = ChatTemplate(tokenizer, dialect)
         return self._template
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text prompt, which begin with the beginning-of-sequence token."""
-        if self.tokenizer is None:
-            raise RequestError(
-                "a text prompt needs a tokenizer, and this checkpoint has no tokenizer.json: give "
-                "token ids"
-            )
+        tokenizer = self._tokenizer_for("a text prompt", ": give token ids")
         if not text:
             raise RequestError("the prompt is empty: give at least one character")
-        return [self.engine.model_config.bos_token_id, *self.tokenizer.encode(text)]
+        return [self._engine.model_config.bos_token_id, *tokenizer.encode(text)]
 
-    def prepared(
+    def _prepared(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
@@ -170,31 +218,32 @@ class LoadedModel:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> Job | RequestOutput:
         try:
-            return self.job(prompt, params)
+            return self._job(prompt, params)
         except RequestError as error:
             text, token_ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
             return self._error_result(error, text, token_ids)
 
-    def job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         """Prepare one prompt. Raises RequestError."""
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        return Job(token_ids, params, text, new_matcher(params, self.tokenizer))
+        return Job(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
 
-    def prepared_chats(
+    def _prepared_chats(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         thinking: bool,
         tools: Sequence[Mapping[str, Any]],
     ) -> Iterator[Job | RequestOutput]:
-        """Prepare the conversations of `chat`, as `prepared` prepares prompts."""
+        """Prepare the conversations of `chat`, as `_prepared` prepares prompts."""
         several = _as_conversations(messages)
         params = _as_params(sampling_params, len(several))
         template = self.chat_template()
         options = ChatOptions(thinking=thinking, tools=tools)
+        alone = several[0] is messages
         return (
-            self._prepare_chat(template, conversation, one, options)
+            self._prepare_chat(template, conversation, one, options, alone)
             for conversation, one in zip(several, params, strict=True)
         )
 
@@ -204,12 +253,15 @@ class LoadedModel:
         conversation: Messages,
         params: SamplingParams,
         options: ChatOptions,
+        alone: bool,
     ) -> Job | RequestOutput:
         prompt: ChatPrompt | None = None
         try:
             prompt = template.render(conversation, options)
-            matcher = new_matcher(params, self.tokenizer)
+            matcher = new_matcher(params, self._engine.tokenizer)
         except RequestError as error:
+            if alone:
+                raise
             if prompt is None:
                 return self._error_result(error, None, [])
             return self._error_result(error, prompt.text, list(prompt.token_ids))
@@ -217,9 +269,9 @@ class LoadedModel:
         stop = tuple(params.stop)
         if options.tools:
             params = replace(params, stop=())
-        return Job(prompt.token_ids, params, prompt.text, matcher, stop_after, prompt, stop)
+        return Job(prompt.token_ids, params, prompt.text, matcher, stop_after, prompt, stop, alone)
 
-    def parse_answer(self, job: Job, result: RequestOutput) -> None:
+    def _parse_answer(self, job: Job, result: RequestOutput) -> None:
         """Fill `message` of the outputs, if the job is a chat.
 
         With tools, also cut the outputs at their stop strings, which the engine has not looked for.
@@ -233,8 +285,7 @@ class LoadedModel:
             # The end of sequence and a stop token are not part of the answer. The parser finds a
             # stop string itself.
             ended_by_token = output.finish_reason == "stop" and output.stop_reason not in job.stop
-            assert self.tokenizer is not None  # the template has it
-            gate = new_gate(self.tokenizer, job.params, job.stop, job.stop_after)
+            gate = new_gate(self.get_tokenizer(), job.params, job.stop, job.stop_after)
             parser = template.parser(job.answer_to, () if gate else job.stop, gate)
             parser.feed(output.token_ids[:-1] if ended_by_token else output.token_ids)
             if parser.finished and not job.params.stop:
@@ -244,22 +295,23 @@ class LoadedModel:
 
     def _cut(self, output: CompletionOutput, job: Job, parser: OutputParser) -> None:
         """End an output with the token at which its parser has found a stop string."""
-        assert self.tokenizer is not None
         num_tokens = parser.num_tokens
         del output.token_ids[num_tokens:]
         if output.logprobs is not None:
             del output.logprobs[num_tokens:]
         if output.routed_experts is not None:
             output.routed_experts = output.routed_experts[: num_tokens - 1]
-        detokenizer = Detokenizer(self.tokenizer, job.params.skip_special_tokens)
+        detokenizer = Detokenizer(self.get_tokenizer(), job.params.skip_special_tokens)
         before = detokenizer.feed(output.token_ids[: parser.num_before_stop])
         text = before + detokenizer.feed(output.token_ids[parser.num_before_stop :])
         begin, end, stop = find_stop(text, job.stop, len(before))
         output.text = text[: end if job.params.include_stop_str_in_output else begin]
         output.finish_reason, output.stop_reason = "stop", stop
 
-    def refused(self, error: RequestError, job: Job) -> RequestOutput:
-        """The finished result of a prompt that the engine refuses."""
+    def _refused(self, error: RequestError, job: Job) -> RequestOutput:
+        """The finished result of a prompt that the engine refuses; a single chat raises."""
+        if job.raises:
+            raise error
         return self._error_result(error, job.text, list(job.token_ids))
 
     def _error_result(
@@ -267,9 +319,9 @@ class LoadedModel:
     ) -> RequestOutput:
         logger.warning("%s", error)
         output = CompletionOutput(0, finish_reason="error")
-        return RequestOutput(self.new_id(), text, token_ids, [output], True, str(error))
+        return RequestOutput(self._new_id(), text, token_ids, [output], True, str(error))
 
-    def new_id(self) -> str:
+    def _new_id(self) -> str:
         """A request id that this model has not used before."""
         return str(next(self._ids))
 
@@ -284,11 +336,14 @@ def add_job(engine: Engine, request_id: str, job: Job) -> RequestOutput:
 class LLM(LoadedModel):
     """A model and an engine in this process; threads may share it, forked processes may not.
 
+    Use it with `with`, or call `close` at the end; garbage collection frees the memory, too.
+
     On a CPU, it sets numpy's BLAS to one thread for the whole process (ops/cpu_math.py says why).
 
     Args:
         path: directory of a checkpoint, or the id of a repository on the Hugging Face Hub, which
             is downloaded unless the cache has it; None: the embedded model.
+        model: the same as `path`, as in vLLM.
         revision: branch, tag or commit of the repository; None: its main branch.
         progress: called with (bytes read, total bytes) while weights load.
 
@@ -298,7 +353,21 @@ class LLM(LoadedModel):
         CheckpointError: the checkpoint is missing, broken or not a DeepSeek-V4 model.
         ResourceError: the device is missing or has too little memory.
         FinwhaleError: an option is out of range.
+        TypeError: an option is unknown.
     """
+
+    def close(self) -> None:
+        """Ends all requests and frees the memory, whatever still refers to this object.
+
+        Later calls raise FinwhaleError; closing again does nothing.
+        """
+        self._close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -321,7 +390,7 @@ class LLM(LoadedModel):
         Raises:
             RequestError: the number of sampling_params is not the number of prompts.
         """
-        return self._run(self.prepared(prompts, sampling_params), show_progress)
+        return self._run(self._prepared(prompts, sampling_params), show_progress)
 
     def chat(
         self,
@@ -342,14 +411,15 @@ class LLM(LoadedModel):
             show_progress: show a progress bar, if standard error is a terminal.
 
         Each output's `message` is the answer, parsed into content, reasoning_content and
-        tool_calls. Stop strings end the content, not the reasoning or a tool call. If a
-        conversation is malformed or too long, its result has an `error`, as in `generate`.
+        tool_calls. Stop strings end the content, not the reasoning or a tool call. If one of
+        several conversations is malformed or too long, its result has an `error`, as in `generate`.
 
         Raises:
-            RequestError: `messages` has neither form, the checkpoint has no tokenizer, or stop
-                strings come with options that answers do not support.
+            RequestError: a single conversation is malformed or too long, `messages` has neither
+                form, the checkpoint has no tokenizer, or stop strings come with options that
+                answers do not support.
         """
-        jobs = self.prepared_chats(messages, sampling_params, thinking, tools)
+        jobs = self._prepared_chats(messages, sampling_params, thinking, tools)
         return self._run(jobs, show_progress)
 
     def stream(
@@ -360,13 +430,13 @@ class LLM(LoadedModel):
         Raises:
             RequestError: the prompt cannot be served.
         """
-        job = self.job(prompt, sampling_params or SamplingParams())
-        request_id = self.new_id()  # before it begins, so that an interrupt aborts it
+        engine, job = self._engine, self._job(prompt, sampling_params or SamplingParams())
+        request_id = self._new_id()  # before it begins, so that an interrupt aborts it
         shown, finished = 0, False
         try:
-            result = add_job(self.engine, request_id, job)
+            result = add_job(engine, request_id, job)
             while not finished:
-                self.engine.step()
+                engine.step()
                 # Another thread's stream or batch may have stepped this request to its end.
                 finished = result.finished
                 made = sum(len(output.token_ids) for output in result.outputs)
@@ -374,7 +444,7 @@ class LLM(LoadedModel):
                     shown = made
                     yield result
         finally:
-            self.engine.abort(request_id)
+            engine.abort(request_id)
 
     def update_weights(
         self,
@@ -405,7 +475,7 @@ class LLM(LoadedModel):
             FinwhaleError: a broadcast timed out. The engine has left the group.
             EngineDeadError: a rank failed, perhaps while it wrote the weights. Start a new engine.
         """
-        self.updates.update(source, partial=partial, requests=requests)
+        self._updates.update(source, partial=partial, requests=requests)
 
     def init_weights_update_group(
         self,
@@ -434,7 +504,7 @@ class LLM(LoadedModel):
             RequestError: an argument is wrong, or the engine is already in a group of this name.
             FinwhaleError: the members did not join in time.
         """
-        self.updates.join(
+        self._updates.join(
             master_address,
             master_port,
             rank_offset=rank_offset,
@@ -446,7 +516,7 @@ class LLM(LoadedModel):
 
     def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
         """Leaves a group. Raises RequestError if the engine is not in it."""
-        self.updates.leave(group_name)
+        self._updates.leave(group_name)
 
     def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
         """Runs no more steps until `resume`; calls of other threads wait.
@@ -454,11 +524,11 @@ class LLM(LoadedModel):
         Args:
             mode: "abort" ends all requests with the finish reason "abort".
         """
-        self.engine.pause(mode)
+        self._engine.pause(mode)
 
     def resume(self) -> None:
         """Continues after `pause`."""
-        self.engine.resume()
+        self._engine.resume()
 
     def sleep(
         self,
@@ -483,14 +553,15 @@ class LLM(LoadedModel):
             ResourceError: the host has too little memory to save a GPU's weights. The engine stays
                 awake.
         """
-        self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
+        self._engine.sleep(tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
         """Allocates memory again after `sleep`. The engine continues when it has all of it."""
-        self.engine.wake(tags)
+        self._engine.wake(tags)
 
     def _run(self, jobs: Iterable[Job | RequestOutput], show_progress: bool) -> list[RequestOutput]:
         """Begins the requests and runs them to their ends. An exception aborts all of them."""
+        engine = self._engine
         begun: list[tuple[Job | None, RequestOutput]] = []
         ids: list[str] = []
         try:
@@ -498,25 +569,25 @@ class LLM(LoadedModel):
                 if isinstance(job, RequestOutput):
                     begun.append((None, job))
                     continue
-                ids.append(self.new_id())  # as in `stream`
-                begun.append(self._begin(ids[-1], job))
+                ids.append(self._new_id())  # as in `stream`
+                begun.append(self._begin(engine, ids[-1], job))
             with _Bar(show_progress, [result for _, result in begun]) as bar:
                 while not all(result.finished for _, result in begun):
-                    self.engine.step()
+                    engine.step()
                     bar.update()
         finally:
             for request_id in ids:
-                self.engine.abort(request_id)
+                engine.abort(request_id)
         for accepted, result in begun:
             if accepted is not None:
-                self.parse_answer(accepted, result)
+                self._parse_answer(accepted, result)
         return [result for _, result in begun]
 
-    def _begin(self, request_id: str, job: Job) -> tuple[Job | None, RequestOutput]:
+    def _begin(self, engine: Engine, request_id: str, job: Job) -> tuple[Job | None, RequestOutput]:
         try:
-            return job, add_job(self.engine, request_id, job)
+            return job, add_job(engine, request_id, job)
         except RequestError as error:
-            return None, self.refused(error, job)
+            return None, self._refused(error, job)
 
 
 def progress_bar(what: str) -> RichProgress:

@@ -5,9 +5,10 @@ arguments into the dataclass. `cli/options_page.py` writes docs/options.md from 
 """
 
 import argparse
+import difflib
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -153,6 +154,12 @@ def check_types(config: Any) -> None:
             wanted = " or ".join(f'"{word}"' for word in one.words)
         if wanted is not None:
             raise FinwhaleError(f"{one.name} must be {wanted}, got {value!r}")
+
+
+def similar(name: str, names: Iterable[str]) -> str:
+    """A question after the name of an unknown option: whether the most similar one was meant."""
+    close = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _word_or_number(words: Sequence[str], text: str) -> str | int:

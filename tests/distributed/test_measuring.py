@@ -41,8 +41,8 @@ def two(path: Path) -> Iterator[LLM]:
         patch.syspath_prepend(ROOT)  # for the functions of this module
         llm = LLM(path, activations="exact", tensor_parallel_size=2, **OPTIONS)
         yield llm
-    assert isinstance(llm.engine.executor, Ranks)
-    llm.engine.executor.close()
+    assert isinstance(llm._engine.executor, Ranks)
+    llm._engine.executor.close()
 
 
 def streams(token_ids: list[int], executor: LocalExecutor) -> tuple[int, Tensor]:
@@ -58,8 +58,8 @@ def test_accuracy_of_two_ranks(two: LLM, path: Path) -> None:
     """The logits of one rank, and the same bits on both."""
     text = accuracy.Text(list(range(5, 45)), torch.tensor([0, 7, 39]), [3, 20], 4)
     one = LLM(path, activations="exact", **OPTIONS)
-    (alone,) = call_ranks_or_die(one.engine.executor, partial(accuracy.compute, text, True))
-    found, other = call_ranks_or_die(two.engine.executor, partial(accuracy.compute, text, True))
+    (alone,) = call_ranks_or_die(one._engine.executor, partial(accuracy.compute, text, True))
+    found, other = call_ranks_or_die(two._engine.executor, partial(accuracy.compute, text, True))
     assert found.digest == other.digest and not other.logits
     for way, logits in found.logits.items():
         assert accuracy.compare(logits, alone.logits[way])["relative_error"] < 1e-5
@@ -67,12 +67,12 @@ def test_accuracy_of_two_ranks(two: LLM, path: Path) -> None:
 
 
 def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
-    bench = offline.Bench(two.engine, 3)
+    bench = offline.Bench(two._engine, 3)
     result = bench.decode(offline.Shape(3, 12))
     assert result["ms"]["median"] > 0 and result["experts_hit"] >= 1
     assert result["graph_ms"] is None  # a CPU captures nothing
     args = Namespace(model=str(path), config="flash")
-    found = measured(args, two.engine)
+    found = measured(args, two._engine)
     assert found["tensor_parallel_size"] == 2 and found["config"] == str(path)
     assert found["layers"] == 3
 
@@ -80,16 +80,16 @@ def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
 def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> None:
     """Between requests; a failure ends the engine, so this is the last test of the engine."""
     before = two.generate([5, 6, 7])
-    found = call_ranks_or_die(two.engine.executor, partial(streams, [4, 2, 9, 11]))
+    found = call_ranks_or_die(two._engine.executor, partial(streams, [4, 2, 9, 11]))
     assert [index for index, _ in found] == [0, 1]
     assert torch.equal(found[0][1], found[1][1])
     alone = LLM(path, activations="exact", **OPTIONS)
-    (one,) = call_ranks_or_die(alone.engine.executor, partial(streams, [4, 2, 9, 11]))
+    (one,) = call_ranks_or_die(alone._engine.executor, partial(streams, [4, 2, 9, 11]))
     torch.testing.assert_close(found[0][1], one[1])
     after = two.generate([5, 6, 7])
     assert len(before) == len(after) == 1 and after[0].error is None
     with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\): ValueError: a function has failed"):
-        call_ranks_or_die(two.engine.executor, failing)
+        call_ranks_or_die(two._engine.executor, failing)
 
 
 def test_drafting_benchmark_on_two_ranks(path: Path) -> None:

@@ -92,7 +92,7 @@ def assert_equal_routed_experts(one: LLM, other: LLM) -> None:
 
 
 def pids(llm: LLM) -> list[int]:
-    executor = llm.engine.executor
+    executor = llm._engine.executor
     assert isinstance(executor, ranks.Ranks)
     return executor.workers.pids
 
@@ -152,7 +152,7 @@ def test_two_ranks_give_the_tokens_and_scores_of_one_and_leave_nothing(
         assert abs(found - wanted).max() < 1e-4
     assert_equal_prompt_logprobs(llm, other)
     assert_equal_routed_experts(llm, other)
-    assert set(llm.engine.executor.late_compilations().values()) <= {0}
+    assert set(llm._engine.executor.late_compilations().values()) <= {0}
     del llm
     gc.collect()
     assert not is_there(worker)
@@ -161,14 +161,14 @@ def test_two_ranks_give_the_tokens_and_scores_of_one_and_leave_nothing(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_a_signal_ends_or_stops(two: LLM, number: signal.Signals) -> None:
     """Every request gets the error, and the worker is gone, though it was stopped."""
-    requests = [two.engine.add_request(str(i), p, GREEDY) for i, p in enumerate(PROMPTS)]
-    two.engine.step()
+    requests = [two._engine.add_request(str(i), p, GREEDY) for i, p in enumerate(PROMPTS)]
+    two._engine.step()
     (worker,) = pids(two)
     os.kill(worker, number)
     wanted = "killed by signal 9" if number == signal.SIGKILL else "stopped by a signal"
     with pytest.raises(EngineDeadError, match=rf"rank 1 \(cpu\) was {wanted}"):
         while True:
-            two.engine.step()
+            two._engine.step()
     assert all(r.finished and "rank 1 (cpu)" in (r.error or "") for r in requests)
     with pytest.raises(EngineDeadError, match="rank 1"):
         two.generate([1, 2])
@@ -184,7 +184,7 @@ def test_a_rank_without_memory_for_a_step(path: Path, fault: Callable[[Any], Non
 
 
 def test_an_error_on_rank_0_ends_the_others(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = two.engine.executor
+    executor = two._engine.executor
     assert isinstance(executor, ranks.Ranks)
 
     def failing(plan: object) -> None:
@@ -199,7 +199,7 @@ def test_an_error_on_rank_0_ends_the_others(two: LLM, monkeypatch: pytest.Monkey
 def test_a_collective_of_rank_0_that_gives_up_ends_the_others(
     two: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = two.engine.executor
+    executor = two._engine.executor
     assert isinstance(executor, ranks.Ranks)
 
     def lost() -> None:
@@ -215,7 +215,7 @@ def test_a_collective_of_rank_0_that_gives_up_ends_the_others(
 def test_a_slow_close_is_waited_for_unless_a_rank_failed(
     two: LLM, monkeypatch: pytest.MonkeyPatch, failed: bool
 ) -> None:
-    executor = two.engine.executor
+    executor = two._engine.executor
     assert isinstance(executor, ranks.Ranks)
     closed, release = threading.Event(), threading.Event()
 
@@ -285,9 +285,9 @@ from finwhale import LLM, SamplingParams
 # A shell's background jobs ignore interrupts, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 llm = LLM(sys.argv[1], device="cpu", activations="exact", tensor_parallel_size=2)
-print(*llm.engine.executor.workers.pids, flush=True)
+print(*llm._engine.executor.workers.pids, flush=True)
 if sys.argv[2] == "hang":
-    llm.engine.executor.local.execute = lambda plan: threading.Event().wait()
+    llm._engine.executor.local.execute = lambda plan: threading.Event().wait()
 llm.generate([1, 2], SamplingParams(max_tokens=400, ignore_eos=True))
 sys.stdin.read()
 """

@@ -24,7 +24,7 @@ EOS = 1
 def engines(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """The same engine twice: in order, and one step ahead on a device that is never done early."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
-    engines = [new_llm(**options).engine for _ in range(2)]
+    engines = [new_llm(**options)._engine for _ in range(2)]
     engines[1].steps_ahead = 1
     slow(engines[1], monkeypatch)
     return engines
@@ -266,14 +266,14 @@ def test_a_step_that_breaks_off_loses_nothing(
 def test_streams_and_batches(new_llm: Callable[..., LLM]) -> None:
     """LLM's own loops: a stream that is left alone, then batches."""
     sync, ahead = new_llm(), new_llm()
-    ahead.engine.steps_ahead = 1
+    ahead._engine.steps_ahead = 1
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for llm in (sync, ahead):
         for count, result in enumerate(llm.stream([5, 6, 7], params), start=1):
             assert len(result.outputs[0].token_ids) == count
             if count == 4:
                 break
-        assert not llm.engine.has_work
+        assert not llm._engine.has_work
     outputs = [
         [r.outputs for r in llm.generate([[5, 6, 7], [8], [9] * 50], params)]
         for llm in (sync, ahead)

@@ -38,7 +38,7 @@ def shared_async(tiny_path: Path) -> AsyncLLM:
 def async_llm(shared_async: AsyncLLM, one_thread: None) -> Iterator[AsyncLLM]:
     yield shared_async
     run(idle(shared_async))
-    engine = shared_async.engine
+    engine = shared_async._engine
     engine.check_integrity()
     engine.reset_prefix_cache()
     for name, pool in engine.scheduler.pages.pools.items():
@@ -56,13 +56,13 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 async def idle(llm: AsyncLLM) -> None:
     """Waits until the engine has no request; fails after some seconds."""
     async with asyncio.timeout(120):
-        while llm.engine.has_work:
+        while llm._engine.has_work:
             await asyncio.sleep(0.005)
 
 
 def aborted(llm: AsyncLLM) -> int:
     """The number of continuations that were aborted."""
-    return llm.engine.metrics().endings["abort"]
+    return llm._engine.metrics().endings["abort"]
 
 
 def plain(results: list[Any]) -> list[Any]:
@@ -189,7 +189,7 @@ def test_results_do_not_change_while_they_are_read(
     async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pause on another thread, which collects further tokens, waits."""
-    engine, waited = async_llm.engine, []
+    engine, waited = async_llm._engine, []
 
     def pause(begun: threading.Event) -> None:
         begun.set()
@@ -322,7 +322,7 @@ def test_an_engine_that_dies_ends_every_coroutine(
         def broken(*_: Any) -> Any:
             raise torch.AcceleratorError("the device is gone")
 
-        monkeypatch.setattr(llm.engine, "_launch", broken)
+        monkeypatch.setattr(llm._engine, "_launch", broken)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineDeadError)
         with pytest.raises(EngineDeadError):
@@ -368,8 +368,9 @@ def test_closing_ends_requests_and_the_thread(tiny_path: Path, one_thread: None)
         return llm
 
     llm = run(close())
-    assert not llm.engine.has_work
-    llm.engine.check_integrity()
+    with pytest.raises(FinwhaleError, match="this AsyncLLM is closed"):
+        llm.metrics()
+    assert "closed" in repr(llm)
     assert threading.active_count() == before
 
 

@@ -322,7 +322,7 @@ def test_a_gpu_without_room_is_refused_before_anything_is_read(
 
 def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
-    executor = LLM(tiny_path, device="cpu", max_model_len=256, **sizes).engine.executor
+    executor = LLM(tiny_path, device="cpu", max_model_len=256, **sizes)._engine.executor
     plan = local_executor(executor).runner.cache_plan
     sizes["cache_memory_bytes"] = plan.total_bytes
     with pytest.raises(ResourceError, match="max_model_len 512 was asked for") as error:
@@ -405,7 +405,7 @@ def test_a_bad_prompt_fails_alone(llm: LLM, bad: Any, wanted: str) -> None:
     for found, expected in zip((first, second), good, strict=True):
         assert found.error is None
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-    llm.engine.check_integrity()
+    llm._engine.check_integrity()
 
 
 @pytest.mark.parametrize(("bad", "wanted"), BAD_PROMPTS)
@@ -415,8 +415,8 @@ def test_a_refused_request_leaves_nothing_in_the_engine(llm: LLM, bad: Any, want
             list(llm.stream(bad))
     else:
         with pytest.raises(RequestError, match=re.escape(wanted)):
-            llm.engine.add_request("bad", bad, GREEDY)
-    assert not llm.engine.has_work
+            llm._engine.add_request("bad", bad, GREEDY)
+    assert not llm._engine.has_work
 
 
 @pytest.mark.parametrize(
@@ -482,8 +482,8 @@ def test_dspark_is_shown_and_left_out_without_drafting(
     count = sum(name.startswith("mtp.") for name in weights)
     llm = LLM(tmp_path, device="cpu", activations="exact")
     assert f"ignoring {count} tensors mtp.*: the model runs without its draft" in caplog.text
-    assert local_executor(llm.engine.executor).runner.model.draft_head is None
-    assert len(local_executor(llm.engine.executor).runner.groups[0].fields[0].layers) == 4
+    assert local_executor(llm._engine.executor).runner.model.draft_head is None
+    assert len(local_executor(llm._engine.executor).runner.groups[0].fields[0].layers) == 4
     caplog.clear()
     drafting = LLM(tmp_path, device="cpu", activations="exact", draft_tokens=5)
     assert "ignoring" not in caplog.text

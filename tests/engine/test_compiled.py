@@ -66,7 +66,7 @@ def found(**options):
     llm = LLM(
         sys.argv[1], device="cpu", activations="exact", max_num_seqs=4, draft_tokens=5, **options
     )
-    executor, blocks = local_executor(llm.engine.executor), []
+    executor, blocks = local_executor(llm._engine.executor), []
     model = executor.runner.model
     head = model.draft_head
     run = head.run_block
@@ -76,7 +76,7 @@ def found(**options):
     tokens = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
     text = [(7 * i) % 390 for i in range(300)]
     cuts = [*range(1, 12), 70, 71, 72, 200, *range(201, 280, 3)]
-    streams = Stepper(llm.engine).read(text, cuts).flatten(1)
+    streams = Stepper(llm._engine).read(text, cuts).flatten(1)
     layers = [*model.layers, *head.layers]
     kinds = sorted({type(layer).__name__ for layer in layers})
     return [tokens, executor.description.compiled_layers, kinds, blocks, streams]
@@ -231,7 +231,7 @@ def test_every_graph_of_the_embedded_model_is_traced(one_thread: None) -> None:
     found: dict[tuple[str, ...], str] = {}
     for path, options in ((DEMO_PATH, {}), (DSPARK_PATH, {"draft_tokens": 5})):
         llm = LLM(path, device="cpu", max_model_len=300, max_num_seqs=1, **options)
-        runner = local_executor(llm.engine.executor).runner
+        runner = local_executor(llm._engine.executor).runner
         for _, tracers in CompiledMode(OPS).tracers(runner.model, runner.cache):
             for tracer in tracers:
                 # Each iteration adds the same operations again, and tracing them takes time.
@@ -281,7 +281,7 @@ def test_a_failure_names_the_graph(
 
 def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: Path) -> None:
     """They launch different kernels: attention rounds its output in the default mode alone."""
-    engine = LLM(tiny_path, device="cpu").engine
+    engine = LLM(tiny_path, device="cpu")._engine
     config, model = engine.config, engine.model_config
 
     def of(config: EngineConfig) -> object:

@@ -120,9 +120,9 @@ class Oracle:
 def test_no_token_changes(new_llm: Callable[..., LLM], seed: int) -> None:
     """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = play(new_llm(**options).engine, seed)
+    wanted = play(new_llm(**options)._engine, seed)
     for draft_tokens in (1, 2, 3):
-        engine = new_llm(**options, draft_tokens=draft_tokens).engine
+        engine = new_llm(**options, draft_tokens=draft_tokens)._engine
         oracle = Oracle(engine, right=0.75, seed=seed)
         oracle.learn(wanted)
         assert play(engine, seed) == wanted
@@ -191,8 +191,8 @@ def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
 ) -> None:
     """Steps with two rows a sequence pay: one sequence gets two drafts, the other none."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = generate_two(new_llm(**options).engine, {}, 180)
-    engine = new_llm(**options, draft_tokens="auto").engine
+    wanted = generate_two(new_llm(**options)._engine, {}, 180)
+    engine = new_llm(**options, draft_tokens="auto")._engine
     policy = synthetic_times(engine, two_rows_pay)
     Oracle(engine, right=lambda key: float(key == "0/0")).learn(wanted)
     seen: dict[str, list[int]] = {}
@@ -206,7 +206,7 @@ def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
 def test_a_stop_within_accepted_drafts(new_llm: Callable[..., LLM]) -> None:
     """A stop string, a stop token and the number of tokens end a run of drafts in its middle."""
     plain, drafting = new_llm(), new_llm(draft_tokens=3)
-    oracle = Oracle(drafting.engine, right=1.0)
+    oracle = Oracle(drafting._engine, right=1.0)
     base = {"temperature": 0, "ignore_eos": True}
     free = plain.generate([[9, 8, 7]], SamplingParams(max_tokens=24, **base))[0].outputs[0]
     for count in range(1, 12):
@@ -216,7 +216,7 @@ def test_a_stop_within_accepted_drafts(new_llm: Callable[..., LLM]) -> None:
             SamplingParams(max_tokens=24, stop=[free.text[count : count + 2]], **base),
         ):
             wanted = plain.generate([[9, 8, 7]], params)[0].outputs
-            engine = drafting.engine
+            engine = drafting._engine
             oracle.known = {"one/0": [9, 8, 7, *free.token_ids]}
             before = engine.metrics()
             result = engine.add_request("one", [9, 8, 7], params)
@@ -230,7 +230,7 @@ def test_a_stop_within_accepted_drafts(new_llm: Callable[..., LLM]) -> None:
             gaps = after.time_between_tokens.count - before.time_between_tokens.count
             assert gaps == tokens - 1
             assert sum(after.drafts_accepted) - sum(before.drafts_accepted) < tokens
-    assert drafting.engine.metrics().mean_accepted_length > 2.5
+    assert drafting._engine.metrics().mean_accepted_length > 2.5
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -240,7 +240,7 @@ def test_a_step_that_breaks_off_loses_nothing(
     """In the forward, or while the drafts are made: called again, the same step runs."""
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=20, n=2, presence_penalty=0.5)
     wanted = new_llm().generate([[9, 8, 7]], params)[0].outputs
-    engine = new_llm(draft_tokens=2).engine
+    engine = new_llm(draft_tokens=2)._engine
     oracle = Oracle(engine, right=0.8)
     oracle.known = {f"one/{i}": [9, 8, 7, *output.token_ids] for i, output in enumerate(wanted)}
     drafter, count = local_executor(engine.executor).runner.drafter, 0
@@ -273,7 +273,7 @@ def test_a_row_without_numbers_ends_one_request(
     """After an accepted draft: the tokens before it stay."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     plain = new_llm().generate([[9, 8, 7], [6, 5]], params)
-    engine = new_llm(draft_tokens=3).engine
+    engine = new_llm(draft_tokens=3)._engine
     oracle = Oracle(engine, right=1.0)
     oracle.learn(plain)
     for index, result in enumerate(plain):
@@ -305,7 +305,7 @@ def test_a_row_without_numbers_ends_one_request(
 
 
 def test_the_metrics_add_up(new_llm: Callable[..., LLM]) -> None:
-    engine = new_llm(draft_tokens=2).engine
+    engine = new_llm(draft_tokens=2)._engine
     plain = new_llm().generate([[9, 8, 7]], SamplingParams(temperature=0, max_tokens=40))[0]
     oracle = Oracle(engine, right=0.7)
     oracle.known = {"one/0": [9, 8, 7, *plain.outputs[0].token_ids]}
@@ -371,7 +371,7 @@ def test_the_distribution_is_the_model_s(
     The "model" is a table: the logits of twelve tokens after each last token, so that the whole
     distribution of two tokens is known. Seeds are drawn by the engine's own rule.
     """
-    engine = new_llm(draft_tokens=2, max_num_seqs=64, max_num_batched_tokens=2048).engine
+    engine = new_llm(draft_tokens=2, max_num_seqs=64, max_num_batched_tokens=2048)._engine
     vocab, width = engine.model_config.vocab_size, 12
     table = torch.full((vocab, vocab), -torch.inf)
     generator = torch.Generator().manual_seed(8)
@@ -454,13 +454,13 @@ class Machine:
     """One model: an engine that drafts, and the same weights read as a whole."""
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
-        self.engine = LLM(path, **options, draft_tokens=3).engine
+        self.engine = LLM(path, **options, draft_tokens=3)._engine
         runner = local_executor(self.engine.executor).runner
         self.forward = type(runner).forward_with_logits.__get__(runner)
         drafter = runner.drafter
         assert drafter is not None
         self.propose = drafter.propose
-        self.stepper = Stepper(LLM(path, **options).engine)
+        self.stepper = Stepper(LLM(path, **options)._engine)
         self.rows: dict[tuple[str, int], list[tuple[list[int], Tensor]]] = {}
         self.whole: dict[tuple[int, ...], Tensor] = {}  # the streams of each text read as a whole
 

@@ -83,8 +83,8 @@ def test_no_token_changes(
 ) -> None:
     """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
     seed = 13
-    wanted = play(new_llm(model[0], **OPTIONS).engine, seed)
-    engine = new_llm(model[0], **OPTIONS, draft_tokens=draft_tokens).engine
+    wanted = play(new_llm(model[0], **OPTIONS)._engine, seed)
+    engine = new_llm(model[0], **OPTIONS, draft_tokens=draft_tokens)._engine
     if draft_tokens == "auto":
         engine.scheduler.drafting.chooser = RandomDrafts(5, seed, block=True)
     if ahead:
@@ -108,7 +108,7 @@ def test_numbers_of_drafts_follow_the_confidences(
     before. The confidences are taken as they are, and are those that the head itself returned.
     """
     monkeypatch.setattr(Calibration, "add", lambda *_: None)
-    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto").engine
+    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto")._engine
     if ahead:
         on_the_device(engine, monkeypatch)
     policy = engine.scheduler.drafting.chooser
@@ -175,7 +175,7 @@ def test_a_pause_and_what_follows(
 
     def run(*runs: tuple[int, StepKind]) -> tuple[list[int], dict[int, list[int]], list[Tensor]]:
         """The tokens; the proposals by length of the text; the stages' rows after the pause."""
-        engine = new_llm(model[0], **OPTIONS, draft_tokens="auto").engine
+        engine = new_llm(model[0], **OPTIONS, draft_tokens="auto")._engine
         engine.scheduler.drafting.chooser = Planned(*runs)
         steps, watch = on_the_device(engine, monkeypatch), Watch(engine)
         rows: list[Tensor] = []
@@ -213,7 +213,7 @@ def test_forced_acceptance_is_calibrated(
     """Each draft is right with the probability that stands for its confidence, in ragged steps too.
     The mean of these probabilities is the forced rate.
     """
-    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto").engine
+    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto")._engine
     chooser = engine.scheduler.drafting.chooser = RandomDrafts(5, 2, head=True, block=True)
     on_the_device(engine, monkeypatch)
     local = local_executor(engine.executor)
@@ -342,8 +342,8 @@ def test_proposals_are_those_of_the_formulas(model: Model, new_llm: Callable[...
             engine.check_integrity()
         return results
 
-    wanted = whole(new_llm(path, **options).engine)
-    engine = new_llm(path, **options, draft_tokens=5).engine
+    wanted = whole(new_llm(path, **options)._engine)
+    engine = new_llm(path, **options, draft_tokens=5)._engine
     limit(engine, blocks=2)
     recorder = Recorder(engine)
     Oracle(engine, right=0.7).learn(wanted)
@@ -375,7 +375,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
     model: Model, new_llm: Callable[..., LLM]
 ) -> None:
     """A step of any width, which may be ragged, declares the longest verification of the engine."""
-    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto").engine
+    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto")._engine
     runner = local_executor(engine.executor).runner
     sizes = (1, 2, 4)
     kinds = draft_kinds(engine.config, engine.model_config)
@@ -400,7 +400,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
 
 def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) -> None:
     """Measuring memory and building kernels ahead run blocks of every size too."""
-    engine = new_llm(model[0], **OPTIONS, draft_tokens=2).engine
+    engine = new_llm(model[0], **OPTIONS, draft_tokens=2)._engine
     runner = local_executor(engine.executor).runner
     head = runner.model.draft_head
     assert isinstance(head, DsparkHead)
@@ -429,7 +429,7 @@ def test_a_step_and_a_draft_pass_can_run_again(
     `RunTwice` restores, and their drafts and confidences are those of the formulas.
     """
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 200, "max_model_len": 400}
-    engine = new_llm(model[0], **options, draft_tokens="auto", cache_memory_bytes=2**23).engine
+    engine = new_llm(model[0], **options, draft_tokens="auto", cache_memory_bytes=2**23)._engine
     engine.scheduler.drafting.chooser = RandomDrafts(5, 1, head=True, block=True)
     steps = on_the_device(engine, monkeypatch)
     twice, proposals = RunTwice(engine, steps), Proposals(engine, steps)
@@ -458,7 +458,7 @@ def test_captured_code_neither_waits_nor_mixes_devices(
     block: bool,
 ) -> None:
     guard = Guard(monkeypatch)
-    engine = new_llm(model[0] if block else tiny_path, **OPTIONS, draft_tokens="auto").engine
+    engine = new_llm(model[0] if block else tiny_path, **OPTIONS, draft_tokens="auto")._engine
     chooser = RandomDrafts(5 if block else 3, 1, block=block)
     engine.scheduler.drafting.chooser = chooser
     guard.watch(on_the_device(engine, monkeypatch))

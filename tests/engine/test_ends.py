@@ -31,7 +31,7 @@ def test_min_tokens(small: tuple[Path, dict[str, Any]], drafts: int) -> None:
         ending(min_tokens=4, stop_token_ids=[9], logit_bias={9: 100.0, EOS: 90.0, 11: 80.0}),
     ]
     for ahead in (0, 1) if not drafts else (0,):
-        llm.engine.steps_ahead = ahead
+        llm._engine.steps_ahead = ahead
         outputs = [result.outputs[0] for result in llm.generate(prompts, wanted)]
         assert [output.token_ids for output in outputs] == [
             [EOS],
@@ -47,7 +47,7 @@ def test_steps_wait_only_for_the_first_min_tokens(
     drafts: int, small: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, options = small
-    engine = LLM(path, **options, draft_tokens=drafts).engine
+    engine = LLM(path, **options, draft_tokens=drafts)._engine
     if drafts:
         draft_on_device(local_executor(engine.executor), engine.config)
     engine.steps_ahead = 1
@@ -98,7 +98,6 @@ def test_stop_strings_count_after_min_tokens(llm: LLM) -> None:
 
 
 def test_the_stop_string_may_be_kept(llm: LLM) -> None:
-    assert llm.tokenizer is not None
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
     whole = llm.generate("The fin whale", SamplingParams(**options))[0].outputs[0]
     stop = whole.text[4:8]
@@ -111,12 +110,11 @@ def test_the_stop_string_may_be_kept(llm: LLM) -> None:
     for keep in (False, True):
         params = SamplingParams(**options, stop_token_ids=[token], include_stop_str_in_output=keep)
         output = llm.generate("The fin whale", params)[0].outputs[0]
-        assert output.text == llm.tokenizer.decode(whole.token_ids[: at + keep])
+        assert output.text == llm.get_tokenizer().decode(whole.token_ids[: at + keep])
 
 
 def test_special_tokens_may_be_kept(llm: LLM) -> None:
-    assert llm.tokenizer is not None
-    special = max(llm.tokenizer.special_ids - {EOS})
+    special = max(llm.get_tokenizer().special_ids - {EOS})
     options: dict[str, Any] = {
         "temperature": 0, "max_tokens": 2, "ignore_eos": True, "logit_bias": {special: 100.0}
     }  # fmt: skip
@@ -124,7 +122,7 @@ def test_special_tokens_may_be_kept(llm: LLM) -> None:
         llm.generate("x", SamplingParams(**options, skip_special_tokens=skip))[0].outputs[0].text
         for skip in (True, False)
     ]
-    assert texts == ["", llm.tokenizer.token_text(special) * 2]
+    assert texts == ["", llm.get_tokenizer().token_text(special) * 2]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_mixed_lengths_in_one_batch(llm: LLM) -> None:
 
 def test_a_long_prompt_is_read_in_chunks_beside_running_ones(new_llm: Callable[..., LLM]) -> None:
     llm = new_llm(max_num_batched_tokens=20)
-    engine = llm.engine
+    engine = llm._engine
     first = engine.add_request("first", prompt(5), GREEDY)
     engine.step()
     assert len(tokens(first)) == 1
@@ -74,7 +74,7 @@ def test_more_requests_than_fit_in_memory_take_turns(new_llm: Callable[..., LLM]
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     roomy = new_llm(**sizes)
     three = plan_cache(
-        local_executor(roomy.engine.executor).runner.groups,
+        local_executor(roomy._engine.executor).runner.groups,
         itemsize=4,
         budget_bytes=10**12,
         max_num_seqs=8,
@@ -82,7 +82,7 @@ def test_more_requests_than_fit_in_memory_take_turns(new_llm: Callable[..., LLM]
         wanted_tokens=3 * 256,
     )
     llm = new_llm(**sizes, cache_memory_bytes=three.total_bytes, enable_prefix_caching=False)
-    engine = llm.engine
+    engine = llm._engine
     prompts = [prompt(n) for n in range(20, 31)]
     results = [engine.add_request(str(n), ids, GREEDY) for n, ids in enumerate(prompts)]
     most = 0
@@ -119,7 +119,7 @@ def start(engine: Engine, name: str, length: int, **params: Any) -> RequestOutpu
 def test_abort_in_every_phase(new_llm: Callable[..., LLM], steps: int) -> None:
     """Waiting, while its prompt is read, between prompt and tokens, while decoding."""
     llm = new_llm(max_num_seqs=2, max_num_batched_tokens=32)
-    engine = llm.engine
+    engine = llm._engine
     kept = start(engine, "kept", 20)
     lost = start(engine, "lost", 100)
     waiting = start(engine, "waiting", 7)
@@ -135,7 +135,7 @@ def test_abort_in_every_phase(new_llm: Callable[..., LLM], steps: int) -> None:
 
 
 def test_abort_before_the_first_step_and_of_unknown_requests(llm: LLM) -> None:
-    engine = llm.engine
+    engine = llm._engine
     start(engine, "a", 5)
     engine.abort("a")
     engine.abort("a")
@@ -145,7 +145,7 @@ def test_abort_before_the_first_step_and_of_unknown_requests(llm: LLM) -> None:
 
 def test_abort_of_several_continuations(new_llm: Callable[..., LLM]) -> None:
     """Some running, some waiting, some done."""
-    engine = new_llm(max_num_seqs=2).engine
+    engine = new_llm(max_num_seqs=2)._engine
     result = start(engine, "five", 9, n=5, temperature=1.0, seed=1, max_tokens=6)
     for _ in range(8):
         engine.step()
@@ -158,7 +158,7 @@ def test_abort_of_several_continuations(new_llm: Callable[..., LLM]) -> None:
 def test_random_traffic(new_llm: Callable[..., LLM]) -> None:
     """Arrivals and aborts at random: who finishes has the tokens it would have alone."""
     llm = new_llm(max_num_seqs=3, max_num_batched_tokens=24)
-    engine, draw = llm.engine, random.Random(5)
+    engine, draw = llm._engine, random.Random(5)
     running: dict[str, RequestOutput] = {}
     finished = []
     for step in range(220):
@@ -212,7 +212,7 @@ def test_nan_logits_fail_one_request(
     prompts = [prompt(6), prompt(9), prompt(40)]
     wanted = [tokens(r) for r in llm.generate(prompts, params)]
     monkeypatch.setattr(
-        local_executor(llm.engine.executor).runner, "logits", Poison(llm.engine, value, 9, after)
+        local_executor(llm._engine.executor).runner, "logits", Poison(llm._engine, value, 9, after)
     )
     good, bad, other = llm.generate(prompts, params)
     assert [tokens(good), tokens(other)] == [wanted[0], wanted[2]]
@@ -226,7 +226,7 @@ def test_minus_infinity_is_a_token_that_never_comes(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        local_executor(llm.engine.executor).runner, "logits", Poison(llm.engine, -torch.inf, 9)
+        local_executor(llm._engine.executor).runner, "logits", Poison(llm._engine, -torch.inf, 9)
     )
     result = llm.generate([prompt(9)], SamplingParams(seed=3, max_tokens=8, ignore_eos=True))[0]
     assert result.error is None and len(tokens(result)) == 8
@@ -239,7 +239,7 @@ def test_a_step_that_breaks_off_loses_nothing(
 ) -> None:
     """Ctrl-C in the middle of a forward: pages go back, and the engine serves on."""
     wanted = alone(llm, prompt(30))
-    logits, steps = local_executor(llm.engine.executor).runner.logits, 0
+    logits, steps = local_executor(llm._engine.executor).runner.logits, 0
 
     def breaking(plan: StepPlan) -> Tensor:
         nonlocal steps
@@ -249,11 +249,11 @@ def test_a_step_that_breaks_off_loses_nothing(
         return logits(plan)
 
     with monkeypatch.context() as patched:
-        patched.setattr(local_executor(llm.engine.executor).runner, "logits", breaking)
+        patched.setattr(local_executor(llm._engine.executor).runner, "logits", breaking)
         with pytest.raises(error):
             llm.generate([prompt(30), prompt(200)], GREEDY)
-    assert not llm.engine.has_work
-    llm.engine.check_integrity()
+    assert not llm._engine.has_work
+    llm._engine.check_integrity()
     assert alone(llm, prompt(30)) == wanted
 
 
@@ -262,8 +262,8 @@ def test_default_memory_lets_all_sequences_run_at_once(tiny_path: Path) -> None:
     llm = LLM(tiny_path, device="cpu", max_model_len=21, max_num_seqs=8)
     for i in range(8):
         endless = SamplingParams(max_tokens=4, ignore_eos=True)
-        llm.engine.add_request(str(i), [5, 6, 7 + i], endless)
-    llm.engine.step()
-    assert len(llm.engine.scheduler.running) == 8
-    while llm.engine.has_work:
-        llm.engine.step()
+        llm._engine.add_request(str(i), [5, 6, 7 + i], endless)
+    llm._engine.step()
+    assert len(llm._engine.scheduler.running) == 8
+    while llm._engine.has_work:
+        llm._engine.step()

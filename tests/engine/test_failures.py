@@ -88,7 +88,7 @@ def test_steps_that_are_quick_or_idle_show_nothing(
 
 
 def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    engine = new_llm().engine
+    engine = new_llm()._engine
     logits = local_executor(engine.executor).runner.logits
     path = tmp_path / "stacks"
     seen: list[float] = []
@@ -122,7 +122,7 @@ def test_the_plan_after_a_failed_launch_frees_the_same_slots(
 ) -> None:
     llm = LLM(tiny_path, device="cpu")
     llm.generate([[5, 6, 7], [8, 9]], GREEDY)
-    engine, freed = llm.engine, list[list[int]]()
+    engine, freed = llm._engine, list[list[int]]()
     engine.add_request("next", [5, 6, 7], GREEDY)
     chunks = engine.scheduler.schedule()
 
@@ -143,7 +143,7 @@ def test_the_plan_after_a_failed_launch_frees_the_same_slots(
 
 def doomed(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int) -> Engine:
     """An engine whose third step fails, on the device or when its tokens are read."""
-    engine = llm.engine
+    engine = llm._engine
     engine.steps_ahead = ahead
     loop: Any = engine._loop
     owner: Any = local_executor(engine.executor).runner if where == "logits" else loop._reader
@@ -217,7 +217,7 @@ def test_a_thread_that_waits_for_a_request_gets_the_error(
 def test_counters(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four requests: one ends by length, one by a stop id, one is aborted, one fails."""
     llm = new_llm(max_num_seqs=8)
-    engine = llm.engine
+    engine = llm._engine
     blank = engine.metrics()
     assert (blank.running, blank.waiting, blank.requests, blank.output_tokens) == (0, 0, 0, 0)
     assert all(use.used == 0 and use.total > 0 for use in blank.pages.values())
@@ -262,11 +262,11 @@ def test_cached_tokens_are_counted(new_llm: Callable[..., LLM]) -> None:
     prompt = [7 + i % 300 for i in range(400)]
     for _ in range(2):
         llm.generate([prompt], GREEDY)
-    done = llm.engine.metrics()
+    done = llm._engine.metrics()
     assert done.prompt_tokens == 800 and 128 <= done.cached_tokens < 400
     assert done.idle_blocks >= 1
-    llm.engine.reset_prefix_cache()
-    assert llm.engine.metrics().idle_blocks == 0
+    llm._engine.reset_prefix_cache()
+    assert llm._engine.metrics().idle_blocks == 0
 
 
 def test_durations_are_counted_in_their_buckets() -> None:

@@ -17,7 +17,7 @@ class Builds:
 
 
 def test_late_compilations_are_reported(llm: LLM) -> None:
-    engine = llm.engine
+    engine = llm._engine
     assert sum(engine.metrics().late_compilations.values()) == 0
     kept = local_executor(engine.executor).builds
     local_executor(engine.executor).builds = Builds()  # type: ignore[assignment]
@@ -41,7 +41,7 @@ def text(engine: Engine, name: str) -> list[int]:
 
 def test_warm_up_leaves_nothing_behind(new_llm: Callable[..., LLM]) -> None:
     """Neither counters nor blocks nor other tokens."""
-    engine = new_llm(max_num_seqs=4, max_num_batched_tokens=64).engine
+    engine = new_llm(max_num_seqs=4, max_num_batched_tokens=64)._engine
     before, counters = text(engine, "a"), engine.metrics()
     engine.reset()
     engine.executor.mark_ready()  # forgets the times of steps
@@ -55,4 +55,4 @@ def test_warm_up_leaves_nothing_behind(new_llm: Callable[..., LLM]) -> None:
 
 
 def test_warm_up_fits_the_shortest_context(new_llm: Callable[..., LLM]) -> None:
-    warm_up(new_llm(max_model_len=8, max_num_seqs=1, max_num_batched_tokens=2).engine)
+    warm_up(new_llm(max_model_len=8, max_num_seqs=1, max_num_batched_tokens=2)._engine)

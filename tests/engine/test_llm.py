@@ -18,10 +18,18 @@ import numpy as np
 import pytest
 import torch
 
-from finwhale import LLM, RequestError, RequestOutput, SamplingParams
+from finwhale import (
+    LLM,
+    EngineDeadError,
+    FinwhaleError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.rank.executor import local_executor
 from finwhale.llm import add_job
+from finwhale.models.weight_protocol import tensors_of
 from finwhale.testing.library_tokenizer import encode_with_special
 from finwhale.testing.stepping import Stepper
 
@@ -33,8 +41,7 @@ def greedy(max_tokens: int = 16, **more: Any) -> SamplingParams:
 
 
 def decode(llm: LLM, ids: list[int]) -> str:
-    assert llm.tokenizer is not None
-    return llm.tokenizer.decode(ids)
+    return llm.get_tokenizer().decode(ids)
 
 
 def tokens(result: RequestOutput, index: int = 0) -> list[int]:
@@ -61,9 +68,8 @@ def test_forms_of_prompts(llm: LLM) -> None:
 
 
 def test_spelled_control_tokens_are_text(llm: LLM) -> None:
-    assert llm.tokenizer is not None
-    control = set(llm.tokenizer.added_ids.values())
-    for spelling in llm.tokenizer.added_ids:
+    control = set(llm.get_tokenizer().added_ids.values())
+    for spelling in llm.get_tokenizer().added_ids:
         (result,) = llm.generate(f"a{spelling}b", greedy(1))
         assert not control & set(result.prompt_token_ids[1:])
 
@@ -232,7 +238,7 @@ def test_logprobs(llm: LLM, count: int) -> None:
     )  # fmt: skip
     (result,) = llm.generate([TEXT], params)
     output = result.outputs[0]
-    stepper = Stepper(llm.engine)
+    stepper = Stepper(llm._engine)
     known = [*result.prompt_token_ids, *output.token_ids]
     rows = stepper.logits(stepper.read(known))[len(result.prompt_token_ids) - 1 : -1]
     expected = torch.log_softmax(rows.double(), -1)
@@ -243,8 +249,7 @@ def test_logprobs(llm: LLM, count: int) -> None:
         for i, entry in entries.items():
             assert math.isclose(entry.logprob, row[i].item(), abs_tol=2e-5)
             assert entry.rank == int((row > row[i]).sum()) + 1
-            assert llm.tokenizer is not None
-            assert entry.decoded_token == llm.tokenizer.token_text(i)
+            assert entry.decoded_token == llm.get_tokenizer().token_text(i)
 
 
 def test_no_logprobs_unless_asked_for(llm: LLM) -> None:
@@ -276,10 +281,10 @@ def test_closing_a_stream_aborts_it(llm: LLM, seen: int) -> None:
     stream: Any = llm.stream(TEXT, greedy(100))
     for _ in range(seen):
         result = next(stream)
-    assert llm.engine.has_work
+    assert llm._engine.has_work
     stream.close()
-    assert not llm.engine.has_work and not result.finished
-    llm.engine.check_integrity()
+    assert not llm._engine.has_work and not result.finished
+    llm._engine.check_integrity()
 
 
 def test_streams_and_batches_at_once(llm: LLM) -> None:
@@ -309,8 +314,7 @@ HELLO = [{"role": "user", "content": "Hello, who sings too low?"}]
 def test_chat_one_conversation(llm: LLM) -> None:
     (result,) = llm.chat(HELLO, greedy(30))
     template = llm.chat_template()
-    assert llm.tokenizer is not None
-    assert result.prompt_token_ids[0] == llm.tokenizer.bos_id
+    assert result.prompt_token_ids[0] == llm.get_tokenizer().bos_id
     assert "Hello, who sings too low?" in decode(llm, result.prompt_token_ids)
     assert result.prompt is not None and "Hello" in result.prompt
     (same,) = llm.generate([result.prompt_token_ids], greedy(30))
@@ -338,9 +342,8 @@ def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
 
 
 def say(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> None:
-    assert llm.tokenizer is not None
-    script = iter([*encode_with_special(llm.tokenizer, text), 1])
-    runner = local_executor(llm.engine.executor).runner
+    script = iter([*encode_with_special(llm.get_tokenizer(), text), 1])
+    runner = local_executor(llm._engine.executor).runner
     logits = type(runner).logits
 
     def speak(chunks: Any) -> torch.Tensor:
@@ -371,8 +374,7 @@ def test_an_answer_is_parsed(llm: LLM, scripted: Callable[[str], None]) -> None:
 
 def test_a_stop_token_is_no_part_of_the_answer(llm: LLM, scripted: Callable[[str], None]) -> None:
     """As in the output's text."""
-    assert llm.tokenizer is not None
-    (bang,) = llm.tokenizer.encode("!")
+    (bang,) = llm.get_tokenizer().encode("!")
     scripted("The fin whale! And more.")
     result, message = chat(llm, stop_token_ids=[bang])
     assert result.outputs[0].stop_reason == bang
@@ -418,6 +420,20 @@ def test_a_malformed_conversation_fails_alone(llm: LLM, conversation: Any) -> No
     assert len(tokens(good)) == len(tokens(other)) == 4
     assert bad.error is not None and "\n" not in bad.error and "messages" in bad.error
     assert bad.outputs[0].finish_reason == "error" and bad.outputs[0].message is None
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        ([{"role": "usr", "content": "x"}], "messages"),
+        ([{"role": "user", "content": "whale " * 2000}], "room for"),
+    ],
+)
+def test_a_single_bad_conversation_raises(llm: LLM, conversation: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.chat(conversation, greedy(4))
+    (result,) = llm.chat([conversation], greedy(4))
+    assert result.error is not None and message in result.error
 
 
 def test_stop_strings_count_after_the_reasoning(llm: LLM, scripted: Callable[[str], None]) -> None:
@@ -496,7 +512,7 @@ def test_an_interrupt_while_a_request_begins(
     llm: LLM, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C beside the queue leaves nothing of the request in the engine."""
-    admission = llm.engine.scheduler.admission
+    admission = llm._engine.scheduler.admission
     add, calls = admission.add, itertools.count()
 
     def interrupted(sequence: Any) -> None:
@@ -512,8 +528,8 @@ def test_an_interrupt_while_a_request_begins(
         patch.setattr(admission, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5, 9], [6, 9]], greedy(n=2))
-    assert not llm.engine.has_work
-    llm.engine.check_integrity()
+    assert not llm._engine.has_work
+    llm._engine.check_integrity()
     assert tokens(llm.generate([[5, 9]], greedy())[0]) == wanted
 
 
@@ -531,7 +547,7 @@ def test_an_interrupt_after_a_request_began(
             next(llm.stream([5, 9], greedy()))
         else:
             llm.generate([[5, 9]], greedy())
-    assert not llm.engine.has_work
+    assert not llm._engine.has_work
 
 
 def test_integers_of_other_types_are_token_ids(llm: LLM) -> None:
@@ -552,6 +568,69 @@ def test_chat_needs_a_tokenizer(new_llm: Callable[..., LLM], no_tokenizer_path: 
     assert len(tokens(ids)) == 3 and ids.outputs[0].text == ""
     assert text.error is not None and "give token ids" in text.error
     assert stops.error is not None and "tokenizer" in stops.error
+
+
+# --- Closing --------------------------------------------------------------------------------------
+
+
+def test_closing_frees_the_memory_and_ends_requests(tiny_path: Path, one_thread: None) -> None:
+    """Also that of weights and cache to which a traceback refers, as in a notebook."""
+    with LLM(model=tiny_path, device="cpu") as llm:
+        assert len(tokens(llm.generate(TEXT, greedy(2))[0])) == 2
+        runner = local_executor(llm._engine.executor).runner
+        frames = (runner.model, runner.cache)
+        held = [*tensors_of(runner.model.weights), *runner.cache.pages.values()]
+        assert all(tensor.untyped_storage().nbytes() for tensor in held)
+        begun, waiting = llm.stream(TEXT, greedy(50)), llm.stream(TEXT, greedy(50))
+        result = next(begun)
+    assert frames and not any(tensor.untyped_storage().nbytes() for tensor in held)
+    assert not vars(runner)
+    assert result.finished and result.outputs[0].finish_reason == "abort"
+    llm.close()
+    assert repr(llm) == f"<LLM {str(tiny_path)!r}: closed>"
+    for call in (
+        lambda: llm.generate(TEXT),
+        lambda: llm.chat(HELLO),
+        lambda: next(waiting),
+        lambda: llm.encode(TEXT),
+        llm.get_tokenizer,
+        llm.metrics,
+        llm.pause,
+        lambda: llm.update_weights(tiny_path),
+    ):
+        with pytest.raises(FinwhaleError, match="this LLM is closed: make a new one"):
+            call()
+    del begun
+
+
+def test_closing_while_another_thread_generates(tiny_path: Path, one_thread: None) -> None:
+    """The request ends: with its tokens so far, or with an error."""
+    llm = LLM(tiny_path, device="cpu", max_model_len=512)
+    stream = llm.stream(TEXT, greedy(400))
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(list, stream)
+        llm.close()
+        try:
+            assert rest.result()[-1].outputs[0].finish_reason in ("abort", "length")
+        except FinwhaleError as error:
+            assert "closed" in str(error)
+
+
+def test_closing_an_engine_that_died(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    llm = LLM(tiny_path, device="cpu")
+
+    def broken() -> None:
+        raise torch.AcceleratorError("the device is gone")
+
+    monkeypatch.setattr(llm._engine, "_launch", broken)
+    with pytest.raises(EngineDeadError):
+        llm.generate(TEXT, greedy(2))
+    llm.close()
+    with pytest.raises(FinwhaleError, match="is closed"):
+        llm.generate(TEXT)
 
 
 # --- What a person sees ---------------------------------------------------------------------------

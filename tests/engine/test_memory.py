@@ -22,7 +22,7 @@ def test_every_number_of_rows_has_run(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The LM head's and each kind of compressor's GEMM, in steps of eight rows."""
-    model = local_executor(new_llm().engine.executor).runner.model
+    model = local_executor(new_llm()._engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
     ran: dict[object, list[int]] = defaultdict(list)
 
@@ -54,7 +54,7 @@ def test_the_largest_steps_touch_one_page(
 ) -> None:
     """Prompts shorter and longer than the context, and decodes: only PAGE of each pool changes."""
     runner = local_executor(
-        new_llm(reference=reference, max_model_len=300, max_num_seqs=3).engine.executor
+        new_llm(reference=reference, max_model_len=300, max_num_seqs=3)._engine.executor
     ).runner
     chosen: list[torch.Tensor] = []
     sample = runner.model.sample
@@ -96,7 +96,7 @@ def test_what_counts_as_workspace(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest step, and for graphs a second time with what each of them gives."""
-    runner = local_executor(new_llm(max_model_len=300).engine.executor).runner
+    runner = local_executor(new_llm(max_model_len=300)._engine.executor).runner
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
     peaks = iter([1000, 5000, 70, 900, 800, 50, 60])
     monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
@@ -124,7 +124,7 @@ def test_gaps_between_the_weights_do_not_count_as_free(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reserved: int, allocated: int
 ) -> None:
     """A run that fits gaps takes little from the driver. In a graph's pool it would take more."""
-    runner = local_executor(new_llm(max_model_len=300).engine.executor).runner
+    runner = local_executor(new_llm(max_model_len=300)._engine.executor).runner
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
     held = {"reserved": 5000, "allocated": 4200}
 
@@ -151,7 +151,7 @@ def test_the_cache_gets_the_rest_of_the_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_memory_use_is_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    held, runner = llm.engine.memory, local_executor(llm.engine.executor).runner
+    held, runner = llm._engine.memory, local_executor(llm._engine.executor).runner
     assert held.cache == runner.cache_plan.total_bytes
     assert held.cache == sum(pages.nbytes for pages in runner.cache.pages.values())
     assert isinstance(runner.model, DeepseekV4)

@@ -14,7 +14,7 @@ TEXT = [7 * i % 251 + 5 for i in range(150)]
 
 
 def streams_and_logits(llm: LLM) -> torch.Tensor:
-    stepper = Stepper(llm.engine)
+    stepper = Stepper(llm._engine)
     return stepper.logits(stepper.read(TEXT, cuts=(37, 100)))
 
 

@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 def keys(llm: LLM) -> list[bytes]:
     """The keys of the blocks that a prompt has left in the prefix index."""
-    prefix = llm.engine.scheduler.prefix
+    prefix = llm._engine.scheduler.prefix
     assert prefix is not None
     return sorted(prefix.blocks)
 

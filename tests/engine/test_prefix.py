@@ -82,7 +82,7 @@ class Model:
 def model(small: tuple[Path, dict[str, Any]]) -> Model:
     path, options = small
     llm, other = (LLM(path, **options) for _ in range(2))
-    return Model(llm.engine, Stepper(other.engine))
+    return Model(llm._engine, Stepper(other._engine))
 
 
 class Recorder:

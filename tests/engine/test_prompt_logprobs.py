@@ -20,7 +20,7 @@ def pair(small: tuple[Path, dict[str, Any]]) -> tuple[LLM, Stepper]:
     """An engine whose steps have at most 150 tokens, and the definition."""
     path, options = small
     llm = LLM(path, **(options | {"max_num_batched_tokens": 150}))
-    return llm, Stepper(LLM(path, **options).engine)
+    return llm, Stepper(LLM(path, **options)._engine)
 
 
 def text(length: int, salt: int = 0) -> list[int]:
@@ -75,7 +75,7 @@ def test_beside_other_requests_and_on_prefix_hits(pair: tuple[LLM, Stepper]) -> 
         assert one.outputs[-1].token_ids == other.outputs[0].token_ids
     assert mixed[4].prompt_logprobs is None
     # The blocks of a prompt that was scored serve other requests.
-    llm.engine.reset_prefix_cache()
+    llm._engine.reset_prefix_cache()
     llm.generate([prompts[0]], scoring())
     (again,) = llm.generate([prompts[0]], plain)
     assert (
@@ -85,13 +85,13 @@ def test_beside_other_requests_and_on_prefix_hits(pair: tuple[LLM, Stepper]) -> 
 
 def test_with_a_grammar_and_a_step_ahead(pair: tuple[LLM, Stepper]) -> None:
     llm, stepper = pair
-    llm.engine.steps_ahead = 1
+    llm._engine.steps_ahead = 1
     try:
         results = llm.generate(
             [text(320, 5), text(3, 6)], scoring(1, repetition_penalty=1.2, max_tokens=4)
         )
     finally:
-        llm.engine.steps_ahead = 0
+        llm._engine.steps_ahead = 0
     for result in results:
         assert_right(stepper, result, 1)
 
@@ -104,7 +104,7 @@ def test_a_drafting_engine(small: tuple[Path, dict[str, Any]], pair: tuple[LLM, 
 
 
 def test_an_aborted_request(pair: tuple[LLM, Stepper]) -> None:
-    engine = pair[0].engine
+    engine = pair[0]._engine
     engine.steps_ahead = 1
     try:
         engine.add_request("a", text(400, 10), scoring())
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite(
     pair: tuple[LLM, Stepper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = pair[0]
-    model = local_executor(llm.engine.executor).runner.model
+    model = local_executor(llm._engine.executor).runner.model
     compute, first = model.compute_logits, iter([True])
 
     def wrong(streams: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_logits_that_are_not_finite(
     (result,) = llm.generate([text(400, 11)], scoring())
     assert result.error is not None and "not finite" in result.error
     assert result.outputs[0].finish_reason == "error"
-    llm.engine.check_integrity()
+    llm._engine.check_integrity()
 
 
 def test_a_number_that_is_too_large_is_refused() -> None:

@@ -93,7 +93,7 @@ def known(tiny_path: Path, formulas: Formulas) -> list[RequestOutput]:
     """What a synchronous engine gives for `play`, where every request wants its experts."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = LLM(tiny_path, device="cpu", activations="exact", **OPTIONS, **ROUTED).engine
+    engine = LLM(tiny_path, device="cpu", activations="exact", **OPTIONS, **ROUTED)._engine
     want(engine, 1.0)
     results = play(engine, SEED)
     formulas.check(results[::2])
@@ -132,8 +132,8 @@ def test_a_step_ahead(
     new_llm: Callable[..., LLM], known: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks, n, every way to end. An engine without the option gives the same tokens."""
-    assert play(new_llm(**OPTIONS).engine, SEED) == known
-    engine = new_llm(**OPTIONS, **ROUTED).engine
+    assert play(new_llm(**OPTIONS)._engine, SEED) == known
+    engine = new_llm(**OPTIONS, **ROUTED)._engine
     want(engine)
     engine.steps_ahead = 1
     slow(engine, monkeypatch)
@@ -147,7 +147,7 @@ def test_rejected_drafts_leave_nothing(
     monkeypatch: pytest.MonkeyPatch,
     ahead: bool,
 ) -> None:
-    engine = new_llm(**OPTIONS, **ROUTED, draft_tokens="auto" if ahead else 3).engine
+    engine = new_llm(**OPTIONS, **ROUTED, draft_tokens="auto" if ahead else 3)._engine
     if ahead:
         engine.scheduler.drafting.chooser = RandomDrafts(3, SEED)
         DeviceOracle(engine, on_the_device(engine, monkeypatch), known, 0.8)
@@ -168,7 +168,7 @@ def test_with_dspark(
     config = with_dspark(engine_config())
     weights = random_weights(config, seed=3)
     write_plain_checkpoint(tmp_path / "model", config, weights)
-    engine = new_llm(tmp_path / "model", **OPTIONS, **ROUTED, draft_tokens=5).engine
+    engine = new_llm(tmp_path / "model", **OPTIONS, **ROUTED, draft_tokens=5)._engine
     on_the_device(engine, monkeypatch)
     want(engine, 1.0)
     draw = random.Random(0)
@@ -183,7 +183,9 @@ def test_with_dspark(
 
 
 def test_preemption_and_aborts(new_llm: Callable[..., LLM], formulas: Formulas) -> None:
-    engine = new_llm(max_num_seqs=4, max_num_batched_tokens=150, max_model_len=512, **ROUTED).engine
+    engine = new_llm(
+        max_num_seqs=4, max_num_batched_tokens=150, max_model_len=512, **ROUTED
+    )._engine
     groups = local_executor(engine.executor).runner.groups
     num_pages = {}
     for group in groups:
@@ -220,7 +222,7 @@ def test_prefix_hits(new_llm: Callable[..., LLM], formulas: Formulas) -> None:
     """A request that wants experts reads its whole prompt, which then serves the others. After
     preemption it goes on where its experts end, although the cache has more of the prompt.
     """
-    engine = new_llm(max_num_seqs=4, max_num_batched_tokens=150, **ROUTED).engine
+    engine = new_llm(max_num_seqs=4, max_num_batched_tokens=150, **ROUTED)._engine
     prompt = [i % 390 + 5 for i in range(300)]
     plain = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     wanting, counts = replace(plain, return_routed_experts=True), engine.scheduler.counts
@@ -277,9 +279,9 @@ def test_coroutines(tiny_path: Path, formulas: Formulas, one_thread: None) -> No
 
 
 def test_nothing_is_recorded_unless_the_engine_is_told(llm: LLM) -> None:
-    runner = local_executor(llm.engine.executor).runner
+    runner = local_executor(llm._engine.executor).runner
     assert isinstance(runner.model, DeepseekV4)
-    assert runner.routed is None and llm.engine.executor.description.routed_experts is None
+    assert runner.routed is None and llm._engine.executor.description.routed_experts is None
     assert all(layer.ffn.routed is None for layer in runner.model.layers)  # type: ignore[attr-defined]
     (result,) = llm.generate([[1, 2]], SamplingParams(return_routed_experts=True))
     assert result.error is not None and "--enable-return-routed-experts" in result.error

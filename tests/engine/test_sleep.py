@@ -35,8 +35,8 @@ def shared(tiny_path: Path) -> LLM:
 @pytest.fixture
 def engine(shared: LLM, one_thread: None) -> Iterator[LLM]:
     yield shared
-    assert shared.engine.can_step
-    shared.engine.check_integrity()
+    assert shared._engine.can_step
+    shared._engine.check_integrity()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def llm_bits(shared_llm: LLM) -> list[object]:
 def resident(llm: LLM, tag: str) -> int:
     """Bytes of an arena that are in memory, as the system counts them."""
     libc, count = ctypes.CDLL(None), 0
-    for chunk in local_executor(llm.engine.executor).arenas[tag]._chunks:
+    for chunk in local_executor(llm._engine.executor).arenas[tag]._chunks:
         address, size = chunk.bytes.data_ptr(), chunk.bytes.nbytes
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         assert not libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages)
@@ -85,15 +85,15 @@ def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_
     engine.wake(["weights"])
     with pytest.raises(RequestError, match="all of them"):
         engine.update_weights([], partial=True)
-    assert engine.engine.lacks_memory_or_weights
+    assert engine._engine.lacks_memory_or_weights
     engine.update_weights(tiny_path)
-    assert engine.engine.lacks_memory_or_weights  # the cache does
+    assert engine._engine.lacks_memory_or_weights  # the cache does
     engine.wake(["cache"])
     assert outputs(engine) == before
     engine.sleep(["weights"], drop_weights=True)
     engine.wake()
     with pytest.raises(RequestError, match="update_weights"):
-        engine.engine.add_request("refused", [1, 2, 3], PARAMS)
+        engine._engine.add_request("refused", [1, 2, 3], PARAMS)
     engine.update_weights(tiny_path)
     assert outputs(engine) == before
 
@@ -101,29 +101,29 @@ def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_
 def test_an_update_goes_on_when_it_cannot_finish_yet(
     engine: LLM, before: list[object], tiny_path: Path
 ) -> None:
-    engine.updates.begin()
-    engine.updates.add(tiny_path)
+    engine._updates.begin()
+    engine._updates.add(tiny_path)
     engine.sleep(["weights"], drop_weights=True)
     with pytest.raises(RequestError, match="the weights are asleep"):
-        engine.updates.finish()
+        engine._updates.finish()
     engine.wake()
     with pytest.raises(RequestError, match="requests must be"):
-        engine.updates.finish(requests="drop")  # type: ignore[arg-type]
-    engine.updates.finish()
+        engine._updates.finish(requests="drop")  # type: ignore[arg-type]
+    engine._updates.finish()
     assert outputs(engine) == before
 
 
 def test_running_requests_wait_or_end(engine: LLM, before: list[object]) -> None:
     results = []
     for name, requests in (("kept", "recompute"), ("ended", "abort")):
-        result = engine.engine.add_request(name, LONG, PARAMS)
+        result = engine._engine.add_request(name, LONG, PARAMS)
         while len(result.outputs[0].token_ids) < 3:
-            engine.engine.step()
+            engine._engine.step()
         engine.sleep(requests=requests)  # type: ignore[arg-type]
-        assert engine.engine.step() == ([result] if requests == "abort" else [])
+        assert engine._engine.step() == ([result] if requests == "abort" else [])
         engine.wake()
         while not result.finished:
-            engine.engine.step()
+            engine._engine.step()
         results.append(result.outputs[0])
     assert results[0].token_ids == before[0][0]  # type: ignore[index]
     assert results[1].finish_reason == "abort" and len(results[1].token_ids) == 3
@@ -133,7 +133,7 @@ def test_a_paused_engine_sleeps_and_remains_paused(engine: LLM) -> None:
     engine.pause()
     engine.sleep(["cache"])
     engine.wake()
-    assert not engine.engine.can_step
+    assert not engine._engine.can_step
     engine.resume()
 
 
@@ -143,7 +143,7 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
     """The check alone sees a GPU."""
     gpu: Any = SimpleNamespace(
         runner=SimpleNamespace(device=torch.device("cuda")),
-        arenas=local_executor(engine.engine.executor).arenas,
+        arenas=local_executor(engine._engine.executor).arenas,
         ranks_on_host=2,
     )
     monkeypatch.setattr(
@@ -154,7 +154,7 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
     monkeypatch.setattr(memory, lambda: needed - 1)
     with pytest.raises(ResourceError, match="sleep saves in host memory, take"):
         engine.sleep()
-    assert not engine.engine.lacks_memory_or_weights and outputs(engine) == before
+    assert not engine._engine.lacks_memory_or_weights and outputs(engine) == before
     engine.sleep(["cache"])
     engine.wake()
     monkeypatch.setattr(memory, lambda: needed)
@@ -165,12 +165,12 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
 def test_weights_that_do_not_fit_the_disk_stay_in_memory(
     engine: LLM, before: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = local_executor(engine.engine.executor).arenas["weights"].num_bytes
+    needed = local_executor(engine._engine.executor).arenas["weights"].num_bytes
     usage = "finwhale.engine.rank.memory_checks.shutil.disk_usage"
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(ResourceError, match=r"sleep saves in temporary files, take .* TMPDIR"):
         engine.sleep()
-    assert not engine.engine.lacks_memory_or_weights and outputs(engine) == before
+    assert not engine._engine.lacks_memory_or_weights and outputs(engine) == before
     engine.sleep(["cache"])
     engine.wake()
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed))

@@ -111,8 +111,8 @@ def test_no_token_changes(
 ) -> None:
     """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
     seed = 13
-    wanted = play(new_llm(**OPTIONS).engine, seed)
-    engine = new_llm(**OPTIONS, draft_tokens=draft_tokens).engine
+    wanted = play(new_llm(**OPTIONS)._engine, seed)
+    engine = new_llm(**OPTIONS, draft_tokens=draft_tokens)._engine
     if draft_tokens == "auto":
         # Its own choices depend on the machine's speed.
         engine.scheduler.drafting.chooser = RandomDrafts(3, seed)
@@ -146,8 +146,8 @@ def test_over_edges_of_pages_and_blocks(
             engine.check_integrity()
         return results
 
-    wanted = whole(new_llm(**options).engine)
-    engine = new_llm(**options, draft_tokens=draft_tokens).engine
+    wanted = whole(new_llm(**options)._engine)
+    engine = new_llm(**options, draft_tokens=draft_tokens)._engine
     oracle = Oracle(engine, on_the_device(engine, monkeypatch), wanted, right)
     assert whole(engine) == wanted
     # The last tokens before the end of the context have no room for drafts.
@@ -160,8 +160,8 @@ def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
 ) -> None:
     """As over the host; and steps run ahead although the numbers of drafts change."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = generate_two(new_llm(**options).engine, {}, 180)
-    engine = new_llm(**options, draft_tokens="auto").engine
+    wanted = generate_two(new_llm(**options)._engine, {}, 180)
+    engine = new_llm(**options, draft_tokens="auto")._engine
     synthetic_times(engine, two_rows_pay)
     steps = on_the_device(engine, monkeypatch)
     oracle = Oracle(engine, steps, wanted, lambda key: float(key == "0/0"))
@@ -178,8 +178,8 @@ def test_drafting_resumes_after_steps_without_the_head(
 ) -> None:
     """While drafting does not pay, the head does not run. Its window then lacks rows."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = generate_two(new_llm(**options).engine, {})
-    engine = new_llm(**options, draft_tokens="auto").engine
+    wanted = generate_two(new_llm(**options)._engine, {})
+    engine = new_llm(**options, draft_tokens="auto")._engine
     policy = synthetic_times(engine, lambda kind: 0.01 * (kind.width + 0.02 * kind.head))
     if ahead:
         on_the_device(engine, monkeypatch)
@@ -221,7 +221,7 @@ def test_a_window_without_the_rows_of_the_head_is_finite(
         return cache
 
     monkeypatch.setattr(startup, "allocate_cache", dirty)
-    engine = new_llm(**OPTIONS, draft_tokens="auto").engine
+    engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
     pages = local_executor(engine.executor).runner.cache.pages
     assert not pages["window"].any() and all(pages[name].any() for name in pages if name[0] == "c")
 
@@ -231,7 +231,7 @@ def test_confidences_reach_the_policy(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     """In steps that run ahead, they are those of the drafts before."""
-    engine = new_llm(**OPTIONS, draft_tokens=3).engine
+    engine = new_llm(**OPTIONS, draft_tokens=3)._engine
     if ahead:
         on_the_device(engine, monkeypatch)
     head: Any = local_executor(engine.executor).runner.model.draft_head
@@ -269,7 +269,7 @@ def test_confidences_reach_the_policy(
 @pytest.mark.parametrize("lengths", [(3, 1, 2), (2, 2, 2), (1, 1, 1)])
 def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple[int, ...]) -> None:
     """Rows and tokens of padding change nothing, and no wrong draft counts as accepted."""
-    engine = new_llm(**OPTIONS, draft_tokens="auto").engine
+    engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
     steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
     count, width = sum(lengths), 3
     steps._send_layout(lengths, DraftPlan((), (), (), links=(2, 0, 1)), 4, 4 * width)
@@ -303,24 +303,24 @@ def test_any_numbers_of_drafts_change_no_token(
     prompts = [[9, 8, 7], [5, 6], [11, *range(20, 50)]]
     wanted = new_llm(**OPTIONS).generate(prompts, params)
     llm = new_llm(**OPTIONS, draft_tokens="auto")
-    chooser = llm.engine.scheduler.drafting.chooser = RandomDrafts(3, 1)
+    chooser = llm._engine.scheduler.drafting.chooser = RandomDrafts(3, 1)
     if ahead:
-        steps = on_the_device(llm.engine, monkeypatch)
-        oracle = Oracle(llm.engine, steps, wanted, 0.7)
+        steps = on_the_device(llm._engine, monkeypatch)
+        oracle = Oracle(llm._engine, steps, wanted, 0.7)
     found = llm.generate(prompts, params)
     assert [result.outputs for result in found] == [result.outputs for result in wanted]
-    llm.engine.check_integrity()
+    llm._engine.check_integrity()
     assert len(chooser.seen) > 10
     if ahead:
         assert oracle.ahead > 0.8 * oracle.count
-        assert llm.engine.metrics().acceptance[0] > 0.6
+        assert llm._engine.metrics().acceptance[0] > 0.6
 
 
 def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is left has the tokens that it has without the others."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     wanted = new_llm(**OPTIONS).generate([[9, 8, 7], [5, 6], [11]], params)
-    engine = new_llm(**OPTIONS, draft_tokens=2).engine
+    engine = new_llm(**OPTIONS, draft_tokens=2)._engine
     Oracle(engine, on_the_device(engine, monkeypatch), wanted, 0.9)
     results = [
         engine.add_request(str(i), result.prompt_token_ids, params)
@@ -346,7 +346,7 @@ def test_a_step_that_breaks_off_loses_nothing(
 ) -> None:
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=40, ignore_eos=True)
     wanted = new_llm(**OPTIONS).generate([[9, 8, 7], [5, 6]], params)
-    engine = new_llm(**OPTIONS, draft_tokens=2).engine
+    engine = new_llm(**OPTIONS, draft_tokens=2)._engine
     steps = on_the_device(engine, monkeypatch)
     Oracle(engine, steps, wanted, 0.8)
     run, count = getattr(steps, name), 0
@@ -378,7 +378,7 @@ def test_forced_acceptance(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
-    engine = new_llm(**OPTIONS, draft_tokens=1).engine
+    engine = new_llm(**OPTIONS, draft_tokens=1)._engine
     on_the_device(engine, monkeypatch)
     local_executor(engine.executor).sampler.choose_with(ForcedAcceptance(engine.executor, rate))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -473,7 +473,7 @@ def test_one_set_of_side_streams(
         begin(self, device, wanted)
 
     monkeypatch.setattr(SideStreams, "__init__", counting)
-    engine = new_llm(**OPTIONS, draft_tokens=3).engine
+    engine = new_llm(**OPTIONS, draft_tokens=3)._engine
     on_the_device(engine, monkeypatch)
     model = local_executor(engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
@@ -486,7 +486,7 @@ def test_one_set_of_side_streams(
 
 def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     """Rows behind a step's sequences have no position, whatever earlier steps left."""
-    engine = new_llm(**OPTIONS, draft_tokens=2).engine
+    engine = new_llm(**OPTIONS, draft_tokens=2)._engine
     steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
     steps._static.fill(NO_STEP, decode=True)
     steps._advanced[:-1] = 2
@@ -507,9 +507,9 @@ def test_steps_without_drafts_have_the_sizes_of_a_plain_engine(
     llm: LLM, graph_sizes: tuple[int, ...] | None
 ) -> None:
     """Every step, with any number of drafts, finds a captured graph with enough tokens."""
-    config = replace(llm.engine.config, max_num_seqs=100, graph_sizes=graph_sizes)
+    config = replace(llm._engine.config, max_num_seqs=100, graph_sizes=graph_sizes)
     plain, auto, fixed = (
-        step_limits(replace(config, draft_tokens=drafts), llm.engine.model_config, True, 300)
+        step_limits(replace(config, draft_tokens=drafts), llm._engine.model_config, True, 300)
         for drafts in (0, "auto", 2)
     )
     assert auto.decode_graphs == plain.decode_graphs and not plain.verify_graphs

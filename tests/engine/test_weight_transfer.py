@@ -55,13 +55,13 @@ def before(shared: LLM) -> list[object]:
 @pytest.fixture
 def engine(shared: LLM, tiny_path: Path, before: list[object], one_thread: None) -> Iterator[LLM]:
     """One engine for all tests of this module, which get it with its first weights."""
-    version = shared.updates.version
+    version = shared._updates.version
     yield shared
-    executor = local_executor(shared.engine.executor)
-    assert executor.staged_weights is None and not shared.updates.begun
+    executor = local_executor(shared._engine.executor)
+    assert executor.staged_weights is None and not shared._updates.begun
     for name in list(executor.groups):
         shared.destroy_weights_update_group(name)
-    if shared.updates.version != version:
+    if shared._updates.version != version:
         shared.update_weights(tiny_path)
 
 
@@ -103,7 +103,7 @@ def test_a_broadcast_gives_the_bits_of_a_fresh_start(
     assert engine.generate(LONG, GREEDY)[0].num_cached_tokens == 0
     assert outputs(engine) == expected
     assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
-    assert engine.updates.version != "0"
+    assert engine._updates.version != "0"
     # Some weights only, over the same group.
     some = [item for item in tensors.items() if item[0].startswith("layers.1.")]
     sending = InThread(lambda: trainer.send(tensor for _, tensor in some))
@@ -165,7 +165,7 @@ def test_a_failed_broadcast_keeps_the_old_weights(
         if how == "gone":
             trainer.close()
 
-    running = engine.engine.add_request("one", [1, 2, 3], GREEDY)
+    running = engine._engine.add_request("one", [1, 2, 3], GREEDY)
     sending = InThread(send)
     message = {"silent": "Timed out", "gone": "connection .* ended", "nan": "not finite"}[how]
     try:
@@ -173,10 +173,10 @@ def test_a_failed_broadcast_keeps_the_old_weights(
             engine.update_weights(broadcast_of(announced.items()))
         sending.end()
         while not running.finished:
-            engine.engine.step()
+            engine._engine.step()
     finally:
-        engine.engine.abort("one")
-    assert not local_executor(engine.engine.executor).groups
+        engine._engine.abort("one")
+    assert not local_executor(engine._engine.executor).groups
     assert outputs(engine) == before
 
 
@@ -199,13 +199,13 @@ def test_wrong_groups_are_refused(engine: LLM, connect: Connect) -> None:
 
 
 def test_one_update_at_a_time(engine: LLM, tiny_path: Path, before: list[object]) -> None:
-    engine.updates.begin()
+    engine._updates.begin()
     with pytest.raises(RequestError, match="another update"):
         engine.update_weights(tiny_path)
     with pytest.raises(FinwhaleError, match="lacks"):
-        engine.updates.finish()
+        engine._updates.finish()
     with pytest.raises(RequestError, match="no update"):
-        engine.updates.finish()
+        engine._updates.finish()
     assert outputs(engine) == before
 
 

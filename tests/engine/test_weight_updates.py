@@ -87,13 +87,13 @@ def shared(old_path: Path) -> LLM:
 @pytest.fixture
 def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
     """One engine for all tests of this module, which get it with its first weights."""
-    shared.engine.resume()
+    shared._engine.resume()
     yield shared
-    shared.engine.resume()
+    shared._engine.resume()
     shared.update_weights(old_path, requests="abort")
-    shared.engine.check_integrity()
-    assert not shared.engine._text_streams
-    assert local_executor(shared.engine.executor).staged_weights is None
+    shared._engine.check_integrity()
+    assert not shared._engine._text_streams
+    assert local_executor(shared._engine.executor).staged_weights is None
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_a_failed_update_changes_nothing(
     with pytest.raises((CheckpointError, ConnectionError), match=message):
         engine.update_weights(broken(tensors, how))
     assert all(map(torch.equal, weights_of(engine), kept))
-    assert local_executor(engine.engine.executor).staged_weights is None
+    assert local_executor(engine._engine.executor).staged_weights is None
 
 
 def test_a_failed_update_leaves_outputs_and_prefixes(
@@ -247,19 +247,19 @@ def test_an_update_begins_only_when_the_failed_one_is_discarded(
     engine: LLM, before: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, discarding would take the second one."""
-    refused, call_ranks = [], engine.engine.call_ranks
+    refused, call_ranks = [], engine._engine.call_ranks
 
     def between(work: Any) -> Any:
         if work is discard_update:
             with pytest.raises(RequestError, match="another update"):
-                engine.updates.begin()
+                engine._updates.begin()
             refused.append(work)
         return call_ranks(work)
 
-    monkeypatch.setattr(engine.engine, "call_ranks", between)
+    monkeypatch.setattr(engine._engine, "call_ranks", between)
     with pytest.raises(RequestError, match="pairs"):
         engine.update_weights([1])  # type: ignore[list-item]
-    assert refused and not engine.updates.begun
+    assert refused and not engine._updates.begun
     assert outputs(engine) == before
 
 
@@ -268,15 +268,15 @@ def test_a_partial_update_of_weights_that_were_dropped(
 ) -> None:
     """It ends, and the engine still waits for all weights."""
     llm = LLM(old_path, device="cpu", activations="exact", enable_sleep_mode=True)
-    llm.updates.begin(partial=True)
-    llm.updates.add([(LAST, tensors[LAST])])
+    llm._updates.begin(partial=True)
+    llm._updates.add([(LAST, tensors[LAST])])
     llm.sleep(drop_weights=True)
     llm.wake()
     with pytest.raises(RequestError, match="must have all of them"):
-        llm.updates.finish()
-    assert llm.engine.lacks_memory_or_weights and not llm.updates.begun
+        llm._updates.finish()
+    assert llm._engine.lacks_memory_or_weights and not llm._updates.begun
     llm.update_weights(old_path)
-    assert not llm.engine.lacks_memory_or_weights
+    assert not llm._engine.lacks_memory_or_weights
 
 
 def test_weights_that_do_not_fit_the_host_are_refused(
@@ -288,7 +288,7 @@ def test_weights_that_do_not_fit_the_host_are_refused(
     # Each of two ranks would fit alone.
     size = sum(tensor.nbytes for tensor in weights_of(engine))
     monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: 2 * size - 1)
-    monkeypatch.setattr(local_executor(engine.engine.executor), "ranks_on_host", 2)
+    monkeypatch.setattr(local_executor(engine._engine.executor), "ranks_on_host", 2)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
     assert outputs(engine) == before
@@ -304,7 +304,7 @@ def test_a_rank_that_fails_while_it_writes_ends_the_engine(
     monkeypatch.setattr(StagedWeights, "commit", commit)
     with pytest.raises(EngineDeadError, match="the copy failed"):
         engine.update_weights(other_path)
-    assert engine.updates.version == "0" and not engine.updates.begun
+    assert engine._updates.version == "0" and not engine._updates.begun
     with pytest.raises(EngineDeadError, match="start a new one"):
         engine.update_weights(other_path)
 
@@ -329,7 +329,7 @@ def test_a_partial_update(
     kept = {id(t): t.clone() for t in weights_of(engine)}
     engine.update_weights(layer.items(), partial=True)
     changed = sum(not torch.equal(t, kept[id(t)]) for t in weights_of(engine))
-    model = local_executor(engine.engine.executor).runner.model.weights
+    model = local_executor(engine._engine.executor).runner.model.weights
     assert changed == len(tensors_of(model.layers[1]))
     assert outputs(engine) != before
     # A packed tensor must be complete.
@@ -358,7 +358,7 @@ def test_a_partial_update_where_the_operators_convert_experts(
 
     monkeypatch.setattr("finwhale.engine.rank.startup.load_ops", ops)
     engine = LLM(old_path, device="cpu", dtype="float32", max_num_seqs=2)
-    model = local_executor(engine.engine.executor).runner.model.weights
+    model = local_executor(engine._engine.executor).runner.model.weights
     kept = {id(t): t.clone() for t in weights_of(engine)}
 
     def changed() -> int:
@@ -380,15 +380,15 @@ def test_a_partial_update_where_the_operators_convert_experts(
 
 def begin(llm: LLM, name: str, prompt: list[int], tokens: int) -> RequestOutput:
     """A request that has generated 4 tokens."""
-    result = llm.engine.add_request(name, prompt, params(tokens))
+    result = llm._engine.add_request(name, prompt, params(tokens))
     while len(result.outputs[0].token_ids) < 4:
-        llm.engine.step()
+        llm._engine.step()
     return result
 
 
 def end(llm: LLM, result: RequestOutput) -> list[int]:
     while not result.finished:
-        llm.engine.step()
+        llm._engine.step()
     return result.outputs[0].token_ids
 
 
@@ -404,10 +404,10 @@ def test_requests_are_recomputed(engine: LLM, other_path: Path) -> None:
 def test_requests_are_kept(engine: LLM, other_path: Path) -> None:
     result = begin(engine, "one", LONG, 12)
     so_far = list(result.outputs[0].token_ids)
-    preemptions = engine.engine.scheduler.counts.preemptions
+    preemptions = engine._engine.scheduler.counts.preemptions
     engine.update_weights(other_path, requests="keep")
     assert end(engine, result)[: len(so_far)] == so_far
-    assert engine.engine.scheduler.counts.preemptions == preemptions
+    assert engine._engine.scheduler.counts.preemptions == preemptions
     # Its cached blocks are never reused.
     assert engine.generate(LONG, params())[0].num_cached_tokens == 0
 
@@ -418,7 +418,7 @@ def test_requests_are_aborted(engine: LLM, other_path: Path) -> None:
     engine.update_weights(other_path, requests="abort")
     assert result.finished and result.outputs[0].finish_reason == "abort"
     assert result.outputs[0].token_ids == so_far
-    assert engine.engine.step() == [result] and not engine.engine.has_work
+    assert engine._engine.step() == [result] and not engine._engine.has_work
 
 
 def test_unknown_requests_are_refused_before_anything_is_read(
@@ -447,7 +447,7 @@ def test_a_pause_aborts(engine: LLM) -> None:
     engine.pause("abort")
     assert result.finished and result.outputs[0].finish_reason == "abort"
     engine.resume()
-    assert engine.engine.step() == [result]
+    assert engine._engine.step() == [result]
     with pytest.raises(RequestError, match="mode must be"):
         engine.pause("drop")  # type: ignore[arg-type]
 
@@ -467,7 +467,7 @@ def test_an_update_does_not_get_the_version_of_a_dropped_one() -> None:
 
 
 def test_a_compiled_engine_is_refused(engine: LLM, other_path: Path) -> None:
-    executor = local_executor(engine.engine.executor)
+    executor = local_executor(engine._engine.executor)
     executor.loader, loader = None, executor.loader
     with pytest.raises(Exception, match="compiled"):
         engine.update_weights(other_path)

@@ -20,7 +20,7 @@ def bits_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[
 
 
 def weights_of(llm: LLM) -> list[Tensor]:
-    return tensors_of(local_executor(llm.engine.executor).runner.model.weights)
+    return tensors_of(local_executor(llm._engine.executor).runner.model.weights)
 
 
 def in_one_buffer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -26,7 +26,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 4096, "batch_invariant": True}
     options |= {"device": "cuda", "cache_memory_bytes": 2**31}
     if request.param == "demo":
-        yield LLM(**options).engine
+        yield LLM(**options)._engine
         return
     model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
     config = EngineConfig(max_num_batched_tokens=4096, **options)

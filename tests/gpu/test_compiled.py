@@ -24,8 +24,8 @@ llm = LLM(device="cuda", max_num_seqs=8, max_model_len=2048, cache_memory_bytes=
 params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 prompts = ["Call me Ishmael.", "Once upon a time there was a little girl who", "The whale"]
 tokens = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
-runner, stepper = llm.engine.executor.runner, Stepper(llm.engine)
-rank, builds = llm.engine.executor.description, llm.engine.executor.builds
+runner, stepper = llm._engine.executor.runner, Stepper(llm._engine)
+rank, builds = llm._engine.executor.description, llm._engine.executor.builds
 late = sum(builds.late().values())
 text = llm.encode(" ".join(prompts))
 with torch.inference_mode():

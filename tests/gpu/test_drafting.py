@@ -47,9 +47,9 @@ def load(draft_tokens: DraftTokens, *, enforce_eager: bool, **options: Any) -> L
 
 
 def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
-    llm.engine.reset_prefix_cache()
+    llm._engine.reset_prefix_cache()
     found = llm.generate(PROMPTS, [params[i % len(params)] for i in range(len(PROMPTS))])
-    llm.engine.check_integrity()
+    llm._engine.check_integrity()
     return [output.token_ids for result in found for output in result.outputs]
 
 
@@ -66,10 +66,10 @@ def test_no_token_changes(
 ) -> None:
     """On the device from step to step, and over the host where a choice needs the tokens."""
     llm = load(draft_tokens, enforce_eager=enforce_eager)
-    assert local_executor(llm.engine.executor).runner.verification_steps is not None
+    assert local_executor(llm._engine.executor).runner.verification_steps is not None
     for params in (PARAMS, HISTORIC):
         assert tokens(llm, params) == wanted[len(params)]
-    metrics = llm.engine.metrics()
+    metrics = llm._engine.metrics()
     assert metrics.drafts_accepted[0] > 100
     assert metrics.time_of_verification.count > 0
 
@@ -80,7 +80,7 @@ def test_any_numbers_of_drafts_change_no_token(
 ) -> None:
     """Steps whose sequences have different numbers of drafts, and steps without the draft head."""
     llm = load("auto", enforce_eager=enforce_eager)
-    chooser = llm.engine.scheduler.drafting.chooser = RandomDrafts(3, 1)
+    chooser = llm._engine.scheduler.drafting.chooser = RandomDrafts(3, 1)
     assert tokens(llm, PARAMS) == wanted[len(PARAMS)]
     assert len(chooser.seen) > 50
 
@@ -88,7 +88,7 @@ def test_any_numbers_of_drafts_change_no_token(
 def test_steps_are_launched_ahead() -> None:
     """Nearly all of them, where all decode: the host waits for none to launch the next."""
     llm = load(1, enforce_eager=False)
-    steps = local_executor(llm.engine.executor).runner.verification_steps
+    steps = local_executor(llm._engine.executor).runner.verification_steps
     assert steps is not None
     floats: list[bool] = []
     fill = steps._static.fill
@@ -156,13 +156,10 @@ def test_proposals_are_the_transcription_s(draft_tokens: int) -> None:
     no draft's logit may lie further than FARTHEST below the best one.
     """
     llm = load(draft_tokens, enforce_eager=False)
-    engine = llm.engine
-    assert (
-        llm.tokenizer is not None
-        and local_executor(engine.executor).runner.verification_steps is not None
-    )
+    engine = llm._engine
+    assert local_executor(engine.executor).runner.verification_steps is not None
     watch = Watch(engine)
-    texts = generate(engine, llm.tokenizer.encode(STORY), max_tokens=48)
+    texts = generate(engine, llm.get_tokenizer().encode(STORY), max_tokens=48)
     accepted, proposed = engine.metrics().drafts_accepted[0], engine.metrics().drafts_proposed[0]
     assert 0.2 < accepted / proposed < 0.95
     stepper = Stepper(engine)

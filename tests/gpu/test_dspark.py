@@ -67,7 +67,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new_engine(path: Path, draft_tokens: DraftTokens, **options: Any) -> Engine:
     gc.collect()
     torch.cuda.empty_cache()
-    engine = LLM(path, **OPTIONS | options, draft_tokens=draft_tokens).engine
+    engine = LLM(path, **OPTIONS | options, draft_tokens=draft_tokens)._engine
     if draft_tokens == "auto":
         # Its own choices depend on measured times.
         engine.scheduler.drafting.chooser = RandomDrafts(BLOCK_SIZE, 1, head=True, block=True)
@@ -280,7 +280,7 @@ def test_drafts_and_acceptance_are_the_cpu_s(batch_invariant: bool, least_equal:
     ]
     prefixes = [(text, len(text) - back) for text in texts for back in range(12, 102, 15)]
     gpu = LLM(demo, device="cuda", batch_invariant=batch_invariant, **options)
-    wanted, found = (forced_drafts(llm.engine, prefixes) for llm in (cpu, gpu))
+    wanted, found = (forced_drafts(llm._engine, prefixes) for llm in (cpu, gpu))
     equal = [a == b for x, y in zip(wanted, found, strict=True) for a, b in zip(x, y, strict=True)]
     shares = [share_accepted(prefixes, drafts) for drafts in (wanted, found)]
     print(f"{sum(equal) / len(equal):.1%} of {len(equal)} drafts are equal; accepted: {shares}")

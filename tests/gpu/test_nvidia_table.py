@@ -50,8 +50,8 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def test_the_table_is_not_the_reference(llm: LLM) -> None:
-    names = dict(local_executor(llm.engine.executor).runner.ops.implementations())
-    assert local_executor(llm.engine.executor).runner.ops.capabilities.packed_cache
+    names = dict(local_executor(llm._engine.executor).runner.ops.implementations())
+    assert local_executor(llm._engine.executor).runner.ops.capabilities.packed_cache
     assert not [op for op, where in names.items() if ".ref." in where and op not in NO_KERNEL]
 
 
@@ -69,7 +69,7 @@ def test_text_is_the_cpu_s(llm: LLM) -> None:
     ids += cpu.generate(PROMPTS[1], story)[0].outputs[0].token_ids
     read = []
     for one in (cpu, llm, reference):
-        stepper = Stepper(one.engine)
+        stepper = Stepper(one._engine)
         logits = stepper.logits(stepper.read(ids, [100, 150])).cpu().float()
         read.append(logits.log_softmax(-1))
     truth, table, bf16 = read
@@ -94,8 +94,8 @@ def test_text_is_the_cpu_s(llm: LLM) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
 @torch.inference_mode()
 def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
-    runner = local_executor(llm.engine.executor).runner
-    stepper = Stepper(llm.engine)
+    runner = local_executor(llm._engine.executor).runner
+    stepper = Stepper(llm._engine)
     chunks = stepper.prefilled([text(i, n) for i, n in enumerate(LENGTHS[:batch])])
     plan = stepper.plan(chunks)
     assert runner.graphs is not None and runner.graphs.fits(plan)
@@ -113,8 +113,8 @@ def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
 
 @torch.inference_mode()
 def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
-    runner = local_executor(llm.engine.executor).runner
-    stepper = Stepper(llm.engine)
+    runner = local_executor(llm._engine.executor).runner
+    stepper = Stepper(llm._engine)
     for lengths in ([1], [9, 30], [128], [200, 1, 50], [700, 1, 300], [1900, 5]):
         sequences = [stepper.sequence(text(9, n)) for n in lengths]
         chunks = []
@@ -134,8 +134,8 @@ def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
 @torch.inference_mode()
 def test_inputs_and_replay_neither_allocate_nor_wait(llm: LLM) -> None:
     """No allocation on the device, no host that waits for it."""
-    runner = local_executor(llm.engine.executor).runner
-    stepper = Stepper(llm.engine)
+    runner = local_executor(llm._engine.executor).runner
+    stepper = Stepper(llm._engine)
     chunks = stepper.prefilled([text(1, n) for n in (300, 20, 5)])
     plan = stepper.plan(chunks)
     assert runner.graphs is not None
@@ -167,7 +167,7 @@ def test_a_decode_step_waits_for_tokens_alone(
     llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole steps: one wait each, once the next is launched; the device's memory is flat."""
-    engine = llm.engine
+    engine = llm._engine
     results = [engine.add_request(str(i), text(i, 20 + i), params) for i in range(3)]
     for _ in range(6):
         engine.step()
@@ -209,10 +209,10 @@ def test_one_step_ahead_gives_the_tokens_of_no_step_ahead(llm: LLM, temperature:
     found = []
     try:
         for ahead in (1, 0):
-            llm.engine.steps_ahead = ahead
+            llm._engine.steps_ahead = ahead
             found.append([r.outputs[0].token_ids for r in llm.generate(PROMPTS, params)])
     finally:
-        llm.engine.steps_ahead = 1
+        llm._engine.steps_ahead = 1
     assert found[0] == found[1]
 
 
@@ -227,7 +227,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.errors import EngineDeadError
 llm = LLM(device="cuda", max_num_seqs=4, max_model_len=512, cache_memory_bytes=2**26)
 params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-engine = llm.engine
+engine = llm._engine
 result = engine.add_request("a", [1, 2, 3], params)
 for _ in range(4):
     engine.step()
@@ -258,11 +258,11 @@ def test_reported_memory_is_what_is_held() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     llm = LLM(device="cuda", max_num_seqs=16, max_model_len=4096, max_num_batched_tokens=1024)
-    held = llm.engine.memory
+    held = llm._engine.memory
     print(held)
     reserved = torch.cuda.memory_reserved()
     assert held.total == reserved - before
-    assert held.cache == local_executor(llm.engine.executor).runner.cache_plan.total_bytes
+    assert held.cache == local_executor(llm._engine.executor).runner.cache_plan.total_bytes
     free, total = torch.cuda.mem_get_info()
     assert total - free <= 0.9 * total
     drawn = SamplingParams(top_p=0.9, top_k=50, logprobs=5, presence_penalty=1.0, max_tokens=20)

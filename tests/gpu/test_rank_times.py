@@ -21,12 +21,12 @@ def seconds_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> fl
 @pytest.mark.alone
 def test_the_times_of_captured_steps() -> None:
     llm = LLM(device="cuda", max_num_seqs=4, max_model_len=1024, cache_memory_bytes=2**28)
-    (state,) = llm.engine.executor.rank_states()
+    (state,) = llm._engine.executor.rank_states()
     assert state.times.step_seconds is None, "the warm-up does not count"
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     # Eight prefills, of which the LM head measures every fourth.
     seconds = seconds_of(llm, [[0, number + 5, 7] * 20 for number in range(8)], params)
-    (state,) = llm.engine.executor.rank_states()
+    (state,) = llm._engine.executor.rank_states()
     step, head = state.times.step_seconds, state.times.head_seconds
     assert step is not None and head is not None
     # One sequence: a step gives one token.
@@ -36,4 +36,4 @@ def test_the_times_of_captured_steps() -> None:
     params = SamplingParams(temperature=0, max_tokens=1)
     prefill = seconds_of(llm, [[0, number + 50, 7] * 20 for number in range(8)], params) / 8
     assert 1e-6 < head < prefill
-    assert not sum(llm.engine.executor.late_compilations().values())
+    assert not sum(llm._engine.executor.late_compilations().values())

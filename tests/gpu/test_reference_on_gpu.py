@@ -62,10 +62,10 @@ def load(path: Path | None, device: str, dtype: DtypeName, *, exact: bool = True
 
 def logits(llm: LLM, ids: list[int]) -> Tensor:
     """[T,V] on the CPU, read in chunks of 37."""
-    stepper = Stepper(llm.engine)
+    stepper = Stepper(llm._engine)
     with torch.inference_mode():
         streams = stepper.read(ids, range(37, len(ids), 37))
-        return local_executor(llm.engine.executor).runner.model.compute_logits(streams).cpu()
+        return local_executor(llm._engine.executor).runner.model.compute_logits(streams).cpu()
 
 
 def errors(found: Tensor, wanted: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ def test_the_demo_model_s_greedy_tokens() -> None:
 def test_the_demo_model_as_it_runs_by_default() -> None:
     """bfloat16 with the trained roundings: its own choices are likely under the CPU's float32."""
     gpu = LLM()
-    assert local_executor(gpu.engine.executor).runner.device.type == "cuda"
-    assert local_executor(gpu.engine.executor).runner.dtype == torch.bfloat16
-    assert local_executor(gpu.engine.executor).runner.platform.vendor == "nvidia"
+    assert local_executor(gpu._engine.executor).runner.device.type == "cuda"
+    assert local_executor(gpu._engine.executor).runner.dtype == torch.bfloat16
+    assert local_executor(gpu._engine.executor).runner.platform.vendor == "nvidia"
     results = gpu.generate(PROMPTS, GREEDY)
     cpu = LLM(device="cpu")
     same, total = 0, 0
@@ -157,7 +157,7 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "Stream", counting)
     llm = load(tiny, "cuda", "bfloat16")
-    model = local_executor(llm.engine.executor).runner.model
+    model = local_executor(llm._engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
     streams = model.side_streams
     handles = {stream.cuda_stream for stream in made} - {0}  # 0: the current one, looked up
@@ -168,7 +168,7 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
     for layer in (*model.layers, *model.draft_head.layers):
         assert isinstance(layer, DecoderLayer)
         assert layer.attn.side_streams is streams and layer.ffn.side_streams is streams
-    on_cpu = local_executor(load(tiny, "cpu", "float32").engine.executor).runner.model
+    on_cpu = local_executor(load(tiny, "cpu", "float32")._engine.executor).runner.model
     assert isinstance(on_cpu, DeepseekV4)
     assert on_cpu.side_streams.streams == ()
     assert {stream.cuda_stream for stream in made} - {0} == handles
@@ -176,6 +176,6 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_devices(tiny: Path) -> None:
     count = torch.cuda.device_count()
-    assert local_executor(load(tiny, "cuda:0", "float32").engine.executor).runner.device.index == 0
+    assert local_executor(load(tiny, "cuda:0", "float32")._engine.executor).runner.device.index == 0
     with pytest.raises(ResourceError, match=f"torch sees {count} GPUs"):
         load(tiny, f"cuda:{count}", "float32")

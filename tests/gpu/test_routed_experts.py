@@ -39,7 +39,7 @@ def open_engine(kind: str, **options: Any) -> Engine:
         **options,
     }
     if kind == "demo":
-        return LLM(**chosen).engine
+        return LLM(**chosen)._engine
     model = ModelConfig.preset("flash").with_layers(4)
     return start_engine(EngineConfig(**chosen), model, DummyWeights(model), None)
 

@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         "enable_sleep_mode": True,
     }
     if request.param == "demo":
-        yield LLM(device="cuda", **options).engine
+        yield LLM(device="cuda", **options)._engine
         return
     model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
     yield start_engine(EngineConfig(device="cuda", **options), model, DummyWeights(model), None)

@@ -36,7 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
 def engine(request: pytest.FixtureRequest) -> Engine:
     options: dict[str, Any] = {"device": "cuda", "max_num_seqs": 24}
     if request.param == "demo":
-        return LLM(max_model_len=4096, cache_memory_bytes=2**29, **options).engine
+        return LLM(max_model_len=4096, cache_memory_bytes=2**29, **options)._engine
     options |= {
         "flash": {},
         "eager": {"enforce_eager": True},
@@ -93,7 +93,7 @@ from finwhale import LLM, SamplingParams
 llm = LLM(device="cuda", max_num_seqs=8, max_model_len=1024, cache_memory_bytes=2**28,
           max_num_batched_tokens=128, cache_dir=sys.argv[1])
 out = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=24))
-engine = llm.engine
+engine = llm._engine
 print(json.dumps([engine.executor.description.kernels, engine.executor.description.compiled_kernels,
                   out[0].outputs[0].token_ids, sum(engine.metrics().late_compilations.values())]))
 """

@@ -78,14 +78,14 @@ def test_captured_is_eager_and_nothing_compiles_late(draft_tokens: int) -> None:
         llm = load(
             "bf16", batch_invariant=True, enforce_eager=enforce_eager, draft_tokens=draft_tokens
         )
-        model = local_executor(llm.engine.executor).runner.model
+        model = local_executor(llm._engine.executor).runner.model
         assert isinstance(model, DeepseekV4)
         wo_a = model.weights.layers[0].attn.heads.wo_a
         assert isinstance(wo_a, LinearWeight) and not wo_a.round_input
         found.append(tokens(llm))
         long = [[5 + i % 900 for i in range(n)] for n in (17, 65, 300, 900)]
         llm.generate(long, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-        assert not any(llm.engine.metrics().late_compilations.values())
+        assert not any(llm._engine.metrics().late_compilations.values())
     assert found[0] == found[1]
 
 
@@ -97,9 +97,9 @@ def test_it_is_the_cpu_s_option() -> None:
     logits: dict[tuple[str, WoAInput], torch.Tensor] = {}
     options: tuple[WoAInput, ...] = ("fp8", "bf16")
     for option in options:
-        cpu = Stepper(LLM(device="cpu", wo_a_input=option, max_num_seqs=8).engine)
+        cpu = Stepper(LLM(device="cpu", wo_a_input=option, max_num_seqs=8)._engine)
         logits["cpu", option] = cpu.logits(cpu.read(ids)).float()
-        stepper = Stepper(load(option).engine)
+        stepper = Stepper(load(option)._engine)
         logits["gpu", option] = stepper.logits(stepper.read(ids)).float().cpu()
 
     def distance(gpu: WoAInput, cpu: WoAInput) -> float:

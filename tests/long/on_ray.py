@@ -41,7 +41,7 @@ def main(path: str, how: str) -> None:
     assert states.get("CPU", 0) == 0, states  # both nodes are full
     results = llm.generate(PROMPTS, GREEDY)
     print("tokens", [result.outputs[0].token_ids for result in results], flush=True)
-    executor = llm.engine.executor
+    executor = llm._engine.executor
     assert isinstance(executor, Ranks)
     if how == "kill":
         kill(llm, executor)

@@ -38,10 +38,10 @@ def tensors(new: Path) -> NamedTensors:
 @pytest.fixture(scope="module")
 def running() -> Iterator[RunningServer]:
     llm = LLM(device="cpu", max_num_seqs=8, max_model_len=2048, enable_sleep_mode=True)
-    server = RunningServer(llm.engine, enable_rollout_endpoints=True)
+    server = RunningServer(llm._engine, enable_rollout_endpoints=True)
     yield server
     server.close()
-    check_idle(llm.engine)
+    check_idle(llm._engine)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def before(running: RunningServer) -> Answer:
 @pytest.fixture(scope="module")
 def expected(new: Path, before: Answer) -> Answer:
     """The answer of a fresh start with the new weights."""
-    fresh = RunningServer(LLM(new, device="cpu", max_num_seqs=8, max_model_len=2048).engine)
+    fresh = RunningServer(LLM(new, device="cpu", max_num_seqs=8, max_model_len=2048)._engine)
     found = Asked(fresh.url).answer()
     fresh.close()
     assert found != before

@@ -212,11 +212,11 @@ def test_a_drafting_engine(requests: str, paths: list[Path]) -> None:
     old, new = paths
     expected, *_ = (outputs(open_llm(path, 1, draft_tokens=2)) for path in (new, old))
     llm = open_llm(old, 1, draft_tokens=2)
-    result = llm.engine.add_request("one", [9] * 300, GREEDY)
+    result = llm._engine.add_request("one", [9] * 300, GREEDY)
     while len(result.outputs[0].token_ids) < 4:
-        llm.engine.step()
+        llm._engine.step()
     llm.update_weights(new, requests=requests)  # type: ignore[arg-type]
     while not result.finished:
-        llm.engine.step()
+        llm._engine.step()
     assert len(result.outputs[0].token_ids) == GREEDY.max_tokens or requests == "abort"
     assert outputs(llm) == expected

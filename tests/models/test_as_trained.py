@@ -54,7 +54,7 @@ def compare_weights(
     write_plain_checkpoint(path, config, weights)
     mode: Activations = "as-trained"
     llm = LLM(path, device="cpu", dtype="float32", activations=mode, reference=reference)
-    stepper, draw = Stepper(llm.engine), random.Random(sum(lengths))
+    stepper, draw = Stepper(llm._engine), random.Random(sum(lengths))
     trained, exact = Comparison(), Comparison()
     # The formulas in float64: which values round otherwise then depends on this engine alone.
     wide = in_float64(weights)
@@ -139,7 +139,7 @@ def test_wo_a_of_inputs_that_are_not_rounded(tmp_path: Path, seed: int, referenc
     weights = random_weights(config, seed)
     write_plain_checkpoint(tmp_path, config, weights)
     llm = LLM(tmp_path, device="cpu", dtype="float32", wo_a_input="bf16", reference=reference)
-    stepper, draw, wide = Stepper(llm.engine), random.Random(seed), in_float64(weights)
+    stepper, draw, wide = Stepper(llm._engine), random.Random(seed), in_float64(weights)
     found, others = Comparison(), Comparison()
     for _ in range(16):
         text = [draw.randrange(config["vocab_size"]) for _ in range(10)]

@@ -91,8 +91,8 @@ def test_the_mtp_layer_predicts_the_model_s_tokens(llm: LLM) -> None:
     has the figures over all held-out text.
     """
     text = llm.encode(STORY)
-    stepper = Stepper(llm.engine)
-    runner, layer = stepper.runner, local_executor(llm.engine.executor).runner.model.draft_head
+    stepper = Stepper(llm._engine)
+    runner, layer = stepper.runner, local_executor(llm._engine.executor).runner.model.draft_head
     assert layer is not None
     sequence = stepper.sequence(text[:-1])
     (streams,) = stepper.step([(sequence, len(text) - 1)])
@@ -115,8 +115,8 @@ def test_the_dspark_head_drafts_what_the_model_chooses(
         for seed in range(2)
     ]
     prompts = [STORY, "Once upon a time, there was a little girl named"]
-    plain, before = llm.generate(prompts, params), drafting.engine.metrics()
-    drafted, after = drafting.generate(prompts, params), drafting.engine.metrics()
+    plain, before = llm.generate(prompts, params), drafting._engine.metrics()
+    drafted, after = drafting.generate(prompts, params), drafting._engine.metrics()
     assert [r.outputs[0].token_ids for r in drafted] == [r.outputs[0].token_ids for r in plain]
     steps = after.verifications - before.verifications
     accepted = sum(after.drafts_accepted) - sum(before.drafts_accepted)

@@ -63,15 +63,14 @@ def test_every_proposal(
             max_num_batched_tokens=100,
             max_model_len=300,
         )
-        engine = llm.engine
-        assert llm.tokenizer is not None
+        engine = llm._engine
         if ahead:
             draft_on_device(engine.executor, engine.config)
             engine.steps_ahead = 1
         if draft_tokens == "auto":
             engine.scheduler.drafting.chooser = RandomDrafts(3, 1, head=True)
         watch = Watch(engine)
-        texts = generate(engine, llm.tokenizer.encode(STORY), max_tokens=24)
+        texts = generate(engine, llm.get_tokenizer().encode(STORY), max_tokens=24)
         metrics = engine.metrics()
         assert 0.2 < metrics.drafts_accepted[0] / metrics.drafts_proposed[0] < 0.95
         found = compare(*demo, texts, watch.proposals, near_tie=NEAR_TIE, known=known)

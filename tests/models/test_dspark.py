@@ -37,7 +37,7 @@ class Drafting:
     """Drafts of one model after texts that are prefilled in chunks, one or several at a time."""
 
     def __init__(self, llm: LLM) -> None:
-        self.stepper = Stepper(llm.engine)
+        self.stepper = Stepper(llm._engine)
         head = self.stepper.runner.model.draft_head
         assert isinstance(head, DsparkHead)
         self.head = head

@@ -95,7 +95,7 @@ def _model(
     with torch_threads(threads):
         llm = LLM(path, device="cpu", dtype="float32", **options)
         model = Model(
-            seed, path, options, config["vocab_size"], Stepper(llm.engine), torch.empty(0)
+            seed, path, options, config["vocab_size"], Stepper(llm._engine), torch.empty(0)
         )
         model.whole = model.stepper.read(model.text())
         assert model.whole.isfinite().all()
@@ -261,8 +261,8 @@ def test_several_continuations_of_one_prompt(model: Model) -> None:
     assert drawn.outputs[0].token_ids == one.outputs[0].token_ids
     assert len({tuple(out.token_ids) for out in drawn.outputs}) == 3
     assert len({tuple(out.token_ids) for out in same.outputs}) == 1
-    llm.engine.scheduler.check_integrity()
-    assert not llm.engine.has_work
+    llm._engine.scheduler.check_integrity()
+    assert not llm._engine.has_work
 
 
 @pytest.mark.parametrize("seed", [pytest.param(3, marks=pytest.mark.long), 16])

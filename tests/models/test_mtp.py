@@ -56,7 +56,7 @@ def test_logits(tmp_path: Path, seed: int, reference: bool) -> None:
     draw = random.Random(seed)
     with single_threaded():
         llm = LLM(tmp_path, device="cpu", dtype="float32", activations="exact", reference=reference)
-        stepper = Stepper(llm.engine)
+        stepper = Stepper(llm._engine)
         for length in (2, 6, 150):
             text = [draw.randrange(config["vocab_size"]) for _ in range(length)]
             wanted = transcription.mtp_logits(weights, config, text)
@@ -79,7 +79,7 @@ def test_rounds_as_trained(tmp_path: Path, seed: int) -> None:
     mode: Activations = "as-trained"
     wide, errors = in_float64(weights), list[float]()
     with single_threaded():
-        stepper = Stepper(LLM(tmp_path, device="cpu", dtype="float32", activations=mode).engine)
+        stepper = Stepper(LLM(tmp_path, device="cpu", dtype="float32", activations=mode)._engine)
         for _ in range(16):
             text = [draw.randrange(config["vocab_size"]) for _ in range(8)]
             found = mtp_logits(stepper, mtp_streams(stepper, text))
@@ -102,6 +102,6 @@ def test_without_an_mtp_layer(tmp_path: Path) -> None:
         streams = []
         for name in ("with", "without"):
             llm = LLM(tmp_path / name, device="cpu", dtype="float32", activations="exact")
-            streams.append(Stepper(llm.engine).read([4, 2, 9]))
-    assert local_executor(llm.engine.executor).runner.model.draft_head is None
+            streams.append(Stepper(llm._engine).read([4, 2, 9]))
+    assert local_executor(llm._engine.executor).runner.model.draft_head is None
     assert torch.equal(*streams)

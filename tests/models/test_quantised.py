@@ -101,7 +101,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_logits(case: Case) -> None:
     with single_threaded():
         llm = LLM(case.path, device="cpu", dtype="float32", activations="exact")
-        stepper = Stepper(llm.engine)
+        stepper = Stepper(llm._engine)
         for prompt in case.prompts():
             found = stepper.logits(stepper.read(prompt))
             assert relative_error(found, case.oracle.logits(prompt)) < TOLERANCE
@@ -121,7 +121,7 @@ def test_mtp_weights(case: Case) -> None:
     """The oracle leaves them out: the transcription stands in."""
     with single_threaded():
         llm = LLM(case.path, device="cpu", dtype="float32", activations="exact")
-        stepper, text = Stepper(llm.engine), case.prompts()[1]
+        stepper, text = Stepper(llm._engine), case.prompts()[1]
         wanted = transcription.mtp_logits(case.weights, case.config, text)
         found = mtp_logits(stepper, mtp_streams(stepper, text))
         assert relative_error(found, wanted) < TOLERANCE
@@ -144,7 +144,7 @@ def test_other_storages(tmp_path: Path, change: dict[str, str | None]) -> None:
     )
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     with single_threaded():
-        stepper = Stepper(LLM(tmp_path, device="cpu", dtype="float32", activations="exact").engine)
+        stepper = Stepper(LLM(tmp_path, device="cpu", dtype="float32", activations="exact")._engine)
         found = stepper.logits(stepper.read([7, 5, 3, 2, 11]))
         wanted, _ = transcription.forward(weights, config, [7, 5, 3, 2, 11])
         error = relative_error(found, wanted)

@@ -108,7 +108,7 @@ def test_transcription(case: Case) -> None:
 
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
 def test_logits(case: Case, reference: bool) -> None:
-    stepper = Stepper(load(case.path, reference=reference).engine)
+    stepper = Stepper(load(case.path, reference=reference)._engine)
     for text, wanted in zip(case.texts, case.logits, strict=True):
         assert relative_error(stepper.logits(stepper.read(text)), wanted) < TOLERANCE
 
@@ -129,7 +129,7 @@ def test_greedy_while_prompts_are_still_read(case: Case) -> None:
     """Few sequences and few tokens a step: chunks of prompts beside decodes, and waiting."""
     llm = load(case.path, max_num_seqs=3, max_num_batched_tokens=50)
     assert greedy(llm, case.prompts) == case.continuations
-    llm.engine.scheduler.check_integrity()
+    llm._engine.scheduler.check_integrity()
 
 
 def test_checkpoint_that_transformers_wrote(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_checkpoint_that_transformers_wrote(tmp_path: Path) -> None:
     oracle.model.save_pretrained(tmp_path / "saved")
     prompt = [5, 3, 8, 100, 2, 44, 1, 0, 7]
     with single_threaded():
-        stepper = Stepper(load(tmp_path / "saved").engine)
+        stepper = Stepper(load(tmp_path / "saved")._engine)
         found = stepper.logits(stepper.read(prompt))
         assert relative_error(found, oracle.logits(prompt)) < TOLERANCE
 

@@ -49,7 +49,7 @@ def report(capsys: Capture) -> dict[str, dict[str, str]]:
 @torch.inference_mode()
 def test_scores_are_the_log_probabilities_of_one_prefill(llm: LLM) -> None:
     found = score(llm, TEXTS)
-    stepper = Stepper(llm.engine)
+    stepper = Stepper(llm._engine)
     for scores, (prompt, ids) in zip(found, TEXTS, strict=True):
         logits = stepper.logits(stepper.read([*prompt, *ids]))
         wanted = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])

@@ -77,7 +77,7 @@ def no_builds(ops: Any, platform: Platform, index: int, directory: str | None) -
 @torch.inference_mode()
 def read(llm: LLM) -> tuple[Tensor, Tensor]:
     """Logits after the last two tokens of two steps, of the model and of the MTP layer."""
-    stepper, run = Stepper(llm.engine), local_executor(llm.engine.executor).runner
+    stepper, run = Stepper(llm._engine), local_executor(llm._engine.executor).runner
     mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(TEXT[:-1])
@@ -146,7 +146,7 @@ def amd(path: Path) -> Amd:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", recorded)
         llm = llm_on(AMD, path)
-        assert local_executor(llm.engine.executor).runner.ops is load_ops(AMD)
+        assert local_executor(llm._engine.executor).runner.ops is load_ops(AMD)
         return Amd(llm, read(llm), tokens_of(llm), options)
 
 
@@ -167,7 +167,7 @@ def test_the_engine_s_tokens_are_the_nvidia_table_s(path: Path, amd: Amd) -> Non
 
 def test_a_packed_page_is_one_piece_of_memory(amd: Amd) -> None:
     """The bytes of a sequence's pages, copied to other pages, are all of its state."""
-    stepper = Stepper(amd.llm.engine)
+    stepper = Stepper(amd.llm._engine)
     results = []
     for moves in (False, True):
         sequence = stepper.sequence(TEXT)
@@ -198,7 +198,7 @@ def test_compiled_layers_give_the_same(
 
     monkeypatch.setitem(graph_forms.FORMS, "cpu", graph_forms.MODULE)
     llm = llm_on(AMD, path, compile=True, cache_dir=tmp_path)
-    assert llm.engine.executor.description.compiled_layers > 0
+    assert llm._engine.executor.description.compiled_layers > 0
     monkeypatch.setattr(batch, "PageTable", apart)
     for found, wanted in zip(read(llm), amd.values, strict=True):
         assert torch.equal(found, wanted)

@@ -210,7 +210,7 @@ def drafts_of(path: Path, draft_tokens: int) -> tuple[list[list[int]], list[Prop
     """What requests get in steps on the device that run ahead of the host, and all drafts."""
     engine = LLM(
         path, device="cpu", draft_tokens=draft_tokens, max_num_seqs=4, max_model_len=300
-    ).engine
+    )._engine
     steps = draft_on_device(local_executor(engine.executor), engine.config)
     engine.steps_ahead = 1
     proposals = Proposals(engine, steps)

@@ -24,7 +24,7 @@ def keeps_bits(path: Path, seed: int, activations: Activations, dtype: torch.dty
     """Whether chunks and batches give every token the bits that the whole text gives it."""
     config = tiny_config(seed)
     write_plain_checkpoint(path, config, random_weights(config, seed, dtype))
-    stepper = Stepper(LLM(path, device="cpu", dtype="float32", activations=activations).engine)
+    stepper = Stepper(LLM(path, device="cpu", dtype="float32", activations=activations)._engine)
     draw = torch.Generator().manual_seed(seed)
     text = torch.randint(config["vocab_size"], (LENGTH,), generator=draw).tolist()
     whole = stepper.read(text)

@@ -29,8 +29,8 @@ def open_llm(path: str | Path, draft_tokens: int, on_device: bool) -> LLM:
     torch.set_num_threads(1)
     llm = LLM(path, **OPTIONS, draft_tokens=draft_tokens)
     if on_device:
-        assert isinstance(llm.engine.executor, LocalExecutor)
-        draft_on_device(llm.engine.executor, llm.engine.config)
+        assert isinstance(llm._engine.executor, LocalExecutor)
+        draft_on_device(llm._engine.executor, llm._engine.config)
     return llm
 
 
@@ -98,6 +98,6 @@ if __name__ == "__main__":
     bits = []
     for kind, plans in pickle.loads(Path(found).read_bytes()):
         llm = open_llm(path, *kind)
-        assert isinstance(llm.engine.executor, LocalExecutor)
-        bits.append(execute(llm.engine.executor, plans))
+        assert isinstance(llm._engine.executor, LocalExecutor)
+        bits.append(execute(llm._engine.executor, plans))
     Path(answer).write_bytes(pickle.dumps(bits))

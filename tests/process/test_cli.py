@@ -168,8 +168,7 @@ def test_chat(
     captured = capsys.readouterr()
     assert "thinking on" in captured.err and "/reset starts over" in captured.err
     assert "Traceback" not in captured.err
-    llm_tokenizer = finwhale.LLM(command("chat")[2], device="cpu").tokenizer
-    assert llm_tokenizer is not None
+    llm_tokenizer = finwhale.LLM(command("chat")[2], device="cpu").get_tokenizer()
     prompts = [llm_tokenizer.decode(ids, skip_special=False) for ids in seen]
     assert len(prompts) == 3
     assert all("Be brief" in prompt for prompt in prompts)

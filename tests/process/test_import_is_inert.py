@@ -127,6 +127,7 @@ def test_scheduling_and_requests_import_no_torch() -> None:
 
 
 def test_public_names() -> None:
+    assert dir(finwhale) == sorted(finwhale.__all__)
     for name in finwhale.__all__:
         assert getattr(finwhale, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -93,7 +93,7 @@ class ChangedLayer(DecoderLayer):
 @torch.inference_mode()
 def check_draft_layer(llm: LLM) -> None:
     """Draft and decoder layers are of one class and signature, and both run."""
-    run, stepper = local_executor(llm.engine.executor).runner, Stepper(llm.engine)
+    run, stepper = local_executor(llm._engine.executor).runner, Stepper(llm._engine)
     model = run.model
     assert isinstance(model, DeepseekV4) and model.draft_head is not None
     layers = [*model.layers, *model.draft_head.layers]
@@ -130,7 +130,7 @@ def test_the_draft_layer_left_behind(
     if not mistake:
         check_draft_layer(llm)
         return
-    model = local_executor(llm.engine.executor).runner.model
+    model = local_executor(llm._engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
     layers: list[Any] = list(model.layers)
     for layer in layers:
@@ -219,7 +219,7 @@ def test_streams_created_per_draft_layer(
     tiny_path: Path, mistake: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three, once a model, which the MTP layer shares."""
-    run = local_executor(LLM(tiny_path, device="cpu", max_num_seqs=2).engine.executor).runner
+    run = local_executor(LLM(tiny_path, device="cpu", max_num_seqs=2)._engine.executor).runner
     made: list[object] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(device))
 
@@ -272,7 +272,7 @@ llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
 names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("finwhale")]
 assert not names, f"left registered: {names}"
 from finwhale.ops.tables.cpu import OPS
-layer = llm.engine.executor.runner.model.layers[0]
+layer = llm._engine.executor.runner.model.layers[0]
 assert layer.mhc_pre is OPS.mhc_pre and layer.attn.linear is OPS.linear
 """
 

@@ -82,7 +82,7 @@ def objects(value: Any) -> set[type]:
 def test_another_process_computes_the_same_bits(tiny_path: Path, tmp_path: Path) -> None:
     recorded, wanted = [], []
     for seed, kind in enumerate(KINDS):
-        engine = step_plans.open_llm(tiny_path, *kind).engine
+        engine = step_plans.open_llm(tiny_path, *kind)._engine
         engine.executor = noting = step_plans.Noting(engine.executor)  # type: ignore[arg-type,assignment]
         engine.steps_ahead = 1
         crowd(engine, blocks=3)

@@ -34,7 +34,7 @@ class SharedServer:
 
     def get(self) -> RunningServer:
         if self._running is None:
-            self._running = RunningServer(self._llm.engine)
+            self._running = RunningServer(self._llm._engine)
         return self._running
 
     def close(self) -> None:
@@ -68,13 +68,13 @@ def start(
     def make(**options: Any) -> RunningServer:
         assert not running, "one server an engine"
         shared_server.close()
-        running.append(RunningServer(demo_llm.engine, **options))
+        running.append(RunningServer(demo_llm._engine, **options))
         return running[-1]
 
     yield make
     for server in running:
         server.close()
-    check_idle(demo_llm.engine)
+    check_idle(demo_llm._engine)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def server(
 ) -> Iterator[RunningServer]:
     """The server that tests of a module share; afterwards the engine must be idle."""
     yield shared_server.get()
-    engine, end = demo_llm.engine, time.monotonic() + 120
+    engine, end = demo_llm._engine, time.monotonic() + 120
     while engine.has_work and time.monotonic() < end:
         time.sleep(0.01)
     with engine._lock:  # the last step has ended

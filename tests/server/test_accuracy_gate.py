@@ -55,7 +55,7 @@ def scores(folder: Path, **options: Any) -> dict[str, tuple[float, list[str]]]:
     """By the harness's kind of model; and the drafts were of use."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = LLM(max_num_seqs=4, max_model_len=256, **options).engine
+    engine = LLM(max_num_seqs=4, max_model_len=256, **options)._engine
     server = RunningServer(engine)
     try:
         found = {kind: score(server.url, MODEL, kind, folder) for kind in KINDS}

@@ -72,14 +72,14 @@ def running(demo_llm: LLM, tmp_path: Path) -> Iterator[Start]:
     def make(**options: Any) -> RunningServer:
         for server in servers:
             server.close()
-        servers[:] = [RunningServer(demo_llm.engine, batch_dir=str(tmp_path / "b"), **options)]
+        servers[:] = [RunningServer(demo_llm._engine, batch_dir=str(tmp_path / "b"), **options)]
         return servers[0]
 
     yield make
     for server in servers:
         server.close()
     torch.set_num_threads(threads)
-    check_idle(demo_llm.engine)
+    check_idle(demo_llm._engine)
 
 
 def test_a_batch_from_upload_to_results(running: Start) -> None:

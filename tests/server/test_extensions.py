@@ -484,7 +484,7 @@ def decoded(field: dict[str, Any]) -> Any:
 def test_routed_experts(one_thread: None) -> None:
     """Of chats and of completions with several prompts, as `LLM` returns them."""
     llm = LLM(device="cpu", max_num_seqs=8, enable_return_routed_experts=True)
-    server = RunningServer(llm.engine)
+    server = RunningServer(llm._engine)
     wants = {"return_routed_experts": True, "return_token_ids": True, "temperature": 0}
     try:
         whole = chat(server, **wants, max_tokens=20, n=2)

@@ -21,12 +21,12 @@ EXAMPLES = int(os.environ.get("FINWHALE_FUZZ_EXAMPLES", "12"))
 def fuzzed(demo_llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("batches")
     server = RunningServer(
-        demo_llm.engine, max_choices=4, max_body_bytes=1 << 20, batch_dir=str(directory)
+        demo_llm._engine, max_choices=4, max_body_bytes=1 << 20, batch_dir=str(directory)
     )
     yield server
     assert server.client.failure is None
     server.close()
-    check_idle(demo_llm.engine)
+    check_idle(demo_llm._engine)
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def test_cors_is_off_unless_asked_for(demo_llm: Any, start: Start) -> None:
     assert status == 405 and "access-control-allow-origin" not in headers
     server.close()
     server = RunningServer(
-        demo_llm.engine, cors_origins=("http://a.example",), api_keys=KEYS, max_body_bytes=1000,
+        demo_llm._engine, cors_origins=("http://a.example",), api_keys=KEYS, max_body_bytes=1000,
         allowed_hosts=("127.0.0.1",),
     )  # fmt: skip
     try:
@@ -314,7 +314,7 @@ def test_cached_tokens_of_several_prompts(server: RunningServer) -> None:
 
 def answer_with_drafts(draft_tokens: int) -> tuple[Any, list[str]]:
     """One answer, and the server's metrics after it."""
-    engine = LLM(device="cpu", max_model_len=256, draft_tokens=draft_tokens).engine
+    engine = LLM(device="cpu", max_model_len=256, draft_tokens=draft_tokens)._engine
     server = RunningServer(engine)
     answer = server.openai().completions.create(
         model=MODEL, prompt="Once upon a time", max_tokens=40, temperature=0.7, seed=5, logprobs=2

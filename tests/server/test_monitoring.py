@@ -176,7 +176,7 @@ def test_refusals(start: Callable[..., RunningServer]) -> None:
 def test_the_values_of_the_engine_s_metrics(demo_llm: LLM) -> None:
     counts = {"drafts_proposed": (9, 5), "drafts_accepted": (6, 2), "verifications": 9}
     pages = {"window": PageUse(3, 10)}
-    engine = dataclasses.replace(demo_llm.engine.metrics(), pages=pages, **counts)  # type: ignore[arg-type]
+    engine = dataclasses.replace(demo_llm._engine.metrics(), pages=pages, **counts)  # type: ignore[arg-type]
     values = {
         (sample.name.removeprefix("finwhale_"), *sample.labels.values()): sample.value
         for family in engine_families(engine)

@@ -29,9 +29,9 @@ REFUSAL = "this server has no rollout endpoints: start it with --enable-rollout-
 @pytest.fixture
 def server(start: Start, demo_llm: LLM) -> Iterator[Asked]:
     yield Asked(start(enable_rollout_endpoints=True).url)
-    demo_llm.engine.resume()
-    if not demo_llm.engine.can_step:
-        demo_llm.engine.wake()
+    demo_llm._engine.resume()
+    if not demo_llm._engine.can_step:
+        demo_llm._engine.wake()
 
 
 def test_a_trainer_changes_some_weights(server: Asked) -> None:

@@ -159,13 +159,41 @@ def test_llm_has_every_engine_option(opened: list[EngineConfig]) -> None:
 def test_the_signature_of_llm() -> None:
     """It has the names, defaults and types of EngineConfig, in the same order."""
     parameters = inspect.signature(LLM.__init__).parameters
-    assert list(parameters)[:4] == ["self", "path", "revision", "progress"]
-    given = {name: parameters[name].default for name in list(parameters)[4:]}
+    assert list(parameters)[:5] == ["self", "path", "model", "revision", "progress"]
+    assert list(parameters)[-1] == "unknown"  # of no type, so that type checkers refuse it
+    given = {name: parameters[name].default for name in list(parameters)[5:-1]}
     assert list(given.items()) == [(one.name, one.default) for one in fields(EngineConfig)]
     wanted = typing.get_type_hints(EngineConfig) | {"cache_dir": str | Path | None}
     found = typing.get_type_hints(LLM.__init__)
     assert {name: found[name] for name in given} == wanted
+    assert found["unknown"] is typing.Never
     assert inspect.signature(AsyncLLM) == inspect.signature(LLM)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_num_seq": 3}, "LLM has no option 'max_num_seq'; did you mean max_num_seqs?"),
+        ({"trust_remote_code": True}, "LLM has no option 'trust_remote_code'"),
+        ({"path": "a", "model": "b"}, "LLM takes the checkpoint once: as path or as model"),
+    ],
+)
+def test_wrong_arguments_of_llm(arguments: dict[str, Any], message: str) -> None:
+    for cls, name in ((LLM, "LLM"), (AsyncLLM, "AsyncLLM")):
+        with pytest.raises(TypeError) as error:
+            cls(**arguments)
+        assert str(error.value) == message.replace("LLM", name)
+
+
+def test_the_public_names_of_llm() -> None:
+    """Completion in a notebook lists what a user may call."""
+    public = {name for name in dir(LLM) if not name.startswith("_")}
+    updates = {"update_weights", "init_weights_update_group", "destroy_weights_update_group"}
+    calls = {"generate", "chat", "stream", "encode", "chat_template", "get_tokenizer", "metrics"}
+    states = {"pause", "resume", "sleep", "wake"}
+    assert public == updates | calls | states | {"close"}
+    others = {name for name in dir(AsyncLLM) if not name.startswith("_")}
+    assert others == public - {"close"} | {"aclose"}
 
 
 def test_no_command_takes_an_abbreviation() -> None:

@@ -76,17 +76,17 @@ class Finwhale:
     def begin(self, prompts: Prompts, steps: int) -> None:
         """Prefill the prompts in one step, which also gives each sequence its first token."""
         params = SamplingParams(max_tokens=steps + 1, temperature=0, ignore_eos=True)
-        engine = self._llm.engine
+        engine = self._llm._engine
         self._requests = [engine.add_request(str(i), p, params) for i, p in enumerate(prompts)]
         engine.step()
         assert all(request.outputs[0].token_ids for request in self._requests), "a request waits"
 
     def step(self) -> None:
-        self._llm.engine.step()
+        self._llm._engine.step()
 
     def finish(self) -> list[list[int]]:
         for request in self._requests:
-            self._llm.engine.abort(request.request_id)
+            self._llm._engine.abort(request.request_id)
         return [request.outputs[0].token_ids for request in self._requests]
 
 

@@ -6,7 +6,6 @@ which replaces the one in the file.
 """
 
 import argparse
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from finwhale.errors import FinwhaleError
+from finwhale.options import similar
 
 PREFIX = "FINWHALE_"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -41,7 +41,7 @@ def parse_settings(
         for key, value in _read(Path(file)).items():
             name = str(key).replace("_", "-")
             if name not in actions or name == "config":
-                raise FinwhaleError(f"{file}: unknown option {key!r}{_similar(name, actions)}")
+                raise FinwhaleError(f"{file}: unknown option {key!r}{similar(name, actions)}")
             found[name] = (f"{file}: {key}", value)
     for name in actions:
         variable = PREFIX + name.replace("-", "_").upper()
@@ -91,11 +91,6 @@ def _read(path: Path) -> dict[Any, Any]:
     if not isinstance(values, dict):
         raise FinwhaleError(f"{path} must hold one option a line, such as max-model-len: 8192")
     return values
-
-
-def _similar(name: str, names: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _tokens(name: str, action: argparse.Action, source: str, value: Any) -> list[str]:

@@ -80,26 +80,26 @@ def _check_model(
     Raises:
         FinwhaleError: the context limit is too low.
     """
-    if llm.engine.max_model_len < MIN_CONTEXT:
+    if llm._engine.max_model_len < MIN_CONTEXT:
         raise FinwhaleError(
             f"validate needs room for {MIN_CONTEXT} tokens, and max_model_len is "
-            f"{llm.engine.max_model_len}: raise it, or give the cache more memory"
+            f"{llm._engine.max_model_len}: raise it, or give the cache more memory"
         )
-    if llm.tokenizer is None:
+    if llm._engine.tokenizer is None:
         return [skipped("texts and chat", "the checkpoint has no tokenizer.json")]
     checks = attempt("perplexity", partial(check_language, llm, expectations))
     if not expectations.chats:
         return [*checks, skipped("chat, recall and drafts", "base checkpoints do not chat")]
     checks += attempt("chat", partial(check_chat, llm))
     if expectations.recalls:
-        num_tokens = min(recall_tokens, llm.engine.max_model_len - RECALL_ROOM)
+        num_tokens = min(recall_tokens, llm._engine.max_model_len - RECALL_ROOM)
         checks += attempt("recall", partial(check_recall, llm, num_tokens))
     else:
         checks.append(skipped("recall", "this small model was not trained enough to recall"))
     name = "accepted drafts"
-    if llm.engine.executor.description.can_draft:
+    if llm._engine.executor.description.can_draft:
         return checks + attempt(name, partial(check_drafts, llm, expectations))
-    config = llm.engine.model_config
+    config = llm._engine.model_config
     reason = "--draft-tokens 0"
     if not config.max_draft_tokens:
         reason = f"the draft head is {config.draft_head or 'absent'}: there is none to check"

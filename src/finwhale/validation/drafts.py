@@ -16,13 +16,13 @@ PROMPTS = (
 
 def check_drafts(llm: LLM, expectations: Expectations) -> list[Check]:
     """Let the model write with drafts. Raises RequestError if a request fails."""
-    before = llm.engine.metrics()
+    before = llm.metrics()
     conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=96)
     for result in llm.chat(conversations, params, show_progress=False):
         if result.error is not None:
             raise RequestError(result.error)
-    after = llm.engine.metrics()
+    after = llm.metrics()
     checks = []
     for position, (proposed, accepted) in enumerate(
         zip(after.drafts_proposed, after.drafts_accepted, strict=True)

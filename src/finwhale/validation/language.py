@@ -25,7 +25,7 @@ AGREEMENT = Expectation.below(
 
 def check_language(llm: LLM, expectations: Expectations) -> list[Check]:
     """Score the built-in texts. Raises RequestError if a request fails."""
-    bos = [llm.engine.model_config.bos_token_id]
+    bos = [llm._engine.model_config.bos_token_id]
     wanted = expectations.perplexity
     texts = {name: _encode(llm, TEXTS[name]) for name in wanted}
     prose = [name for name in PROSE if name in texts]

@@ -48,9 +48,9 @@ def score(
         RequestError: a request failed, for example because logits are not finite.
     """
     # A cached prefix would hide how a prompt is prefilled.
-    llm.engine.reset_prefix_cache()
+    llm._engine.reset_prefix_cache()
     outputs = [
-        llm.engine.add_request(
+        llm._engine.add_request(
             f"score-{number}",
             prompt,
             SamplingParams(temperature=0, max_tokens=len(ids), ignore_eos=True, logprobs=0),
@@ -58,8 +58,8 @@ def score(
         )
         for number, (prompt, ids) in enumerate(texts)
     ]
-    while llm.engine.has_work:
-        llm.engine.step()
+    while llm._engine.has_work:
+        llm._engine.step()
     found = []
     for output, (_, ids) in zip(outputs, texts, strict=True):
         if output.error is not None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -42,7 +42,8 @@ from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
-from finwhale.engine.rank.sleep import allocate_memory, check_can_save, free_memory
+from finwhale.engine.rank.ranks import first_rank
+from finwhale.engine.rank.sleep import allocate_memory, check_can_save, free_for_good, free_memory
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.request import (
@@ -673,6 +674,21 @@ class Engine:
             stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)
         del self._text_streams[stream.sequence.key]
+
+    def close(self) -> None:
+        """End all requests and the ranks, and free the model's memory. The engine cannot be used
+        afterwards. A forked process closes nothing of its parent.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._dead is None:
+                with suppress(EngineDeadError):
+                    self._drain("abort")
+            healthy, self._dead = self._dead is None, self._dead or "the engine is closed"
+            self.executor.close()
+            if healthy:
+                free_for_good(first_rank(self.executor))
 
     def reset_prefix_cache(self) -> None:
         """Evict all cached prefixes, so that no later request reuses them."""

@@ -280,6 +280,10 @@ class Executor(Protocol):
         """Raise EngineDeadError if a rank has failed. Returns at once."""
         ...
 
+    def close(self) -> None:
+        """End the other ranks' processes, and disconnect this rank. No call may follow."""
+        ...
+
     def mark_ready(self) -> None:
         """Start to count compilations, because the warm-up is over."""
         ...

@@ -202,6 +202,13 @@ class LocalExecutor:
         runner.graphs = runner.prefill_graphs = runner.verification_steps = None
         disconnect(self.collectives)
 
+    def release(self) -> None:
+        """Drop all references to the model, the cache and the sampler."""
+        description = self.description
+        vars(self.runner).clear()
+        vars(self).clear()
+        self.description = description
+
     def mark_ready(self) -> None:
         self.builds.mark_ready()
         self.runner.times.reset()

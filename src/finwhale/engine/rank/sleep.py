@@ -1,4 +1,4 @@
-"""Frees a rank's memory while the engine sleeps, and allocates it again."""
+"""Frees a rank's memory while the engine sleeps or for good, and allocates it again."""
 
 import gc
 from collections.abc import Sequence
@@ -38,6 +38,30 @@ def free_memory(executor: "LocalExecutor", *, tags: Sequence[str], save_weights:
         executor.arenas[tag].release(keep=save_weights and tag == "weights")
     gc.collect()
     if executor.runner.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def free_for_good(executor: "LocalExecutor") -> None:
+    """Free the memory of an executor that is closed, whatever still refers to its tensors, such as
+    the frames of a traceback.
+    """
+    runner, device = executor.runner, executor.runner.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for tensor in (*tensors_of(runner.model.weights), *runner.cache.pages.values()):
+        vars(tensor).clear()
+        storage = tensor.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:  # memory that torch has not allocated, such as a file's
+            tensor.set_()  # type: ignore[call-overload]
+    for arena in executor.arenas.values():
+        if arena.mapped:
+            arena.release(keep=False)
+    executor.release()
+    gc.collect()
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
