@@ -7,25 +7,11 @@ from typing import Any
 
 from finwhale.cli.bench import BENCHMARKS
 from finwhale.cli.main import COMMANDS
-from finwhale.errors import FinwhaleError
-
-try:
-    import shtab
-except ModuleNotFoundError as error:
-    raise FinwhaleError(
-        "shell completion needs shtab: install finwhale with the completion extra, "
-        "pip install 'finwhale[completion]'"
-    ) from error
+from finwhale.extras import advice
 
 SHELLS = ("bash", "zsh", "fish")
 # Options and arguments whose values are directories and files, by their metavar.
-_COMPLETED_AS = {
-    "PATH": shtab.DIRECTORY,
-    "DIRECTORY": shtab.DIRECTORY,
-    "FILE": shtab.FILE,
-    "INPUT": shtab.FILE,
-    "OUTPUT": shtab.FILE,
-}
+_DIRECTORIES, _FILES = ("PATH", "DIRECTORY"), ("FILE", "INPUT", "OUTPUT")
 _HOW = """where to put the script:
   bash: finwhale completion bash > ~/.local/share/bash-completion/completions/finwhale
   zsh:  finwhale completion zsh > DIRECTORY/_finwhale, for a DIRECTORY of $fpath
@@ -33,7 +19,7 @@ _HOW = """where to put the script:
 
 
 def run(argv: Sequence[str]) -> int:
-    shell = _parser().parse_args(argv).shell
+    shell, shtab = _parser().parse_args(argv).shell, importlib.import_module("shtab")
     print(shtab.complete(whole_parser(), shell))
     return 0
 
@@ -64,15 +50,16 @@ def _add(commands: Any, name: str, text: str, module: str) -> None:
 def _parser_of(module: str) -> argparse.ArgumentParser | None:
     try:
         parser: argparse.ArgumentParser = importlib.import_module(module)._parser()
-    except FinwhaleError:
-        return None
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("finwhale"):
+        if advice(error) is None:
             raise
         return None
+    shtab = importlib.import_module("shtab")
     for action in parser._actions:
-        if isinstance(action.metavar, str) and action.metavar in _COMPLETED_AS:
-            action.complete = _COMPLETED_AS[action.metavar]  # type: ignore[attr-defined]
+        if action.metavar in _DIRECTORIES:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 import finwhale
 from finwhale.artefacts import default_directory
 from finwhale.errors import FinwhaleError
+from finwhale.extras import EXTRAS
 from finwhale.ops import table_name
 from finwhale.ops.tables.optional import why_no_deepgemm
 from finwhale.platform import Platform, available_memory, existing_folder
@@ -28,13 +29,6 @@ Verdict = Literal["ok", "missing", "failed"]
 STYLES = {"ok": "green", "missing": "yellow", "failed": "bold red"}
 GIB = 2**30
 # For each extra: what it adds, and the modules that show that it is installed.
-EXTRAS = {
-    "server": ("finwhale serve", ("fastapi", "fastapi_offline", "uvicorn", "prometheus_client")),
-    "trace": ("OpenTelemetry traces", ("opentelemetry.sdk", "opentelemetry.exporter.otlp")),
-    "hub": ("downloading checkpoints by name", ("huggingface_hub",)),
-    "bench": ("finwhale bench serving", ("aiohttp",)),
-    "ray": ("ranks on a Ray cluster", ("ray",)),
-}
 TABLES = {
     "nvidia_sm90": "Hopper kernels",
     "nvidia": "portable Triton kernels",

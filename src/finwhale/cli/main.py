@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import finwhale
 from finwhale.errors import FinwhaleError
+from finwhale.extras import advice
 
 COMMANDS = {
     "generate": "continue a text",
@@ -42,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except FinwhaleError as error:
         print(f"finwhale: error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        what = advice(error)
+        if what is None:
+            raise
+        print(f"finwhale: error: {what}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)

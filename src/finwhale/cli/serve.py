@@ -21,20 +21,11 @@ from finwhale.errors import FinwhaleError
 from finwhale.llm import has_tokenizer
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.options import add_options, read_options
-
-try:
-    from finwhale.server import logs
-    from finwhale.server.config import ServerConfig
-    from finwhale.server.listening import LOCAL_HOSTS, is_loopback
-    from finwhale.server.loading import load_engine
-    from finwhale.server.run import serve
-except ModuleNotFoundError as error:
-    if (error.name or "").startswith("finwhale"):
-        raise
-    raise FinwhaleError(
-        f"serving needs {error.name}: install finwhale with the server extra, "
-        "pip install 'finwhale[server]'"
-    ) from error
+from finwhale.server import logs
+from finwhale.server.config import ServerConfig
+from finwhale.server.listening import LOCAL_HOSTS, is_loopback
+from finwhale.server.loading import load_engine
+from finwhale.server.run import serve
 
 KEYS_VARIABLE = "FINWHALE_API_KEYS"
 DEMO_NAME = "finwhale-demo"

@@ -1,0 +1,92 @@
+"""Without the extras, modules can be imported, and no command ends in a traceback."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from finwhale.cli.bench import BENCHMARKS
+from finwhale.cli.main import COMMANDS
+from finwhale.extras import EXTRAS
+
+ROOT = Path(__file__).parents[2]
+# What implements an extra needs it; its import names the missing package.
+NEED_EXTRAS = re.compile(
+    r"finwhale\.(server\..*|checkpoint\.hub|distributed\.ray_actors|bench\.(serving|load_client)"
+    r"|cli\.(serve|run_batch|options_page)|ops\..*deepgemm.*|ops\.builds\.kernel_builds)"
+)
+ARGUMENTS = {
+    "generate": ["x", "--model", "somebody/model"],
+    "chat": ["--model", "somebody/model"],
+    "run-batch": ["in", "out"],
+    "completion": ["bash"],
+    "bench": ["serving", "--url", "http://127.0.0.1:9", "--model", "m"],
+    "doctor": ["--no-run"],
+}
+PROBE = """
+import contextlib, importlib, io, json, pkgutil, sys, traceback
+blocked, commands = json.loads(sys.argv[1])
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Finder())
+import finwhale
+from finwhale.cli.main import main
+modules, ends = {}, {}
+for info in pkgutil.walk_packages(finwhale.__path__, "finwhale."):
+    try:
+        importlib.import_module(info.name)
+    except BaseException as error:
+        modules[info.name] = [type(error).__name__, getattr(error, "name", None)]
+for command in commands:
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(command)
+        except SystemExit as error:
+            code = error.code
+        except BaseException:
+            code = traceback.format_exc()
+    ends[" ".join(command)] = [code, err.getvalue()]
+print(json.dumps([modules, ends]))
+"""
+
+
+def test_no_extra_is_needed() -> None:
+    blocked = [name.partition(".")[0] for _, names in EXTRAS.values() for name in names]
+    blocked += ["deep_gemm", "transformers", "lm_eval"]
+    commands = [[name, "--help"] for name in COMMANDS]
+    commands += [["bench", name, "--help"] for name in BENCHMARKS]
+    commands += [[name, *ARGUMENTS[name]] for name in COMMANDS if name in ARGUMENTS]
+    commands += [["serve"], ["bench", "cpu"]]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps([blocked, commands])],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    modules, ends = json.loads(done.stdout)
+    for name, (kind, package) in modules.items():
+        assert NEED_EXTRAS.fullmatch(name), (name, kind)
+        assert kind == "ModuleNotFoundError" and package.partition(".")[0] in blocked, name
+    assert len(ends) == len(commands)
+    for command, (code, err) in ends.items():
+        assert code in (0, 1), f"{command}: {code}"
+        assert "Traceback" not in err
+        if code == 1 and command != "doctor --no-run":
+            assert re.fullmatch(r"finwhale: error: .* needs .*\n", err), f"{command}: {err}"
+            assert "pip install " in err
+    failed = {command for command, (code, _) in ends.items() if code}
+    assert {"serve", "run-batch in out", "completion bash", "bench cpu"} <= failed
+    assert {"generate x --model somebody/model", "bench serving --help"} <= failed
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, (_, modules) in EXTRAS.items():
+        for requirement in project["optional-dependencies"][extra]:
+            package = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
+            top = "opentelemetry" if package.startswith("opentelemetry") else package
+            assert top in {module.partition(".")[0] for module in modules}, requirement
