@@ -6,12 +6,13 @@ arguments into the dataclass. `cli/options_page.py` writes docs/options.md from 
 
 import argparse
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from finwhale.errors import FinwhaleError
 
@@ -156,10 +157,37 @@ def check_types(config: Any) -> None:
             raise FinwhaleError(f"{one.name} must be {wanted}, got {value!r}")
 
 
-def similar(name: str, names: Iterable[str]) -> str:
-    """A question after the name of an unknown option: whether the most similar one was meant."""
-    close = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {close[0]}?" if close else ""
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations. A mistake is one line, with the option that was probably meant."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = sys.argv[1:] if args is None else list(args)
+        known = self._option_string_actions
+        for one in given[: given.index("--") if "--" in given else None]:
+            flag = one.partition("=")[0]
+            if flag.startswith("--") and " " not in flag and flag not in known:
+                meant = similar(flag, known, "--")
+                self.error(f"unrecognized arguments: {one}{meant}")
+        return super().parse_known_args(given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the options)\n")
+
+
+def similar(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """A question after the name of an unknown option: whether the most similar one was meant.
+
+    Args:
+        prefix: what all names begin with.
+    """
+    parts = [one.removeprefix(prefix) for one in names]
+    close = difflib.get_close_matches(name.removeprefix(prefix), parts, 1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def _word_or_number(words: Sequence[str], text: str) -> str | int:

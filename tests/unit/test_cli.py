@@ -67,6 +67,27 @@ def test_a_mistake_in_the_command_itself(args: list[str], capsys: Capture) -> No
     assert captured.out == "" and "error: " in captured.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["serve", "--max-num-seq", "3"], "--max-num-seq; did you mean --max-num-seqs?"),
+        (["generate", "--max-token=5", "x"], "--max-token=5; did you mean --max-tokens?"),
+        (["run-batch", "--modle", "x"], "--modle; did you mean --model?"),
+        (["bench", "serving", "--zzz"], "--zzz"),
+        (["ops", "more"], "more"),
+    ],
+)
+def test_an_unknown_option_is_one_line(args: list[str], message: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(args)
+    assert done.value.code == 2
+    captured = capsys.readouterr()
+    name = " ".join(args[: 2 if args[0] == "bench" else 1])
+    hint = f"(finwhale {name} --help lists the options)\n"
+    assert captured.err == f"finwhale {name}: error: unrecognized arguments: {message} {hint}"
+    assert captured.out == ""
+
+
 # --- inspect --------------------------------------------------------------------------------------
 
 

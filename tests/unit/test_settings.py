@@ -1,12 +1,13 @@
 """Options from a file and from the environment."""
 
 import argparse
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from finwhale.cli import serve
+from finwhale.cli import completion, serve, settings
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import FinwhaleError
@@ -102,6 +103,53 @@ def test_a_wrong_number_names_the_option(
     with pytest.raises(SystemExit):
         parse(environment={"FINWHALE_MAX_MODEL_LEN": "many"}, tmp=tmp_path)
     assert "argument --max-model-len: invalid int value: 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("MAX_MODLE_LEN", "; did you mean FINWHALE_MAX_MODEL_LEN?"),
+        ("API_KYES", "; did you mean FINWHALE_API_KEYS?"),
+        ("ZZZ", ""),
+    ],
+)
+def test_an_unknown_variable_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(FinwhaleError) as error:
+        parse(environment={f"FINWHALE_{name}": "5", "OTHER": "1"}, tmp=tmp_path)
+    assert str(error.value) == f"unknown variable FINWHALE_{name}{message}"
+
+
+def test_variables_of_other_commands_and_of_kubernetes_are_no_mistake(tmp_path: Path) -> None:
+    environment = {
+        "FINWHALE_STOP": "x",  # of `generate`
+        "FINWHALE_NOTHING": "",
+        "FINWHALE_LONG": "1",
+        "FINWHALE_PORT": "tcp://10.0.0.1:8000",
+        "FINWHALE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "FINWHALE_ROUTER_PORT": "tcp://10.0.0.1:80",
+        "FINWHALE_ROUTER_SERVICE_HOST": "10.0.0.1",
+        "FINWHALE_SERVICE_PORT_HTTP": "8000",
+    }
+    assert parse(environment=environment, tmp=tmp_path).port == 8000
+    environment["FINWHALE_PORT"] = "9"
+    assert parse(environment=environment, tmp=tmp_path).port == 9
+
+
+def test_the_list_of_variables_that_are_no_options_is_complete() -> None:
+    root = Path(__file__).parents[2]
+    files = [*root.glob("tests/**/*.py"), *root.glob("tools/*"), *root.glob(".ci/*")]
+    files += [*root.glob("src/**/*.py"), *root.glob("deploy/**/*"), root / "justfile"]
+    files += root.glob(".github/workflows/*")
+    text = "".join(path.read_text() for path in files if path.is_file() and path != Path(__file__))
+    parsers = [completion.parser_of(f"finwhale.cli.{name}") for name in settings.COMMANDS]
+    options = {
+        settings._variable(name)
+        for parser in parsers
+        if parser is not None
+        for name in settings._actions(parser)
+    }
+    found = set(re.findall(r"FINWHALE_[A-Z_]+[A-Z]", text)) - options
+    assert found == {settings.PREFIX + name for name in settings.OTHER_VARIABLES}
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from finwhale.bench.preflight import record_path
 from finwhale.bench.record import RESULTS
 from finwhale.config import EngineConfig
-from finwhale.options import add_options, options_of
+from finwhale.options import Parser, add_options, options_of
 
 
 def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentParser:
@@ -18,8 +18,7 @@ def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentPars
         doc: docstring of the benchmark's module. Its first paragraph becomes the description.
         record: name of a results file, as an example for the help text.
     """
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog=f"finwhale bench {name}",
         description=(doc or "").split("\n\n", 1)[0],
         formatter_class=_Formatter,

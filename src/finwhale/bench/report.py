@@ -13,6 +13,7 @@ from finwhale.bench.record import read_records
 from finwhale.bench.report_page import page
 from finwhale.bench.report_values import groups_of
 from finwhale.errors import FinwhaleError
+from finwhale.options import Parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,8 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale bench report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -19,7 +19,7 @@ from finwhale.bench.preflight import record_path
 from finwhale.bench.printing import new_console
 from finwhale.bench.record import RESULTS, keep_record, percentile, stamp
 from finwhale.bench.workload import AGENTS, UNIFORM, Load, described
-from finwhale.options import add_options, read_options
+from finwhale.options import Parser, add_options, read_options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,8 +124,7 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale bench serving",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

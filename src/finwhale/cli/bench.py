@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from finwhale.options import Parser
+
 BENCHMARKS = {
     "cpu": "compare decode and prefill with transformers, same weights and run (test extra)",
     "accuracy": "compare the logits of a platform's operators with those of the references",
@@ -26,8 +28,7 @@ BENCHMARKS = {
 def run(argv: Sequence[str]) -> int:
     width = max(map(len, BENCHMARKS))
     listing = "\n".join(f"  {name:{width}}  {text}" for name, text in BENCHMARKS.items())
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale bench",
         description="Run a benchmark and print its results; --record appends them to a file.",
         epilog=f"benchmarks:\n{listing}\n\n`finwhale bench NAME --help` lists its options.",

@@ -18,7 +18,7 @@ from finwhale.cli.options import (
 )
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
-from finwhale.options import read_options
+from finwhale.options import Parser, read_options
 from finwhale.request import SamplingParams
 
 HELP = "/reset starts over, /think turns thinking on or off, /exit (or Ctrl-D) leaves."
@@ -109,8 +109,7 @@ class Conversation:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale chat",
         description="Talk to the model in the terminal.",
         epilog=HELP,

@@ -8,6 +8,7 @@ from typing import Any
 from finwhale.cli.bench import BENCHMARKS
 from finwhale.cli.main import COMMANDS
 from finwhale.extras import advice
+from finwhale.options import Parser
 
 SHELLS = ("bash", "zsh", "fish")
 # Options and arguments whose values are directories and files, by their metavar.
@@ -26,8 +27,7 @@ def run(argv: Sequence[str]) -> int:
 
 def whole_parser() -> argparse.ArgumentParser:
     """All commands and options in one parser; a command whose extra is missing has no options."""
-    whole = argparse.ArgumentParser(
-        allow_abbrev=False,
+    whole = Parser(
         prog="finwhale",
     )
     commands = whole.add_subparsers()
@@ -42,30 +42,30 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: Any, name: str, text: str, module: str) -> None:
-    parser = _parser_of(module)
+    parser = parser_of(module)
     parents = [] if parser is None else [parser]
+    shtab = importlib.import_module("shtab")
+    for action in () if parser is None else parser._actions:
+        if action.metavar in _DIRECTORIES:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     commands.add_parser(name, help=text, parents=parents, add_help=not parents)
 
 
-def _parser_of(module: str) -> argparse.ArgumentParser | None:
+def parser_of(module: str) -> argparse.ArgumentParser | None:
+    """The parser of a command's module; None: the command needs an extra that is missing."""
     try:
         parser: argparse.ArgumentParser = importlib.import_module(module)._parser()
     except ModuleNotFoundError as error:
         if advice(error) is None:
             raise
         return None
-    shtab = importlib.import_module("shtab")
-    for action in parser._actions:
-        if action.metavar in _DIRECTORIES:
-            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-        elif action.metavar in _FILES:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale completion",
         description="Print a script with which a shell completes commands, options and paths.",
         epilog=_HOW,

@@ -22,6 +22,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.extras import EXTRAS
 from finwhale.ops import table_name
 from finwhale.ops.tables.optional import why_no_deepgemm
+from finwhale.options import Parser
 from finwhale.platform import Platform, available_memory, existing_folder
 from finwhale.request import SamplingParams
 
@@ -262,8 +263,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale doctor",
         description="Check software, processor, GPUs, memory, disk and extras, and run the demo "
         "model. `finwhale inspect PATH` says which GPUs a checkpoint needs.",

@@ -16,7 +16,7 @@ from finwhale.cli.options import (
 )
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
-from finwhale.options import read_options
+from finwhale.options import Parser, read_options
 from finwhale.request import SamplingParams
 
 
@@ -63,8 +63,7 @@ def _read_stdin() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale generate",
         description="Continue PROMPT and stream the text to stdout. A terminal shows the prompt "
         "before it.",

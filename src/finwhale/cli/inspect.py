@@ -21,6 +21,7 @@ from finwhale.models.cache import CacheGroup
 from finwhale.models.protocol import Architecture, ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import Ops, load_ops
+from finwhale.options import Parser
 from finwhale.platform import Platform
 
 SHOWN = 10
@@ -236,8 +237,7 @@ def _print_verdict(console: Console, inventory: Inventory) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale inspect",
         description="Show a checkpoint's configuration, its tensors and their sizes, the memory "
         "that it needs on one and on several GPUs, and which tensors are missing or unexpected. "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import finwhale
 from finwhale.errors import FinwhaleError
 from finwhale.extras import advice
+from finwhale.options import Parser
 
 COMMANDS = {
     "generate": "continue a text",
@@ -62,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale",
         description="Run DeepSeek-V4. Without the path of a checkpoint, the embedded model runs.",
         epilog=f"commands:\n{listing}\n\n`finwhale COMMAND --help` lists the options of a command.",

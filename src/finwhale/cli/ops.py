@@ -8,6 +8,7 @@ from rich.table import Table
 
 from finwhale.ops import load_ops, table_name
 from finwhale.ops.tables import optional
+from finwhale.options import Parser
 from finwhale.platform import Platform
 
 PLATFORMS = {
@@ -34,8 +35,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale ops",
         description="List the implementation of each operator.",
     )

@@ -16,7 +16,7 @@ from finwhale.cli.settings import parse_settings
 from finwhale.distributed.hosts import Placement, work_at
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.llm import progress_bar
-from finwhale.options import add_options, read_options
+from finwhale.options import Parser, add_options, read_options
 from finwhale.server import logs
 from finwhale.server.app import create_app
 from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
@@ -145,8 +145,7 @@ def _progress(job: Job, state: ServerState) -> Iterator[Callable[[], None]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale run-batch",
         description="Answer each line of INPUT, which is a request in OpenAI's batch format for "
         "/v1/chat/completions, /v1/completions or /v1/responses, as `finwhale serve` would. Each "

@@ -20,7 +20,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError
 from finwhale.llm import has_tokenizer
 from finwhale.models.registry import architecture_of, parse_config
-from finwhale.options import add_options, read_options
+from finwhale.options import Parser, add_options, read_options
 from finwhale.server import logs
 from finwhale.server.config import ServerConfig
 from finwhale.server.listening import LOCAL_HOSTS, is_loopback
@@ -172,8 +172,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale serve",
         description="Serve a model over HTTP: /v1/chat/completions, /v1/completions, "
         "/v1/responses, /v1/messages and more. The page at / has a chat with the model.",

@@ -7,16 +7,28 @@ which replaces the one in the file.
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from finwhale.cli.completion import parser_of
 from finwhale.errors import FinwhaleError
 from finwhale.options import similar
 
 PREFIX = "FINWHALE_"
+# The commands whose options can be variables.
+COMMANDS = ("serve", "run_batch", "warmup", "generate", "chat", "validate")
+# Variables that are no options: API keys, and what tests and CI read (docs/testing.md).
+OTHER_VARIABLES = (
+    "API_KEYS", "FUZZ_EXAMPLES", "HOSTILE_SECONDS", "LONG", "MIXED_DEVICE", "MIXED_SECONDS",
+    "NO_SKIPS", "SCREENSHOTS", "SOAK_SECONDS", "TORCH", "TORCH_INDEX",
+)  # fmt: skip
+# Kubernetes sets variables for each Service of a namespace, which may be called "finwhale".
+_SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -28,8 +40,12 @@ def parse_settings(
     """The arguments of a command, with those of --config and of the environment.
 
     Raises:
-        FinwhaleError: the file cannot be read, or has an unknown option or a wrong value.
+        FinwhaleError: the file cannot be read, or the file or the environment has an unknown
+            option or a wrong value.
     """
+    environment = {
+        name: value for name, value in environment.items() if not _SERVICE_URL.fullmatch(value)
+    }
     actions = _actions(parser)
     given = parser.parse_args(argv)
     taken = {action.dest for action in parser._actions if _is_given(action, argv, given)}
@@ -43,8 +59,9 @@ def parse_settings(
             if name not in actions or name == "config":
                 raise FinwhaleError(f"{file}: unknown option {key!r}{similar(name, actions)}")
             found[name] = (f"{file}: {key}", value)
+    _check_variables(environment, actions)
     for name in actions:
-        variable = PREFIX + name.replace("-", "_").upper()
+        variable = _variable(name)
         if environment.get(variable):
             found[name] = (variable, environment[variable])
     paths: list[str] = []
@@ -56,6 +73,28 @@ def parse_settings(
         tokens = _tokens(name, action, source, value)
         (options if action.option_strings else paths).extend(tokens)
     return parser.parse_args([*paths, *options, *argv])
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.replace("-", "_").upper()
+
+
+def _check_variables(environment: Mapping[str, str], names: Iterable[str]) -> None:
+    """Refuse variables that are an option of no command. Raises FinwhaleError."""
+    known = {*map(_variable, names), *(PREFIX + name for name in OTHER_VARIABLES)}
+    given = {name for name, value in environment.items() if name.startswith(PREFIX) and value}
+    unknown = {
+        name for name in given - known if not _SERVICE_LINK.fullmatch(name.removeprefix(PREFIX))
+    }
+    if not unknown:
+        return
+    for command in COMMANDS:  # the import of all commands takes a while
+        parser = parser_of(f"finwhale.cli.{command}")
+        if parser is None:  # its options are unknown without its extra
+            return
+        known.update(map(_variable, _actions(parser)))
+    for name in sorted(unknown - known):
+        raise FinwhaleError(f"unknown variable {name}{similar(name, known, PREFIX)}")
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

@@ -16,6 +16,7 @@ from finwhale.cli.options import add_engine_options, add_path, engine_config, lo
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.registry import parse_config
+from finwhale.options import Parser
 from finwhale.validation.chat import check_chat, check_recall
 from finwhale.validation.drafts import check_drafts
 from finwhale.validation.expectations import Expectations, expectations_of
@@ -132,8 +133,7 @@ def _print(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale validate",
         description="Load a checkpoint and check that its weights behave as those of a trained "
         "model: perplexity of built-in texts, chat, tools, recall, drafts, and values that are "

@@ -11,6 +11,7 @@ from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
 from finwhale.engine.rank.start_times import table, whole_start
 from finwhale.llm import open_engine
+from finwhale.options import Parser
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,8 +39,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
+    parser = Parser(
         prog="finwhale warmup",
         description="Compile every kernel that serving a checkpoint needs, and store it for the "
         "next start. Run this on the kind of GPU that will serve the checkpoint, for example while "
