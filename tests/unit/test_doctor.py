@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from finwhale import extras
 from finwhale.cli import doctor
 from finwhale.cli.main import main
 from finwhale.platform import Platform
@@ -87,7 +88,7 @@ def test_what_is_wrong_with_gpus(gpus: Callable[..., None]) -> None:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.EXTRAS, "hub", ("downloads", ("no_such_module",)))
+    monkeypatch.setitem(extras.EXTRAS, "hub", ("downloads", ("no_such_module",)))
     finding = found(doctor._extras)["extra hub"]
     assert finding.found == "no no_such_module"
     assert finding.advice == "for downloads: pip install 'finwhale[hub]'"
