@@ -26,6 +26,7 @@ def commands(text: str) -> dict[str, list[str]]:
 def test_the_commands_run_as_they_stand(server: RunningServer) -> None:
     text = banner(server.state.ready, server.state.model_name, server.url, needs_key=False)
     assert server.url in text and "1 rank, cpu" in text
+    assert "--draft-tokens auto lets the checkpoint's MTP layer draft" in text
     found = commands(text)
     curl = subprocess.run(found["curl"], capture_output=True, check=True, timeout=200)
     assert json.loads(curl.stdout)["choices"][0]["message"]["content"]
@@ -44,6 +45,7 @@ def test_a_key_and_a_unix_socket() -> None:
     found = commands(text)
     assert found["curl"][1:3] == ["--unix-socket", "/run/finwhale.sock"]
     assert "python" not in found
+    assert "--draft-tokens" not in text
     assert "8,192 tokens" in text and "2 ranks, cuda:0" in text
 
 

@@ -25,6 +25,10 @@ def banner(ready: Ready, model: str, url: str, needs_key: bool) -> str:
         curl += ["-H", f"Authorization: Bearer {KEY}"]
     if socket is not None:
         curl[1:1] = ["--unix-socket", socket]
+    drafts = []
+    if ready.unused_draft_head is not None:
+        head = {"mtp": "MTP layer", "dspark": "DSpark head"}[ready.unused_draft_head]
+        drafts = [f"  drafts   none: --draft-tokens auto lets the checkpoint's {head} draft tokens"]
     lines = [
         "",
         f"  Finwhale {finwhale.__version__} serves {model}",
@@ -33,6 +37,7 @@ def banner(ready: Ready, model: str, url: str, needs_key: bool) -> str:
         f"  page     {base}/",
         f"  context  {ready.max_model_len:,} tokens, up to {ready.max_num_seqs} sequences at once",
         f"  ranks    {ready.ranks}",
+        *drafts,
         "",
         f"  {shlex.join([*curl, '-d', body])}",
     ]

@@ -70,6 +70,7 @@ class Ready:
         vocab_size: every token id is below it.
         bos_token_id: the token with which a text prompt begins.
         ranks: the number of ranks and the device of the first, such as "2 ranks, cuda:0".
+        unused_draft_head: the draft head that the engine does not use, as the engine says.
         phases: seconds of each phase of the start, from the start of the process.
     """
 
@@ -78,6 +79,7 @@ class Ready:
     vocab_size: int
     bos_token_id: int
     ranks: str = ""
+    unused_draft_head: str | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -103,6 +103,7 @@ class EngineLoop:
                     vocab_size=config.vocab_size,
                     bos_token_id=config.bos_token_id,
                     ranks=f"{rank.num_ranks} rank{'s' * (rank.num_ranks > 1)}, {rank.device}",
+                    unused_draft_head=self._engine.unused_draft_head,
                     phases=self._phases,
                 )
             )

@@ -85,7 +85,11 @@ class Engine:
     Attributes:
         steps_ahead: number of further steps launched before the engine collects the oldest step's
             tokens: 1 on a GPU, 0 on a CPU, where the forward runs on the host. Tokens are the same.
+        unused_draft_head: the kind of the checkpoint's draft head ("mtp", "dspark") if the engine
+            does not draft; None: it drafts, or there is no head.
     """
+
+    unused_draft_head: str | None = None
 
     def __init__(
         self,

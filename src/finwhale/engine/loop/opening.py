@@ -29,12 +29,14 @@ def start_engine(
         ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
-    if config.draft_tokens == 0 and model_config.draft_head == "dspark":
+    unused_head = model_config.draft_head if config.draft_tokens == 0 else None
+    if unused_head == "dspark":
         # The head has three whole layers, and every forward would compute its context.
         model_config = model_config.without_draft_head()
         weights = weights.of(model_config)
     executor = open_executor(config, model_config, weights, placement)
     engine = Engine(config, model_config, executor, tokenizer)
+    engine.unused_draft_head = unused_head
     if executor.description.needs_warm_up:
         began = time.monotonic()
         warm_up(engine)
