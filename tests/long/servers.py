@@ -54,12 +54,12 @@ class Program:
 
 
 class DemoServer:
-    """`finwhale serve` with the embedded model, and its log of requests."""
+    """`finwhale serve` with the embedded model and more options, and its log of requests."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *options: str) -> None:
         (self.port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
-        arguments = ["serve", "--device", "cpu", "--port", str(self.port)]
+        arguments = ["serve", "--device", "cpu", "--port", str(self.port), *options]
         self.program = Program(python("-m", "finwhale", *arguments), log)
         try:
             wait_for(lambda: is_ready(self.port), 120, [self.program])

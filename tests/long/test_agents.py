@@ -2,13 +2,15 @@
 
 The model cannot do it, and may write until it has no tokens left. The tests check that the
 programs report no other error and that the server answers all their requests. Their prompts have
-30,000 and 13,000 tokens; the model's context has 32,768.
+30,000 and 13,000 tokens; the model's context has 32,768. Where the server's context is smaller,
+they must recognise that it is full.
 """
 
 import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,39 +53,87 @@ def check(server: DemoServer, before: int, endpoint: str, turns: int) -> None:
     assert found[-1]["prompt_tokens"] > found[0]["prompt_tokens"]
 
 
-def test_claude_code(demo_server: DemoServer, work: Path, tmp_path: Path) -> None:
-    programs = environments.make_npm(tmp_path / "npm", "@anthropic-ai/claude-code@2.1.197")
+@pytest.fixture(scope="module")
+def claude_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    package = "@anthropic-ai/claude-code@2.1.197"
+    return environments.make_npm(tmp_path_factory.mktemp("claude"), package)
+
+
+@pytest.fixture(scope="module")
+def codex_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environments.make_npm(tmp_path_factory.mktemp("codex"), "@openai/codex@0.171.0")
+
+
+def claude(programs: Path, work: Path, url: str, *turn: str) -> list[dict[str, Any]]:
+    """What Claude Code prints in a turn; the last entry is the result."""
     environment = {
-        "HOME": str(tmp_path / "home"),
-        "ANTHROPIC_BASE_URL": demo_server.url,
+        "HOME": str(work.parent / "home"),
+        "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": "none",
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "finwhale-demo",
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "256",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
+    command = [
+        f"{programs}/claude", "--print", *turn, "--model", "finwhale-demo", "--verbose",
+        "--output-format", "stream-json", "--max-turns", "4", "--permission-mode", "acceptEdits",
+    ]  # fmt: skip
+    return entries(environments.run(command, work, environment, 400, codes=(0, 1)))
+
+
+def codex(programs: Path, work: Path, url: str, *turn: str) -> dict[str, Any]:
+    """The last that Codex prints in a turn."""
+    home = work.parent / "home"
+    (home / "config.toml").write_text(CODEX.format(url=url))
+    environment = {"HOME": str(home), "CODEX_HOME": str(home)}
+    command = [f"{programs}/codex", "exec", "--skip-git-repo-check", "--json", *turn]
+    return entries(environments.run(command, work, environment, 300, codes=(0, 1)))[-1]
+
+
+def entries(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def test_claude_code(demo_server: DemoServer, work: Path, claude_programs: Path) -> None:
     before = len(demo_server.requests())
     for turn in ([TASK], ["--continue", "Try it again."]):
-        command = [
-            f"{programs}/claude", "--print", *turn, "--model", "finwhale-demo",
-            "--output-format", "json", "--max-turns", "4", "--permission-mode", "acceptEdits",
-        ]  # fmt: skip
-        output = environments.run(command, work, environment, 200, codes=(0, 1))
-        answer = json.loads(output.splitlines()[-1])
+        answer = claude(claude_programs, work, demo_server.url, *turn)[-1]
         assert not answer["is_error"] or "output token maximum" in answer["result"], answer
         assert answer["usage"]["output_tokens"] > 0
+        assert answer["usage"]["input_tokens"] > 0
+    # The second turn's prompt begins with the first one's.
+    assert answer["usage"]["cache_read_input_tokens"] > 25_000
     check(demo_server, before, "/v1/messages", 2)
 
 
-def test_codex(demo_server: DemoServer, work: Path, tmp_path: Path) -> None:
-    programs = environments.make_npm(tmp_path / "npm", "@openai/codex@0.169.0")
-    home = tmp_path / "home"
-    (home / "config.toml").write_text(CODEX.format(url=demo_server.url))
-    environment = {"HOME": str(home), "CODEX_HOME": str(home)}
+def test_codex(demo_server: DemoServer, work: Path, codex_programs: Path) -> None:
     before = len(demo_server.requests())
     for turn in ([TASK], ["resume", "--last", "Try it again."]):
-        command = [f"{programs}/codex", "exec", "--skip-git-repo-check", "--json", *turn]
-        output = environments.run(command, work, environment, 300, codes=(0, 1))
-        last = [json.loads(line) for line in output.splitlines() if line.startswith("{")][-1]
-        assert last["type"] == "turn.completed" or "Incomplete response" in str(last), output
+        last = codex(codex_programs, work, demo_server.url, *turn)
+        assert last["type"] == "turn.completed" or "Incomplete response" in str(last), last
     check(demo_server, before, "/v1/responses", 2)
+
+
+def test_a_context_that_their_own_prompts_fill(
+    work: Path, tmp_path: Path, claude_programs: Path, codex_programs: Path
+) -> None:
+    server = DemoServer(tmp_path / "log", "--max-model-len", "8192")
+    try:
+        last = codex(codex_programs, work, server.url, TASK)
+        assert "ran out of room in the model's context window" in str(last), last
+        last = claude(claude_programs, work, server.url, TASK)[-1]
+        assert last["terminal_reason"] == "prompt_too_long" and "limit 8191" in last["result"]
+    finally:
+        server.program.close()
+
+
+def test_claude_code_compacts(work: Path, tmp_path: Path, claude_programs: Path) -> None:
+    server = DemoServer(tmp_path / "log", "--max-model-len", "30600")
+    try:
+        claude(claude_programs, work, server.url, TASK)
+        long = "Try it again. " * 300
+        found = claude(claude_programs, work, server.url, "--continue", long)
+        assert any(entry.get("status") == "compacting" for entry in found), found
+    finally:
+        server.program.close()
