@@ -1,9 +1,12 @@
 """Commands that run an engine: what they print where, exit codes, interruptions."""
 
+import contextlib
 import io
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -152,9 +155,13 @@ def test_a_model_that_computes_nan(
 
 
 def test_chat(
-    command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., list[str]],
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Turns add up, /reset forgets, commands are no turns."""
+    saved = tmp_path / "talk.json"
     seen: list[Sequence[int]] = []
     stream = LLM.stream
 
@@ -163,18 +170,117 @@ def test_chat(
         return stream(self, prompt, params)
 
     monkeypatch.setattr(LLM, "stream", watched)
-    give_stdin(monkeypatch, "One\n\nTwo\n/what\n/think\n/reset\nThree\n/exit\nnever\n")
-    assert main(command("chat", "--max-tokens", 4, "--system", "Be brief", "--seed", 1)) == 0
+    lines = (
+        "/stats|One||Two|/what|/think|/stats|/system|/reset|/system Be kind|Three"
+        f"|/save {saved}|/save /no/such/place|/exit|never|"
+    )
+    give_stdin(monkeypatch, lines.replace("|", "\n"))
+    assert main(command("chat", "--max-tokens", 4, "--system", "Be brief", "--seed", 1)) == 1
     captured = capsys.readouterr()
-    assert "thinking on" in captured.err and "/reset starts over" in captured.err
-    assert "Traceback" not in captured.err
+    assert "thinking on" in captured.err and "  /reset " in captured.err
+    assert "no answer yet" in captured.err and "tokens/s over 4 tokens; " in captured.err
+    assert "system message: Be brief" in captured.err and "Traceback" not in captured.err
+    assert captured.err.count("finwhale: error: ") == 1 and "/no/such/place" in captured.err
+    system, question, answer = json.loads(saved.read_text())
+    assert (system["content"], question["content"]) == ("Be kind", "Three")
+    assert answer["role"] == "assistant"
     llm_tokenizer = finwhale.LLM(command("chat")[2], device="cpu").get_tokenizer()
     prompts = [llm_tokenizer.decode(ids, skip_special=False) for ids in seen]
     assert len(prompts) == 3
-    assert all("Be brief" in prompt for prompt in prompts)
+    assert ["Be brief" in prompt for prompt in prompts] == [True, True, False]
+    assert "Be kind" in prompts[2]
     assert "One" in prompts[1] and "Two" in prompts[1]
     assert "One" not in prompts[2] and "Three" in prompts[2]
     assert len(captured.out.rstrip("\n").splitlines()) >= 3
+
+
+class Typist:
+    """A command in a terminal, and somebody who types."""
+
+    def __init__(self, *args: str, **environment: str) -> None:
+        self.args = [sys.executable, "-m", "finwhale", *args]
+        source = str(Path(finwhale.__file__).parents[1])
+        path = os.pathsep.join([environment.pop("PYTHONPATH", source), source])
+        more = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": path}
+        self.environment = {**os.environ, **more, **environment}
+        self.shown = ""
+
+    def __enter__(self) -> "Typist":
+        self.pid, self.end = pty.fork()
+        if self.pid == 0:
+            heed_control_c()
+            os.execvpe(self.args[0], self.args, self.environment)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.end)
+
+    def read_until(self, text: str) -> None:
+        """Reads until the terminal shows `text`; fails if the command ends before."""
+        while text not in self.shown:
+            try:
+                self.read_more()
+            except OSError:  # the terminal is gone
+                pytest.fail(f"no {text!r} in {self.shown!r}")
+        self.shown = self.shown.partition(text)[2]
+
+    def read_more(self) -> None:
+        ready, _, _ = select.select([self.end], [], [], 60)
+        if not ready:
+            pytest.fail(f"nothing more after {self.shown!r}")
+        self.shown += os.read(self.end, 65536).decode(errors="replace")
+
+    def answer(self, keys: str, text: str) -> None:
+        """Types at the prompt, and reads until `text`."""
+        self.read_until("> ")
+        self.type(keys)
+        self.read_until(text)
+
+    def type(self, keys: str) -> None:
+        os.write(self.end, keys.encode())
+
+    def exit_code(self) -> int:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            while os.read(self.end, 65536):
+                pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_chat_in_a_terminal(endless: list[str], tmp_path: Path) -> None:
+    """Lines can be edited and recalled, also later; Ctrl-C ends an answer, not the conversation."""
+    home, saved = tmp_path / "cache", tmp_path / "talk.json"
+    options = [*endless[2:-1], "--cache-dir", str(home), "--seed", "1", "--temperature", "0"]
+    leaves = "(Ctrl-C again, or Ctrl-D, leaves)"
+    with Typist("chat", *options) as typist:
+        typist.read_until(f"{tmp_path} on cpu, context of 100000 tokens; /help lists the commands")
+        typist.answer("/systum\x1b[D\x7fe\x1b[C Be odd\n", "system message: Be odd")
+        typist.answer("Hello\n", "\r\n")
+        typist.read_more()
+        typist.type("\x03")
+        typist.read_until("(interrupted; Ctrl-C again leaves)")
+        typist.answer("/stats\n", "of the context's 100000 tokens are used")
+        typist.answer("\x03", leaves)
+        typist.answer(f"/save {saved}\n", "3 messages are in")
+        typist.answer("\x03", leaves)
+        typist.type("\x03")
+        assert typist.exit_code() == 130
+    assert [one["role"] for one in json.loads(saved.read_text())] == ["system", "user", "assistant"]
+    assert (home / "chat_history").stat().st_mode & 0o777 == 0o600
+    with Typist("chat", *options) as typist:
+        typist.answer("\x1b[A\x1b[A\n", "no answer yet")
+        typist.read_until("> ")
+        typist.type("\x04")
+        assert typist.exit_code() == 0
+
+
+def test_chat_without_readline(endless: list[str], tmp_path: Path) -> None:
+    (tmp_path / "readline.py").write_text("raise ImportError('no readline')")
+    options = [*endless[2:-1], "--cache-dir", str(tmp_path / "cache")]
+    with Typist("chat", *options, PYTHONPATH=str(tmp_path)) as typist:
+        typist.answer("/think\n", "thinking on")
+        typist.read_until("> ")
+        typist.type("\x04")
+        assert typist.exit_code() == 0
 
 
 def test_chat_that_thinks(

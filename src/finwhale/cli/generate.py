@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 
 from finwhale.checkpoint.location import checkpoint_directory
@@ -13,6 +12,7 @@ from finwhale.cli.options import (
     add_sampling_options,
     engine_config,
     load_model,
+    speed,
 )
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
@@ -31,13 +31,9 @@ def run(argv: Sequence[str]) -> int:
     if sys.stdout.isatty():
         sys.stdout.write(f"{DIM}{prompt}{PLAIN}")
         sys.stdout.flush()
-    begin = time.perf_counter()
     shown = 0
-    tokens, first = 0, begin
     for result in llm.stream(prompt, params):
         output = result.outputs[0]
-        first = first if tokens else time.perf_counter()
-        tokens = len(output.token_ids)
         sys.stdout.write(output.text[shown:])
         sys.stdout.flush()
         shown = len(output.text)
@@ -46,12 +42,7 @@ def run(argv: Sequence[str]) -> int:
             raise RequestError(result.error)
     sys.stdout.write("\n")
     if args.stats:
-        rate = (tokens - 1) / max(time.perf_counter() - first, 1e-9)
-        print(
-            f"{len(result.prompt_token_ids)} prompt tokens, first token after "
-            f"{first - begin:.2f} s, then {rate:.1f} tokens/s over {tokens} tokens",
-            file=sys.stderr,
-        )
+        print(speed(result), file=sys.stderr)
     return 0
 
 

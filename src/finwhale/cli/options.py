@@ -14,7 +14,7 @@ import finwhale
 from finwhale.artefacts import default_directory
 from finwhale.config import EngineConfig
 from finwhale.options import add_options, read_options
-from finwhale.request import SamplingParams
+from finwhale.request import RequestOutput, SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # faint text in a terminal, and normal text
 SAMPLING = (
@@ -85,6 +85,21 @@ def add_sampling_options(parser: argparse.ArgumentParser, *more: str, max_tokens
     defaults: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.7, "top_p": 0.95}
     group = parser.add_argument_group("sampling")
     add_options(group, SamplingParams, (*SAMPLING, *more), **defaults)
+
+
+def speed(result: RequestOutput) -> str:
+    """How fast a request was, in words."""
+    tokens, times = len(result.outputs[0].token_ids), result.times
+    prompt = f"{len(result.prompt_token_ids)} prompt tokens"
+    if times is None:
+        return prompt
+    if result.num_cached_tokens:
+        prompt += f" ({result.num_cached_tokens} of them cached)"
+    rate = (tokens - 1) / max(times.last_token - times.first_token, 1e-9)
+    return (
+        f"{prompt}, first token after {times.first_token - times.arrival:.2f} s, then {rate:.1f} "
+        f"tokens/s over {tokens} tokens"
+    )
 
 
 def load_model(path: Path, config: EngineConfig) -> "finwhale.LLM":

@@ -23,6 +23,13 @@ This page is for everyone who looks for an option.
 
 It completes commands, options, their values, files and directories. Write it again after an update of Finwhale.
 
+## Chat in the terminal
+
+`finwhale chat` edits lines as a shell does (where Python has readline), and keeps their history in `chat_history` in the
+directory of `--cache-dir`, for the user alone. Ctrl-C ends an answer and keeps the conversation; a second one, or Ctrl-D, leaves.
+`/system` replaces the system message, `/save FILE` writes the conversation as JSON, `/stats` shows the speed of the last
+answer, and `/help` lists all commands.
+
 ## Engine
 
 The commands `serve`, `run-batch`, `warmup`, `generate`, `chat` and `validate` have these options, and `LLM` has the arguments.
