@@ -45,7 +45,7 @@ def test_the_end_may_be_ignored(llm: LLM) -> None:
 
 
 def test_a_grammar_that_no_token_fits_is_an_error_of_its_request(llm: LLM) -> None:
-    impossible = SamplingParams(guide=json_guide({"not": {}}), max_tokens=4)
+    impossible = SamplingParams(guide=json_guide({"enum": []}), max_tokens=4)
     fine = SamplingParams(max_tokens=4, ignore_eos=True)
     wrong, other = llm.generate(["x", "x"], [impossible, fine])
     assert wrong.error is not None and wrong.outputs[0].finish_reason == "error"

@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from jsonschema_rs import validate
@@ -252,3 +253,74 @@ def test_responses_tools_and_format(server: RunningServer) -> None:
         text={"format": {"type": "json_schema", "name": "person", "schema": PERSON}},
     )  # fmt: skip
     validate(PERSON, json.loads(shaped.output_text))
+
+
+NOT_ENFORCED = {
+    "type": "object",
+    "properties": {
+        "when": {"type": "integer", "not": {"const": 3}},
+        "where": {"type": "string", "format": "path", "maxLength": 2},
+        "more": {"type": "object", "propertyNames": {"type": "string"}, "maxProperties": 0},
+    },
+    "required": ["when", "where", "more"],
+    "additionalProperties": False,
+}
+
+
+def bodies(strict: bool) -> dict[str, tuple[str, dict[str, Any], str]]:
+    """Requests with a schema that cannot be enforced: the path, the body, and what is named."""
+    also = {"strict": True} if strict else {}
+    good = {"name": "good", "parameters": TOOL_PARAMETERS, "strict": True}
+    bad = {"name": "bad", "parameters": NOT_ENFORCED, **also}
+    asked: dict[str, Any] = {"messages": QUESTION, "max_tokens": 200}
+    tool = "tools.bad.properties.when.not"
+    chat_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": NOT_ENFORCED, **also},
+    }
+    responses_format = {"type": "json_schema", "name": "x", "schema": NOT_ENFORCED, **also}
+    anthropic_tools = [
+        {
+            "name": one["name"],
+            "input_schema": one["parameters"],
+            **{k: v for k, v in one.items() if k == "strict"},
+        }
+        for one in (good, bad)
+    ]
+    found = {
+        "chat tools": ("/v1/chat/completions", {**asked, "tool_choice": "required", "tools": [
+            {"type": "function", "function": one} for one in (good, bad)]}, tool),
+        "responses tools": ("/v1/responses", {"input": "Hi", "tool_choice": "required",
+            "max_output_tokens": 200, "tools": [{"type": "function", **good},
+                                                {"type": "function", **bad}]}, tool),
+        "messages tools": ("/v1/messages", {**asked, "tools": anthropic_tools,
+                                            "tool_choice": {"type": "any"}}, tool),
+        "chat format": ("/v1/chat/completions", {**asked, "response_format": chat_format},
+                        "response_format.properties.when.not"),
+        "completions format": ("/v1/completions", {"prompt": "x", "max_tokens": 200,
+            "response_format": chat_format}, "response_format.properties.when.not"),
+        "responses format": ("/v1/responses", {"input": "Hi", "max_output_tokens": 200,
+            "text": {"format": responses_format}}, "text.format.properties.when.not"),
+    }  # fmt: skip
+    if not strict:  # Anthropic's formats cannot ask for it
+        found["messages format"] = ("/v1/messages", {**asked, "output_config": {
+            "format": {"type": "json_schema", "schema": NOT_ENFORCED}}},
+            "output_config.format.properties.when.not")  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("name", bodies(False))
+def test_what_cannot_be_enforced_is_named(server: RunningServer, name: str) -> None:
+    """Strict and other tools may stand side by side."""
+    path, body, named = bodies(False)[name]
+    answer = httpx.post(server.url + path, json={"model": MODEL, **body}, timeout=200)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["finwhale-ignored"] == named
+    assert "bad" in answer.text or "good" in answer.text or "when" in answer.text
+
+
+@pytest.mark.parametrize("name", bodies(True))
+def test_strict_refuses_what_cannot_be_enforced(server: RunningServer, name: str) -> None:
+    path, body, named = bodies(True)[name]
+    answer = httpx.post(server.url + path, json={"model": MODEL, **body}, timeout=200)
+    assert answer.status_code == 400 and named in answer.text, answer.text

@@ -46,7 +46,7 @@ NAMESPACE = {
 BODIES: list[tuple[ProtocolName, Fields]] = [
     ("chat", {"tools": [function(), function(strict=False, name="g"), {
         "type": "function", "function": {"name": "without"}}]}),
-    ("chat", {"tools": [function(strict=True, description="d")]}),
+    ("chat", {"tools": [function(strict=True, description="d"), function(name="g")]}),
     ("chat", {"response_format": json_format()}),
     ("chat", {"response_format": json_format(strict=False), "tools": [function()]}),
     ("chat", {"response_format": json_format(strict=True)}),
@@ -64,13 +64,29 @@ def with_messages(protocol: ProtocolName, fields: Fields) -> Fields:
     return {**asked, **({"max_tokens": 3} if protocol == "messages" else {}), **fields}
 
 
+def without_strict(value: Any) -> Any:
+    """deepseek-recipe changes the schemas of strict tools, and refuses other tools beside them."""
+    if isinstance(value, list):
+        return [without_strict(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {k: without_strict(v) for k, v in value.items() if k != "strict"}
+
+
 @pytest.mark.parametrize(("protocol", "fields"), BODIES)
 def test_the_conversation_is_the_same(protocol: ProtocolName, fields: Fields) -> None:
     body = with_messages(protocol, fields)
     mine = convert(protocol, body, default_thinking=False)
-    request = REQUEST_KINDS[protocol](json.dumps({**body, "model": "DeepSeek-V4-Pro"}))
+    request = REQUEST_KINDS[protocol](
+        json.dumps({**without_strict(body), "model": "DeepSeek-V4-Pro"})
+    )
     theirs = request.convert(recipe.ConversionOptions(default_thinking_mode=False)).conversation
-    for part in ("name", "description", "parameters", "strict", "defer_loading"):
+    tools = [tool.get("function", tool) for tool in fields.get("tools", ())]
+    if protocol != "responses":
+        assert [bool(tool.strict) for tool in mine.conversation.tools] == [
+            bool(tool.get("strict")) for tool in tools
+        ]
+    for part in ("name", "description", "parameters", "defer_loading"):
         assert [getattr(tool, part) for tool in mine.conversation.tools] == [
             getattr(tool, part) for tool in theirs.tools
         ]

@@ -389,7 +389,7 @@ def test_a_schema_of_any_depth_is_refused_without_recursion() -> None:
 def test_tools_share_one_limit_of_size() -> None:
     """Each parameter repeats its tool's definitions: the text grows with their product."""
     definitions = {"d": {"enum": ["x" * 20_000]}}
-    properties = {f"p{i}": {"type": "integer"} for i in range(100)}
+    properties = {f"p{i}": {"items": {"$ref": "#/$defs/d"}} for i in range(100)}
     tool = ToolSignature("f", {"type": "object", "properties": properties, "$defs": definitions})
     with pytest.raises(GrammarError, match="fewer tools"):
         ToolGrammar([tool], 3, parallel=True)

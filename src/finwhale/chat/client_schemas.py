@@ -6,8 +6,8 @@ with unevaluatedProperties takes hours, and 100 patterns such as `(?=a)\\w{150}`
 prompt only repeats a schema. Therefore deepseek-recipe converts a request that has a placeholder
 for each schema, and the conversation gets the schemas afterwards.
 
-It does not validate a schema with `"strict": true`, which it normalizes instead. That takes linear
-time, and its recursion is bounded by the nesting of the request.
+The placeholder also stands for `strict`: deepseek-recipe knows a narrow subset of strict schemas,
+and refuses a request that has both strict and other tools.
 """
 
 import json
@@ -46,13 +46,10 @@ class ClientSchemas:
     """The schemas of one request."""
 
     def __init__(self) -> None:
-        self._schemas: list[Any] = []
+        self._schemas: list[tuple[Any, bool | None]] = []  # and whether they are strict
 
-    def take_from(self, body: Mapping[str, Any], *, keep_strict: bool) -> dict[str, Any]:
+    def take_from(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The body of a request, with a placeholder for each schema.
-
-        Args:
-            keep_strict: keep those that deepseek-recipe normalizes.
 
         Raises:
             RequestError: the body is nested too deeply.
@@ -60,7 +57,7 @@ class ClientSchemas:
         """
         if is_nested_deeper(body):
             raise RequestError(f"the request is nested deeper than {MAX_NESTING} levels")
-        holders = {k: self._take(body[k], keep_strict) for k in _HOLDERS if k in body}
+        holders = {k: self._take(body[k]) for k in _HOLDERS if k in body}
         return {**body, **holders}
 
     def put_back(self, conversation: recipe.Conversation) -> recipe.Conversation:
@@ -69,44 +66,39 @@ class ClientSchemas:
             return conversation
         tools = [
             recipe.ToolDefinition(
-                tool.name,
-                tool.description,
-                self._original(tool.parameters),
-                tool.strict,
-                tool.defer_loading,
+                tool.name, tool.description, *self._original(tool.parameters), tool.defer_loading
             )
             for tool in conversation.tools
         ]
-        schema = self._original(conversation.response_schema)
+        schema, _ = self._original(conversation.response_schema)
         return changed(conversation, tools=tools, response_schema=schema)
 
-    def _take(self, value: Any, keep_strict: bool) -> Any:
+    def _take(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return [self._take(item, keep_strict) for item in value]
+            return [self._take(item) for item in value]
         if not isinstance(value, Mapping):
             return value
-        strict = keep_strict and value.get("strict") is True
         taken = {}
         for key, item in value.items():
             if key in _SCHEMAS and isinstance(item, Mapping):
-                taken[key] = item if strict else self._placeholder(item)
-            else:
-                taken[key] = self._take(item, keep_strict)
+                taken[key] = self._placeholder(item, value.get("strict") is True or None)
+            elif key != "strict" or not isinstance(item, bool):
+                taken[key] = self._take(item)
         return taken
 
-    def _placeholder(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+    def _placeholder(self, schema: Mapping[str, Any], strict: bool | None) -> dict[str, Any]:
         text = json.dumps(schema, allow_nan=False)
-        self._schemas.append(json.loads(text, parse_int=_number))
+        self._schemas.append((json.loads(text, parse_int=_number), strict))
         kind = schema.get("type")  # deepseek-recipe demands "object" of a tool
         return {
             **({"type": kind} if isinstance(kind, str) else {}),
             _PLACEHOLDER: len(self._schemas) - 1,
         }
 
-    def _original(self, schema: Any) -> Any:
+    def _original(self, schema: Any) -> tuple[Any, bool | None]:
         if isinstance(schema, Mapping) and isinstance(i := schema.get(_PLACEHOLDER), int):
             return self._schemas[i]
-        return schema
+        return schema, None
 
 
 def _number(text: str) -> int | float:

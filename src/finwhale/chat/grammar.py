@@ -22,12 +22,16 @@ from finwhale.chat.grammar_limits import (
     check_schema,
     check_text,
 )
+from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Guide
 
 # Between the parts of a JSON text, allow a space, or a line break and an indent. An unsure model
 # tends to continue unlimited white space.
-_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n {0,16})?"}
+_JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": r"( |\n {0,16})?",
+    "coerce_one_of": True,  # `SchemaDocument` names a oneOf that differs from anyOf
+}
 # A quarter and a fifth of llguidance's defaults. With DeepSeek-V4's vocabulary, a mask that needs
 # all of these items takes 10 to 20 ms; a state of the lexer takes 1 to 2 KiB. Less fuel for the
 # lexer than the default would refuse ordinary patterns such as `\p{L}{1,100}`.
@@ -41,21 +45,26 @@ MASK_BURST_SECONDS = 0.25
 Words = NDArray[np.int32]
 
 
-def json_lark(schema: Mapping[str, Any] | bool) -> str:
-    """A JSON Schema as an item of a Lark rule.
+def json_lark(schema: Mapping[str, Any]) -> str:
+    """A JSON Schema as an item of a Lark rule, such as a part of a `SchemaDocument`.
 
     Raises:
         GrammarError: the schema exceeds the limits of `chat.grammar_limits`.
     """
     check_schema(schema)
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
 def json_guide(schema: Mapping[str, Any], after: int | None = None) -> Guide:
-    """Output that is one JSON text of `schema`. Raises GrammarError."""
-    return Guide(grammar=f"start: {json_lark(schema)}", after=after)
+    """Output that is one JSON text of `schema`.
+
+    Raises:
+        GrammarError: the schema is too large, or has a keyword that cannot be enforced.
+    """
+    document = SchemaDocument(schema, "schema")
+    part = document.part(schema)
+    document.check_strict()
+    return Guide(grammar=f"start: {json_lark(part)}", after=after)
 
 
 def regex_guide(regex: str, after: int | None = None) -> Guide:

@@ -167,7 +167,7 @@ def _findings(shape: Shape, value: Any, path: str) -> Iterator[tuple[str, Any, s
     if not isinstance(value, dict):
         return
     if isinstance(shape, _Unused):
-        yield f"{path}.type={_printable(str(value.get('type')))}", value, None
+        yield f"{path}.type={printable(str(value.get('type')))}", value, None
         return
     if isinstance(shape, Variants):
         shape = _variant(shape, value, path)
@@ -207,9 +207,9 @@ def _variant(shape: Variants, value: dict[str, Any], path: str) -> Shape:
     medium = media_of(kind)
     media = medium and _MEDIA[medium]
     reason = (
-        f"type {_printable(kind)} is not supported; supported: {known}"
+        f"type {printable(kind)} is not supported; supported: {known}"
         if media is None
-        else f"{media} are not supported (type {_printable(kind)}): the model reads only text"
+        else f"{media} are not supported (type {printable(kind)}): the model reads only text"
     )
     raise FieldError(f"{where}: {reason}", "unsupported_type", where)
 
@@ -225,11 +225,11 @@ _MEDIA = {"image": "images", "audio": "audio inputs", "video": "videos", "file":
 
 
 def _join(path: str, name: object) -> str:
-    name = _printable(str(name))
+    name = printable(str(name))
     return f"{path}.{name}" if path else name
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """A name as errors, logs and headers show it: short, and in harmless characters."""
     shown = text[:MAX_NAME].encode("ascii", "replace").decode()
-    return "".join(c if c.isalnum() or c in "_-." else "?" for c in shown)
+    return "".join(c if c.isalnum() or c in "_-.$" else "?" for c in shown)

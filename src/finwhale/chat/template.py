@@ -86,7 +86,7 @@ def convert(
     options = recipe.ConversionOptions(default_thinking_mode=default_thinking)
     schemas = ClientSchemas()
     try:
-        request = _parse(protocol, schemas.take_from(body, keep_strict=protocol != "messages"))
+        request = _parse(protocol, schemas.take_from(body))
         echo = namespaces = None
         if protocol == "responses":
             namespaces = request.namespace_tool_map(options)

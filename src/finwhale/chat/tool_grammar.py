@@ -13,45 +13,64 @@ DSML is one control token. The parameters are in the order of the schema.
 """
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finwhale.chat.grammar import json_lark
-from finwhale.chat.grammar_limits import check_chars, check_schema
-from finwhale.chat.schema_alternatives import KINDS, Schema, SchemaReader, kinds, strings
+from finwhale.chat.grammar_limits import GrammarError, check_chars
+from finwhale.chat.known_fields import printable
+from finwhale.chat.patterns import portable, whole
+from finwhale.chat.schema_alternatives import KINDS, Schema, SchemaReader, kinds, strings, types
+from finwhale.chat.schema_document import FORMATS, SchemaDocument
 
 _ANY_VALUE = "/(?s:.*)<\\//"
-_DEFINITIONS = ("$defs", "definitions")
-# The properties of an object's schema do not express these keywords.
-_BEYOND_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties")
+_NAME = '/[^"\\n<>]{1,256}/'
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSignature:
-    """A tool's name and the JSON Schema of its arguments."""
+    """A tool's name, the JSON Schema of its arguments, and whether all of that must hold."""
 
     name: str
     parameters: Mapping[str, Any]
+    strict: bool = False
 
 
 class ToolGrammar:
-    """Lark rules for the tool calls of an answer."""
+    """Lark rules for the tool calls of an answer.
 
-    def __init__(self, tools: Sequence[ToolSignature], dsml: int, *, parallel: bool) -> None:
+    Attributes:
+        ignored: what cannot be enforced, such as "tools.f.properties.a.not".
+        places: for each line of the grammar made last, what of the request it holds, such as
+            "tools.f.properties.a", or "".
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[ToolSignature],
+        dsml: int,
+        *,
+        parallel: bool,
+        relaxed: Collection[str] = (),
+    ) -> None:
         """
         Args:
             tools: at least one.
             dsml: the control token.
             parallel: whether an answer may hold more than one call.
+            relaxed: places where only the types of values hold.
 
         Raises:
             GrammarError: a tool's schema, or all of them together, exceed the limits of
-                `chat.grammar_limits`.
+                `chat.grammar_limits`, or a strict tool has what cannot be enforced.
         """
-        self._dsml = f"<[{dsml}]>"
-        self._rules: list[str] = []
+        self._dsml, self._relaxed = f"<[{dsml}]>", relaxed
+        self._rules: list[tuple[str, str]] = []
+        # The rules of parameters, by tool, name and schema, which must stay alive.
+        self._known: dict[tuple[str, str, int], tuple[str | None, Any]] = {}
+        self.places: list[str] = []
+        self.ignored: list[str] = []
         self._chars = 0
         self._reader = SchemaReader()
         names = [f"tool_{i}" for i in range(len(tools))]
@@ -64,124 +83,179 @@ class ToolGrammar:
 
     def required(self) -> str:
         """A grammar of answers that are tool calls and nothing else."""
-        return self._grammar(f'start: "\\n\\n<" {self._dsml} block')
+        return self._grammar((f'start: "\\n\\n<" {self._dsml} block', ""))
 
     def after_text(self) -> str:
         """A grammar of answers of any text, which tool calls may follow."""
-        return self._grammar(f"start: TEXT ({self._dsml} block)?", "TEXT: /(?s:.*)/")
+        return self._grammar((f"start: TEXT ({self._dsml} block)?", ""), ("TEXT: /(?s:.*)/", ""))
 
-    def instead_of(self, content: str) -> str:
-        """A grammar of answers that match `content` (an item of a Lark rule), or tool calls."""
+    def instead_of(self, content: str, place: str = "") -> str:
+        """A grammar of answers that match `content` (an item of a Lark rule), or tool calls.
+
+        Args:
+            place: what of the request the content holds.
+        """
         calls = f'"\\n\\n<" {self._dsml} block'
-        return self._grammar(f"start: content | {calls}", f"content: {content}")
+        return self._grammar((f"start: content | {calls}", ""), (f"content: {content}", place))
 
-    def _grammar(self, *start: str) -> str:
-        return "\n".join([*start, *self._rules])
+    def _grammar(self, *start: tuple[str, str]) -> str:
+        lines = [*start, *self._rules]
+        self.places = [place for _, place in lines]
+        return "\n".join(rule for rule, _ in lines)
 
-    def _add(self, rule: str) -> None:
-        """Adds a rule and checks the limit: each parameter repeats its tool's definitions."""
+    def _add(self, rule: str, place: str = "") -> None:
+        """Adds a rule and checks the limit: each parameter repeats definitions of its tool."""
         self._chars += len(rule)
         check_chars(self._chars)
-        self._rules.append(rule)
+        self._rules.append((rule, place))
 
     def _add_tool(self, rule: str, tool: ToolSignature) -> None:
-        check_schema(tool.parameters)
+        document = SchemaDocument(tool.parameters, f"tools.{printable(tool.name)}")
+        document.part(document.root)  # names what it leaves out
+        for key in ("minProperties", "maxProperties"):
+            if key in document.root:
+                document.leave_out(key)
+        alternatives = self._reader.alternatives(document.root, document.root)
+        objects = [one for one in alternatives if "object" in kinds(one)]
+        found = [self._arguments(f"{rule}_{i}", one, document) for i, one in enumerate(objects)]
+        calls = dict.fromkeys(" ".join(items) or '""' for items in found if items is not None)
+        if not calls:
+            raise GrammarError("invalid", f"{document.name}: no arguments match the schema")
+        if tool.strict:
+            document.check_strict()
+        self.ignored += document.ignored
         d = self._dsml
-        parts = " ".join(self._parameters(rule, tool.parameters))
         opening = _quoted(f'invoke name="{tool.name}">\n')
-        self._add(f'{rule}: "<" {d} {opening} {parts} "</" {d} "invoke>\\n"')
+        self._add(f'{rule}: "<" {d} {opening} ({" | ".join(calls)}) "</" {d} "invoke>\\n"')
 
-    def _parameters(self, rule: str, schema: Mapping[str, Any]) -> Iterable[str]:
-        """The items of a tool's rule, one for each parameter."""
-        properties = schema.get("properties")
-        beyond = any(key in schema for key in _BEYOND_PROPERTIES)
-        if beyond or not isinstance(properties, Mapping):
-            empty = properties == {} or schema.get("additionalProperties") is False
-            if not beyond and empty:
-                return
-            name = f"{rule}_any"
-            self._add(f'{name.upper()}_NAME: /[^"\\n<>]{{1,256}}/')
-            self._add_parameter(name, f'{name.upper()}_NAME "\\""', {}, [{}])
-            yield f"{name}*"
-            return
-        listed = schema.get("required")
-        listed = listed if isinstance(listed, list) else []
-        required = {key for key in listed if isinstance(key, str)}
-        definitions = {k: schema[k] for k in _DEFINITIONS if k in schema}
-        for i, (key, value) in enumerate(properties.items()):
-            name = f"{rule}_p{i}"
-            alternatives = self._reader.alternatives(value, schema)
-            if not alternatives and key not in required:
-                continue
-            inner = _inner(value, definitions)
-            self._add_parameter(name, _quoted(f'{key}"'), inner, alternatives)
-            yield name if key in required else f"{name}?"
+    def _arguments(self, rule: str, schema: Schema, document: SchemaDocument) -> list[str] | None:
+        """The items of a tool's rule for one alternative of its schema; None: none matches."""
+        properties, patterns = _mapping(schema, "properties"), _mapping(schema, "patternProperties")
+        required = schema.get("required")
+        required = [k for k in required if isinstance(k, str)] if isinstance(required, list) else []
+        open_ = not ("properties" in schema or patterns)
+        others = schema.get("additionalProperties", open_)
+        unlisted = True if patterns or "additionalProperties" not in schema else others
+        if properties and patterns:
+            document.leave_out("patternProperties")  # not for the names in properties
+        items = []
+        names = dict.fromkeys([*properties, *required])
+        for i, key in enumerate(names):
+            value = properties.get(key, unlisted)
+            name = _quoted(f'{key}"')
+            item = self._parameter(f"{rule}_p{i}", name, value, document, f"properties.{key}")
+            if item is not None:
+                items.append(item if key in required else f"{item}?")
+            elif key in required:
+                return None
+        listed = f" & ~({' | '.join(map(_quoted, names))})" if names else ""
+        regexes = {key: whole(key) for key in patterns}
+        more = [
+            self._others(f"{rule}_r{i}", f"{_NAME} & /{regex}/{listed}", patterns[key], document)
+            for i, (key, regex) in enumerate(regexes.items())
+            if regex is not None
+        ]
+        if others is not False:
+            not_those = "".join(f" & ~/{regex}/" for regex in regexes.values() if regex is not None)
+            more.append(
+                self._others(f"{rule}_any", f"{_NAME}{listed}{not_those}", others, document)
+            )
+        rules = [one for one in more if one is not None]
+        return [*items, f"({' | '.join(rules)})*"] if rules else items
+
+    def _others(self, rule: str, terminal: str, value: Any, document: SchemaDocument) -> str | None:
+        """The rule of parameters whose names match a terminal."""
+        name, place = f"{rule.upper()}_NAME", "additionalProperties"
+        where = f"{document.name}.{place}"
+        self._add(f"{name}: {_NAME if where in self._relaxed else terminal}", where)
+        return self._parameter(rule, f'{name} "\\""', value, document, place)
+
+    def _parameter(
+        self, rule: str, name: str, value: Any, document: SchemaDocument, place: str
+    ) -> str | None:
+        """The rule of a parameter, which may be known already; None: no value matches.
+
+        Args:
+            name: the Lark item of its name and a quote.
+            place: where its schema is in the document.
+        """
+        key = document.name, name, id(value)
+        if key not in self._known:
+            place = f"{document.name}.{'.'.join(map(printable, place.split('.', 1)))}"
+            made = self._add_parameter(rule, name, value, document, place)
+            self._known[key] = (rule if made else None), value
+        return self._known[key][0]
 
     def _add_parameter(
-        self,
-        rule: str,
-        name: str,
-        schema: Mapping[str, Any] | bool,
-        alternatives: Sequence[Schema],
-    ) -> None:
+        self, rule: str, name: str, value: Any, document: SchemaDocument, place: str
+    ) -> bool:
+        alternatives = self._reader.alternatives(value, document.root)
+        if not alternatives:
+            return False
+        if place in self._relaxed:
+            document.ignored.append(place)
+            value = types(alternatives)
+            alternatives = [value]
         d = self._dsml
         values = []
         with_string = [one for one in alternatives if "string" in kinds(one)]
-        if with_string:
-            self._add(f"{rule.upper()}_S: {_string_terminal(with_string)}")
+        text = _string_terminal(with_string)
+        if text:
+            self._add(f"{rule.upper()}_S: {text}", place)
             values.append(f'" string=\\"true\\">" {rule.upper()}_S')
-        if not with_string or any(kinds(one) - {"string"} for one in alternatives):
+        if not text or any(kinds(one) - {"string"} for one in alternatives):
             values.append(f'" string=\\"false\\">" {rule}_json "</"')
-            self._add(
-                f"{rule}_json: {json_lark(_without_string(schema) if with_string else schema)}"
-            )
+            part = document.part(value, silent=True)
+            item = json_lark(_without_string(part) if text else part)
+            self._add(f"{rule}_json: {item}", place)
         self._add(
             f'{rule}: "<" {d} "parameter name=\\"" {name} ({" | ".join(values)}) '
             f'{d} "parameter>\\n"'
         )
+        return True
 
 
-def _inner(value: Any, definitions: Mapping[str, Any]) -> Mapping[str, Any] | bool:
-    if not isinstance(value, Mapping):
-        return value if isinstance(value, bool) else {}
-    return {**definitions, **value}
+def _mapping(schema: Schema, key: str) -> Mapping[str, Any]:
+    found = schema.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
-def _without_string(schema: Mapping[str, Any] | bool) -> Mapping[str, Any]:
+def _without_string(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema without strings, for values that the markup has as JSON."""
-    others = {"type": sorted(KINDS - {"string"})}
-    if isinstance(schema, bool):
-        return others
-    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    rest = {key: value for key, value in schema.items() if key not in definitions}
-    return {**definitions, "allOf": [rest, others]}
+    rest = {key: value for key, value in schema.items() if key != "$defs"}
+    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    return {**definitions, "allOf": [rest, {"type": sorted(KINDS - {"string"})}]}
 
 
 def _string_terminal(alternatives: Iterable[Schema]) -> str:
-    """A terminal for a string value of one of the alternatives, and the "</" that ends it."""
-    terminals = dict.fromkeys(t for schema in alternatives for t in _string_terminals(schema))
-    return _ANY_VALUE if _ANY_VALUE in terminals else " | ".join(terminals)
+    """A terminal for a string value of one of the alternatives, and the "</" that ends it.
+
+    Empty if there are none, or if the grammar cannot hold one outside JSON.
+    """
+    terminals = dict.fromkeys(map(_string, alternatives))
+    if None in terminals:
+        return ""
+    return _ANY_VALUE if _ANY_VALUE in terminals else " | ".join(filter(None, terminals))
 
 
-def _string_terminals(schema: Schema) -> list[str]:
-    listed = strings(schema)
+def _string(schema: Schema) -> str | None:
+    listed, parts = strings(schema), []
     if listed is not None:
-        return [_quoted(f"{value}</") for value in listed]
-    low, high = schema.get("minLength", 0), schema.get("maxLength")
-    if isinstance(low, int) and (low or isinstance(high, int)):
-        return [f"/(?s:.{{{low},{high if isinstance(high, int) else ''}}})<\\//"]
-    pattern = schema.get("pattern")
-    return [_pattern_terminal(pattern) if isinstance(pattern, str) else _ANY_VALUE]
-
-
-def _pattern_terminal(pattern: str) -> str:
-    """A terminal for a pattern. JSON Schema searches for it; here the whole value must match."""
-    begin = "" if pattern.startswith("^") else "(?s:.*)"
-    end = "" if re.search(r"(?<!\\)(\\\\)*\$$", pattern) else "(?s:.*)"
-    body = pattern.removeprefix("^")
-    body = body if end else body[:-1]
-    body = re.sub(r"(?<!\\)/", r"\\/", body)
-    return f"/{begin}({body}){end}<\\//"
+        parts.append(f"({' | '.join(map(_quoted, listed))})")
+    if "minLength" in schema or "maxLength" in schema:
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        if not all(type(n) is int and n >= 0 for n in (low, high or 0)):
+            return None  # llguidance says what is wrong
+        parts.append(f"/(?s:.{{{low},{high}}})/")
+    if any(name in FORMATS for name in schema.get("format", ())):
+        return None
+    for pattern in schema.get("pattern", ()):
+        if portable(pattern) is not None:
+            regex = whole(pattern)
+            if regex is None:
+                return None
+            parts.append(f"/{regex}/")
+    return f'({" & ".join(parts)}) "</"' if parts else _ANY_VALUE
 
 
 def _quoted(text: str) -> str:

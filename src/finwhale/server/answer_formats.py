@@ -5,13 +5,17 @@ This module writes grammars, within the limits of `chat.grammar_limits`, but com
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.grammar import json_guide, json_lark, lark_guide, regex_guide, tool_guide
+from finwhale.chat.grammar import json_lark, lark_guide, regex_guide, tool_guide
+from finwhale.chat.grammar_limits import GrammarError
+from finwhale.chat.known_fields import printable
+from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.template import ProtocolName
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
@@ -21,6 +25,11 @@ from finwhale.server.schemas import CompletionBody, OpenAIBody, StructuredOutput
 
 Fields = dict[str, Any]
 Format = tuple[Literal["json", "regex", "grammar"], Any]
+MAX_RELAXED = 8
+# llguidance says in which line of a grammar it found a mistake.
+_AT_LINE = re.compile(r"not valid: at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)")
+# What it says of a schema that is not valid, rather than beyond it.
+_WRONG = re.compile(r"Invalid type|Expected |invalid multiple|[\w ]+ must be an? ")
 
 _ANY_OBJECT = {"type": "object"}
 # The types of a tool choice that name one tool.
@@ -44,67 +53,150 @@ class ToolChoice:
     parallel: bool = True
 
 
-def format_guide(body: CompletionBody) -> Guide | None:
-    """The guide of a completion.
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """The grammar of an answer.
 
-    Raises:
-        RequestError: its format is not valid, or the grammar is too large.
+    Attributes:
+        places: what of the request each line of the grammar holds, or "".
+        strict: the schemas of the request that must hold as a whole.
+        ignored: what the grammar does not hold.
     """
-    wanted = None if body.response_format is None else _format(body.response_format)
-    wanted = only_format(wanted, body, None)
-    return None if wanted is None else _content_guide(wanted, None)
+
+    guide: Guide
+    places: tuple[str, ...] = ()
+    strict: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def place_beyond(self, error: GrammarError) -> str:
+        """The place whose schema llguidance cannot enforce.
+
+        Raises:
+            GrammarError: the schema is wrong, or must hold; or there is another reason.
+        """
+        found = _AT_LINE.search(str(error))
+        place = self.places[int(found[1]) - 1 : int(found[1])] if found else ()
+        if found is None or not place or not place[0]:
+            raise error
+        if _WRONG.match(found[2]) or any(f"{place[0]}.".startswith(f"{s}.") for s in self.strict):
+            raise GrammarError("invalid", f"{place[0]}: {found[2]}") from error
+        return place[0]
 
 
-def answer_guide(
-    tokenizer: Tokenizer,
-    wanted: Format | None,
+@dataclass(frozen=True, slots=True)
+class WantedFormat:
+    """The format that an answer must have.
+
+    Attributes:
+        name: what the request calls it.
+        strict: whether all of a schema must hold.
+    """
+
+    format: Format
+    name: str = "response_format"
+    strict: bool = False
+
+
+def answer_grammar(
+    tokenizer: Tokenizer | None,
+    wanted: WantedFormat | None,
     tools: list[recipe.ToolDefinition],
-    schemas: Mapping[str, Mapping[str, Any] | None],
     choice: ToolChoice,
-    after: int | None,
-) -> Guide | None:
-    """The guide of an answer; None: the answer may be anything.
+    after: int | None = None,
+    relaxed: Collection[str] = (),
+) -> AnswerGrammar | None:
+    """The grammar of an answer; None: the answer may be anything.
 
     Args:
-        schemas: the tools' schemas as the client wrote them. The conversion of a strict tool leaves
-            out some keywords.
+        tokenizer: None: there are no tools.
         after: the token after which the grammar begins.
+        relaxed: places of the request where only the types of values hold.
+
+    Raises:
+        RequestError: the format is not valid, or the grammar is too large.
     """
     if not tools:
         if choice.required:
             raise RequestError("tool_choice asks for a tool, but there are no tools")
-        return None if wanted is None else _content_guide(wanted, after)
+        return None if wanted is None else _content_grammar(wanted, after, relaxed)
     strict = any(tool.strict for tool in tools)
     if wanted is None and not choice.required and choice.parallel and not strict:
         return None
-    signatures = [
-        ToolSignature(tool.name, schemas.get(tool.name) or _parameters(tool)) for tool in tools
-    ]
+    signatures = [ToolSignature(t.name, _parameters(t), bool(t.strict)) for t in tools]
+    assert tokenizer is not None
     dsml = tokenizer.added_id(recipe.SpecialToken.Dsml.default_str())
-    grammar = ToolGrammar(signatures, dsml, parallel=choice.parallel)
+    grammar = ToolGrammar(signatures, dsml, parallel=choice.parallel, relaxed=relaxed)
+    ignored = grammar.ignored
     if choice.required:
-        return tool_guide(grammar.required(), after)
-    if wanted is None:
-        return tool_guide(grammar.after_text(), after)
-    return tool_guide(grammar.instead_of(_lark_item(wanted)), after)
+        text = grammar.required()
+    elif wanted is None:
+        text = grammar.after_text()
+    else:
+        item, more = _lark_item(wanted, relaxed)
+        text, ignored = grammar.instead_of(item, wanted.name), [*ignored, *more]
+    held = [one.name for one in (wanted,) if one is not None and one.strict]
+    held += [f"tools.{printable(one.name)}" for one in signatures if one.strict]
+    return AnswerGrammar(
+        tool_guide(text, after), tuple(grammar.places), tuple(held), tuple(ignored)
+    )
+
+
+async def held_grammar(
+    grammar: AnswerGrammar | None,
+    make: Callable[[Collection[str]], Awaitable[AnswerGrammar | None]],
+    check: Callable[[Guide], Awaitable[None]],
+) -> AnswerGrammar | None:
+    """A grammar that passes a check, of as much of the schemas as llguidance can enforce.
+
+    Args:
+        grammar: of all of them.
+        make: makes it without the schemas of some places.
+        check: raises GrammarError.
+
+    Raises:
+        GrammarError: this needs more than MAX_RELAXED places, or there is another reason.
+    """
+    relaxed: list[str] = []
+    while grammar is not None:
+        try:
+            await check(grammar.guide)
+            break
+        except GrammarError as error:
+            place = grammar.place_beyond(error)
+            if place in relaxed or len(relaxed) == MAX_RELAXED:
+                raise
+            relaxed.append(place)
+            grammar = await make(relaxed)
+    return grammar
 
 
 def _parameters(tool: recipe.ToolDefinition) -> Mapping[str, Any]:
     return tool.parameters if isinstance(tool.parameters, Mapping) else {}
 
 
-def _content_guide(wanted: Format, after: int | None) -> Guide:
-    kind, value = wanted
-    if kind == "json":
-        return json_guide(value, after)
-    return regex_guide(value, after) if kind == "regex" else lark_guide(value, after)
+def _content_grammar(
+    wanted: WantedFormat, after: int | None, relaxed: Collection[str]
+) -> AnswerGrammar:
+    kind, value = wanted.format
+    if kind != "json":
+        return AnswerGrammar((regex_guide if kind == "regex" else lark_guide)(value, after))
+    item, ignored = _lark_item(wanted, relaxed)
+    held = (wanted.name,) if wanted.strict else ()
+    return AnswerGrammar(tool_guide(f"start: {item}", after), (wanted.name,), held, tuple(ignored))
 
 
-def _lark_item(wanted: Format) -> str:
-    kind, value = wanted
-    if kind == "json":
-        return json_lark(value)
-    raise RequestError(f"a response_format of type {kind} cannot be combined with tools")
+def _lark_item(wanted: WantedFormat, relaxed: Collection[str]) -> tuple[str, list[str]]:
+    """The Lark item of a format, and what of its schema it does not hold."""
+    kind, value = wanted.format
+    if kind != "json":
+        raise RequestError(f"a response_format of type {kind} cannot be combined with tools")
+    document = SchemaDocument(value, wanted.name)
+    part = document.part(value)
+    if wanted.strict:
+        document.check_strict()
+    if wanted.name in relaxed:
+        return json_lark(document.types()), [wanted.name]
+    return json_lark(part), document.ignored
 
 
 # --- What a body says -----------------------------------------------------------------------------
@@ -198,6 +290,23 @@ def _schema(holder: Any) -> Mapping[str, Any]:
     return schema
 
 
+def completion_format(body: CompletionBody) -> WantedFormat | None:
+    """The format of a completion. Raises RequestError."""
+    given = body.response_format
+    wanted = only_format(None if given is None else _format(given), body, None)
+    return None if wanted is None else named_format("chat", {"response_format": given}, wanted)
+
+
+def named_format(protocol: ProtocolName, fields: Fields, wanted: Format) -> WantedFormat:
+    """The format that the fields of a request ask for. Anthropic's protocol has no `strict`."""
+    name = {"chat": "response_format", "responses": "text", "messages": "output_config"}[protocol]
+    inner = "json_schema" if protocol == "chat" else "format"
+    given = fields.get(name)
+    holder = given.get(inner) if isinstance(given, Mapping) else None
+    strict = isinstance(holder, Mapping) and holder.get("strict") is True
+    return WantedFormat(wanted, name if protocol == "chat" else f"{name}.format", strict)
+
+
 def recipe_format(conversation: recipe.Conversation) -> Format | None:
     kind = conversation.response_format
     if kind == "json_schema":
@@ -281,16 +390,3 @@ def _keep_tools(names: list[Any], fields: Fields) -> None:
 def _tool_name(tool: Mapping[str, Any]) -> Any:
     function = tool.get("function")
     return (function if isinstance(function, Mapping) else tool).get("name")
-
-
-def tool_schemas(fields: Fields) -> dict[str, Mapping[str, Any] | None]:
-    """The schemas of the tools that have a name; one of another type may have none."""
-    tools = [(_tool_name(tool), tool) for tool in fields.get("tools", ())]
-    return {name: _tool_schema(tool) for name, tool in tools if isinstance(name, str)}
-
-
-def _tool_schema(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    function = tool.get("function")
-    holder = function if isinstance(function, Mapping) else tool
-    schema = holder.get("parameters", holder.get("input_schema"))
-    return schema if isinstance(schema, Mapping) else None

@@ -21,7 +21,7 @@ from finwhale.server import chat_answers, chat_requests, completions, health, to
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
 from finwhale.server.bodies import Parser, max_items
-from finwhale.server.body_route import BodyRoute
+from finwhale.server.body_route import BodyRoute, note_ignored
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
     ApiError,
@@ -54,8 +54,8 @@ from finwhale.server.state import ServerState
 from finwhale.server.validation_errors import validation_error
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 PING = event('{"type": "ping"}', "ping")  # as Anthropic's API sends it
+T = TypeVar("T", chat_requests.ChatRequest, completions.CompletionJob)
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -254,7 +254,10 @@ async def _prepared(
 ) -> T:
     """A prepared request. Preparation ends when the client leaves or the request times out."""
     async with asyncio.timeout(state.time_left_s(log)):
-        return await unless_disconnected(request, preparing)
+        prepared = await unless_disconnected(request, preparing)
+    if prepared.ignored:
+        note_ignored(request.scope["state"], prepared.ignored)
+    return prepared
 
 
 async def _whole(request: Request, state: ServerState, work: Any) -> Response:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from finwhale.chat.history import readable
-from finwhale.chat.known_fields import check_fields
+from finwhale.chat.known_fields import MAX_NAMED, check_fields
 from finwhale.chat.template import ProtocolName
 from finwhale.server.errors import ApiError
 from finwhale.server.known_fields import shape_of
@@ -78,13 +78,23 @@ class BodyRoute(APIRoute):
                 lenient = request.app.state.lenient
                 ignored = check_fields(shape, value, lenient=lenient, left_out=left_out)
                 if ignored:
-                    state["ignored"] = ignored
-                    extra = {"request_id": state["request_id"], "fields": ignored}
-                    logger.warning("ignored fields of a request", extra=extra)
+                    note_ignored(state, ignored)
                 request = ParsedRequest(request, value)
             return await handle(request)
 
         return parse_and_handle
+
+
+def note_ignored(state: dict[str, Any], ignored: Sequence[str]) -> None:
+    """Names what of a request is ignored in the log and, with all other, in the answer's header.
+
+    Args:
+        state: the state of the request's scope.
+    """
+    found = [*state.get("ignored", ()), *ignored]
+    state["ignored"] = found[:MAX_NAMED] + ["..."] * (len(found) > MAX_NAMED)
+    extra = {"request_id": state["request_id"], "fields": state["ignored"]}
+    logger.warning("ignored fields of a request", extra=extra)
 
 
 def _check_media_type(request: Request) -> None:

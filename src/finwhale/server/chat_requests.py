@@ -2,9 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 import deepseek_recipe as recipe
 
@@ -12,15 +11,17 @@ from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.answer_formats import (
+    AnswerGrammar,
     Fields,
-    Format,
     ToolChoice,
-    answer_guide,
+    WantedFormat,
+    answer_grammar,
+    held_grammar,
+    named_format,
     only_format,
     recipe_format,
     take_choice,
     take_own_format,
-    tool_schemas,
 )
 from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog
@@ -128,6 +129,7 @@ class ChatRequest:
         token_ids: the prompt.
         stop: stop strings of the content.
         stop_after: the token after which they count; None: they count from the beginning.
+        ignored: what of the schemas the answer need not hold.
     """
 
     converted: ProtocolRequest
@@ -138,6 +140,7 @@ class ChatRequest:
     priority: int
     options: AnswerOptions
     answer_id: str
+    ignored: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -146,8 +149,17 @@ async def prepare(
 ) -> ChatRequest:
     """Checks a body, converts it and encodes its prompt. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    request = await state.in_thread(log.body_bytes, lambda: _prepare(state, protocol, body))
-    await state.grammars.check(request.params.guide, log.user)
+    request, grammar, make = await state.in_thread(
+        log.body_bytes, lambda: _prepare(state, protocol, body)
+    )
+    grammar = await held_grammar(
+        grammar,
+        lambda relaxed: state.in_thread(log.body_bytes, lambda: make(relaxed)),
+        lambda guide: state.grammars.check(guide, log.user),
+    )
+    if grammar is not None:
+        request.params = replace(request.params, guide=grammar.guide)
+        request.ignored = grammar.ignored
     return request
 
 
@@ -157,13 +169,11 @@ class ConvertedBody:
 
     Attributes:
         converted: the request; its conversation has the tools that the model may call.
-        schemas: the tools' schemas as the client wrote them.
-        wanted: the format of the answer, unless deepseek-recipe reads it.
+        wanted: the format of the answer.
     """
 
     converted: ProtocolRequest
-    schemas: Mapping[str, Mapping[str, Any] | None]
-    wanted: Format | None
+    wanted: WantedFormat | None
     choice: ToolChoice
 
 
@@ -203,42 +213,45 @@ def convert_body(
         echo_body=original,
         response_schema=wanted[1] if protocol == "messages" and wanted else None,
     )
-    return ConvertedBody(converted, tool_schemas(fields), wanted, choice)
+    wanted = wanted or recipe_format(converted.conversation)
+    named = None if wanted is None else named_format(protocol, original, wanted)
+    return ConvertedBody(converted, named, choice)
 
 
-def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody) -> ChatRequest:
+def _prepare(
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody
+) -> tuple[ChatRequest, AnswerGrammar | None, Callable[[Collection[str]], AnswerGrammar | None]]:
     template = state.need_template()
     read = convert_body(state, protocol, body)
     converted = read.converted
-    request, conversation = converted.request, converted.conversation
-    options = request.inference_options
+    asked, conversation = converted.request, converted.conversation
+    options = asked.inference_options
     stage = converted.parsing_options.thinking_initial_stage
     thinks = stage is not None and stage.starts_in_reasoning()
     end_of_thinking = template.end_of_thinking if thinks else None
-    guide = answer_guide(
-        state.need_tokenizer(),
-        read.wanted or recipe_format(conversation),
-        conversation.tools,
-        read.schemas,
-        read.choice,
-        end_of_thinking,
-    )
+
+    def make(relaxed: Collection[str] = ()) -> AnswerGrammar | None:
+        return answer_grammar(
+            state.need_tokenizer(), read.wanted, conversation.tools, read.choice, end_of_thinking,
+            relaxed,
+        )  # fmt: skip
+
+    grammar = make()
     prompt = template.encode(converted, state.check_text)
     state.check_prompt(prompt.token_ids)
     max_tokens = options.max_tokens
     if max_tokens is None:
         # The chat format has a default for each way of thinking, within the context.
-        max_tokens = request.resolve_max_tokens(len(prompt.token_ids), state.ready.max_model_len)
+        max_tokens = asked.resolve_max_tokens(len(prompt.token_ids), state.ready.max_model_len)
     stop = tuple(converted.parsing_options.stop_sequences)
     params = body.sampling_params(
         max_tokens=max_tokens,
         # Stop strings mean nothing inside tool calls, and only the parser knows where those are.
         stop=() if conversation.tools else stop,
         logprobs=_wanted_logprobs(body, options),
-        guide=guide,
         defaults={"temperature": options.temperature, "top_p": options.top_p},
     )
-    return ChatRequest(
+    request = ChatRequest(
         converted,
         prompt.token_ids,
         params,
@@ -248,6 +261,7 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
         AnswerOptions.of(body),
         f"{_ID_PREFIXES[protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
     )
+    return request, grammar, make
 
 
 def plain_fields(body: ChatProtocolBody | CountTokensBody) -> Fields:

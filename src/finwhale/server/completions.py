@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +12,13 @@ from typing import Any
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.errors import RequestError
 from finwhale.request import MAX_PROMPT_LOGPROBS, Logprob, SamplingParams
-from finwhale.server.answer_formats import format_guide
+from finwhale.server.answer_formats import (
+    AnswerGrammar,
+    ToolChoice,
+    answer_grammar,
+    completion_format,
+    held_grammar,
+)
 from finwhale.server.chat_answers import prompt_logprobs, usage_of
 from finwhale.server.client import Generation
 from finwhale.server.json_answer import in_turns, json_pieces
@@ -36,6 +42,7 @@ class CompletionJob:
         body: the request.
         echoes: the text with which the answers to each prompt begin; "" without echo.
         params: None: the engine has nothing to do (max_tokens 0 with echo, without logprobs).
+        ignored: what of a schema the answers need not hold.
     """
 
     prompts: list[list[int]]
@@ -43,6 +50,7 @@ class CompletionJob:
     echoes: list[str]
     params: SamplingParams | None
     n: int
+    ignored: tuple[str, ...] = ()
 
     @cached_property
     def answer_id(self) -> str:
@@ -74,8 +82,19 @@ async def prepare(state: ServerState, body: CompletionBody, log: RequestLog) -> 
     """Checks a body and encodes its prompts. Raises RequestError, ApiError."""
     state.check_model(body.model)
     job = await state.in_thread(log.body_bytes, lambda: _prepare(state, body))
-    if job.params is not None:
-        await state.grammars.check(job.params.guide, log.user)
+    wanted = None if job.params is None else completion_format(body)
+
+    def make(relaxed: Collection[str] = ()) -> AnswerGrammar | None:
+        return answer_grammar(None, wanted, [], ToolChoice(), None, relaxed)
+
+    grammar = await held_grammar(
+        await state.in_thread(log.body_bytes, make),
+        lambda relaxed: state.in_thread(log.body_bytes, lambda: make(relaxed)),
+        lambda guide: state.grammars.check(guide, log.user),
+    )
+    if grammar is not None and job.params is not None:
+        job.params = replace(job.params, guide=grammar.guide)
+        job.ignored = grammar.ignored
     return job
 
 
@@ -110,7 +129,6 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
             max_tokens=max(1, max_tokens),
             stop=body.stop_strings(),
             logprobs=body.logprobs,
-            guide=format_guide(body),
         )
         params = replace(params, prompt_logprobs=num_top)
     return CompletionJob(prompts, body, echoes, params, n)

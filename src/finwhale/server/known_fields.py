@@ -25,7 +25,7 @@ _RESPONSE_FORMAT: Shape = Variants(
     {
         "text": fields("type"),
         "json_object": fields("type"),
-        # no effect: name, description, strict (a schema always holds)
+        # no effect: name, description
         "json_schema": fields(
             "type", json_schema=fields("name", "description", "schema", "strict")
         ),

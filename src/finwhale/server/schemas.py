@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from finwhale.errors import RequestError
-from finwhale.request import MAX_LOGPROBS, Guide, SamplingParams
+from finwhale.request import MAX_LOGPROBS, SamplingParams
 
 
 def _up_to_the_first_wrong(bias: Any) -> Any:
@@ -148,7 +148,6 @@ class SamplingBody(Body):
         max_tokens: int | None,
         stop: tuple[str, ...] = (),
         logprobs: int | None = None,
-        guide: Guide | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> SamplingParams:
         """The sampling parameters that the body asks for.
@@ -167,7 +166,6 @@ class SamplingBody(Body):
             max_tokens=max_tokens,
             stop=stop,
             logprobs=logprobs,
-            guide=guide,
             logit_bias=self.bias_of_ids() if isinstance(self, OpenAIBody) else None,
         )
 
