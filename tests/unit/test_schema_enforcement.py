@@ -231,7 +231,7 @@ def held(
     return grammar
 
 
-BEYOND = {
+BEYOND: dict[str, Any] = {
     "patterns of one name": {"patternProperties": {"^a": {}, "b": {}}},
     "a pattern of another syntax": {"type": "string", "pattern": "^(a"},
     "a circle with siblings": {"$defs": {"N": {"allOf": [{"$ref": "#/$defs/N"}, {}]}}} | {
