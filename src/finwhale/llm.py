@@ -288,9 +288,11 @@ class LoadedModel:
             gate = new_gate(self.get_tokenizer(), job.params, job.stop, job.stop_after)
             parser = template.parser(job.answer_to, () if gate else job.stop, gate)
             parser.feed(output.token_ids[:-1] if ended_by_token else output.token_ids)
-            if parser.finished and not job.params.stop:
+            if parser.finished and not parser.broken and not job.params.stop:
                 self._cut(output, job, parser)
             parser.finish("stop" if output.finish_reason == "stop" else "length")
+            if parser.broken:
+                output.finish_reason = "length"
             output.message = parser.message()
 
     def _cut(self, output: CompletionOutput, job: Job, parser: OutputParser) -> None:

@@ -226,9 +226,9 @@ class CompletionOutput:
         index: index among the n continuations.
         text: the generated text; by default without the stop string and without special tokens.
         token_ids: every generated token, including the token that ended the output.
-        finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens is reached
-            or the context is full), "error", "abort" (the engine was told to end all requests), or
-            None while the request runs.
+        finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens is reached,
+            the context is full, or a tool call of a chat is broken or has no end), "error",
+            "abort" (the engine was told to end all requests), or None while the request runs.
         stop_reason: the stop string or stop token id that ended the output, if any.
         logprobs: one dict for each generated token, from token id to Logprob; None unless the
             request asked for them.

@@ -324,3 +324,18 @@ def test_strict_refuses_what_cannot_be_enforced(server: RunningServer, name: str
     path, body, named = bodies(True)[name]
     answer = httpx.post(server.url + path, json={"model": MODEL, **body}, timeout=200)
     assert answer.status_code == 400 and named in answer.text, answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_call_that_max_tokens_cuts(server: RunningServer, path: str) -> None:
+    """Over a socket, streamed and whole: the answer says that it is incomplete, and no token of the
+    markup is in it."""
+    name, body, _ = {b[0]: (k, *b[1:]) for k, b in bodies(False).items() if "tools" in k}[path]
+    words = {"chat": '"length"', "responses": '"incomplete"', "messages": '"max_tokens"'}
+    for count in (1, 3, 8, 15, 22, 30):
+        for stream in (False, True):
+            cut = {key: count for key in ("max_tokens", "max_output_tokens") if key in body}
+            sent = {"model": MODEL, **body, **cut, "stream": stream, "temperature": 0}
+            text = httpx.post(server.url + path, json=sent, timeout=200).text
+            assert words[name.split()[0]] in text and "DSML" not in text
+            assert "invoke name" not in text and "parameter name" not in text

@@ -160,11 +160,11 @@ def test_what_was_held_back_comes_at_the_end() -> None:
 
 
 def test_content_that_looks_like_a_parameter_comes_at_the_end() -> None:
-    text = f'x {DSML}parameter name="a '
+    text = f'x {DSML}parameter name="a '  # without a "<"
     p = parser(thinking=False, tools=TOOLS)
     p.feed(encode_with_special(template()._tokenizer, text))
     p.finish("length")
-    assert p.message()["content"] == text
+    assert p.message()["content"] == text.replace(DSML, "")
 
 
 def test_markup_that_is_cut_off_does_not_leak_into_the_content() -> None:

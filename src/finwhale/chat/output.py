@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.parameter_names import ParameterNames
+from finwhale.chat.call_guard import CallGuard
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class OutputParser:
         options.stop_sequences = longest_first(stop)
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
-        self._names = ParameterNames(tokenizer, enabled=options.parse_tool_calls)
+        self._guard = CallGuard(tokenizer, enabled=options.parse_tool_calls)
         self._dropped = dropped_ids(tokenizer)
         self.num_tokens = self.num_before_stop = 0
         self._gate, self._withheld = gate, deque[int]()
@@ -79,8 +79,14 @@ class OutputParser:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer has ended: it met a stop string, or `finish` was called."""
+        """Whether the answer has ended: it met a stop string or a broken tool call, or `finish` was
+        called."""
         return self._stream.finished
+
+    @property
+    def broken(self) -> bool:
+        """Whether a tool call is broken or does not end; the answer is then incomplete."""
+        return self._guard.broken
 
     def feed(self, piece: str | Sequence[int]) -> list[OutputEvent]:
         """The events of more output, text or token ids; there may be none.
@@ -112,8 +118,11 @@ class OutputParser:
     def finish(self, reason: Literal["stop", "length"] = "stop") -> list[OutputEvent]:
         """Ends the answer and returns its last events; `reason` says why generation ended."""
         events = self._release(len(self._withheld))
-        for chunk in self._names.flush():
+        for chunk in self._guard.flush():
             events += self._push(chunk)
+        reason = "length" if self.broken else reason
+        if self.finished:
+            return events
         events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
         return events + self._take(self._stream.finish())
 
@@ -135,8 +144,9 @@ class OutputParser:
     def _push_token(self, token_id: int) -> list[OutputEvent]:
         if token_id in self._dropped:
             return []
-        chunks = self._names.feed(token_id, recipe.InferenceChunk.tokens([token_id]))
-        return [event for chunk in chunks for event in self._push(chunk)]
+        chunks = self._guard.feed(token_id, recipe.InferenceChunk.tokens([token_id]))
+        events = [event for chunk in chunks for event in self._push(chunk)]
+        return events + self.finish() if self.broken and not self.finished else events
 
     def _push(self, chunk: recipe.InferenceChunk) -> list[OutputEvent]:
         return [] if self._stream.finished else self._take(self._stream.push(chunk))

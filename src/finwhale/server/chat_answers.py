@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.call_guard import CallGuard
 from finwhale.chat.history import pack_reasoning
 from finwhale.chat.output import FINISH_REASONS, dropped_ids, new_gate
-from finwhale.chat.parameter_names import ParameterNames
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
@@ -261,7 +261,7 @@ class AnswerStream:
         options = converted.parsing_options
         options.stop_sequences = [] if gate else longest_first(options.stop_sequences)
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
-        self._names = ParameterNames(tokenizer, enabled=options.parse_tool_calls)
+        self._guard = CallGuard(tokenizer, enabled=options.parse_tool_calls)
         self._gate = gate
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._last_logprobs: list[Any] = []  # entries that deepseek-recipe's response lacks
@@ -281,7 +281,8 @@ class AnswerStream:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer has ended: it met a stop string, or `finish` was called."""
+        """Whether the answer has ended: it met a stop string or a broken tool call, or `finish` was
+        called."""
         return self._stream.finished
 
     def begin(self) -> Events:
@@ -357,10 +358,12 @@ class AnswerStream:
             token_id, logprobs = self._withheld.popleft()
             if token_id in self._dropped:
                 # Push it as text, so that the parser does not take it for markup.
-                text = self._tokenizer.token_text(token_id) if self._special_tokens else ""
-                events += self._push_token(
-                    token_id, recipe.InferenceChunk.text(text, token_count=1)
-                )
+                if self._special_tokens:
+                    text = self._tokenizer.token_text(token_id)
+                    chunk = recipe.InferenceChunk.text(text, token_count=1)
+                    events += self._push_token(token_id, chunk)
+                else:
+                    events += self._count(1)
                 continue
             wanted = None if logprobs is None else [logprobs]
             events += self._push_token(token_id, recipe.InferenceChunk.tokens([token_id], wanted))
@@ -369,8 +372,10 @@ class AnswerStream:
         return events
 
     def _push_token(self, token_id: int, chunk: recipe.InferenceChunk) -> Events:
-        chunks = self._names.feed(token_id, chunk)
-        return [event for one in chunks for event in self._push(one)]
+        chunks = self._guard.feed(token_id, chunk)
+        events = [event for one in chunks for event in self._push(one)]
+        broken = self._guard.broken and not self.finished
+        return events + self.finish("length") if broken else events
 
     def _count(self, num_tokens: int) -> Events:
         """Counts tokens that are no part of the answer. This may give an empty delta, so that the
@@ -380,8 +385,12 @@ class AnswerStream:
     def finish(self, reason: Literal["stop", "length"]) -> Events:
         """Ends the answer; `reason` says why generation ended."""
         events = self._release(len(self._withheld))
-        for chunk in self._names.flush():
+        for chunk in self._guard.flush():
             events += self._push(chunk)
+        if self.finished:
+            return events
+        # No protocol has a word for a broken call, but each has one for an incomplete answer.
+        reason = "length" if self._guard.broken else reason
         # The answer may end inside a character.
         events += self._count(self._unfinished) if self._unfinished else []
         events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
