@@ -283,6 +283,38 @@ def test_logprobs_at_a_stop_string(
     assert found == [entry for piece in pieces if piece for entry in piece["content"]]
 
 
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+def test_logprobs_of_a_tool_call(piece: int) -> None:
+    """Every token has its log-probability, except the end of the reasoning."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+    asked = {
+        "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "tools": [tool],
+        "thinking": {"type": "enabled"},
+    }  # fmt: skip
+    official = tokenizer("official")
+    stream = AnswerStream(
+        convert("chat", asked, default_thinking=True), official,
+        answer_id="id", model="m", created=1, prompt_tokens=7, cached_tokens=2,
+    )  # fmt: skip
+    ids = encode_with_special(official, f"I look.</think>One moment.{calls('Rome', 'Saint-É')}")
+    end = ids.index(official.added_id("</think>"))
+    logprobs = [(float(-i), [(token_id, float(-i))]) for i, token_id in enumerate(ids)]
+    events = stream.begin()
+    for i in range(0, len(ids), piece):
+        events += stream.feed(ids[i : i + piece], logprobs[i : i + piece])
+    events += stream.finish("stop")
+    whole = asyncio.run(stream.response(asyncio.Lock()))["choices"][0]
+    assert len(whole["message"]["tool_calls"]) == 2
+    chunks = [json.loads(text)["choices"][0]["logprobs"] or {} for _, text in events]
+    pieces: dict[str, list[Any]] = {
+        name: [entry for chunk in chunks for entry in chunk.get(name) or ()]
+        for name in ("reasoning_content", "content")
+    }
+    assert whole["logprobs"] == pieces
+    found = [[-entry["logprob"] for entry in pieces[name]] for name in pieces]
+    assert found == [list(range(end)), list(range(end + 1, len(ids)))]
+
+
 def test_the_usage_of_several_answers_to_a_prompt() -> None:
     usages = [
         {**chat_answers.usage_of(7, count), "completion_tokens_details": {"reasoning_tokens": some}}

@@ -265,6 +265,8 @@ class AnswerStream:
         self._gate = gate
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._last_logprobs: list[Any] = []  # entries that deepseek-recipe's response lacks
+        self._owed: deque[tuple[int, TokenLogprobs]] = deque()  # whose entries no event has yet
+        self._in_calls = False
         self._request = converted.request
         self._kind = _RESPONSE_KINDS[converted.protocol]
         self._response = self._kind(answer_id, model, created, prompt_tokens, cached_tokens)
@@ -366,6 +368,8 @@ class AnswerStream:
                     events += self._count(1)
                 continue
             wanted = None if logprobs is None else [logprobs]
+            if logprobs is not None and self._kind is recipe.ChatCompletionResponse:
+                self._owed.append((token_id, logprobs))
             events += self._push_token(token_id, recipe.InferenceChunk.tokens([token_id], wanted))
             self._decoder.decode(self._tokenizer.token_bytes(token_id))
             self._unfinished = self._unfinished + 1 if self._decoder.getstate()[0] else 0
@@ -411,7 +415,8 @@ class AnswerStream:
         found: dict[str, Any] = json.loads(head + mark + rest[end:])
         entries += self._last_logprobs
         if entries:
-            found["choices"][0]["logprobs"] = {"content": entries}
+            (choice,) = found["choices"]
+            choice["logprobs"] = (choice["logprobs"] or {}) | {"content": entries}
         return found
 
     def _own(self, name: str, text: str) -> str:
@@ -422,6 +427,25 @@ class AnswerStream:
             reasoning = "".join(part["text"] for part in item["content"])
             self._packed[item["encrypted_content"]] = pack_reasoning(reasoning)
         return self._with_reasoning(text)
+
+    def _with_logprobs(self, text: str) -> str:
+        """A chunk of chat with the log-probabilities of tokens that became a tool call, which
+        deepseek-recipe leaves out."""
+        chunk = json.loads(text)
+        (choice,) = chunk["choices"]
+        given = choice["logprobs"] or {}
+        entries = [*(given.get("reasoning_content") or ()), *(given.get("content") or ())]
+        for entry in entries:
+            data = bytes(entry["bytes"])
+            while self._owed and self._tokenizer.token_bytes(self._owed.popleft()[0]) != data:
+                pass  # a token without an entry, such as the end of the reasoning
+        self._in_calls = self._in_calls or bool(choice["delta"].get("tool_calls"))
+        if entries or not self._in_calls or not self._owed:
+            return text
+        choice["logprobs"] = {"content": self._logprob_entries(self._owed)}
+        self._last_logprobs += choice["logprobs"]["content"]
+        self._owed.clear()
+        return json.dumps(chunk)
 
     def _with_reasoning(self, text: str) -> str:
         """Replaces `encrypted_content`, which is a reasoning's number."""
@@ -438,6 +462,7 @@ class AnswerStream:
         events = []
         for chunk in chunks:
             name, text = self._kind.sse_event_name(chunk), chunk.to_json()
+            text = self._with_logprobs(text) if self._owed else text
             events.append((name, self._own(name, text) if name in _OWN else text))
             self._response.accumulate(chunk)
         return events
