@@ -14,6 +14,7 @@ DistributedExecutor = Literal["spawn", "ray"]
 DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
+ToolGrammarMode = Literal["off", "auto"]
 WoAInput = Literal["fp8", "bf16"]
 
 # The numbers of ranks that may share a model.
@@ -155,6 +156,12 @@ class EngineConfig:
         "DSpark, at most the block size (usually 5); auto chooses it from the acceptance rate and "
         "the step times. Drafts do not change the distribution of the output",
         metavar="N|auto",
+    )
+    tool_grammar: ToolGrammarMode = option(
+        "off",
+        "what holds tool calls of the server and of LLM.chat to their tools' schemas if the "
+        "request does not ask for that: auto, a grammar that leaves text free until a call begins; "
+        "off, nothing",
     )
     watchdog_seconds: float | None = option(
         None,

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -13,7 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from finwhale.chat.answer_grammar import tools_matcher
 from finwhale.chat.detokenizer import Detokenizer
+from finwhale.chat.grammar import Matcher
 from finwhale.chat.output import OutputParser, new_gate
 from finwhale.chat.stop_strings import find_stop
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
@@ -27,6 +30,7 @@ from finwhale.config import (
     DtypeName,
     EngineConfig,
     LoadFormat,
+    ToolGrammarMode,
     WoAInput,
 )
 from finwhale.distributed.hosts import Placement
@@ -116,6 +120,7 @@ class LoadedModel:
         compile: bool = False,
         cache_dir: str | Path | None = None,
         draft_tokens: DraftTokens = 0,
+        tool_grammar: ToolGrammarMode = "off",
         watchdog_seconds: float | None = None,
         **unknown: Never,
     ) -> None:
@@ -242,8 +247,13 @@ class LoadedModel:
         template = self.chat_template()
         options = ChatOptions(thinking=thinking, tools=tools)
         alone = several[0] is messages
+        after = template.end_of_thinking if thinking else None
+        held = bool(tools) and self._engine.config.tool_grammar == "auto"
+        of_tools = cache(
+            lambda: tools_matcher(self.get_tokenizer(), tools, after) if held else None
+        )
         return (
-            self._prepare_chat(template, conversation, one, options, alone)
+            self._prepare_chat(template, conversation, one, options, of_tools, alone)
             for conversation, one in zip(several, params, strict=True)
         )
 
@@ -253,12 +263,15 @@ class LoadedModel:
         conversation: Messages,
         params: SamplingParams,
         options: ChatOptions,
+        of_tools: Callable[[], Matcher | None],
         alone: bool,
     ) -> Job | RequestOutput:
         prompt: ChatPrompt | None = None
         try:
             prompt = template.render(conversation, options)
             matcher = new_matcher(params, self._engine.tokenizer)
+            if matcher is None and (compiled := of_tools()) is not None:
+                matcher = compiled.for_request()
         except RequestError as error:
             if alone:
                 raise
@@ -409,7 +422,8 @@ class LLM(LoadedModel):
             messages: one conversation (a list of {"role": ..., "content": ...}) or several.
             sampling_params: one for all conversations, or a list with one for each.
             thinking: let the model think before it answers.
-            tools: function tools as in OpenAI's Chat Completions.
+            tools: function tools as in OpenAI's Chat Completions. Calls hold their schemas only
+                with tool_grammar="auto". A `strict` schema that cannot hold is then an error.
             show_progress: show a progress bar, if standard error is a terminal.
 
         Each output's `message` is the answer, parsed into content, reasoning_content and

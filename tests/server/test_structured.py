@@ -4,10 +4,13 @@ import json
 import re
 from typing import Any
 
+import deepseek_recipe as recipe
 import httpx2 as httpx
 import openai
 import pytest
 from jsonschema_rs import validate
+
+from finwhale import LLM
 
 from .running import MODEL, RunningServer
 from .test_openai import QUESTION
@@ -339,3 +342,32 @@ def test_a_call_that_max_tokens_cuts(server: RunningServer, path: str) -> None:
             text = httpx.post(server.url + path, json=sent, timeout=200).text
             assert words[name.split()[0]] in text and "DSML" not in text
             assert "invoke name" not in text and "parameter name" not in text
+
+
+def test_a_server_with_tool_grammar_auto() -> None:
+    """It holds calls that nobody forces, and refuses no request for its tools."""
+    llm = LLM(device="cpu", max_num_seqs=8, max_model_len=2048, tool_grammar="auto")
+    server = RunningServer(llm._engine)
+    dsml = llm.get_tokenizer().added_ids[recipe.SpecialToken.Dsml.default_str()]
+    begin = {dsml: 100} | dict.fromkeys(llm.get_tokenizer().encode("<"), 50)
+    try:
+        asked = {"model": MODEL, "messages": QUESTION, "logit_bias": begin, "max_tokens": 150}
+        url = f"{server.url}/v1/chat/completions"
+        bad = {"type": "object", "properties": {"a": {"type": "nonsense"}}, "required": ["a"]}
+        for schema, ignored in (
+            (TOOL_PARAMETERS, None),
+            (NOT_ENFORCED, "tools.f.properties.when.not"),
+            (bad, "tools"),
+        ):
+            sent = {**asked, "tools": [function("f", parameters=schema)]}
+            answer = httpx.post(url, json=sent, timeout=200)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers.get("finwhale-ignored") == ignored
+            calls = answer.json()["choices"][0]["message"].get("tool_calls")
+            assert bool(calls) == (schema is not bad)
+            if schema is TOOL_PARAMETERS:
+                validate(schema, json.loads(calls[0]["function"]["arguments"]))
+        strict = {**asked, "tools": [function("f", parameters=NOT_ENFORCED, strict=True)]}
+        assert httpx.post(url, json=strict, timeout=200).status_code == 400
+    finally:
+        server.close()

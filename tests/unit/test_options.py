@@ -55,6 +55,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "compile": (["--compile"], True),
     "cache_dir": (["--cache-dir", "/somewhere"], "/somewhere"),
     "draft_tokens": (["--draft-tokens", "auto"], "auto"),
+    "tool_grammar": (["--tool-grammar", "auto"], "auto"),
     "watchdog_seconds": (["--watchdog-seconds", "5"], 5.0),
 }
 COMMANDS = {

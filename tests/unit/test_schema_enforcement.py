@@ -9,6 +9,7 @@ from typing import Any
 import deepseek_recipe as recipe
 import pytest
 
+from finwhale.chat.answer_grammar import AnswerGrammar
 from finwhale.chat.grammar import Matcher, json_guide, json_lark, lark_guide
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.patterns import whole
@@ -16,7 +17,6 @@ from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
 from finwhale.request import Guide
 from finwhale.server.answer_formats import (
-    AnswerGrammar,
     ToolChoice,
     WantedFormat,
     answer_grammar,

@@ -140,13 +140,17 @@ class Matcher:
         other._matcher = self._matcher.deep_copy()
         return other
 
-    def for_request(self, guide: Guide) -> "Matcher":
+    def for_request(self, guide: Guide | None = None) -> "Matcher":
         """An independent matcher at the beginning of another request of the same grammar.
 
         `self` must not have accepted a token. The two share the automaton, and so its memory.
+
+        Args:
+            guide: has the token after which the grammar begins; None: the same as for `self`.
         """
         other = self.copy()
-        other._after, other._allowance, other._compiled = guide.after, _Allowance(), self
+        other._after = self._after if guide is None else guide.after
+        other._allowance, other._compiled = _Allowance(), self
         return other
 
     def allow(self, words: Words) -> None:

@@ -87,7 +87,11 @@ class ToolGrammar:
 
     def after_text(self) -> str:
         """A grammar of answers of any text, which tool calls may follow."""
-        return self._grammar((f"start: TEXT ({self._dsml} block)?", ""), ("TEXT: /(?s:.*)/", ""))
+        return self._grammar(
+            (f"start: TEXT | OPENING {self._dsml} block", ""),
+            ("TEXT: /(?s:.*)/", ""),
+            ("OPENING: /(?s:.*)</", ""),
+        )
 
     def instead_of(self, content: str, place: str = "") -> str:
         """A grammar of answers that match `content` (an item of a Lark rule), or tool calls.

@@ -5,32 +5,27 @@ This module writes grammars, within the limits of `chat.grammar_limits`, but com
 """
 
 import json
-import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.answer_grammar import AnswerGrammar, tools_grammar
 from finwhale.chat.grammar import json_lark, lark_guide, regex_guide, tool_guide
 from finwhale.chat.grammar_limits import GrammarError
-from finwhale.chat.known_fields import printable
 from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.template import ProtocolName
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
+from finwhale.chat.tool_grammar import ToolSignature
 from finwhale.errors import RequestError
 from finwhale.request import Guide
 from finwhale.server.schemas import CompletionBody, OpenAIBody, StructuredOutputs
 
 Fields = dict[str, Any]
 Format = tuple[Literal["json", "regex", "grammar"], Any]
-MAX_RELAXED = 8
-# llguidance says in which line of a grammar it found a mistake.
-_AT_LINE = re.compile(r"not valid: at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)")
-# What it says of a schema that is not valid, rather than beyond it.
-_WRONG = re.compile(r"Invalid type|Expected |invalid multiple|[\w ]+ must be an? ")
-
+# Tools that no grammar can hold, and that the request does not ask to hold.
+_NOT_HELD = AnswerGrammar(None, ignored=("tools",))
 _ANY_OBJECT = {"type": "object"}
 # The types of a tool choice that name one tool.
 _NAMES_A_TOOL: dict[ProtocolName, tuple[str, ...]] = {
@@ -54,36 +49,6 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerGrammar:
-    """The grammar of an answer.
-
-    Attributes:
-        places: what of the request each line of the grammar holds, or "".
-        strict: the schemas of the request that must hold as a whole.
-        ignored: what the grammar does not hold.
-    """
-
-    guide: Guide
-    places: tuple[str, ...] = ()
-    strict: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-
-    def place_beyond(self, error: GrammarError) -> str:
-        """The place whose schema llguidance cannot enforce.
-
-        Raises:
-            GrammarError: the schema is wrong, or must hold; or there is another reason.
-        """
-        found = _AT_LINE.search(str(error))
-        place = self.places[int(found[1]) - 1 : int(found[1])] if found else ()
-        if found is None or not place or not place[0]:
-            raise error
-        if _WRONG.match(found[2]) or any(f"{place[0]}.".startswith(f"{s}.") for s in self.strict):
-            raise GrammarError("invalid", f"{place[0]}: {found[2]}") from error
-        return place[0]
-
-
-@dataclass(frozen=True, slots=True)
 class WantedFormat:
     """The format that an answer must have.
 
@@ -104,6 +69,8 @@ def answer_grammar(
     choice: ToolChoice,
     after: int | None = None,
     relaxed: Collection[str] = (),
+    *,
+    always: bool = False,
 ) -> AnswerGrammar | None:
     """The grammar of an answer; None: the answer may be anything.
 
@@ -111,6 +78,7 @@ def answer_grammar(
         tokenizer: None: there are no tools.
         after: the token after which the grammar begins.
         relaxed: places of the request where only the types of values hold.
+        always: hold tool calls to their schemas, even if the request does not ask for that.
 
     Raises:
         RequestError: the format is not valid, or the grammar is too large.
@@ -119,26 +87,27 @@ def answer_grammar(
         if choice.required:
             raise RequestError("tool_choice asks for a tool, but there are no tools")
         return None if wanted is None else _content_grammar(wanted, after, relaxed)
-    strict = any(tool.strict for tool in tools)
-    if wanted is None and not choice.required and choice.parallel and not strict:
-        return None
     signatures = [ToolSignature(t.name, _parameters(t), bool(t.strict)) for t in tools]
+    asked = choice.required or not choice.parallel or any(one.strict for one in signatures)
+    optional = wanted is None and not asked
+    if optional and not always:
+        return None
+    item, ignored = (None, []) if wanted is None else _lark_item(wanted, relaxed)
     assert tokenizer is not None
-    dsml = tokenizer.added_id(recipe.SpecialToken.Dsml.default_str())
-    grammar = ToolGrammar(signatures, dsml, parallel=choice.parallel, relaxed=relaxed)
-    ignored = grammar.ignored
-    if choice.required:
-        text = grammar.required()
-    elif wanted is None:
-        text = grammar.after_text()
-    else:
-        item, more = _lark_item(wanted, relaxed)
-        text, ignored = grammar.instead_of(item, wanted.name), [*ignored, *more]
-    held = [one.name for one in (wanted,) if one is not None and one.strict]
-    held += [f"tools.{printable(one.name)}" for one in signatures if one.strict]
-    return AnswerGrammar(
-        tool_guide(text, after), tuple(grammar.places), tuple(held), tuple(ignored)
-    )
+    try:
+        grammar = tools_grammar(
+            tokenizer, signatures, after, relaxed, required=choice.required,
+            parallel=choice.parallel, optional=optional,
+            content=None if item is None or wanted is None else (item, wanted.name),
+        )  # fmt: skip
+    except GrammarError:
+        if not optional:
+            raise
+        return _NOT_HELD
+    if wanted is None or choice.required:
+        return grammar
+    strict = (*grammar.strict, *([wanted.name] if wanted.strict else ()))
+    return replace(grammar, strict=strict, ignored=(*grammar.ignored, *ignored))
 
 
 async def held_grammar(
@@ -157,16 +126,18 @@ async def held_grammar(
         GrammarError: this needs more than MAX_RELAXED places, or there is another reason.
     """
     relaxed: list[str] = []
-    while grammar is not None:
+    while grammar is not None and grammar.guide is not None:
         try:
             await check(grammar.guide)
             break
         except GrammarError as error:
-            place = grammar.place_beyond(error)
-            if place in relaxed or len(relaxed) == MAX_RELAXED:
-                raise
-            relaxed.append(place)
-            grammar = await make(relaxed)
+            try:
+                relaxed.append(grammar.place_beyond(error, relaxed))
+            except GrammarError:
+                if not grammar.optional:
+                    raise
+                return _NOT_HELD
+        grammar = await make(relaxed)
     return grammar
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.answer_grammar import AnswerGrammar
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.answer_formats import (
-    AnswerGrammar,
     Fields,
     ToolChoice,
     WantedFormat,
@@ -233,7 +233,7 @@ def _prepare(
     def make(relaxed: Collection[str] = ()) -> AnswerGrammar | None:
         return answer_grammar(
             state.need_tokenizer(), read.wanted, conversation.tools, read.choice, end_of_thinking,
-            relaxed,
+            relaxed, always=state.ready.tool_grammar,
         )  # fmt: skip
 
     grammar = make()

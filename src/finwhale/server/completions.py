@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from finwhale.chat.answer_grammar import AnswerGrammar
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.errors import RequestError
 from finwhale.request import MAX_PROMPT_LOGPROBS, Logprob, SamplingParams
 from finwhale.server.answer_formats import (
-    AnswerGrammar,
     ToolChoice,
     answer_grammar,
     completion_format,

@@ -71,6 +71,7 @@ class Ready:
         bos_token_id: the token with which a text prompt begins.
         ranks: the number of ranks and the device of the first, such as "2 ranks, cuda:0".
         unused_draft_head: the draft head that the engine does not use, as the engine says.
+        tool_grammar: whether calls hold their tools' schemas even if a request does not ask for it.
         phases: seconds of each phase of the start, from the start of the process.
     """
 
@@ -80,6 +81,7 @@ class Ready:
     bos_token_id: int
     ranks: str = ""
     unused_draft_head: str | None = None
+    tool_grammar: bool = False
     phases: Mapping[str, float] = field(default_factory=dict)
 
 

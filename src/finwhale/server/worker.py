@@ -104,6 +104,7 @@ class EngineLoop:
                     bos_token_id=config.bos_token_id,
                     ranks=f"{rank.num_ranks} rank{'s' * (rank.num_ranks > 1)}, {rank.device}",
                     unused_draft_head=self._engine.unused_draft_head,
+                    tool_grammar=self._engine.config.tool_grammar == "auto",
                     phases=self._phases,
                 )
             )
