@@ -2,17 +2,14 @@
 
 import argparse
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 import finwhale
 from finwhale.artefacts import default_directory
 from finwhale.config import EngineConfig
+from finwhale.loading_bar import loading_bar
 from finwhale.options import add_options, read_options
 from finwhale.request import RequestOutput, SamplingParams
 
@@ -104,18 +101,5 @@ def speed(result: RequestOutput) -> str:
 
 def load_model(path: Path, config: EngineConfig) -> "finwhale.LLM":
     """Load the checkpoint in a directory, with a progress bar on stderr."""
-    with Progress(
-        TextColumn("loading"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with loading_bar() as progress:
         return finwhale.LLM(path, progress=progress, **asdict(config))

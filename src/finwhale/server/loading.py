@@ -1,20 +1,15 @@
 """Loads the engine in its own process, and shows the progress."""
 
 import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement
 from finwhale.engine.loop.engine import Engine
 from finwhale.llm import Progress, open_engine
+from finwhale.loading_bar import loading_bar
 from finwhale.server import logs
 
 logger = logging.getLogger(__name__)
@@ -37,7 +32,7 @@ def load_engine(
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
     logs.configure(log_level, log_format, waits=False)
-    with _progress_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
+    with loading_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
         engine = open_engine(config, directory, progress, placement)
     if engine.tokenizer is not None:
         warm(engine.tokenizer)
@@ -55,26 +50,6 @@ def _log_tenths() -> Progress:
             logger.info("loading", extra={"bytes": done, "total_bytes": total})
 
     return progress
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """Shows a progress bar for the weights, then a line for the phases after them."""
-    console = Console(file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with RichProgress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def progress(done: int, total: int) -> None:
-            loaded = total and done >= total
-            bar.update(
-                task,
-                description="preparing kernels and cache" if loaded else "loading weights",
-                completed=done,
-                total=total,
-            )
-
-        yield progress
 
 
 def warm(tokenizer: Tokenizer) -> None:

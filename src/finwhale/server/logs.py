@@ -38,7 +38,15 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record for a person: the time, the message and the fields of `extra`."""
+    """Formats a record for a person: the time, the message and the fields of `extra`.
+
+    In a terminal, a record first erases the line on which a progress bar of another process may
+    stand. That bar then draws itself again below.
+    """
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self._begin = "\r\x1b[2K" if terminal else ""
 
     def format(self, record: logging.LogRecord) -> str:
         words = [time.strftime("%H:%M:%S", time.localtime(record.created))]
@@ -48,7 +56,7 @@ class TextFormatter(logging.Formatter):
         for name, value in vars(record).items():
             if name not in _STANDARD:
                 words.append(f"{name}={json.dumps(value, default=str, ensure_ascii=False)}")
-        text = " ".join(words)
+        text = self._begin + " ".join(words)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
@@ -66,7 +74,9 @@ def configure(level: str, log_format: str = "auto", *, waits: bool = True) -> Ca
     Returns:
         A function that lets writers wait again.
     """
-    formatter = TextFormatter() if is_text(log_format) else JsonFormatter()
+    formatter = (
+        TextFormatter(terminal=sys.stderr.isatty()) if is_text(log_format) else JsonFormatter()
+    )
 
     def notice(lost: int) -> str:
         text = f"{lost} lines of the log are lost: nobody read standard error"
