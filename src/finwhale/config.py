@@ -13,6 +13,7 @@ Activations = Literal["as-trained", "exact"]
 DistributedExecutor = Literal["spawn", "ray"]
 DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
+GenerationConfig = Literal["auto", "none"]
 LoadFormat = Literal["auto", "dummy"]
 ToolGrammarMode = Literal["off", "auto"]
 WoAInput = Literal["fp8", "bf16"]
@@ -72,6 +73,12 @@ class EngineConfig:
         "auto",
         "auto reads the checkpoint; dummy reads only config.json and generates random weights on "
         "the device, to measure speed and memory",
+    )
+    generation_config: GenerationConfig = option(
+        "auto",
+        "auto takes temperature, top_p, top_k, min_p and repetition_penalty from the checkpoint's "
+        "generation_config.json where a request leaves them out; none ignores these values. Its "
+        "end tokens always hold",
     )
     reference: bool = option(
         False, "run the plain torch definitions of the operators instead of the platform's kernels"

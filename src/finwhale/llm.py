@@ -21,6 +21,7 @@ from finwhale.chat.output import OutputParser, new_gate
 from finwhale.chat.stop_strings import find_stop
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.generation_config import sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import (
@@ -29,6 +30,7 @@ from finwhale.config import (
     DraftTokens,
     DtypeName,
     EngineConfig,
+    GenerationConfig,
     LoadFormat,
     ToolGrammarMode,
     WoAInput,
@@ -104,6 +106,7 @@ class LoadedModel:
         activations: Activations = "as-trained",
         wo_a_input: WoAInput = "fp8",
         load_format: LoadFormat = "auto",
+        generation_config: GenerationConfig = "auto",
         reference: bool = False,
         batch_invariant: bool = False,
         enforce_eager: bool = False,
@@ -133,6 +136,8 @@ class LoadedModel:
             raise TypeError(f"{type(self).__name__} takes the checkpoint once: as path or as model")
         config = EngineConfig(**{name: given[name] for name in names})
         self._directory = checkpoint_directory(model if path is None else path, revision)
+        reads = generation_config == "auto" and self._directory.is_dir()
+        self._defaults = sampling_defaults(self._directory) if reads else {}
         engine = open_engine(config, self._directory, progress)
         self._opened: tuple[Engine, WeightUpdates] | None = (engine, WeightUpdates(engine))
         self._template: ChatTemplate | None = None
@@ -209,6 +214,10 @@ class LoadedModel:
             raise RequestError("the prompt is empty: give at least one character")
         return [self._engine.model_config.bos_token_id, *tokenizer.encode(text)]
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of calls that give none: those of the checkpoint."""
+        return SamplingParams(**self._defaults)
+
     def _prepared(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -230,6 +239,7 @@ class LoadedModel:
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         """Prepare one prompt. Raises RequestError."""
+        params = params.with_defaults(self._defaults)
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return Job(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
@@ -267,6 +277,7 @@ class LoadedModel:
         alone: bool,
     ) -> Job | RequestOutput:
         prompt: ChatPrompt | None = None
+        params = params.with_defaults(self._defaults)
         try:
             prompt = template.render(conversation, options)
             matcher = new_matcher(params, self._engine.tokenizer)

@@ -2,8 +2,9 @@
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial, wraps
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +32,19 @@ class Guide:
     after: int | None = None
 
 
+class _Given:
+    """Has the names of the fields that the caller gave, which is no field itself."""
+
+    __slots__ = ("given",)
+    given: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How to choose the next token, and when to stop."""
+class SamplingParams(_Given):
+    """How to choose the next token, and when to stop.
+
+    An engine may have other defaults for fields that are left out (generation_config).
+    """
 
     n: int = option(1, "number of continuations of the prompt")
     max_tokens: int | None = option(
@@ -163,6 +174,16 @@ class SamplingParams:
             raise RequestError(f"guide must be a Guide, got {self.guide!r}")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
+        """The same, with these values of the fields that were left out. Raises RequestError."""
+        if not defaults:
+            return self
+        given = {name: getattr(self, name) for name in self.given}
+        return SamplingParams(**{**defaults, **given})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(SamplingParams, **{name: getattr(self, name) for name in self.given}), ()
+
     def __repr__(self) -> str:
         """The fields that differ from their defaults."""
         given = [
@@ -171,6 +192,18 @@ class SamplingParams:
             if (value := getattr(self, one.name)) != one.default
         ]
         return f"SamplingParams({', '.join(given)})"
+
+
+def _remember_given(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def remembering(self: SamplingParams, **given: Any) -> None:
+        object.__setattr__(self, "given", frozenset(given))
+        init(self, **given)
+
+    return remembering
+
+
+SamplingParams.__init__ = _remember_given(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:

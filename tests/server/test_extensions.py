@@ -473,6 +473,38 @@ def test_paths_of_other_servers(start: Any) -> None:
     assert answer.json() == {"version": finwhale.__version__}
 
 
+# --- Sampling defaults ----------------------------------------------------------------------------
+
+
+def test_sampling_defaults_of_the_checkpoint(
+    new_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each protocol they hold where the request leaves fields out, and only there."""
+    server, found = new_server, []
+    submit = server.client.submit
+
+    def watched(prompts: Any, params: SamplingParams, *more: Any, **by: Any) -> Any:
+        found.append(params)
+        return submit(prompts, params, *more, **by)
+
+    monkeypatch.setattr(server.client, "submit", watched)
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 7, "min_p": 0.1}
+    server.state.sampling_defaults = defaults | {"repetition_penalty": 1.5}
+    says = [{"role": "user", "content": "Hello"}]
+    bodies = {
+        "/v1/chat/completions": {"messages": says, "max_tokens": 2},
+        "/v1/completions": {"prompt": "x", "max_tokens": 2},
+        "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
+        "/v1/messages": {"messages": says, "max_tokens": 2},
+    }
+    for path, body in bodies.items():
+        for more in ({}, {"temperature": 1.0, "top_k": 0}):
+            assert post(server, path, **body, **more).status_code == 200
+            params, wanted = found.pop(), defaults | more
+            assert {name: getattr(params, name) for name in wanted} == wanted, path
+            assert params.repetition_penalty == 1.5
+
+
 # --- Routed experts -------------------------------------------------------------------------------
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from finwhale import extras
 from finwhale.cli import doctor
 from finwhale.cli.main import main
+from finwhale.extras import EXTRAS
 from finwhale.platform import Platform
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_what_is_wrong_with_gpus(gpus: Callable[..., None]) -> None:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extras.EXTRAS, "hub", ("downloads", ("no_such_module",)))
+    monkeypatch.setitem(EXTRAS, "hub", ("downloads", ("no_such_module",)))
     finding = found(doctor._extras)["extra hub"]
     assert finding.found == "no no_such_module"
     assert finding.advice == "for downloads: pip install 'finwhale[hub]'"

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import shutil
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -39,6 +40,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "activations": (["--activations", "exact"], "exact"),
     "wo_a_input": (["--wo-a-input", "bf16"], "bf16"),
     "load_format": (["--load-format", "dummy"], "dummy"),
+    "generation_config": (["--generation-config", "none"], "none"),
     "reference": (["--reference"], True),
     "batch_invariant": (["--batch-invariant"], True),
     "enforce_eager": (["--enforce-eager"], True),
@@ -72,10 +74,18 @@ COMMANDS = {
 # Options that a command sets or refuses itself; --dummy and --model choose where a benchmark's
 # weights come from.
 SET_BY = {
-    "validate": {"load_format"},
-    "offline": {"load_format", "max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens"},
-    "throughput": {"load_format", "max_model_len"},
-    "start": {"load_format"},
+    "validate": {"load_format", "generation_config"},
+    "warmup": {"generation_config"},
+    "offline": {
+        "load_format",
+        "generation_config",
+        "max_model_len",
+        "max_num_seqs",
+        "graph_sizes",
+        "draft_tokens",
+    },
+    "throughput": {"load_format", "generation_config", "max_model_len"},
+    "start": {"load_format", "generation_config"},
 }
 
 
@@ -93,7 +103,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig
         raise OpenedError
 
     def serve(
-        config: ServerConfig, tokenizer: object, ladder: object, load: Any, read_keys: object
+        config: ServerConfig, tokenizer: object, ladder: object, load: Any, *others: object
     ) -> int:
         found.append(load.args[3])
         raise OpenedError
@@ -191,6 +201,7 @@ def test_the_public_names_of_llm() -> None:
     public = {name for name in dir(LLM) if not name.startswith("_")}
     updates = {"update_weights", "init_weights_update_group", "destroy_weights_update_group"}
     calls = {"generate", "chat", "stream", "encode", "chat_template", "get_tokenizer", "metrics"}
+    calls.add("get_default_sampling_params")
     states = {"pause", "resume", "sleep", "wake"}
     assert public == updates | calls | states | {"close"}
     others = {name for name in dir(AsyncLLM) if not name.startswith("_")}
@@ -211,7 +222,12 @@ def test_vllm_s_names_of_serve_s_options(
     found: list[tuple[ServerConfig, Any]] = []
 
     def serve(
-        config: ServerConfig, tokenizer: object, ladder: object, load: Any, read_keys: Any
+        config: ServerConfig,
+        tokenizer: object,
+        ladder: object,
+        load: Any,
+        more: Any,
+        read_keys: Any,
     ) -> int:
         found.append((config, load.args[0]))
         assert read_keys() == config.api_keys  # after SIGHUP, too
@@ -233,6 +249,25 @@ def test_vllm_s_names_of_serve_s_options(
             main(["serve", *wrong])
     assert main(["serve", "--model", str(tmp_path / "none")]) == 1
     assert "is not a directory" in capsys.readouterr().err
+
+
+def test_serve_reads_the_sampling_defaults_of_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A trainer must know all parameters of its rollouts, so their server has no defaults."""
+    found: list[Any] = []
+
+    def serve(*given: Any) -> int:
+        found.append(given[4])
+        return 0
+
+    monkeypatch.setattr("finwhale.cli.serve.serve", serve)
+    monkeypatch.setattr("finwhale.server.logs.configure", lambda *form, **kind: lambda: None)
+    shutil.copy(DEMO_PATH / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 9}')
+    for more in ([], ["--generation-config", "none"], ["--enable-rollout-endpoints"]):
+        assert main(["serve", str(tmp_path), *more]) == 0
+    assert found == [{"temperature": 0.6, "top_k": 9}, {}, {}]
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig, SamplingParams])

@@ -57,7 +57,8 @@ def add_model_arguments(
     add_sizes(parser)
     parser.add_argument("--dummy", action="store_true", help="make random weights on the device")
     parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint to use instead")
-    names = {one.name for one in options_of(EngineConfig)} - {"load_format", *without}
+    without = {"load_format", "generation_config", *without}
+    names = {one.name for one in options_of(EngineConfig)} - without
     add_options(parser.add_argument_group("engine"), EngineConfig, names, **defaults)
 
 

@@ -70,6 +70,7 @@ class Finwhale:
             max_num_seqs=max(BATCHES),
             max_num_batched_tokens=longest * max(BATCHES),
             compile=compile,
+            generation_config="none",
         )
         self._requests: list[Any] = []
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
+from finwhale.checkpoint.generation_config import add_end_tokens
 from finwhale.checkpoint.names import Part, official_tensors
 from finwhale.checkpoint.spec import Slice
 from finwhale.errors import CheckpointError
@@ -120,7 +121,7 @@ class Checkpoint:
 
     Attributes:
         path: the directory.
-        config: the unchanged contents of config.json.
+        config: the contents of config.json, with the end tokens of generation_config.json.
         tensors: every tensor by its official name, in the order of the files.
     """
 
@@ -209,10 +210,12 @@ class TensorReader:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint directory's config.json. The directory need not contain tensors.
+    """Read a checkpoint directory's config.json, with the end tokens of generation_config.json.
+
+    The directory need not contain tensors.
 
     Raises:
-        CheckpointError: the directory or config.json is missing or damaged.
+        CheckpointError: the directory or config.json is missing, or a file is damaged.
     """
     directory = Path(path)
     mode = mode_of(directory)
@@ -224,7 +227,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     config = directory / CONFIG_FILE
     if not is_file(config):
         raise CheckpointError(f"{directory} has no {CONFIG_FILE}; a checkpoint directory holds one")
-    return read_json(config)
+    found = read_json(config)
+    add_end_tokens(found, directory)
+    return found
 
 
 def _inventory(directory: Path) -> dict[str, TensorInfo]:

@@ -22,11 +22,12 @@ from finwhale.cli.options import (
     add_sampling_options,
     engine_config,
     load_model,
+    sampling_params,
     speed,
 )
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
-from finwhale.options import Parser, read_options
+from finwhale.options import Parser
 from finwhale.request import RequestOutput, SamplingParams
 
 HELP = """commands:
@@ -43,10 +44,9 @@ HISTORY, HISTORY_LINES = "chat_history", 1000
 
 def run(argv: Sequence[str]) -> int:
     args = parse_settings(_parser(), argv)
-    params = read_options(args, SamplingParams)
     directory, config = checkpoint_directory(args.model, args.revision), engine_config(args)
     llm = load_model(directory, config)
-    conversation = Conversation(llm, params, args.system, args.think)
+    conversation = Conversation(llm, sampling_params(args, llm), args.system, args.think)
     if not sys.stdin.isatty():
         return _answer_lines(conversation)
     device, length = llm._engine.executor.description.device, llm._engine.max_model_len

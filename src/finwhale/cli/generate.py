@@ -12,12 +12,12 @@ from finwhale.cli.options import (
     add_sampling_options,
     engine_config,
     load_model,
+    sampling_params,
     speed,
 )
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
-from finwhale.options import Parser, read_options
-from finwhale.request import SamplingParams
+from finwhale.options import Parser
 
 
 def run(argv: Sequence[str]) -> int:
@@ -25,9 +25,9 @@ def run(argv: Sequence[str]) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     if not prompt:
         raise RequestError("the prompt is empty: give at least one character")
-    params = read_options(args, SamplingParams)
     directory = checkpoint_directory(args.model, args.revision)
     llm = load_model(directory, engine_config(args))
+    params = sampling_params(args, llm)
     if sys.stdout.isatty():
         sys.stdout.write(f"{DIM}{prompt}{PLAIN}")
         sys.stdout.flush()

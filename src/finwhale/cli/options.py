@@ -2,18 +2,23 @@
 
 import argparse
 import os
+import sys
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import finwhale
 from finwhale.artefacts import default_directory
+from finwhale.checkpoint.generation_config import FILE, described
+from finwhale.checkpoint.generation_config import SAMPLING as GENERATION_CONFIG
 from finwhale.config import EngineConfig
 from finwhale.loading_bar import loading_bar
-from finwhale.options import add_options, read_options
+from finwhale.options import add_options, options_of, read_options
 from finwhale.request import RequestOutput, SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # faint text in a terminal, and normal text
+SAMPLING_DEFAULTS = {"temperature": 0.7, "top_p": 0.95}
 SAMPLING = (
     "max_tokens",
     "temperature",
@@ -48,8 +53,10 @@ def add_revision(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Adds --config and every option of the engine; `defaults`: defaults of this command only."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, without: Collection[str] = (), **defaults: Any
+) -> None:
+    """Adds --config and the options of the engine; `defaults`: defaults of this command only."""
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -57,7 +64,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
         "the environment, as FINWHALE_MAX_MODEL_LEN. The command line comes first, then the "
         "environment, then the file",
     )
-    add_options(parser.add_argument_group("engine"), EngineConfig, **defaults)
+    names = [one.name for one in options_of(EngineConfig) if one.name not in without]
+    add_options(parser.add_argument_group("engine"), EngineConfig, names, **defaults)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -79,9 +87,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser, *more: str, max_tokens: int) -> None:
     """Adds the sampling options that every command has, and `more` of SamplingParams."""
-    defaults: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.7, "top_p": 0.95}
+    defaults: dict[str, Any] = {"max_tokens": max_tokens, **SAMPLING_DEFAULTS}
     group = parser.add_argument_group("sampling")
     add_options(group, SamplingParams, (*SAMPLING, *more), **defaults)
+    for action in group._group_actions:
+        if action.dest in GENERATION_CONFIG:  # so that the checkpoint's value is taken instead
+            shown = f"(default: {action.default}, unless {FILE} has another)"
+            action.help = (action.help or "").replace("(default: %(default)s)", shown)
+            action.default = None
+
+
+def sampling_params(args: argparse.Namespace, llm: "finwhale.LLM") -> SamplingParams:
+    """What the arguments of `add_sampling_options` say, then the checkpoint, then the command.
+
+    A terminal shows what the checkpoint says.
+    """
+    given = read_options(args, SamplingParams)
+    found = llm.get_default_sampling_params()
+    checkpoint = {name: getattr(found, name) for name in GENERATION_CONFIG if name in found.given}
+    if checkpoint and sys.stderr.isatty():
+        print(described(checkpoint), file=sys.stderr)
+    return given.with_defaults({**SAMPLING_DEFAULTS, **checkpoint})
 
 
 def speed(result: RequestOutput) -> str:

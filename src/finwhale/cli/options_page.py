@@ -54,6 +54,12 @@ By default, `validate` drafts as many tokens as the draft head can.
 These are the arguments of `SamplingParams`. `generate` and `chat` have options for {sampling_options}; they sample
 with temperature 0.7 and top_p 0.95 by default. `generate` also has `--stop` and `--ignore-eos`.
 
+If the checkpoint has a `generation_config.json`, its `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` hold
+where a request leaves them out: over HTTP, on the command line and in `SamplingParams`. `serve` logs them at its start, and
+`--generation-config none` ignores them. `serve --enable-rollout-endpoints`, `validate` and the benchmarks always ignore
+them. Its end tokens (`eos_token_id`) are added to those of `config.json` in any case. Nothing else of the file is read:
+`max_new_tokens` and `do_sample` have no effect.
+
 | Python | meaning |
 |---|---|
 {sampling}

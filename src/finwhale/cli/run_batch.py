@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from finwhale.checkpoint.generation_config import described
 from finwhale.cli.bench import terminated_as_interrupted
 from finwhale.cli.options import PATH_HELP, add_engine_options, add_revision
 from finwhale.cli.serve import open_checkpoint, options_of_model
@@ -92,9 +93,11 @@ def _answer(
     args: argparse.Namespace, config: ServerConfig, placement: Placement | None, job: Job
 ) -> None:
     """Opens the engine in a process of its own, and runs the lines that have no result."""
-    tokenizer, ladder, load = open_checkpoint(args.model, args, config, placement)
+    tokenizer, ladder, load, defaults = open_checkpoint(args.model, args, config, placement)
+    if defaults:
+        print(described(defaults), file=sys.stderr)
     client = EngineClient.spawn(load)
-    state = ServerState(config, client, tokenizer, ladder)
+    state = ServerState(config, client, tokenizer, ladder, defaults)
     state.only_batches = True
     try:
         with terminated_as_interrupted():

@@ -11,6 +11,7 @@ from typing import Any
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.generation_config import sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory, is_demo
 from finwhale.checkpoint.reader import read_config
 from finwhale.cli.options import add_engine_options, add_path, engine_config
@@ -49,8 +50,9 @@ def run(argv: Sequence[str]) -> int:
 
 def open_checkpoint(
     path: str | None, args: argparse.Namespace, config: ServerConfig, placement: Placement | None
-) -> tuple[Tokenizer | None, EffortLadder, Callable[[], Engine]]:
-    """The tokenizer and the effort ladder of a checkpoint, and a function that opens its engine.
+) -> tuple[Tokenizer | None, EffortLadder, Callable[[], Engine], Mapping[str, Any]]:
+    """The tokenizer and the effort ladder of a checkpoint, a function that opens its engine, and
+    the sampling defaults of its requests.
 
     Raises:
         FinwhaleError: there is no such checkpoint, or an option is wrong.
@@ -69,7 +71,10 @@ def open_checkpoint(
     logs.configure(config.log_level, config.log_format)
     load = partial(load_engine, directory, config.log_level, config.log_format, engine, placement)
     architecture = architecture_of(parse_config(read_config(directory)))
-    return tokenizer, architecture.chat_dialect(directory), load
+    # A trainer must know all parameters of its rollouts.
+    reads = engine.generation_config == "auto" and not config.enable_rollout_endpoints
+    defaults = sampling_defaults(directory) if reads else {}
+    return tokenizer, architecture.chat_dialect(directory), load, defaults
 
 
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:

@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     if args.draft_tokens is None:
         most = parse_config(checkpoint.config).max_draft_tokens
         config = replace(config, draft_tokens=most)
+    config = replace(config, generation_config="none")
     expectations = expectations_of(checkpoint.config)
     try:
         llm = load_model(checkpoint.path, config)
@@ -149,5 +150,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="length of the recall check's prompt, at most the context limit (default: 16384)",
     )
-    add_engine_options(parser, draft_tokens=None)
+    add_engine_options(parser, ("generation_config",), draft_tokens=None)
     return parser

@@ -48,5 +48,5 @@ def _parser() -> argparse.ArgumentParser:
         "only config.json.",
     )
     add_path(parser)
-    add_engine_options(parser, watchdog_seconds=60.0)
+    add_engine_options(parser, ("generation_config",), watchdog_seconds=60.0)
     return parser

@@ -249,7 +249,11 @@ def _prepare(
         # Stop strings mean nothing inside tool calls, and only the parser knows where those are.
         stop=() if conversation.tools else stop,
         logprobs=_wanted_logprobs(body, options),
-        defaults={"temperature": options.temperature, "top_p": options.top_p},
+        defaults={
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            **state.sampling_defaults,
+        },
     )
     request = ChatRequest(
         converted,

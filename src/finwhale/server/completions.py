@@ -129,6 +129,7 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
             max_tokens=max(1, max_tokens),
             stop=body.stop_strings(),
             logprobs=body.logprobs,
+            defaults=state.sampling_defaults,
         )
         params = replace(params, prompt_logprobs=num_top)
     return CompletionJob(prompts, body, echoes, params, n)

@@ -8,9 +8,9 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -52,6 +52,7 @@ def serve(
     tokenizer: Tokenizer | None,
     ladder: EffortLadder,
     load: Callable[[], object],
+    defaults: Mapping[str, Any],
     read_keys: Callable[[], tuple[str, ...]],
 ) -> int:
     """Serves until a signal. Returns the exit code: 0, or 1 if the engine died or requests were cut
@@ -60,6 +61,7 @@ def serve(
     Args:
         ladder: the checkpoint's levels of reasoning effort.
         load: opens the engine in another process; it must be picklable.
+        defaults: sampling parameters of requests that leave them out.
         read_keys: reads the lines of the API keys again, on SIGHUP.
 
     Raises:
@@ -77,7 +79,9 @@ def serve(
     if tokenizer is not None:
         # Build these while the engine loads, so that the first request does not wait for them.
         _ = tokenizer.guidance, tokenizer.recipe
-    state = ServerState(config, client, tokenizer, ladder)
+    state = ServerState(config, client, tokenizer, ladder, defaults)
+    if defaults:
+        logger.info("sampling defaults by generation_config.json", extra=dict(defaults))
     state.traces = traces
     state.store = store
     if port is not None:

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.template import ChatTemplate
@@ -49,8 +50,10 @@ class ServerState:
         client: EngineClient,
         tokenizer: Tokenizer | None,
         ladder: EffortLadder,
+        sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.config = config
+        self.sampling_defaults = sampling_defaults  # of fields that requests leave out
         self.client = client
         self.tokenizer = tokenizer
         self.template = None if tokenizer is None else ChatTemplate(tokenizer, ladder)

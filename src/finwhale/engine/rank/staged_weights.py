@@ -6,6 +6,7 @@ so captured graphs remain valid.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,9 @@ class StagedWeights:
         ours = self._loader.model_config
         if theirs.draft_head != ours.draft_head and ours.draft_head is None:
             theirs = theirs.without_draft_head()
-        if theirs != ours:
+        # Trainers save no generation_config.json, which may have end tokens.
+        ends = {"eos_token_ids": ours.eos_token_ids}
+        if replace(theirs, **ends) != ours:  # type: ignore[type-var]
             raise CheckpointError(f"{path} is a checkpoint of another model")
         source = WeightSource(checkpoint, self._specs, ignored=self._ignored)
         if self._packed and source.storages != self._loader.storages:
