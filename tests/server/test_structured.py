@@ -333,7 +333,8 @@ def test_strict_refuses_what_cannot_be_enforced(server: RunningServer, name: str
 def test_a_call_that_max_tokens_cuts(server: RunningServer, path: str) -> None:
     """Over a socket, streamed and whole: the answer says that it is incomplete, and no token of the
     markup is in it."""
-    name, body, _ = {b[0]: (k, *b[1:]) for k, b in bodies(False).items() if "tools" in k}[path]
+    with_tools = {name: body for name, body in bodies(False).items() if "tools" in name}
+    name, body = next((name, one[1]) for name, one in with_tools.items() if one[0] == path)
     words = {"chat": '"length"', "responses": '"incomplete"', "messages": '"max_tokens"'}
     for count in (1, 3, 8, 15, 22, 30):
         for stream in (False, True):
