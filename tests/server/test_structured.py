@@ -338,7 +338,9 @@ def test_a_call_that_max_tokens_cuts(server: RunningServer, path: str) -> None:
     words = {"chat": '"length"', "responses": '"incomplete"', "messages": '"max_tokens"'}
     for count in (1, 3, 8, 15, 22, 30):
         for stream in (False, True):
-            cut = {key: count for key in ("max_tokens", "max_output_tokens") if key in body}
+            cut: dict[str, Any] = {
+                key: count for key in ("max_tokens", "max_output_tokens") if key in body
+            }
             sent: dict[str, Any] = {
                 "model": MODEL,
                 **body,
