@@ -499,7 +499,11 @@ def test_sampling_defaults_of_the_checkpoint(
     }
     for path, body in bodies.items():
         for more in ({}, {"temperature": 1.0, "top_k": 0}):
-            assert post(server, path, **body, **more).status_code == 200
+            answer = post(server, path, **body, **more)
+            assert answer.status_code == 200
+            if path == "/v1/responses":
+                temperature = more.get("temperature", 0.6)
+                assert (answer.json()["temperature"], answer.json()["top_p"]) == (temperature, 0.9)
             params, wanted = found.pop(), defaults | more
             assert {name: getattr(params, name) for name in wanted} == wanted, path
             assert params.repetition_penalty == 1.5

@@ -192,6 +192,9 @@ def convert_body(
         )
     if isinstance(body, CountTokensBody):
         fields["max_tokens"] = 1  # deepseek-recipe needs a value, which no prompt depends on
+    if protocol == "responses":  # whose answer repeats these fields
+        defaults = state.sampling_defaults
+        fields = {n: defaults[n] for n in ("temperature", "top_p") if n in defaults} | fields
     original = dict(fields)
     if isinstance(body, ChatBody):
         _take_extensions(body, fields)
