@@ -212,19 +212,38 @@ def test_a_custom_tool_that_must_be_called(server: RunningServer) -> None:
     assert call.type == "custom_tool_call" and call.name == "apply_patch"
 
 
-def test_a_responses_stream_that_fails(start: Any) -> None:
+def expire(server: RunningServer) -> None:
+    """The time of all running requests is over."""
+
+    def all_of_them() -> None:
+        for live in list(server.client._live.values()):
+            live.generation.expire()
+
+    assert server.client._loop is not None
+    server.client._loop.call_soon_threadsafe(all_of_them)
+
+
+def test_a_responses_stream_that_fails(server: RunningServer) -> None:
     """Its last event is a typed error with the next number, and the client raises it."""
-    server = start(request_timeout_s=0.3)
-    body = {"model": MODEL, "input": TEXT, "max_output_tokens": 4000, "stream": True}
+    body: dict[str, Any] = {
+        "model": MODEL, "input": TEXT, "max_output_tokens": 4000, "stream": True,
+    }  # fmt: skip
     own = {"ignore_eos": True}
-    answer = httpx.post(f"{server.url}/v1/responses", json=body | own, timeout=200).text
+    url = f"{server.url}/v1/responses"
+    with httpx.stream("POST", url, json=body | own, timeout=200) as response:
+        pieces = response.iter_text()
+        first = next(pieces)
+        expire(server)
+        answer = first + "".join(pieces)
     *_, before, last = answer.strip().split("\n\n")
     assert last.startswith("event: error\n")
     told, sent = (json.loads(event.partition("data: ")[2]) for event in (last, before))
     assert told["type"] == "error" and told["code"] == told["error"]["code"] == "timeout"
     assert told["sequence_number"] == sent["sequence_number"] + 1
+    stream = server.openai().responses.create(**body, extra_body=own)
+    expire(server)
     with pytest.raises(openai.APIError, match="longer than the server allows"):
-        list(server.openai().responses.create(**body, extra_body=own))
+        list(stream)
 
 
 def test_a_responses_tool_whose_name_is_no_string(server: RunningServer) -> None:
