@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from ctypes.util import find_library
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+import triton
+
 from .made_once import made_once
 from .test_optional_packages import install
 
@@ -32,13 +36,32 @@ def with_deepgemm(of_all_workers: Path, tmp_path_factory: pytest.TempPathFactory
     return made_once(of_all_workers / "deepgemm", partial(probe, path, only=("walk",)))
 
 
+def make_driver(path: Path) -> None:
+    """A library in place of CUDA's driver, with which Triton links launchers up to 3.6."""
+    names = (
+        "cuCtxGetCurrent cuCtxSetCurrent cuDeviceGet cuDevicePrimaryCtxRetain cuFuncSetAttribute "
+        "cuGetErrorString cuLaunchKernelEx cuPointerGetAttribute"
+    )
+    source = "".join(f"int {name}(void) {{ return 1; }}\n" for name in names.split())
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run([*command, f"-Wl,-soname,{path.name}"], input=source, text=True, check=True)
+
+
 def probe(*paths: Path, only: tuple[str, ...] = ()) -> Any:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", "")])
     env |= {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(PROBE), *only], env=env, capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as drivers:
+        if triton.__version__ < "3.7" and find_library("cuda") is None:
+            env["LD_LIBRARY_PATH"] = drivers
+            make_driver(Path(drivers) / "libcuda.so.1")
+        done = subprocess.run(
+            [sys.executable, str(PROBE), *only],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
