@@ -236,6 +236,24 @@ class Typist:
         self.type(keys)
         self.read_until(text)
 
+    def press_control_c(self, text: str | None) -> None:
+        """Presses Ctrl-C until the terminal shows `text`, or (None) until the command ends.
+
+        readline may miss a signal that comes just when it has shown its prompt, so this presses
+        again after a long silence.
+        """
+        try:
+            while text is None or text not in self.shown:
+                self.type("\x03")
+                while (text is None or text not in self.shown) and select.select(
+                    [self.end], [], [], 20
+                )[0]:
+                    self.read_more()
+        except OSError:  # the terminal is gone
+            assert text is None, self.shown
+        else:
+            self.read_until(text)
+
     def type(self, keys: str) -> None:
         os.write(self.end, keys.encode())
 
@@ -259,10 +277,12 @@ def test_chat_in_a_terminal(endless: list[str], tmp_path: Path) -> None:
         typist.type("\x03")
         typist.read_until("(interrupted; Ctrl-C again leaves)")
         typist.answer("/stats\n", "of the context's 100000 tokens are used")
-        typist.answer("\x03", leaves)
+        typist.read_until("> ")
+        typist.press_control_c(leaves)
         typist.answer(f"/save {saved}\n", "3 messages are in")
-        typist.answer("\x03", leaves)
-        typist.type("\x03")
+        typist.read_until("> ")
+        typist.press_control_c(leaves)
+        typist.press_control_c(None)
         assert typist.exit_code() == 130
     assert [one["role"] for one in json.loads(saved.read_text())] == ["system", "user", "assistant"]
     assert (home / "chat_history").stat().st_mode & 0o777 == 0o600
