@@ -27,6 +27,7 @@ from finwhale.server.errors import (
     ApiError,
     error_event,
     error_response,
+    is_anthropic,
 )
 from finwhale.server.json_answer import json_answer
 from finwhale.server.limits import STATIC_PATH, Gate, cors_options
@@ -49,7 +50,14 @@ from finwhale.server.schemas import (
     TokenizeAnswer,
     TokenizeBody,
 )
-from finwhale.server.sse import NO_BUFFER, ClientGone, Stream, event, unless_disconnected
+from finwhale.server.sse import (
+    COMMENT,
+    NO_BUFFER,
+    ClientGone,
+    Stream,
+    event,
+    unless_disconnected,
+)
 from finwhale.server.state import ServerState
 from finwhale.server.validation_errors import validation_error
 
@@ -274,13 +282,12 @@ async def _stream(
     except BaseException:
         await source.aclose()
         raise
-    pings = {"ping": PING} if request.url.path == "/v1/messages" else {}
     return Stream(
         _with_errors(source, state, request),
         "text/event-stream",
         NO_BUFFER,
+        ping=PING if is_anthropic(request.url.path) else COMMENT,
         ping_interval_s=state.config.ping_interval_s,
-        **pings,
     )
 
 

@@ -266,6 +266,7 @@ class AnswerStream:
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._last_logprobs: list[Any] = []  # entries that deepseek-recipe's response lacks
         self._owed: deque[tuple[int, TokenLogprobs]] = deque()  # whose entries no event has yet
+        self._owes_logprobs = converted.protocol == "chat" and options.parse_tool_calls
         self._in_calls = False
         self._request = converted.request
         self._kind = _RESPONSE_KINDS[converted.protocol]
@@ -332,12 +333,13 @@ class AnswerStream:
         events = self._push(chunk) + self.finish("stop")
         if tokens:
             # A chunk of text cannot have log-probabilities.
-            self._last_logprobs = self._logprob_entries(tokens)
+            entries = self._logprob_entries(tokens)
+            self._last_logprobs += entries
             name, text = events[0]
             chunk = json.loads(text)
             (choice,) = chunk["choices"]
             before = (choice["logprobs"] or {}).get("content") or []
-            choice["logprobs"] = {"content": before + self._last_logprobs}
+            choice["logprobs"] = {"content": before + entries}
             events[0] = name, json.dumps(chunk)
         return events
 
@@ -368,7 +370,7 @@ class AnswerStream:
                     events += self._count(1)
                 continue
             wanted = None if logprobs is None else [logprobs]
-            if logprobs is not None and self._kind is recipe.ChatCompletionResponse:
+            if logprobs is not None and self._owes_logprobs:
                 self._owed.append((token_id, logprobs))
             events += self._push_token(token_id, recipe.InferenceChunk.tokens([token_id], wanted))
             self._decoder.decode(self._tokenizer.token_bytes(token_id))

@@ -252,7 +252,7 @@ class ServerConfig:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise FinwhaleError("ssl_keyfile needs ssl_certfile")
         for name in ("max_queue", "ping_interval_s"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # NaN is no number of seconds
                 raise FinwhaleError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in (
             "max_body_bytes",

@@ -19,6 +19,7 @@ def event(data: str, name: str | None = None) -> bytes:
     return f"{head}data: {data}\n\n".encode()
 
 
+COMMENT = b": waiting\n\n"  # an event without a meaning
 NO_BUFFER = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -31,7 +32,7 @@ class Stream(Response):
         media_type: str,
         headers: Mapping[str, str] | None = None,
         *,
-        ping: bytes = b": waiting\n\n",
+        ping: bytes = COMMENT,
         ping_interval_s: float = 0.0,
     ) -> None:
         """
