@@ -12,7 +12,7 @@ from finwhale.cli.main import COMMANDS
 from finwhale.extras import EXTRAS
 
 ROOT = Path(__file__).parents[2]
-# What implements an extra needs it; its import names the missing package.
+# Modules that implement an extra; without its packages, importing one names what is missing.
 NEED_EXTRAS = re.compile(
     r"finwhale\.(server\..*|checkpoint\.hub|distributed\.ray_actors|bench\.(serving|load_client)"
     r"|cli\.(serve|run_batch|options_page)|ops\..*deepgemm.*|ops\.builds\.kernel_builds)"

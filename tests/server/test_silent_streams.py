@@ -45,7 +45,7 @@ def held(
 
 
 def events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """The name and the data of each event; a comment's data are None."""
+    """Yields the name and the data of each event; a comment has the data None."""
     name = ""
     for line in lines:
         if line.startswith(":"):

@@ -354,7 +354,7 @@ def test_a_call_that_max_tokens_cuts(server: RunningServer, path: str) -> None:
 
 
 def test_a_server_with_tool_grammar_auto() -> None:
-    """It holds calls that nobody forces, and refuses no request for its tools."""
+    """The server holds calls that no request forces, and its grammar refuses no request."""
     llm = LLM(device="cpu", max_num_seqs=8, max_model_len=2048, tool_grammar="auto")
     server = RunningServer(llm._engine)
     dsml = llm.get_tokenizer().added_ids[recipe.SpecialToken.Dsml.default_str()]

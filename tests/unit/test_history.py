@@ -37,7 +37,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 
 
 def prompt_of(protocol: ProtocolName, body: dict[str, Any]) -> tuple[list[Any], list[str]]:
-    """What the model reads of each message, and what was left out."""
+    """Converts a body: role, text, reasoning and calls of each message, and what was left out."""
     body, left_out = readable(protocol, body)
     found = convert(protocol, body, default_thinking=True).conversation
     return [

@@ -169,7 +169,7 @@ def ignored(schema: Schema) -> list[str]:
          "s.$defs.N.not"),
         ({"$defs": {"unused": {"not": {}}}}, ""),
         ({"properties": {"not": {"type": "null"}}, "default": {"not": {}}}, ""),
-        # What restricts nothing, and annotations.
+        # These keywords restrict nothing, or are annotations.
         ({"propertyNames": {"type": "string"}, "uniqueItems": False, "deprecated": True,
           "format": "path", "x-mine": {"not": {}}, "$schema": "urn:x", "$id": "x y",
           "unevaluatedProperties": {}}, ""),

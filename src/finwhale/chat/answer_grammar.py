@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_RELAXED = 8
 # llguidance says in which line of a grammar it found a mistake.
 _AT_LINE = re.compile(r"not valid: at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)")
-# What it says of a schema that is not valid, rather than beyond it.
+# Such a message says that a schema is wrong; any other, that llguidance cannot enforce it.
 _WRONG = re.compile(r"Invalid type|Expected |invalid multiple|[\w ]+ must be an? ")
 
 

@@ -65,7 +65,8 @@ class CallGuard:
         self._closing = False  # whether that tag closes
         self._held: list[tuple[recipe.InferenceChunk, bytes]] = []
         self._at = 0  # where the text of the tag begins in `_held`
-        # Where the head of a parameter that is JSON begins there; None: there is none.
+        # The index in `_held` where the head of a parameter that is JSON begins; None: the output
+        # is in no such parameter.
         self._json_at: int | None = None
 
     def feed(self, token_id: int, chunk: recipe.InferenceChunk) -> Chunks:

@@ -51,7 +51,7 @@ def whole(pattern: str) -> str | None:
 
 
 def _branches(regex: str) -> Iterator[list[str]]:
-    """The pieces of each alternative of the whole expression."""
+    """Yields each alternative of an expression, outside groups, as a list of its pieces."""
     pieces: list[str] = []
     depth = 0
     for piece in _PIECE.findall(regex):

@@ -98,7 +98,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *more: str, max_tokens
 
 
 def sampling_params(args: argparse.Namespace, llm: "finwhale.LLM") -> SamplingParams:
-    """What the arguments of `add_sampling_options` say, then the checkpoint, then the command.
+    """The arguments of `add_sampling_options` come first, then the checkpoint, then the command.
 
     A terminal shows what the checkpoint says.
     """
