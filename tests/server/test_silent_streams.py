@@ -1,13 +1,16 @@
 """Streams open when their request is accepted, and are never silent for long."""
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, MutableMapping
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+
+from finwhale.server.sse import COMMENT, Stream
 
 from .running import MODEL, RunningServer
 
@@ -113,3 +116,29 @@ def test_refusals_come_before_the_stream(new_server: RunningServer, path: str) -
     response = httpx.post(new_server.url + path, json=body)
     assert response.status_code == 400
     assert response.headers["content-type"].startswith("application/json")
+
+
+def test_no_ping_is_inside_an_event() -> None:
+    """An event may come in several pieces. The second event waits for a ping after the first."""
+    sent: list[bytes] = []
+    pinged = asyncio.Event()
+
+    async def source() -> AsyncGenerator[bytes, None]:
+        yield b"data: {"
+        await asyncio.sleep(0.05)  # ten times the interval
+        yield b"}\n\n"
+        await pinged.wait()
+        yield b"data: [DONE]\n\n"
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+        if sent[-1] == COMMENT:
+            pinged.set()
+
+    async def receive() -> MutableMapping[str, Any]:
+        return await asyncio.get_running_loop().create_future()
+
+    stream = Stream(source(), "text/event-stream", ping_interval_s=0.005)
+    asyncio.run(stream({"type": "http", "state": {}}, receive, send))
+    assert b"".join(sent).startswith(b"data: {}\n\n" + COMMENT)
+    assert sent[-2] == b"data: [DONE]\n\n"
