@@ -1,5 +1,7 @@
 """Steps that hang, engines that die, and the counters that tell of it."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -85,6 +87,35 @@ def test_steps_that_are_quick_or_idle_show_nothing(
         del dog
         wait_for(lambda: not any(t.name == "watchdog" for t in threading.enumerate()))
     assert Watchdog(None).elapsed == 0
+
+
+STANDING_STILL = """
+import ctypes, sys
+from finwhale.engine.loop import watchdog
+watchdog.STANDSTILL_S = 2.0
+with watchdog.Watchdog(0.5):
+    ctypes.PyDLL(None).sleep(60)  # PyDLL: with the interpreter's lock held
+"""
+
+
+def test_stacks_are_written_when_no_thread_of_python_can_run() -> None:
+    command = [sys.executable, "-c", STANDING_STILL]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()  # Blocks until the timer fires, or the process has ended.
+        process.kill()
+    assert line.startswith("Timeout (0:00:03)"), line
+
+
+def test_the_timer_never_fires_while_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the stacks without the interpreter's lock, which can crash the process."""
+    delays: list[float] = []
+    monkeypatch.setattr(
+        "faulthandler.dump_traceback_later", lambda seconds, **_: delays.append(seconds)
+    )
+    dog = Watchdog(0.002)
+    wait_for(lambda: bool(delays))
+    assert dog.elapsed == 0 and min(delays) >= 30
 
 
 def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path) -> None:

@@ -11,6 +11,10 @@ from typing import TextIO
 
 CHECKS = 8  # Checks per time limit. The watchdog notices a hang up to 1/CHECKS of the limit late.
 
+# Seconds, beyond twice the time limit, that Python must have stood still before faulthandler's timer
+# writes the stacks. It reads them without the interpreter's lock: if Python runs, that can crash.
+STANDSTILL_S = 30.0
+
 
 class Watchdog:
     """A context manager around each step. It costs a step only one clock read.
@@ -60,7 +64,7 @@ class Watchdog:
         """
         began = self._began
         assert self.seconds is not None
-        faulthandler.dump_traceback_later(2 * self.seconds, file=file)
+        faulthandler.dump_traceback_later(2 * self.seconds + STANDSTILL_S, file=file)
         if began is None or began == reported or time.monotonic() - began < self.seconds:
             return reported
         with contextlib.suppress(BlockingIOError):  # the log's pipe is full
