@@ -11,8 +11,9 @@ from typing import TextIO
 
 CHECKS = 8  # Checks per time limit. The watchdog notices a hang up to 1/CHECKS of the limit late.
 
-# Seconds, beyond twice the time limit, that Python must have stood still before faulthandler's timer
-# writes the stacks. It reads them without the interpreter's lock: if Python runs, that can crash.
+# Seconds, beyond twice the time limit, that Python must have stood still before faulthandler's
+# timer writes the stacks. It reads them without the interpreter's lock, so it can crash if
+# Python runs.
 STANDSTILL_S = 30.0
 
 
