@@ -362,6 +362,9 @@ ATTACKS: dict[str, Attack] = {
         CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}", 400, "fields"
     ),
     "many wrong messages": posting(CHAT, completion(messages=[1] * 130_000), 400, "messages.0"),
+    "many wrong modalities": posting(
+        CHAT, chat("x")[:-1] + b',"modalities":[' + b"1," * 130_000 + b"1]}", 400, "modalities"
+    ),
     "many prompts": posting(COMPLETIONS, completion(prompt=["a"] * 130_000), 400, "allows"),
     "many ids": posting(COMPLETIONS, completion(prompt=[5] * 130_000), 400, "tokens"),
     "many ids to /detokenize": posting(

@@ -162,7 +162,8 @@ def _findings(shape: Shape, value: Any, path: str) -> Iterator[tuple[str, Any, s
     if isinstance(shape, list):
         if isinstance(value, list | tuple):
             for i, item in enumerate(value):
-                yield from _findings(shape[0], item, _join(path, str(i)))
+                if isinstance(item, dict):  # no shape is an array of arrays
+                    yield from _findings(shape[0], item, _join(path, str(i)))
         return
     if not isinstance(value, dict):
         return

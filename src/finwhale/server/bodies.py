@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ SMALL_BYTES = 64 << 10
 # The most expensive JSON value is a list: parsing this many holds the GIL for 50 ms.
 MAX_STRUCTURES = 1 << 17
 MAX_FIELDS = 256  # pydantic makes an error of each unknown field
+T = TypeVar("T")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -90,19 +91,19 @@ class Parser:
         # One thread, because the memory allocator keeps memory for each thread.
         self._thread = ThreadPoolExecutor(1, "parser")
 
-    async def parse(self, body: bytes) -> Any:
-        """The JSON value of a body.
+    async def parse(self, body: bytes, read: Callable[[Any], T] = lambda value: value) -> T:
+        """What `read` makes of a body's JSON value. For a large body, it runs in a thread, too.
 
         Raises:
             ApiError (400): it is not JSON in UTF-8, has a lone surrogate, or has too many or too
                 deep structures.
         """
         if len(body) <= SMALL_BYTES:
-            return parse_body(body, self._max_items())
+            return read(parse_body(body, self._max_items()))
         async with self._free:
             begin = time.monotonic()
             value = await asyncio.get_running_loop().run_in_executor(
-                self._thread, parse_body, body, self._max_items()
+                self._thread, lambda: read(parse_body(body, self._max_items()))
             )
             # Between large bodies, other requests get at least as much time as a body took.
             await asyncio.sleep(time.monotonic() - begin)

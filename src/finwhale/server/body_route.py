@@ -70,13 +70,16 @@ class BodyRoute(APIRoute):
                 _check_media_type(request)
                 state = request.scope["state"]
                 state["body_bytes"] = len(body)
-                value = await request.app.state.parser.parse(body)
-                del body
-                left_out: list[str] = []
-                if protocol is not None and isinstance(value, dict):
-                    value, left_out = readable(protocol, value)
                 lenient = request.app.state.lenient
-                ignored = check_fields(shape, value, lenient=lenient, left_out=left_out)
+
+                def read(value: Any) -> tuple[Any, list[str]]:
+                    left_out: list[str] = []
+                    if protocol is not None and isinstance(value, dict):
+                        value, left_out = readable(protocol, value)
+                    return value, check_fields(shape, value, lenient=lenient, left_out=left_out)
+
+                value, ignored = await request.app.state.parser.parse(body, read)
+                del body
                 if ignored:
                     note_ignored(state, ignored)
                 request = ParsedRequest(request, value)

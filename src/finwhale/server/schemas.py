@@ -292,7 +292,7 @@ class ChatBody(OpenAIBody):
         default=None, description='DeepSeek\'s: {"type": "enabled"} or {"type": "disabled"}'
     )
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = Field(
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
         default=None, description='only ["text"] is supported'
     )
     verbosity: str | None = Field(default=None, description="no effect")
