@@ -12,8 +12,8 @@ from finwhale.chat.history import readable
 from finwhale.chat.template import ChatOptions, ChatTemplate, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
-from finwhale.server.chat_requests import plain_fields
-from finwhale.server.schemas import ChatBody, ResponsesBody
+from finwhale.server.protocols.chat_requests import plain_fields
+from finwhale.server.protocols.schemas import ChatBody, ResponsesBody
 
 BEGIN, END, USER, ASSISTANT, REMINDER, THINKING, NOT_THINKING, DSML = (
     getattr(recipe.SpecialToken, name).default_str()

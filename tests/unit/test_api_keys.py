@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 
 from finwhale.cli.serve import _api_keys
 from finwhale.errors import FinwhaleError
-from finwhale.server import limits
+from finwhale.server.api import gate as limits
 from finwhale.server.errors import ApiError
 from finwhale.server.keys import Keys, parse_keys
 

@@ -8,8 +8,7 @@ from typing import Literal
 from starlette.responses import Response
 
 from finwhale.chat.known_fields import FieldError
-from finwhale.errors import EngineDeadError, QueueFullError, RequestError
-from finwhale.server.client import StoppingError
+from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
 from finwhale.server.sse import event
 
 ErrorCode = Literal[
@@ -84,6 +83,10 @@ _PROMPT_FIELDS = {
     "/v1/completions": "prompt",
     "/v1/responses": "input",
 }
+
+
+class StoppingError(FinwhaleError):
+    """The server stops before a request has ended."""
 
 
 class ApiError(Exception):

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 
 import finwhale
 from finwhale.request import RequestTimes, SamplingParams
-from finwhale.server.logs import RequestLog, printable
+from finwhale.server.observe.logs import RequestLog, printable
 
 FLUSH_S = 2.0  # time limit for sending the last spans when the server ends
 LOG_INTERVAL_S = 60.0

@@ -19,12 +19,12 @@ from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Logprob
-from finwhale.server.chat_requests import AnswerOptions, ChatRequest
-from finwhale.server.logs import RequestLog
-from finwhale.server.routed_experts import RoutedExperts
+from finwhale.server.link.wire import Delta, LogprobTables
+from finwhale.server.observe.logs import RequestLog
+from finwhale.server.protocols.chat_requests import AnswerOptions, ChatRequest
+from finwhale.server.protocols.routed_experts import RoutedExperts
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
-from finwhale.server.wire import Delta, LogprobTables
 
 # Each event is its name, or None if the protocol has no names, and its data in JSON.
 Events = list[tuple[str | None, str]]

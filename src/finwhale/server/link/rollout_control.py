@@ -9,7 +9,7 @@ from typing import Any
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.weight_updates import WeightsSource, WeightUpdates
 from finwhale.errors import FinwhaleError
-from finwhale.server.wire import Answered, Call
+from finwhale.server.link.wire import Answered, Call
 
 logger = logging.getLogger(__name__)
 

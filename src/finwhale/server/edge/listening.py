@@ -1,4 +1,4 @@
-"""The server's sockets (TCP or Unix, with or without TLS), and the check of the Host header."""
+"""The server's sockets (TCP or Unix, with or without TLS), and checks of hosts and origins."""
 
 import os
 import re
@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
+from starlette.requests import Request
+
 from finwhale.errors import FinwhaleError
 from finwhale.server.config import UNIX, ServerConfig
+from finwhale.server.errors import ApiError
 
 BACKLOG = 2048  # connections that wait until the server accepts them
 # Values of --allowed-hosts beside names: every IP address, and every host.
@@ -178,3 +181,16 @@ class HostCheck:
         parents = name.split(".")
         below = {"." + ".".join(parents[i:]) for i in range(min(len(parents), 64))}
         return name in self._names or not below.isdisjoint(self._names)
+
+
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
+    """Refuses a web page of another server: a browser sends its forms without asking first.
+
+    Raises:
+        ApiError (403): the page's origin is not allowed.
+    """
+    origin = request.headers.get("origin")
+    own = f"//{request.headers.get('host', '')}"
+    if origin is not None and origin not in allowed and not origin.endswith(own):
+        raise ApiError(403, "pages of this origin may not do this: see --cors-origin",
+                       code="origin_not_allowed")  # fmt: skip

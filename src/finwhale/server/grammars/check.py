@@ -2,10 +2,11 @@
 
 Compiling a grammar can end the process (a stack overflow inside llguidance) or take seconds and
 hundreds of MiB. So each new grammar is first compiled in a process of its own, with limits on CPU
-time, memory and stack, where some masks are computed too (`server/grammar_trial.py`). Only a
+time, memory and stack, where some masks are computed too (`server/grammars/trial.py`). Only a
 grammar that passes goes to the engine's process, which compiles it again on a thread beside the
-step loop (`server/grammar_compiler.py`): llguidance's matchers cannot be sent between processes,
-and masks are computed where the steps are. The trial bounds what the second compilation costs.
+step loop (`server/link/grammar_compiler.py`): llguidance's matchers cannot be sent between
+processes, and masks are computed where the steps are. The trial bounds what the second compilation
+costs.
 
 Trials have a low priority. NUM_TRIALS run at once, and MAX_WAITING more may wait. Users take turns.
 A trial whose client leaves or whose request times out is killed. Verdicts are remembered for each
@@ -28,10 +29,10 @@ import finwhale
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.errors import QueueFullError
 from finwhale.request import Guide
+from finwhale.server.edge.fair_queue import FairQueue
+from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError
-from finwhale.server.fair_queue import FairQueue
-from finwhale.server.grammar_trial import Verdict
-from finwhale.server.shares import Shares
+from finwhale.server.grammars.trial import Verdict
 
 NUM_TRIALS = 2
 MAX_WAITING = 64
@@ -90,7 +91,7 @@ class GrammarChecker:
             self._commands, theirs = socket.socketpair()
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "finwhale.server.grammar_trial", str(self._directory)),
+                    *(sys.executable, "-m", "finwhale.server.grammars.trial", str(self._directory)),
                     stdin=theirs.fileno(),
                     env={**os.environ, **single, "PYTHONPATH": os.pathsep.join(paths)},
                 )

@@ -17,25 +17,27 @@ import finwhale
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.template import ProtocolName
 from finwhale.errors import FinwhaleError
-from finwhale.server import chat_answers, chat_requests, completions, health, tokens
+from finwhale.server.api import health, tokens
+from finwhale.server.api.gate import STATIC_PATH, Gate, cors_options
+from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
+from finwhale.server.api.rollouts import add_rollouts
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
-from finwhale.server.bodies import Parser, max_items
-from finwhale.server.body_route import BodyRoute, note_ignored
-from finwhale.server.chat_requests import ChatProtocolBody
+from finwhale.server.batch.store import Store
+from finwhale.server.edge.bodies import Parser, max_items
 from finwhale.server.errors import (
     ApiError,
     error_event,
     error_response,
     is_anthropic,
 )
-from finwhale.server.json_answer import json_answer
-from finwhale.server.limits import STATIC_PATH, Gate, cors_options
-from finwhale.server.logs import RequestLog, note_refusal
-from finwhale.server.metrics import CONTENT_TYPE
-from finwhale.server.page import PAGE_PATH, PageFiles, page_response
-from finwhale.server.rollouts import add_rollouts
-from finwhale.server.schemas import (
+from finwhale.server.observe.logs import RequestLog, note_refusal
+from finwhale.server.observe.metrics import CONTENT_TYPE
+from finwhale.server.protocols import chat_answers, chat_requests, completions
+from finwhale.server.protocols.body_route import BodyRoute, note_ignored
+from finwhale.server.protocols.chat_requests import ChatProtocolBody
+from finwhale.server.protocols.json_answer import json_answer
+from finwhale.server.protocols.schemas import (
     Body,
     ChatBody,
     CompletionBody,
@@ -50,6 +52,7 @@ from finwhale.server.schemas import (
     TokenizeAnswer,
     TokenizeBody,
 )
+from finwhale.server.protocols.validation_errors import validation_error
 from finwhale.server.sse import (
     COMMENT,
     NO_BUFFER,
@@ -59,7 +62,6 @@ from finwhale.server.sse import (
     unless_disconnected,
 )
 from finwhale.server.state import ServerState
-from finwhale.server.validation_errors import validation_error
 
 logger = logging.getLogger(__name__)
 PING = event('{"type": "ping"}', "ping")  # as Anthropic's API sends it
@@ -90,8 +92,8 @@ _STREAMS: dict[int | str, dict[str, Any]] = _ERRORS | {
 }
 
 
-def create_app(state: ServerState) -> FastAPI:
-    """The application of one server."""
+def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
+    """The application of one server. `store`: files and batches; None: the server has none."""
     app = FastAPIOffline(
         title="Finwhale",
         version=finwhale.__version__,
@@ -112,7 +114,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_generation(app, state)
     _add_tokens(app, state)
     _add_service(app, state)
-    batches = None if state.store is None else Batches(app, state, state.store)
+    batches = None if store is None else Batches(app, state, store)
     app.state.batches = batches
     add_batches(app, state, batches, _ERRORS)
     add_rollouts(app, state, _ERRORS)

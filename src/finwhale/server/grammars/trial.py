@@ -1,6 +1,6 @@
 """Processes that try grammars, each with limits on time, memory and stack.
 
-    python -m finwhale.server.grammar_trial DIRECTORY_OF_THE_TOKENIZER
+    python -m finwhale.server.grammars.trial DIRECTORY_OF_THE_TOKENIZER
 
 This process has the tokenizer and runs no trial itself. For each trial, it receives a socket on
 standard input, and forks. The fork reads the grammar from the socket, up to its end, forks the
@@ -36,8 +36,8 @@ from finwhale.request import Guide
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 128 << 20
-# The engine's process compiles on a thread with five times this (`server/grammar_compiler.py`), and
-# computes masks on one with 8 MiB.
+# The engine's process compiles on a thread with five times this
+# (`server/link/grammar_compiler.py`), and computes masks on one with 8 MiB.
 STACK_BYTES = 6 << 20
 # A trial never waits. If it takes this long, the operating system has not given it a processor.
 WALL_SECONDS = 60.0

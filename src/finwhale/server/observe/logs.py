@@ -12,7 +12,7 @@ from typing import Any
 from finwhale.request import RequestTimes, SamplingParams
 from finwhale.server.errors import ApiError
 from finwhale.server.keys import ApiKey
-from finwhale.server.lossy_stderr import never_block
+from finwhale.server.observe.lossy_stderr import never_block
 
 # Errors with these codes may quote a request; a match of _QUOTATION begins the quotation.
 _QUOTING = frozenset({"invalid_request", "generation_failed"})
@@ -69,7 +69,7 @@ def configure(level: str, log_format: str = "auto", *, waits: bool = True) -> Ca
     """Writes the records of every logger to standard error.
 
     Args:
-        waits: whether a writer waits until standard error is read; see `server/lossy_stderr.py`.
+        waits: whether a writer waits until standard error is read; see `lossy_stderr.py`.
 
     Returns:
         A function that lets writers wait again.
@@ -89,7 +89,7 @@ def configure(level: str, log_format: str = "auto", *, waits: bool = True) -> Ca
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # `server/limits.py` logs requests.
+    # `server/api/gate.py` logs requests.
     logging.getLogger("uvicorn.access").disabled = True
     return restore
 
@@ -129,7 +129,7 @@ class RequestLog:
         last_tokens: time of the latest token of each continuation, by the engine's request id and
             the continuation's index.
         key: the request's API key; None: the server needs none.
-        user: whose shares it takes; see `server/shares.py`.
+        user: whose shares it takes; see `server/edge/shares.py`.
         batch: whether it belongs to a batch, which runs after all other requests.
         cache_salt: only requests with the same value share cached prefixes; None: any.
         finish: the finish reason of each continuation that has ended.

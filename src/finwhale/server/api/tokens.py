@@ -4,8 +4,8 @@ from typing import Any
 
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.errors import RequestError
-from finwhale.server.chat_requests import convert_body
-from finwhale.server.schemas import (
+from finwhale.server.protocols.chat_requests import convert_body
+from finwhale.server.protocols.schemas import (
     CountTokensBody,
     DetokenizeBody,
     ResponsesBody,

@@ -11,7 +11,9 @@ from finwhale.chat.answer_grammar import AnswerGrammar
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
-from finwhale.server.answer_formats import (
+from finwhale.server.errors import ApiError
+from finwhale.server.observe.logs import RequestLog
+from finwhale.server.protocols.answer_formats import (
     Fields,
     ToolChoice,
     WantedFormat,
@@ -23,9 +25,7 @@ from finwhale.server.answer_formats import (
     take_choice,
     take_own_format,
 )
-from finwhale.server.errors import ApiError
-from finwhale.server.logs import RequestLog
-from finwhale.server.schemas import (
+from finwhale.server.protocols.schemas import (
     LOGPROBS,
     ChatBody,
     CountTokensBody,

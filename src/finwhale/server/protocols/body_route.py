@@ -13,8 +13,8 @@ from finwhale.chat.history import readable
 from finwhale.chat.known_fields import MAX_NAMED, check_fields
 from finwhale.chat.template import ProtocolName
 from finwhale.server.errors import ApiError
-from finwhale.server.known_fields import shape_of
-from finwhale.server.schemas import (
+from finwhale.server.protocols.known_fields import shape_of
+from finwhale.server.protocols.schemas import (
     ChatBody,
     CountTokensBody,
     MessagesBody,

@@ -16,12 +16,11 @@ from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S
 from finwhale.engine.loop.engine import MemoryTag, Requests
 from finwhale.engine.loop.weight_updates import BroadcastTensors, SharedTensors, WeightsSource
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
-from finwhale.server.batch.routes import check_origin
-from finwhale.server.body_route import BodyRoute
-from finwhale.server.client import StoppingError
-from finwhale.server.errors import ApiError
-from finwhale.server.rollout_control import RolloutControl
-from finwhale.server.schemas import Body
+from finwhale.server.edge.listening import check_origin
+from finwhale.server.errors import ApiError, StoppingError
+from finwhale.server.link.rollout_control import RolloutControl
+from finwhale.server.protocols.body_route import BodyRoute
+from finwhale.server.protocols.schemas import Body
 from finwhale.server.sse import unless_disconnected
 from finwhale.server.state import ServerState
 

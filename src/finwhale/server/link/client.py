@@ -14,11 +14,12 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
+from finwhale.errors import EngineDeadError, QueueFullError, RequestError
 from finwhale.request import SamplingParams
-from finwhale.server import worker
-from finwhale.server.heartbeat import Heartbeat
-from finwhale.server.wire import (
+from finwhale.server.errors import StoppingError
+from finwhale.server.link import worker
+from finwhale.server.link.heartbeat import Heartbeat
+from finwhale.server.link.wire import (
     Abort,
     Accepted,
     Add,
@@ -36,16 +37,12 @@ from finwhale.server.wire import (
 )
 
 if TYPE_CHECKING:
-    from finwhale.server.rollout_control import RolloutControl
+    from finwhale.server.link.rollout_control import RolloutControl
 
 logger = logging.getLogger(__name__)
 
 MAX_TURNS = 1 << 48  # more sequences than a server can ever start
 MAX_TURNS_KEPT = 4096
-
-
-class StoppingError(FinwhaleError):
-    """The server stops before a request has ended."""
 
 
 class Observer(Protocol):

@@ -10,16 +10,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from finwhale.server.api.page import PAGE_PATH
 from finwhale.server.batch.inside import InsideCall
 from finwhale.server.batch.upload import OVERHEAD_BYTES
-from finwhale.server.bodies import Budget
 from finwhale.server.config import ServerConfig
+from finwhale.server.edge.bodies import Budget
+from finwhale.server.edge.listening import HostCheck, user_of
+from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError, error_response, is_anthropic
 from finwhale.server.keys import ApiKey
-from finwhale.server.listening import HostCheck, user_of
-from finwhale.server.logs import note_refusal, printable
-from finwhale.server.page import PAGE_PATH
-from finwhale.server.shares import Shares
+from finwhale.server.observe.logs import note_refusal, printable
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger("finwhale.server.requests")

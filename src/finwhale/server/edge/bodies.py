@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from finwhale.chat.client_schemas import MAX_NESTING, is_nested_deeper
+from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError
-from finwhale.server.shares import Shares
 
 # The default limit of a body's size depends on the context: an id in JSON takes up to 9 bytes, and
 # a token of text rarely more than 16, escapes included. The constant leaves room for tools, schemas

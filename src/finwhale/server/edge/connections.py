@@ -24,8 +24,8 @@ from uvicorn.server import ServerState as UvicornState
 
 from finwhale.errors import FinwhaleError, QueueFullError
 from finwhale.server.config import UNIX, ServerConfig
-from finwhale.server.listening import plain_address, user_of
-from finwhale.server.shares import Shares
+from finwhale.server.edge.listening import plain_address, user_of
+from finwhale.server.edge.shares import Shares
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.server.bodies import Budget
-from finwhale.server.client import EngineClient
-from finwhale.server.connections import ConnectionRefusal
+from finwhale.server.edge.bodies import Budget
+from finwhale.server.edge.connections import ConnectionRefusal
 from finwhale.server.errors import ErrorCode
-from finwhale.server.logs import RequestLog
-from finwhale.server.wire import Delta
+from finwhale.server.link.client import EngineClient
+from finwhale.server.link.wire import Delta
+from finwhale.server.observe.logs import RequestLog
 
 SECONDS = (
     0.001,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from finwhale.chat.known_fields import CHAT_FIELDS, UNUSED, Shape, Variants, fields
-from finwhale.server.schemas import (
+from finwhale.server.protocols.schemas import (
     ChatBody,
     CompletionBody,
     CountTokensBody,

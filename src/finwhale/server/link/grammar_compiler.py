@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import QueueFullError
-from finwhale.server.fair_queue import FairQueue
-from finwhale.server.grammar_trial import STACK_BYTES
-from finwhale.server.wire import Add
+from finwhale.server.edge.fair_queue import FairQueue
+from finwhale.server.grammars.trial import STACK_BYTES
+from finwhale.server.link.wire import Add
 
 # Memory of all grammars, in use or kept for later requests, by the measurements of their trials. A
 # grammar is compiled only while its user has less than what is free, so one user gets half.
@@ -31,7 +31,7 @@ class GrammarCompiler:
     shares the automaton. Users share nothing, so the time of an answer says nothing about others.
 
     llguidance compiles without Python's lock (GIL), so steps go on meanwhile. Each grammar has
-    passed its trial in another process (`server/grammar_check.py`). The thread has the priority of
+    passed its trial in another process (`server/grammars/check.py`). The thread has the priority of
     the step loop: other processes could pause a thread of lower priority while it holds the lock,
     and the step loop would wait for it (on a busy machine for a second).
 

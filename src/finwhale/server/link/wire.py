@@ -9,7 +9,7 @@ from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.request import ExpertIds, FinishReason, Logprob, RequestTimes, SamplingParams
 
 if TYPE_CHECKING:
-    from finwhale.server.rollout_control import RolloutControl
+    from finwhale.server.link.rollout_control import RolloutControl
 
 # --- Server to engine -----------------------------------------------------------------------------
 

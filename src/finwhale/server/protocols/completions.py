@@ -13,21 +13,21 @@ from finwhale.chat.answer_grammar import AnswerGrammar
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.errors import RequestError
 from finwhale.request import MAX_PROMPT_LOGPROBS, Logprob, SamplingParams
-from finwhale.server.answer_formats import (
+from finwhale.server.link.client import Generation
+from finwhale.server.link.wire import Delta, LogprobTables
+from finwhale.server.observe.logs import RequestLog
+from finwhale.server.protocols.answer_formats import (
     ToolChoice,
     answer_grammar,
     completion_format,
     held_grammar,
 )
-from finwhale.server.chat_answers import prompt_logprobs, usage_of
-from finwhale.server.client import Generation
-from finwhale.server.json_answer import in_turns, json_pieces
-from finwhale.server.logs import RequestLog
-from finwhale.server.routed_experts import RoutedExperts
-from finwhale.server.schemas import CompletionBody
+from finwhale.server.protocols.chat_answers import prompt_logprobs, usage_of
+from finwhale.server.protocols.json_answer import in_turns, json_pieces
+from finwhale.server.protocols.routed_experts import RoutedExperts
+from finwhale.server.protocols.schemas import CompletionBody
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
-from finwhale.server.wire import Delta, LogprobTables
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's protocol
 MAX_VALUES = 4 * MAX_PROMPT_LOGPROBS  # of all prompts and choices of an answer

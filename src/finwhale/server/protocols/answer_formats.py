@@ -20,7 +20,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.chat.tool_grammar import ToolSignature
 from finwhale.errors import RequestError
 from finwhale.request import Guide
-from finwhale.server.schemas import CompletionBody, OpenAIBody, StructuredOutputs
+from finwhale.server.protocols.schemas import CompletionBody, OpenAIBody, StructuredOutputs
 
 Fields = dict[str, Any]
 Format = tuple[Literal["json", "regex", "grammar"], Any]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from finwhale.request import ExpertIds
-from finwhale.server.wire import Delta
+from finwhale.server.link.wire import Delta
 
 
 class RoutedExperts:

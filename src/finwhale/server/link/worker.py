@@ -17,10 +17,10 @@ from finwhale.engine.rank.ranks import Ranks
 from finwhale.engine.rank.start_times import freeze_heap, whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
 from finwhale.request import CompletionOutput, Logprob, RequestOutput
-from finwhale.server.grammar_compiler import GrammarCompiler
-from finwhale.server.heartbeat import Heartbeat
-from finwhale.server.rollout_control import RolloutControl
-from finwhale.server.wire import (
+from finwhale.server.link.grammar_compiler import GrammarCompiler
+from finwhale.server.link.heartbeat import Heartbeat
+from finwhale.server.link.rollout_control import RolloutControl
+from finwhale.server.link.wire import (
     Abort,
     Accepted,
     Add,

@@ -9,8 +9,8 @@ from socket import AF_INET6, socket
 from typing import Any
 
 from finwhale.errors import FinwhaleError
-from finwhale.server.metrics import CONTENT_TYPE
-from finwhale.server.schemas import Health
+from finwhale.server.observe.metrics import CONTENT_TYPE
+from finwhale.server.protocols.schemas import Health
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
