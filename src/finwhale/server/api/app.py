@@ -18,7 +18,14 @@ from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.template import ProtocolName
 from finwhale.errors import FinwhaleError
 from finwhale.server.api import health, tokens
-from finwhale.server.api.gate import STATIC_PATH, Gate, cors_options
+from finwhale.server.api.gate import (
+    STATIC_PATH,
+    Admitted,
+    Bounded,
+    Refused,
+    Reported,
+    cors_options,
+)
 from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
 from finwhale.server.api.rollouts import add_rollouts
 from finwhale.server.batch.batches import Batches
@@ -109,7 +116,8 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
     app.state.lenient = state.config.lenient
     if state.config.cors_origins:
         app.add_middleware(CORSMiddleware, **cors_options(state.config))
-    app.add_middleware(Gate, state=state)
+    for layer in (Bounded, Admitted, Refused, Reported):  # from the inside outwards
+        app.add_middleware(layer, state=state)
     _add_error_handlers(app, state)
     _add_generation(app, state)
     _add_tokens(app, state)
@@ -340,7 +348,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGone, gone)
-    # Gate answers all other errors, with the headers of every answer.
+    # `gate.Refused` answers all other errors.
 
 
 def _refused(request: Request, state: ServerState, error: ApiError) -> Response:
