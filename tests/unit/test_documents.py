@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/design").glob("*.md")])
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+NOTES = sorted((ROOT / "docs/notes").glob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile("^#+ (.+)$", re.MULTILINE)
 # A path in backticks: `engine/plan/pages.py`, `docs/notes/`, `tests/ops/test_triton_*.py`.
@@ -26,7 +27,7 @@ def name_of(document: Path) -> str:
     return document.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTES], ids=name_of)
 def test_every_path_exists(document: Path) -> None:
     for name in PATH.findall(document.read_text()):
         if name in OTHERS:
@@ -73,7 +74,7 @@ def test_the_examples_are_listed_and_the_notebook_has_no_outputs() -> None:
         assert not cell.get("outputs") and not cell.get("execution_count")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTES], ids=name_of)
 def test_every_link_leads_to_a_heading(document: Path) -> None:
     for target in LINK.findall(document.read_text()):
         if target.startswith(("https://", "http://")):
