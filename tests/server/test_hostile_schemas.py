@@ -123,7 +123,8 @@ def every_way(schema: Fields) -> dict[str, tuple[str, Fields]]:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     directory = tmp_path_factory.mktemp("schemas")
-    made = Target(directory / "log", "--batch-dir", str(directory / "batches"))
+    offered = ("--batch-dir", str(directory / "batches"), "--max-files", "100000")
+    made = Target(directory / "log", *offered)
     yield made
     made.close()
 
@@ -184,6 +185,7 @@ def batch(target: Target, schema: Fields) -> None:
     connection.request("POST", "/v1/files", parts.encode(), kind)
     file = json.loads(connection.getresponse().read())
     connection.close()
+    assert "id" in file, file
     body = {"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
     status, answer = ask(target.port, "POST", "/v1/batches", json.dumps(body).encode())
     made = json.loads(answer)

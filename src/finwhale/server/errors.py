@@ -159,7 +159,7 @@ def context_length_error(
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
-    """The error for the client; None: the client learns nothing about `error`."""
+    """The error for the client; None: `error` is internal."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, FieldError):

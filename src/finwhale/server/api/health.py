@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0
 
 
 def live(state: ServerState) -> Health:
-    """Whether the process should go on running: no part of it has died or hangs for good."""
+    """Whether the process works: no part of it has died or hangs."""
     failure, config = state.client.failure, state.config
     heartbeat = state.client.heartbeat
     if failure is None and state.client.ready is not None and heartbeat is not None:

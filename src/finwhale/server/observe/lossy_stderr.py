@@ -1,4 +1,4 @@
-"""Standard error that makes no writer wait.
+"""Non-blocking stderr: drops lines that a slow reader does not take, and counts them.
 
 A process that writes to a full pipe, or to a stopped terminal, waits until somebody reads. A server
 must not wait, so a thread writes, and drops the lines that it cannot write in time.
