@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
@@ -36,7 +37,6 @@ from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import DraftStart, Segments
 from finwhale.ops.paging import MAX_DECODE_QUERY
-from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
 from ..models.drafts import RandomDrafts, Watch  # noqa: TID252

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance
@@ -16,7 +17,6 @@ from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
 
 from ..models.drafts import STORY, RandomDrafts, Watch, compare, demo_weights, generate  # noqa: TID252
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import SamplingParams
 from finwhale.bench import accuracy
@@ -32,7 +33,6 @@ from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
 
 pytestmark = [
     pytest.mark.alone,

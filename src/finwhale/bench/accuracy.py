@@ -22,6 +22,7 @@ from torch import Tensor
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp
+from finwhale.bench.stepping import Stepper
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
@@ -31,7 +32,6 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.options import add_options
-from finwhale.testing.stepping import Stepper
 
 TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
 WHOLE, CHUNKED, DECODED = "whole", "chunked", "decoded"

@@ -26,6 +26,7 @@ from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.config import Activations
 from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
@@ -36,10 +37,10 @@ from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
 from finwhale.request import SamplingParams
-from finwhale.testing.tiny import write_plain_checkpoint
 
 BATCHES = (1, 8)
 TURN = 8  # decode steps that one contender runs before the next one's turn
+QUANTISED = ("quantization_config", "expert_dtype")  # fields that an unquantised model lacks
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' ways to run experts
 
 Prompts = list[list[int]]
@@ -155,7 +156,10 @@ def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
     config = ModelConfig.from_dict(checkpoint.config)
     source = WeightSource(checkpoint, weight_specs(config), ignored=ignored_prefixes(config))
     weights = ((spec.name, stored.dequantise(torch.float32)) for spec, stored in source)
-    write_plain_checkpoint(path, checkpoint.config, weights)
+    plain = {k: v for k, v in checkpoint.config.items() if k not in QUANTISED}
+    plain["torch_dtype"] = "float32"
+    specs = weight_specs(ModelConfig.from_dict(plain))
+    write_checkpoint(path, plain, weights, specs, plain_dtype=torch.float32)
 
 
 # --- Measuring ----------------------------------------------------------------------------------
