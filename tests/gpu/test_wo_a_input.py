@@ -7,7 +7,7 @@ import torch
 from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
-from finwhale.bench.packing import ready
+from finwhale.bench.ops import ready
 from finwhale.config import WoAInput
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.model import DeepseekV4

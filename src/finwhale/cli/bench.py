@@ -20,7 +20,7 @@ BENCHMARKS = {
     "serving": "load-test any OpenAI-compatible endpoint: throughput and latencies (bench extra)",
     "report": "turn records into one HTML file with plots and comparisons",
     "prefix": "measure the host's time to find a cached prefix",
-    "ops": "measure operators on a GPU, or compare them with their references",
+    "ops": "measure operators on a GPU, beside their floors",
     "collectives": "measure all-reduce and all-gather between the GPUs of this host",
 }
 
