@@ -131,7 +131,7 @@ def world() -> dist.ProcessGroup:
 # --- Implementations ------------------------------------------------------------------------------
 
 
-def all_reduces(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
+def all_reduces(ranks: Ranks) -> Iterator[Implementation]:
     yield Implementation("finwhale", ranks.collectives.all_reduce, exact=False)
     yield by_rows("finwhale", ranks.collectives)
     if ranks.device.type == "cpu":
@@ -144,7 +144,7 @@ def all_reduces(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
     yield Implementation("nccl", nccl, exact=False)
     yield by_rows("nccl", Nccl(ranks.rank, world()))
     if not isinstance(ranks.collectives, Nccl):
-        yield from _pushes(ranks, tune)
+        yield from _pushes(ranks)
         for name in ("one_shot_all_reduce", "two_shot_all_reduce_"):
             operator = getattr(torch.ops.symm_mem, name)
             call = functools.partial(_torch_call, operator, world().group_name)
@@ -171,34 +171,19 @@ def _symmetric_copy(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
+def _pushes(ranks: Ranks) -> Iterator[Implementation]:
     """Each algorithm at all sizes that fit its buffers."""
     one = PushSizes(one_shot=2**21, two_shot=2**21, bulk=2**16)
     two = PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)
     bulk = PushSizes(one_shot=0, two_shot=0, gather=4, nccl=2**62)
     yield push(ranks, "one shot", one)
-    yield push(ranks, "one shot, late", one, late=True)
     yield push(ranks, "two shots", two)
     yield push(ranks, "bulk", bulk)
-    if tune:
-        for block, warps in ((256, 1), (256, 2), (512, 4)):
-            shape = f"{block} words, {warps} warps"
-            yield push(ranks, f"one shot, {shape}", replace(one, block=block, warps=warps))
-            yield push(ranks, f"two shots, {shape}", replace(two, block=block, warps=warps))
-        shapes = {
-            f"{block} words, {warps} warps": replace(bulk, bulk_block=block, bulk_warps=warps)
-            for block, warps in ((1024, 4), (2048, 4), (4096, 16))
-        }
-        shapes |= {f"pieces of {n} MiB": replace(bulk, bulk=n * 2**20) for n in (8, 16)}
-        for shape, sizes in shapes.items():
-            yield push(ranks, f"bulk, {shape}", sizes)
-            yield by_rows(f"push bulk, {shape}", make_push(ranks, sizes))
 
 
-def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Implementation:
+def push(ranks: Ranks, name: str, sizes: PushSizes) -> Implementation:
     most = 2**62 if sizes.two_shot == 0 else sizes.two_shot
-    made = make_push(ranks, sizes, late=late)
-    return Implementation(f"push {name}", made.all_reduce, most)
+    return Implementation(f"push {name}", make_push(ranks, sizes).all_reduce, most)
 
 
 def make_push(
@@ -206,7 +191,6 @@ def make_push(
     sizes: PushSizes,
     *,
     fused: bool = False,
-    late: bool = False,
     seconds: float = WAIT_SECONDS,
 ) -> Any:
     """Push, with ordered sums unless `fused`: only without order has it a channel for mHC."""
@@ -218,7 +202,6 @@ def make_push(
         ranks.group,
         nccl,
         ordered=not fused,
-        late=late,
         sizes=sizes,
         timeout_seconds=seconds,
     )
@@ -286,7 +269,7 @@ def line_of(what: str, implementation: str, x: Tensor) -> Line:
 
 
 def measure_sums(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
-    for how in all_reduces(ranks, args.tune):
+    for how in all_reduces(ranks):
         for dtype, width, rows in itertools.product(args.dtypes, args.widths, args.rows):
             x = random_rows(ranks, rows, width, DTYPES[dtype])
             line = line_of("all_reduce", how.name, x)
@@ -597,7 +580,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
     add("--widths", type=int, nargs="+", default=[4096], help="values of a row")
     add("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages")
-    add("--tune", action="store_true", help="try other launches of the kernels")
     add("--no-sum", action="store_true", help="leave out the all-reduces")
     add("--no-gather", action="store_true", help="leave out the all-gathers")
     add("--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this")
