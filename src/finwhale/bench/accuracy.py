@@ -10,7 +10,6 @@ compute the same bits.
 import argparse
 import gc
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,7 +165,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         (BFLOAT16, one_rank),
         (TABLE, table),
     ):
-        start = time.perf_counter()
         engine = start_engine(
             EngineConfig(
                 wo_a_input=args.wo_a_input,
@@ -181,8 +179,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             None,
         )
         computed[name] = call_ranks_or_die(engine.executor, partial(compute, text, name != TRUTH))
-        if args.verbose:
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -257,5 +253,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--decodes", type=int, default=16, help="number of last tokens that are decoded one by one")
     names = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
     add_options(parser, EngineConfig, names)
-    add("--verbose", action="store_true", help="print how long each table takes")
     return parser

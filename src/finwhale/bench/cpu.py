@@ -8,12 +8,13 @@ is its forward and an argmax.
 
 import argparse
 import importlib
+import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,20 +45,12 @@ QUANTISED = ("quantization_config", "expert_dtype")  # fields that an unquantise
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' ways to run experts
 
 Prompts = list[list[int]]
-
-
-class Contender(Protocol):
-    """An engine to compare. `begin` prefills prompts; each step adds a token to every sequence."""
-
-    name: str
-
-    def begin(self, prompts: Prompts, steps: int) -> None: ...
-    def step(self) -> None: ...
-    def finish(self) -> list[list[int]]: ...
+# Milliseconds of each step, by contender.
+Times = dict[str, list[float]]
 
 
 class Finwhale:
-    """Finwhale's engine in float32."""
+    """Finwhale's engine in float32. `begin` prefills prompts; each step adds a token to all."""
 
     def __init__(
         self, path: Path, activations: Activations, longest: int, compile: bool = False
@@ -188,8 +181,7 @@ class Workload:
         return [list(map(int, row)) for row in ids.tolist()]
 
 
-Times = dict[str, list[float]]
-"""Milliseconds of each step, by contender."""
+Contender = Finwhale | Transformers
 
 
 def measure_decode(
@@ -200,7 +192,7 @@ def measure_decode(
     tokens: dict[str, list[list[int]]] = {c.name: [] for c in contenders}
     for round_ in range(work.rounds):
         prompts = work.prompts(batch, work.context, round_)
-        order = _rotated(contenders, round_)
+        order = random.Random(round_).sample(contenders, len(contenders))
         for contender in order:
             contender.begin(prompts, work.steps)
         for _ in range(work.steps // TURN):
@@ -218,16 +210,11 @@ def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
     times: Times = {c.name: [] for c in contenders}
     for round_ in range(work.rounds):
         prompts = work.prompts(1, work.prefill, round_)
-        for contender in _rotated(contenders, round_):
+        for contender in random.Random(round_).sample(contenders, len(contenders)):
             prefill = partial(contender.begin, prompts, 0)
             times[contender.name].append(1e3 * seconds_of(prefill))
             contender.finish()
     return times
-
-
-def _rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
-    by %= len(contenders)
-    return [*contenders[by:], *contenders[:by]]
 
 
 def fastest_transformers(model: Any, work: Workload, batch: int) -> Transformers:
@@ -295,12 +282,6 @@ def report(
     return {"what": what, "floor_ms": round(floor, 3), "engines": rows}
 
 
-def agreement(tokens: dict[str, list[list[int]]], name: str, other: str) -> float:
-    """The share of sequences in which two contenders chose all the same tokens."""
-    same = [a == b for a, b in zip(tokens[name], tokens[other], strict=True)]
-    return sum(same) / len(same)
-
-
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     checkpoint = Checkpoint.open(checkpoint_directory(args.path))
@@ -328,10 +309,13 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         times, tokens = measure_decode([best, exact, trained, *compiled], work, batch)
         what = f"decode, batch {batch}, context {work.context}"
         result = report(what, times, batch, floor_ms(config, batch, batch), console)
-        result["same_tokens"] = agreement(tokens, exact.name, best.name)
-        console.print(f"the same {work.steps + 1} tokens: {result['same_tokens']:.0%} of sequences")
-        if compiled:
-            result["same_tokens_compiled"] = agreement(tokens, compiled[0].name, exact.name)
+        same = [
+            [a == b for a, b in zip(tokens[exact.name], tokens[one.name], strict=True)]
+            for one in (best, *compiled[:1])
+        ]
+        shares = [sum(one) / len(one) for one in same]
+        result |= dict(zip(("same_tokens", "same_tokens_compiled"), shares, strict=False))
+        console.print(f"the same {work.steps + 1} tokens: {shares[0]:.0%} of sequences")
         results.append(result)
     if work.prefill:
         best = Transformers(model, "eager", torch.get_num_threads())

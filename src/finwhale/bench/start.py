@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def starts(args: argparse.Namespace, argv: Sequence[str], console: Console) -> list[dict[str, Any]]:
+def starts(args: argparse.Namespace, argv: Sequence[str]) -> list[dict[str, Any]]:
     """Measure a cold start, then warm starts, each in its own process."""
     results = []
     with tempfile.TemporaryDirectory(prefix="finwhale-start-") as directory:
@@ -73,8 +73,6 @@ def starts(args: argparse.Namespace, argv: Sequence[str], console: Console) -> l
                 raise SystemExit(f"the {kind} start ended with exit code {done.returncode}")
             found = json.loads(lines[-1].removeprefix(REPORT))
             results.append({"start": kind, "process_s": round(wall, 2), **found})
-            if args.verbose:
-                console.print(results[-1])
     return results
 
 
@@ -101,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     console = new_console(160)
     record = stamp("start", argv, ("torch",))
-    results = starts(args, [a for a in argv if a != "--verbose"], console)
+    results = starts(args, argv)
     show(console, results)
     shared = ("config", "layers", "tensor_parallel_size")
     record |= {name: results[0][name] for name in shared}
@@ -117,5 +115,4 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--warm", type=int, default=2, help="number of warm starts after the cold one")
     add("--one", action="store_true", help="start once in this process and print JSON")
-    add("--verbose", action="store_true", help="print each result as soon as it is known")
     return parser
