@@ -14,9 +14,8 @@ from torch import Tensor
 
 from finwhale import LLM, EngineDeadError
 from finwhale.bench import accuracy, drafting, load, offline
-from finwhale.bench.engine import measured
+from finwhale.bench.engine import call_ranks_or_die, measured
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.models.deepseek_v4.config import ModelConfig

@@ -21,11 +21,11 @@ from tests.support.stepping import Stepper
 
 from finwhale import SamplingParams
 from finwhale.bench import accuracy
+from finwhale.bench.engine import call_ranks_or_die
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.devices import fewest_ranks
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from finwhale.bench.arguments import add_sizes, new_parser
+from finwhale.bench.engine import call_ranks_or_die
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp
 from finwhale.bench.stepping import Stepper
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.devices import parse_device
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.models.deepseek_v4.config import ModelConfig

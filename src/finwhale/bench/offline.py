@@ -28,7 +28,7 @@ from rich.console import Console
 
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.engine import measured, memory, open_engine, source
+from finwhale.bench.engine import call_ranks_or_die, measured, memory, open_engine, source
 from finwhale.bench.floors import DecodeBytes, read_ms
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
@@ -37,7 +37,6 @@ from finwhale.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.errors import FinwhaleError
