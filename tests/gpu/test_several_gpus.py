@@ -55,6 +55,11 @@ PARAMS = [
 ]
 
 
+def test_a_rank_that_makes_no_call_is_named() -> None:
+    """By every kernel that waits for it, after about a second."""
+    subprocess.run([sys.executable, "-m", "tests.gpu.lost_rank"], cwd=ROOT, check=True)
+
+
 def new_engine(
     size: int, draft_tokens: int = 0, device: str | None = None, whole_attention: bool = False
 ) -> Engine:
