@@ -282,6 +282,12 @@ def report(
     return {"what": what, "floor_ms": round(floor, 3), "engines": rows}
 
 
+def same_share(tokens: dict[str, list[list[int]]], name: str, other: str) -> float:
+    """The share of sequences in which two contenders chose all the same tokens."""
+    same = [a == b for a, b in zip(tokens[name], tokens[other], strict=True)]
+    return sum(same) / len(same)
+
+
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     checkpoint = Checkpoint.open(checkpoint_directory(args.path))
@@ -309,13 +315,10 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         times, tokens = measure_decode([best, exact, trained, *compiled], work, batch)
         what = f"decode, batch {batch}, context {work.context}"
         result = report(what, times, batch, floor_ms(config, batch, batch), console)
-        same = [
-            [a == b for a, b in zip(tokens[exact.name], tokens[one.name], strict=True)]
-            for one in (best, *compiled[:1])
-        ]
-        shares = [sum(one) / len(one) for one in same]
-        result |= dict(zip(("same_tokens", "same_tokens_compiled"), shares, strict=False))
-        console.print(f"the same {work.steps + 1} tokens: {shares[0]:.0%} of sequences")
+        result["same_tokens"] = same_share(tokens, exact.name, best.name)
+        console.print(f"the same {work.steps + 1} tokens: {result['same_tokens']:.0%} of sequences")
+        if compiled:
+            result["same_tokens_compiled"] = same_share(tokens, compiled[0].name, exact.name)
         results.append(result)
     if work.prefill:
         best = Transformers(model, "eager", torch.get_num_threads())
