@@ -17,7 +17,7 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop import weight_updates
 from finwhale.engine.rank.staged_weights import StagedWeights
 from finwhale.errors import FinwhaleError
-from finwhale.server.rollout_control import RolloutControl
+from finwhale.server.link.rollout_control import RolloutControl
 
 from .rollouts import Asked, info_of, leave, send
 from .running import RunningServer
