@@ -50,10 +50,14 @@ Times = dict[str, list[float]]
 
 
 class Finwhale:
-    """Finwhale's engine in float32. `begin` prefills prompts; each step adds a token to all."""
+    """Finwhale's engine in float32. `begin` prefills prompts; each step adds a token to all.
+
+    Args:
+        prompts: the largest number of prompts, and their largest number of tokens.
+    """
 
     def __init__(
-        self, path: Path, activations: Activations, longest: int, compile: bool = False
+        self, path: Path, activations: Activations, prompts: tuple[int, int], compile: bool = False
     ) -> None:
         self.name = f"finwhale {activations}{' compiled' if compile else ''}"
         self._llm = LLM(
@@ -61,8 +65,8 @@ class Finwhale:
             device="cpu",
             dtype="float32",
             activations=activations,
-            max_num_seqs=max(BATCHES),
-            max_num_batched_tokens=longest * max(BATCHES),
+            max_num_seqs=prompts[0],
+            max_num_batched_tokens=prompts[0] * prompts[1],
             compile=compile,
             generation_config="none",
         )
@@ -303,12 +307,13 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="finwhale-cpu-") as directory:
         write_plain_twin(checkpoint, Path(directory) / "plain")
         model = load_transformers(Path(directory) / "plain")
-    exact = Finwhale(checkpoint.path, "exact", longest)
-    trained = Finwhale(checkpoint.path, "as-trained", longest)
+    prompts = max(args.batches), longest
+    exact = Finwhale(checkpoint.path, "exact", prompts)
+    trained = Finwhale(checkpoint.path, "as-trained", prompts)
     compiled = []
     if args.compile:
         modes: tuple[Activations, ...] = ("exact", "as-trained")
-        compiled = [Finwhale(checkpoint.path, mode, longest, compile=True) for mode in modes]
+        compiled = [Finwhale(checkpoint.path, mode, prompts, compile=True) for mode in modes]
     results = []
     for batch in args.batches:
         best = fastest_transformers(model, work, batch)
