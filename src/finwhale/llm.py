@@ -55,7 +55,7 @@ from finwhale.request import (
     SamplingParams,
 )
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping as in vLLM: see `_plain`
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
 
@@ -234,14 +234,16 @@ class LoadedModel:
         try:
             return self._job(prompt, params)
         except RequestError as error:
-            text, token_ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+            plain = _plain(prompt)
+            text, token_ids = (plain, []) if isinstance(plain, str) else (None, list(plain))
             return self._error_result(error, text, token_ids)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         """Prepare one prompt. Raises RequestError."""
         params = params.with_defaults(self._defaults)
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        plain = _plain(prompt)
+        text = plain if isinstance(plain, str) else None
+        token_ids = self.encode(plain) if isinstance(plain, str) else plain
         return Job(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
 
     def _prepared_chats(
@@ -405,7 +407,8 @@ class LLM(LoadedModel):
         """Continues each prompt. Returns one result for each prompt, in order.
 
         Args:
-            prompts: texts or lists of token ids; a single prompt needs no list around it. The
+            prompts: texts, lists of token ids, or mappings such as {"prompt_token_ids": [...]}; a
+                single prompt needs no list around it. The
                 engine adds the beginning-of-sequence token before a text, but not before token ids.
             sampling_params: one for all prompts, or a list with one for each.
             show_progress: show a progress bar, if standard error is a terminal.
@@ -699,8 +702,8 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | Mapping):
+        return [_plain(prompts)]
     if not _is_list(prompts):
         raise RequestError(
             f"prompts must be a text, a list of token ids or a list of these, got "
@@ -709,12 +712,30 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
+    items = [_plain(item) if isinstance(item, Mapping) else item for item in items]
     for i, item in enumerate(items):
         if not (isinstance(item, str) or _is_list(item)):
             raise RequestError(
                 f"prompt {i} must be a text or a list of token ids, got {type(item).__name__}"
             )
     return items  # type: ignore[return-value]
+
+
+def _plain(prompt: Prompt) -> str | Sequence[int]:
+    """A prompt's text or ids. A mapping has one of them: `prompt` or `prompt_token_ids`.
+
+    Raises:
+        RequestError: a mapping has other keys.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        raise RequestError(
+            'a prompt that is a mapping has one key, "prompt" or "prompt_token_ids", got '
+            f"{sorted(map(str, prompt))}"
+        )
+    (found,) = prompt.values()
+    return found  # type: ignore[no-any-return]
 
 
 def _is_list(value: object) -> bool:

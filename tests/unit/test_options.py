@@ -316,9 +316,9 @@ def test_a_value_that_cannot_be_read(arguments: list[str], wanted: str, capsys: 
     ("options", "wanted"),
     [
         ({"reference": 1}, "reference must be True or False, got 1"),
-        ({"dtype": "float16"}, 'dtype must be "float32" or "bfloat16", got \'float16\''),
+        ({"dtype": "float16"}, 'dtype must be "float32" or "bfloat16" or None, got \'float16\''),
         ({"max_num_seqs": True}, "max_num_seqs must be an integer, got True"),
-        ({"draft_tokens": 1.0}, 'draft_tokens must be 0 to 7 or "auto", got 1.0'),
+        ({"draft_tokens": 1.0}, 'draft_tokens must be an integer or "auto", got 1.0'),
     ],
 )
 def test_a_value_of_a_wrong_type(options: dict[str, Any], wanted: str) -> None:
