@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
 from finwhale.checkpoint.loading import WeightSource
@@ -24,7 +25,6 @@ from finwhale.engine.rank.memory import tensor_bytes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 Capture = pytest.CaptureFixture[str]
