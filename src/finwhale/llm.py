@@ -58,7 +58,7 @@ BAR_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedPrompt:
     """A prompt that is ready for the engine.
 
     Attributes:
@@ -218,7 +218,7 @@ class LoadedModel:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> Iterator[Job | RequestOutput]:
+    ) -> Iterator[PreparedPrompt | RequestOutput]:
         """Prepare the prompts of `generate` lazily. A prompt that cannot be served gives its
         finished result.
         """
@@ -226,7 +226,7 @@ class LoadedModel:
         params = _as_params(sampling_params, len(listed))
         return (self._prepare(prompt, one) for prompt, one in zip(listed, params, strict=True))
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Job | RequestOutput:
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt | RequestOutput:
         try:
             return self._job(prompt, params)
         except RequestError as error:
@@ -234,13 +234,13 @@ class LoadedModel:
             text, token_ids = (plain, []) if isinstance(plain, str) else (None, list(plain))
             return self._error_result(error, text, token_ids)
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """Prepare one prompt. Raises RequestError."""
         params = params.with_defaults(self._defaults)
         plain = _plain(prompt)
         text = plain if isinstance(plain, str) else None
         token_ids = self.encode(plain) if isinstance(plain, str) else plain
-        return Job(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
+        return PreparedPrompt(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
 
     def _prepared_chats(
         self,
@@ -248,7 +248,7 @@ class LoadedModel:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         thinking: bool,
         tools: Sequence[Mapping[str, Any]],
-    ) -> Iterator[Job | RequestOutput]:
+    ) -> Iterator[PreparedPrompt | RequestOutput]:
         """Prepare the conversations of `chat`, as `_prepared` prepares prompts."""
         several = _as_conversations(messages)
         params = _as_params(sampling_params, len(several))
@@ -273,7 +273,7 @@ class LoadedModel:
         options: ChatOptions,
         of_tools: Callable[[], Matcher | None],
         alone: bool,
-    ) -> Job | RequestOutput:
+    ) -> PreparedPrompt | RequestOutput:
         prompt: ChatPrompt | None = None
         params = params.with_defaults(self._defaults)
         try:
@@ -291,9 +291,11 @@ class LoadedModel:
         stop = tuple(params.stop)
         if options.tools:
             params = replace(params, stop=())
-        return Job(prompt.token_ids, params, prompt.text, matcher, stop_after, prompt, stop, alone)
+        return PreparedPrompt(
+            prompt.token_ids, params, prompt.text, matcher, stop_after, prompt, stop, alone
+        )
 
-    def _parse_answer(self, job: Job, result: RequestOutput) -> None:
+    def _parse_answer(self, job: PreparedPrompt, result: RequestOutput) -> None:
         """Fill `message` of the outputs, if the job is a chat.
 
         With tools, also cut the outputs at their stop strings, which the engine has not looked for.
@@ -317,7 +319,7 @@ class LoadedModel:
                 output.finish_reason = "length"
             output.message = parser.message()
 
-    def _cut(self, output: CompletionOutput, job: Job, parser: OutputParser) -> None:
+    def _cut(self, output: CompletionOutput, job: PreparedPrompt, parser: OutputParser) -> None:
         """End an output with the token at which its parser has found a stop string."""
         num_tokens = parser.num_tokens
         del output.token_ids[num_tokens:]
@@ -332,7 +334,7 @@ class LoadedModel:
         output.text = text[: end if job.params.include_stop_str_in_output else begin]
         output.finish_reason, output.stop_reason = "stop", stop
 
-    def _refused(self, error: RequestError, job: Job) -> RequestOutput:
+    def _refused(self, error: RequestError, job: PreparedPrompt) -> RequestOutput:
         """The finished result of a prompt that the engine refuses; a single chat raises."""
         if job.raises:
             raise error
@@ -350,7 +352,7 @@ class LoadedModel:
         return str(next(self._ids))
 
 
-def add_job(engine: Engine, request_id: str, job: Job) -> RequestOutput:
+def add_job(engine: Engine, request_id: str, job: PreparedPrompt) -> RequestOutput:
     """Begin a job on an engine. Raises RequestError, EngineDeadError."""
     return engine.add_request(
         request_id, job.token_ids, job.params, job.text, job.stop_after, matcher=job.matcher
@@ -585,10 +587,12 @@ class LLM(LoadedModel):
         """Allocates memory again after `sleep`. The engine continues when it has all of it."""
         self._engine.wake(tags)
 
-    def _run(self, jobs: Iterable[Job | RequestOutput], show_progress: bool) -> list[RequestOutput]:
+    def _run(
+        self, jobs: Iterable[PreparedPrompt | RequestOutput], show_progress: bool
+    ) -> list[RequestOutput]:
         """Begins the requests and runs them to their ends. An exception aborts all of them."""
         engine = self._engine
-        begun: list[tuple[Job | None, RequestOutput]] = []
+        begun: list[tuple[PreparedPrompt | None, RequestOutput]] = []
         ids: list[str] = []
         try:
             for job in jobs:
@@ -609,7 +613,9 @@ class LLM(LoadedModel):
                 self._parse_answer(accepted, result)
         return [result for _, result in begun]
 
-    def _begin(self, engine: Engine, request_id: str, job: Job) -> tuple[Job | None, RequestOutput]:
+    def _begin(
+        self, engine: Engine, request_id: str, job: PreparedPrompt
+    ) -> tuple[PreparedPrompt | None, RequestOutput]:
         try:
             return job, add_job(engine, request_id, job)
         except RequestError as error:
