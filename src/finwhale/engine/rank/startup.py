@@ -384,10 +384,6 @@ class _Start:
         packed = self.capabilities.packed_cache
         arena = self.arenas.get("cache")
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed, arena)
-        if self.config.draft_tokens == "auto":
-            # "auto" skips the draft head where drafting does not pay. A later draft may then read
-            # rows that were never written, so these must be finite.
-            cache.pages["window"].zero_()
         runner = ModelRunner(
             platform=self.platform,
             device=self.device,

@@ -188,13 +188,8 @@ class DeepseekV4:
         self.draft_context.write(features, inputs, cache)
         return streams
 
-    @property
-    def writes_draft_context(self) -> bool:
-        """See protocol.Model."""
-        return self.draft_context is not None
-
     def forward_with_logits(
-        self, inputs: StepInputs, cache: PagedCache, segments: Segments, for_drafts: bool = True
+        self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
         """See protocol.Model.
 
@@ -202,9 +197,6 @@ class DeepseekV4:
         context beside the LM head.
         """
         context = self.draft_context
-        if context is not None and not for_drafts:
-            streams = self.run_layers(self.layers, self._embedded(inputs), inputs, cache, segments)
-            return self.compute_logits(streams), streams
         if context is None or self.links.divides_tokens(len(inputs.token_ids)):
             streams = self(inputs, cache, segments)
             return self.compute_logits(streams), streams
