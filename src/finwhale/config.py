@@ -43,9 +43,9 @@ class EngineConfig:
     )
     whole_attention: bool | None = option(
         None,
-        "let each of several ranks hold attention's weights whole, besides its part: it then "
-        "attends to its share of the tokens of a large step, which makes prefill faster and takes "
-        "memory from the cache. Not with --batch-invariant",
+        "in large steps, divide attention among the ranks by tokens instead of heads: prefill is "
+        "faster, and each rank keeps all of attention's weights, which takes memory from the "
+        "cache. Not with --batch-invariant",
         unset="if they take at most a 24th of the GPU's memory",
     )
     distributed_executor: DistributedExecutor = option(
@@ -78,7 +78,7 @@ class EngineConfig:
         "auto",
         "auto takes temperature, top_p, top_k, min_p and repetition_penalty from the checkpoint's "
         "generation_config.json where a request leaves them out; none ignores these values. Its "
-        "end tokens always hold",
+        "end tokens always apply",
     )
     reference: bool = option(
         False, "run the plain torch definitions of the operators instead of the platform's kernels"
@@ -166,9 +166,9 @@ class EngineConfig:
     )
     tool_grammar: ToolGrammarMode = option(
         "off",
-        "what holds tool calls of the server and of LLM.chat to their tools' schemas if the "
-        "request does not ask for that: auto, a grammar that leaves text free until a call begins; "
-        "off, nothing",
+        "hold tool calls of the server and of LLM.chat to their tools' schemas, even if the "
+        "request does not ask for that: auto uses a grammar that leaves text free until a call "
+        "begins",
     )
     watchdog_seconds: float | None = option(
         None,

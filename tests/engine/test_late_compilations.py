@@ -6,7 +6,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import warm_up
 from finwhale.engine.rank.executor import local_executor
-from finwhale.server.metrics import engine_families
+from finwhale.server.observe.metrics import engine_families
 
 
 class Builds:

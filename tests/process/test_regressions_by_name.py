@@ -193,7 +193,7 @@ MODULES = (
     "finwhale.llm",
     "finwhale.engine.loop.engine",
     "finwhale.compiled",
-    "finwhale.server.worker",
+    "finwhale.server.link.worker",
     "finwhale.cli.main",
     "finwhale.cli.serve",
     "finwhale.ops.tables.optional",

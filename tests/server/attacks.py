@@ -10,16 +10,17 @@ import contextlib
 import http.client
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,6 @@ class Target:
         return {
             pid: count * os.sysconf("SC_PAGESIZE") for pid, count in zip(pids, pages, strict=True)
         }
-
-    def loop_seconds(self) -> float:
-        """The CPU time of the server's event loop, which is its main thread."""
-        pid = self.process.pid
-        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -426,52 +421,60 @@ class Honest:
     """The errors and delays that an honest client has seen.
 
     Attributes:
-        longest_s: the longest time of a request, and which.
-        longest_loop_s: the longest CPU time of the event loop during a request, if it is not longer
-            than the request itself. Other programs on the machine do not change it.
+        longest_s: the longest time of a request to each path.
+        longest_loop_s: the longest CPU time of the event loop during a request to each path, if it
+            is not longer than the request itself. Other programs on the machine do not change it.
         failures: answers other than 200.
     """
 
     count: int = 0
-    longest_s: tuple[float, str] = (0.0, "")
-    longest_loop_s: tuple[float, str] = (0.0, "")
+    longest_s: dict[str, float] = field(default_factory=dict)
+    longest_loop_s: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
 
 @contextmanager
 def honest_client(target: Target) -> Iterator[Honest]:
-    """Sends small requests one after the other until the block ends."""
-    seen, stop = Honest(), threading.Event()
+    """Sends small requests one after the other until the block ends, from a process of its own."""
+    seen, context = Honest(), multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    client = context.Process(target=_be_honest, args=(target.port, target.process.pid, theirs))
+    client.start()
+    theirs.close()
+    assert ours.poll(120), "the honest client does not start"
+    ours.recv()
+    try:
+        yield seen
+    finally:
+        ours.send("stop")
+        vars(seen).update(vars(ours.recv()))
+        client.join()
+
+
+def _be_honest(port: int, pid: int, pipe: Connection) -> None:
     requests: Sequence[tuple[str, str, bytes | None]] = (
         ("POST", COMPLETIONS, completion(prompt="Once")),
         ("GET", "/health/ready", None),
         ("POST", TOKENIZE, json.dumps({"prompt": "Once upon a time"}).encode()),
         ("POST", CHAT, chat("Hello")),
     )
-
-    def work() -> None:
-        while not stop.is_set():
-            for method, path, body in requests:
-                begin, loop = time.monotonic(), target.loop_seconds()
-                try:
-                    status, answer = ask(target.port, method, path, body)
-                    if status != 200:
-                        seen.failures.append(f"{path}: {status} {answer[:200]!r}")
-                except OSError as error:
-                    seen.failures.append(f"{path}: {error!r}")
-                spent = time.monotonic() - begin
-                seen.longest_s = max(seen.longest_s, (spent, path))
-                loop = min(spent, target.loop_seconds() - loop)
-                seen.longest_loop_s = max(seen.longest_loop_s, (loop, path))
-                seen.count += 1
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        stop.set()
-        thread.join()
+    seen = Honest()
+    pipe.send("started")
+    while not seen.count or not pipe.poll():
+        for method, path, body in requests:
+            begin, loop = time.monotonic(), main_thread_seconds(pid)
+            try:
+                status, answer = ask(port, method, path, body)
+                if status != 200:
+                    seen.failures.append(f"{path}: {status} {answer[:200]!r}")
+            except OSError as error:
+                seen.failures.append(f"{path}: {error!r}")
+            spent = time.monotonic() - begin
+            loop = min(spent, main_thread_seconds(pid) - loop)
+            seen.longest_s[path] = max(seen.longest_s.get(path, 0), spent)
+            seen.longest_loop_s[path] = max(seen.longest_loop_s.get(path, 0), loop)
+            seen.count += 1
+    pipe.send(seen)
 
 
 async def run(target: Target, attackers: int, seconds: float, seed: int = 0) -> None:
@@ -487,6 +490,12 @@ async def run(target: Target, attackers: int, seconds: float, seed: int = 0) -> 
             await attack(target)
 
     await asyncio.gather(*(attacker() for _ in range(attackers)))
+
+
+def main_thread_seconds(pid: int) -> float:
+    """The CPU time of a process's main thread. In the server, that is the event loop."""
+    fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _children(pid: int) -> list[int]:

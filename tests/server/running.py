@@ -10,12 +10,12 @@ import openai
 
 from finwhale.engine.loop.engine import Engine
 from finwhale.server.batch.store import open_store
-from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
-from finwhale.server.listening import listen, tls_context, url_of
+from finwhale.server.edge.listening import listen, tls_context, url_of
+from finwhale.server.link.client import EngineClient
+from finwhale.server.link.worker import EngineLoop
 from finwhale.server.run import Server, open_traces
 from finwhale.server.state import ServerState
-from finwhale.server.worker import EngineLoop
 
 MODEL = "demo"
 
@@ -33,11 +33,11 @@ class RunningServer:
         self.client = EngineClient(ours)
         self.state = ServerState(config, self.client, engine.tokenizer, "april")
         self.state.traces = open_traces(config)
-        self.state.store = open_store(config)
         self._listener = listen(config)
         self.url = url_of(self._listener, config)
         self.tls = tls_context(config)
-        self._server = Server(self.state, tls=self.tls)
+        self.store = open_store(config)
+        self._server = Server(self.state, store=self.store, tls=self.tls)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()

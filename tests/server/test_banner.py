@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from finwhale.server import logs
 from finwhale.server.banner import banner
-from finwhale.server.wire import Ready
+from finwhale.server.link.wire import Ready
+from finwhale.server.observe import logs
 
 from .running import RunningServer
 

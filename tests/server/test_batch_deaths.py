@@ -16,7 +16,7 @@ from finwhale.server.batch import runner
 from finwhale.server.batch.attempts import Attempts
 from finwhale.server.batch.lines import Line, RawLine, scan
 from finwhale.server.batch.results import ResultFile, error_of
-from finwhale.server.batch.room import Room
+from finwhale.server.edge.room import Room
 
 from .attacks import MODEL as SERVED
 from .attacks import Target

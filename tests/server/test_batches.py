@@ -15,9 +15,9 @@ import torch
 
 from finwhale import LLM
 from finwhale.errors import FinwhaleError
-from finwhale.server.batch.room import Room
 from finwhale.server.batch.runner import Job, run
 from finwhale.server.batch.store import Batch, Owner, Store
+from finwhale.server.edge.room import Room
 
 from .running import MODEL, RunningServer, check_idle
 from .test_limits import request
@@ -243,7 +243,7 @@ def test_a_full_disk_stops_no_other_batch(
     running: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = running()
-    client, store = server.openai(), server.state.store
+    client, store = server.openai(), server.store
     assert store is not None
     save = Owner.save
     failures: list[Job] = []

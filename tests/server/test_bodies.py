@@ -12,11 +12,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from finwhale.chat.known_fields import FieldError, check_fields
-from finwhale.server.bodies import SMALL_BYTES, Budget, count_outside_strings
-from finwhale.server.body_route import _PROTOCOLS
+from finwhale.server.edge.bodies import SMALL_BYTES, Budget, count_outside_strings
 from finwhale.server.errors import ApiError
-from finwhale.server.known_fields import shape_of
-from finwhale.server.schemas import CompletionBody
+from finwhale.server.protocols.body_route import _PROTOCOLS
+from finwhale.server.protocols.known_fields import shape_of
+from finwhale.server.protocols.schemas import CompletionBody
 
 from .running import MODEL, RunningServer
 from .test_limits import request, wait_until
@@ -51,9 +51,11 @@ def test_structures_are_counted_outside_strings() -> None:
 @pytest.mark.parametrize("kind", [*_PROTOCOLS, CompletionBody], ids=lambda kind: kind.__name__)
 def test_a_list_of_wrong_values_has_few_errors(kind: type[BaseModel]) -> None:
     """Each error costs the event loop 4 us, and a body may have 100,000 values."""
-    count = 9999
+    items = range(9999)
+    wrong: list[Any] = [[1 for _ in items], ["x" for _ in items], [{} for _ in items]]
+    wrong.append({str(i): [] for i in items})
     for name in kind.model_fields:
-        for junk in ([1] * count, ["x"] * count, [{}] * count, {str(i): [] for i in range(count)}):
+        for junk in wrong:
             try:
                 check_fields(shape_of(kind), {name: junk})
                 kind.model_validate({name: junk})

@@ -12,10 +12,20 @@ import pytest
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
-from finwhale.server.client import EngineClient
-from finwhale.server.grammar_check import GrammarChecker
+from finwhale.server.grammars.check import GrammarChecker
+from finwhale.server.link.client import EngineClient
+from finwhale.server.link.wire import (
+    Abort,
+    Accepted,
+    Add,
+    Delta,
+    Failed,
+    Ready,
+    Refused,
+    Step,
+    Stop,
+)
 from finwhale.server.run import end_processes
-from finwhale.server.wire import Abort, Accepted, Add, Delta, Failed, Ready, Refused, Step, Stop
 
 READY = Ready(max_model_len=100, max_num_seqs=4, vocab_size=50, bos_token_id=0)
 
@@ -143,7 +153,7 @@ def test_an_engine_that_is_not_ready_is_killed() -> None:
 
 
 def test_a_second_signal_kills_processes_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finwhale.server.grammar_check.CLOSE_S", 3600)
+    monkeypatch.setattr("finwhale.server.grammars.check.CLOSE_S", 3600)
 
     async def run() -> None:
         ours, theirs = Pipe()

@@ -15,7 +15,7 @@ from finwhale.chat.grammar_limits import GrammarError
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import QueueFullError
 from finwhale.request import Guide
-from finwhale.server.grammar_check import GrammarChecker
+from finwhale.server.grammars.check import GrammarChecker
 
 from .hostile import TOO_EXPENSIVE, chained_definitions, chained_rules, expensive_schema
 

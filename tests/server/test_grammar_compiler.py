@@ -12,9 +12,9 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import QueueFullError
 from finwhale.request import SamplingParams
-from finwhale.server import grammar_compiler
-from finwhale.server.grammar_compiler import GrammarCompiler
-from finwhale.server.wire import Add
+from finwhale.server.link import grammar_compiler
+from finwhale.server.link.grammar_compiler import GrammarCompiler
+from finwhale.server.link.wire import Add
 
 MIB = 1 << 20
 

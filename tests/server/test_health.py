@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from finwhale.server import health
+from finwhale.server.api import health
 
 from .attacks import ask
 from .running import RunningServer

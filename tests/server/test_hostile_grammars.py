@@ -20,8 +20,8 @@ import openai
 import pytest
 
 from finwhale.chat import grammar
-from finwhale.server import grammar_compiler
-from finwhale.server.shares import Shares
+from finwhale.server.edge.shares import Shares
+from finwhale.server.link import grammar_compiler
 
 from .hostile import (
     EXPENSIVE,

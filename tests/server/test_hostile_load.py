@@ -11,10 +11,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from .attacks import Target, ask, completion, honest_client, run
+from .attacks import TOKENIZE, Target, ask, completion, honest_client, run
 from .test_limits import wait_until
 
-MAX_DELAY_S = 1.0
+# CPU time of the event loop that an honest client waits for.
+MAX_LOOP_S = 1.0
+# On the clock, beside eight attackers: of requests that the event loop answers alone, and of those
+# that wait for steps of the engine, which the attackers' sequences share.
+MAX_ANSWER_S, MAX_TOKEN_S = 1.5, 5.0
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +46,14 @@ def test_no_attack_delays_an_honest_client(target: Target) -> None:
         with honest_client(target) as seen:
             asyncio.run(run(target, attackers=8, seconds=seconds * 3 / 4))
         print(f"{seen}, resident bytes {before}, then {target.resident_bytes()}")
-        assert seen.longest_s[0] < MAX_DELAY_S, seen
+        assert all(seen.longest_s[path] < MAX_ANSWER_S for path in (TOKENIZE, "/health/ready")), (
+            seen
+        )
+        assert max(seen.longest_s.values()) < MAX_TOKEN_S, seen
         wait_until(lambda: all(n < before[p] * 1.1 for p, n in target.resident_bytes().items()))
     assert not seen.failures, seen.failures[:3]
     assert seen.count > 4
-    assert seen.longest_loop_s[0] < MAX_DELAY_S, seen
+    assert max(seen.longest_loop_s.values()) < MAX_LOOP_S, seen
     assert target.process.poll() is None and target.health("ready") == 200
     lines = len(target.log.read_text().splitlines())
     assert seconds or lines < 2000 + seen.count

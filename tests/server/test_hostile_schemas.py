@@ -123,7 +123,8 @@ def every_way(schema: Fields) -> dict[str, tuple[str, Fields]]:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     directory = tmp_path_factory.mktemp("schemas")
-    made = Target(directory / "log", "--batch-dir", str(directory / "batches"))
+    offered = ("--batch-dir", str(directory / "batches"), "--max-files", "100000")
+    made = Target(directory / "log", *offered)
     yield made
     made.close()
 
@@ -156,8 +157,6 @@ def test_no_schema_ends_the_server(
             allowed = status in (200, 400, 413, 429) or b"generation_failed" in answer
             assert allowed and target.process.poll() is None, (way, status, answer[:300])
         batch(target, schema)
-        while not seen.count:
-            time.sleep(0.01)
     assert not seen.failures, seen.failures[:3]
     function = {"name": "f", "parameters": schema}
     with contextlib.suppress(RequestError):
@@ -186,6 +185,7 @@ def batch(target: Target, schema: Fields) -> None:
     connection.request("POST", "/v1/files", parts.encode(), kind)
     file = json.loads(connection.getresponse().read())
     connection.close()
+    assert "id" in file, file
     body = {"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
     status, answer = ask(target.port, "POST", "/v1/batches", json.dumps(body).encode())
     made = json.loads(answer)

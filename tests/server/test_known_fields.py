@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from finwhale.chat.known_fields import MAX_NAMED, check_fields
-from finwhale.server import known_fields
-from finwhale.server.schemas import ChatBody
+from finwhale.server.protocols import known_fields
+from finwhale.server.protocols.schemas import ChatBody
 
 from .running import MODEL, RunningServer
 from .test_limits import request

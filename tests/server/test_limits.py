@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from finwhale import LLM
-from finwhale.server.bodies import parse_body
+from finwhale.server.edge.bodies import parse_body
 from finwhale.server.errors import ApiError
 
 from .running import MODEL, RunningServer

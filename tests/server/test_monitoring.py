@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from finwhale import LLM
 from finwhale.engine.loop.metrics import PageUse
 from finwhale.engine.plan.executor import RankTimes
-from finwhale.server import health
-from finwhale.server.bodies import Budget
-from finwhale.server.logs import RequestLog
-from finwhale.server.metrics import Metrics, engine_families, resident_bytes
-from finwhale.server.wire import Delta
+from finwhale.server.api import health
+from finwhale.server.edge.bodies import Budget
+from finwhale.server.link.wire import Delta
+from finwhale.server.observe.logs import RequestLog
+from finwhale.server.observe.metrics import Metrics, engine_families, resident_bytes
 
 from .running import MODEL, RunningServer
 from .test_limits import request, wait_until

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from finwhale import LLM, RequestOutput, SamplingParams
-from finwhale.server.worker import _Sent
+from finwhale.server.link.worker import _Sent
 
 from .running import MODEL, RunningServer
 

@@ -10,7 +10,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 import finwhale.server
-from finwhale.server.page import PAGE_PATH, PageFiles, page_response
+from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
 
 WEB = Path(finwhale.server.__file__).parent / "web"
 VENDOR = WEB / "vendor"

@@ -8,7 +8,7 @@ import pytest
 
 from finwhale.chat.grammar import json_guide, lark_guide, regex_guide
 from finwhale.chat.grammar_limits import GrammarError
-from finwhale.server.grammar_check import GrammarChecker
+from finwhale.server.grammars.check import GrammarChecker
 
 from .hostile import chained_definitions, many_properties
 from .test_grammar_check import Counts

@@ -12,8 +12,8 @@ from finwhale.chat.history import readable
 from finwhale.chat.template import ChatOptions, ChatTemplate, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
-from finwhale.server.chat_requests import plain_fields
-from finwhale.server.schemas import ChatBody, ResponsesBody
+from finwhale.server.protocols.chat_requests import plain_fields
+from finwhale.server.protocols.schemas import ChatBody, ResponsesBody
 
 BEGIN, END, USER, ASSISTANT, REMINDER, THINKING, NOT_THINKING, DSML = (
     getattr(recipe.SpecialToken, name).default_str()
@@ -30,7 +30,7 @@ def message(role: str, content: Any) -> dict[str, Any]:
 
 # Messages, and what stands between the beginning of the prompt and the answer. As DeepSeek's
 # encoder has it: a developer's message is a turn of the user; a reminder has its own token.
-# docs/serving.md says where the encoder differs.
+# docs/clients.md says where the encoder differs.
 CASES = {
     "developer first": (
         [message("developer", "D"), message("user", "U")],
@@ -138,7 +138,7 @@ def text_argument(text: str) -> str:
 
 AFTER_AN_ANSWER = [message("user", "U"), message("assistant", "A"), message("developer", "D")]
 SYSTEM_LATER = [message("system", "S"), message("user", "U"), message("system", "T")]
-# The prompts that differ from those of DeepSeek's encoder, which docs/serving.md lists.
+# The prompts that differ from those of DeepSeek's encoder, which docs/clients.md lists.
 DIFFERENT = {
     "developer before a user": (
         [message("developer", "D"), message("user", "U")],

@@ -16,7 +16,7 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop import weight_updates
 from finwhale.engine.rank.staged_weights import StagedWeights
 from finwhale.errors import FinwhaleError
-from finwhale.server.rollout_control import RolloutControl
+from finwhale.server.link.rollout_control import RolloutControl
 from finwhale.testing.tensors import read_tensors
 
 from .rollouts import Asked, info_of, leave, send

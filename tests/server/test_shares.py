@@ -12,8 +12,8 @@ import pytest
 
 from finwhale.errors import FinwhaleError, QueueFullError
 from finwhale.server.config import ServerConfig
-from finwhale.server.listening import user_of
-from finwhale.server.shares import Shares
+from finwhale.server.edge.listening import user_of
+from finwhale.server.edge.shares import Shares
 
 from .running import MODEL, RunningServer
 from .test_limits import wait_until

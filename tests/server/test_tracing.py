@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from finwhale.errors import FinwhaleError
-from finwhale.server import tracing
+from finwhale.server.observe import tracing
 from finwhale.server.run import open_traces
 
 from .running import MODEL, RunningServer

@@ -18,7 +18,7 @@ import pytest
 
 from finwhale.errors import FinwhaleError
 from finwhale.server.config import ServerConfig
-from finwhale.server.listening import listen, tls_context
+from finwhale.server.edge.listening import listen, tls_context
 from finwhale.server.run import reload
 
 from .running import MODEL, RunningServer

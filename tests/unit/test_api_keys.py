@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 
 from finwhale.cli.serve import _api_keys
 from finwhale.errors import FinwhaleError
-from finwhale.server import limits
+from finwhale.server.api import gate
 from finwhale.server.errors import ApiError
 from finwhale.server.keys import Keys, parse_keys
 
@@ -74,9 +74,9 @@ def test_the_name_of_the_scheme_may_have_any_case() -> None:
     """RFC 9110, section 11.1."""
     for scheme in ("Bearer", "bearer", "BEARER"):
         headers = Headers({"authorization": f"{scheme} secret-of-ann"})
-        assert limits._given_key(headers) == "secret-of-ann"
+        assert gate._given_key(headers) == "secret-of-ann"
     basic = Headers({"authorization": "Basic abc", "x-api-key": "secret-of-bob"})
-    assert limits._given_key(basic) == "secret-of-bob"
+    assert gate._given_key(basic) == "secret-of-bob"
 
 
 def test_concurrent_requests() -> None:

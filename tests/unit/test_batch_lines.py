@@ -15,10 +15,10 @@ from finwhale.cli import run_batch
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.batch.lines import MAX_CUSTOM_ID, read_line, read_lines, scan
 from finwhale.server.batch.results import ResultFile
-from finwhale.server.batch.room import Room
 from finwhale.server.batch.runner import Job, run, run_expired
 from finwhale.server.batch.store import Batch, Owner, StoredFile, page_of
-from finwhale.server.bodies import Parser
+from finwhale.server.edge.bodies import Parser
+from finwhale.server.edge.room import Room
 from finwhale.server.errors import ApiError
 
 MAX_BYTES = 10_000

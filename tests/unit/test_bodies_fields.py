@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from finwhale.server.schemas import ChatBody, CompletionBody
+from finwhale.server.protocols.schemas import ChatBody, CompletionBody
 
 
 @pytest.mark.parametrize("wrong", [101, "5", True, None, [1], float("nan")])

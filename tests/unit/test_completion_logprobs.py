@@ -8,10 +8,10 @@ import pytest
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.request import Logprob, SamplingParams
-from finwhale.server.completions import CompletionJob, _Choice
-from finwhale.server.schemas import CompletionBody
+from finwhale.server.link.wire import Delta
+from finwhale.server.protocols.completions import CompletionJob, _Choice
+from finwhale.server.protocols.schemas import CompletionBody
 from finwhale.server.state import ServerState
-from finwhale.server.wire import Delta
 
 
 def test_tokens_that_hold_part_of_a_character() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/design").glob("*.md")])
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+NOTES = sorted((ROOT / "docs/notes").glob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile("^#+ (.+)$", re.MULTILINE)
 # A path in backticks: `engine/plan/pages.py`, `docs/notes/`, `tests/ops/test_triton_*.py`.
@@ -21,7 +22,12 @@ PLACES = [ROOT, ROOT / "docs", ROOT / "src/finwhale", ROOT / "bench/results"]
 OTHERS = {"encoding/encoding_dsv4.py", "build/site", "text/event-stream", "in.jsonl", "out.jsonl"}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def name_of(document: Path) -> str:
+    """The document's path in the repository."""
+    return document.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTES], ids=name_of)
 def test_every_path_exists(document: Path) -> None:
     for name in PATH.findall(document.read_text()):
         if name in OTHERS:
@@ -36,7 +42,7 @@ def code() -> str:
     return "".join(path.read_text() for path in files)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_name_of_the_code_exists(document: Path, code: str) -> None:
     """A name with an underscore, or one like BlockTable, in backticks."""
     for name in NAME.findall(document.read_text()):
@@ -44,7 +50,7 @@ def test_every_name_of_the_code_exists(document: Path, code: str) -> None:
             assert name in code, name
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_commits_are_named_in_notes_alone(document: Path) -> None:
     words = re.findall(r"\b[0-9a-f]{7,12}\b", document.read_text())
     assert not [word for word in words if re.search(r"[a-f]", word) and re.search(r"\d", word)]
@@ -68,7 +74,7 @@ def test_the_examples_are_listed_and_the_notebook_has_no_outputs() -> None:
         assert not cell.get("outputs") and not cell.get("execution_count")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTES], ids=name_of)
 def test_every_link_leads_to_a_heading(document: Path) -> None:
     for target in LINK.findall(document.read_text()):
         if target.startswith(("https://", "http://")):
@@ -83,9 +89,10 @@ def test_every_link_leads_to_a_heading(document: Path) -> None:
         assert not anchor or anchor in ids, target
 
 
-@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", PAGES, ids=name_of)
 def test_every_page_is_in_the_navigation_and_says_for_whom_it_is(document: Path) -> None:
-    assert f": {document.name}\n" in (ROOT / "mkdocs.yml").read_text()
+    name = document.relative_to(ROOT / "docs").as_posix()
+    assert f": {name}\n" in (ROOT / "mkdocs.yml").read_text()
     text = document.read_text()
     if included := re.fullmatch(r'--8<-- "(\w+\.md)"\n', text):
         text = (ROOT / included[1]).read_text()

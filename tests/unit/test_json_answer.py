@@ -13,9 +13,9 @@ from finwhale.chat.template import convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.request import Logprob
-from finwhale.server.chat_answers import ENTRIES, AnswerStream, prompt_logprobs
-from finwhale.server.json_answer import PIECE, json_answer, json_pieces
-from finwhale.server.wire import LogprobColumns
+from finwhale.server.link.wire import LogprobColumns
+from finwhale.server.protocols.chat_answers import ENTRIES, AnswerStream, prompt_logprobs
+from finwhale.server.protocols.json_answer import PIECE, json_answer, json_pieces
 
 VALUES: list[Any] = [
     None, True, -1.5e300, 10**30, "", "\u2028\"\\\n\U0001f40b", [], {}, [[]], [{}],

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from finwhale.loading_bar import loading_bar
-from finwhale.server.logs import TextFormatter
+from finwhale.server.observe.logs import TextFormatter
 
 
 class Terminal(io.StringIO):

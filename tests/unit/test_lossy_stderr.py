@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from finwhale.engine.loop.watchdog import Watchdog
-from finwhale.server import lossy_stderr
-from finwhale.server.lossy_stderr import LossyStderr, never_block
+from finwhale.server.observe import lossy_stderr
+from finwhale.server.observe.lossy_stderr import LossyStderr, never_block
 
 
 def test_lines_that_nobody_reads_are_lost_and_counted() -> None:

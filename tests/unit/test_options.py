@@ -23,8 +23,8 @@ from finwhale.errors import FinwhaleError
 from finwhale.options import Parser, options_of
 from finwhale.request import SamplingParams
 from finwhale.server.config import ServerConfig
+from finwhale.server.edge.listening import LOCAL_HOSTS
 from finwhale.server.fields_page import fields_page
-from finwhale.server.listening import LOCAL_HOSTS
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(finwhale.__file__).parents[2]
@@ -118,7 +118,9 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig
     monkeypatch.setattr("finwhale.cli.run_batch.EngineClient.spawn", spawn)
     (tmp_path / "in.jsonl").write_text("a line without a result\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("finwhale.server.logs.configure", lambda *form, **kind: lambda: None)
+    monkeypatch.setattr(
+        "finwhale.server.observe.logs.configure", lambda *form, **kind: lambda: None
+    )
     monkeypatch.setattr("finwhale.bench.offline.stamp", lambda *args: {})  # it starts git
     return found
 
@@ -234,7 +236,9 @@ def test_vllm_s_names_of_serve_s_options(
         return 0
 
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
-    monkeypatch.setattr("finwhale.server.logs.configure", lambda *form, **kind: lambda: None)
+    monkeypatch.setattr(
+        "finwhale.server.observe.logs.configure", lambda *form, **kind: lambda: None
+    )
     monkeypatch.setenv("FINWHALE_API_KEYS", "from-the-environment")
     keys = ["--api-key", "first-key", "--api-key", "second-key"]
     names = ["--served-model-name", "v4", "--served-model-name", "flash"]
@@ -262,7 +266,9 @@ def test_serve_reads_the_sampling_defaults_of_a_checkpoint(
         return 0
 
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
-    monkeypatch.setattr("finwhale.server.logs.configure", lambda *form, **kind: lambda: None)
+    monkeypatch.setattr(
+        "finwhale.server.observe.logs.configure", lambda *form, **kind: lambda: None
+    )
     shutil.copy(DEMO_PATH / "config.json", tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 9}')
     for more in ([], ["--generation-config", "none"], ["--enable-rollout-endpoints"]):

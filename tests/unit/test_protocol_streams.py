@@ -19,8 +19,8 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
-from finwhale.server import chat_answers
-from finwhale.server.chat_answers import AnswerStream
+from finwhale.server.protocols import chat_answers
+from finwhale.server.protocols.chat_answers import AnswerStream
 from finwhale.testing.library_tokenizer import encode_with_special
 
 DSML = recipe.SpecialToken.Dsml.default_str()

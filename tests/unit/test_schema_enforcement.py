@@ -16,7 +16,7 @@ from finwhale.chat.patterns import whole
 from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
 from finwhale.request import Guide
-from finwhale.server.answer_formats import (
+from finwhale.server.protocols.answer_formats import (
     ToolChoice,
     WantedFormat,
     answer_grammar,

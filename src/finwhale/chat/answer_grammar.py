@@ -1,4 +1,4 @@
-"""The grammar of an answer with tools, of as much of their schemas as llguidance can enforce."""
+"""The grammar of an answer with tools. It enforces what llguidance can of their schemas."""
 
 import logging
 import re
@@ -29,11 +29,11 @@ class AnswerGrammar:
     """The grammar of an answer.
 
     Attributes:
-        guide: None: it holds nothing.
-        places: what of the request each line of the grammar holds, or "".
-        strict: the schemas of the request that must hold as a whole.
-        ignored: what the grammar does not hold.
-        optional: whether the request has not asked for it.
+        guide: None: the answer is free.
+        places: the part of the request that each line of the grammar enforces, or "".
+        strict: the schemas of the request that must be enforced as a whole.
+        ignored: parts of the request that the grammar does not enforce.
+        optional: the request did not ask for a grammar.
     """
 
     guide: Guide | None
@@ -76,7 +76,8 @@ def tools_grammar(
     Args:
         after: the token after which the grammar begins.
         relaxed: places of the request where only the types of values hold.
-        content: what the answer is otherwise, as a Lark item, and its place; None: any text.
+        content: the form of an answer without calls, as a Lark item, and its place; None: any
+            text.
 
     Raises:
         GrammarError: the schemas are too large, or a strict one has what cannot be enforced.

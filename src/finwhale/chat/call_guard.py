@@ -165,7 +165,7 @@ class CallGuard:
         return True
 
     def _mismatch(self) -> Chunks:
-        """The tag is none that may stand here."""
+        """Handles a tag that may not stand here."""
         assert self._tag is not None
         if self._inside != "text" or self._tag.startswith(_WORDS):
             return self._break()

@@ -4,7 +4,7 @@ llguidance compiles by recursion. Each link of a chain of `$ref`s takes about 8 
 link of a chain of Lark rules about 3 KiB, and a stack that overflows ends the process. These limits
 refuse what no real grammar needs. They do not bound the cost of what they accept:
 `{"type": "integer", "multipleOf": 999983}` has 40 characters and takes ten seconds. A server
-therefore also tries each new grammar in a process of its own (`server/grammar_check.py`).
+therefore also tries each new grammar in a process of its own (`server/grammars/check.py`).
 """
 
 import re

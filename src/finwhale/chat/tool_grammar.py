@@ -42,7 +42,7 @@ class ToolGrammar:
 
     Attributes:
         ignored: what cannot be enforced, such as "tools.f.properties.a.not".
-        places: for each line of the grammar made last, what of the request it holds, such as
+        places: the part of the request that each line of the last grammar enforces, such as
             "tools.f.properties.a", or "".
     """
 

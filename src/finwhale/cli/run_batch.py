@@ -18,16 +18,16 @@ from finwhale.distributed.hosts import Placement, work_at
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.llm import progress_bar
 from finwhale.options import Parser, add_options, read_options
-from finwhale.server import logs
-from finwhale.server.app import create_app
+from finwhale.server.api.app import create_app
 from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
 from finwhale.server.batch.results import ResultFile
-from finwhale.server.batch.room import Room
 from finwhale.server.batch.runner import MAX_HELD_BYTES, Job
 from finwhale.server.batch.runner import run as run_lines
-from finwhale.server.bodies import max_items
-from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
+from finwhale.server.edge.bodies import max_items
+from finwhale.server.edge.room import Room
+from finwhale.server.link.client import EngineClient
+from finwhale.server.observe import logs
 from finwhale.server.state import ServerState
 
 OPTIONS = ("model_names", "default_thinking", "max_body_bytes", "max_choices", "lenient")

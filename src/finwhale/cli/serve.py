@@ -22,10 +22,10 @@ from finwhale.errors import FinwhaleError
 from finwhale.llm import has_tokenizer
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.options import Parser, add_options, read_options
-from finwhale.server import logs
 from finwhale.server.config import ServerConfig
-from finwhale.server.listening import LOCAL_HOSTS, is_loopback
+from finwhale.server.edge.listening import LOCAL_HOSTS, is_loopback
 from finwhale.server.loading import load_engine
+from finwhale.server.observe import logs
 from finwhale.server.run import serve
 
 KEYS_VARIABLE = "FINWHALE_API_KEYS"

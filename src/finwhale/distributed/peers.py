@@ -73,7 +73,7 @@ class Peers:
         self.gather(0)
 
     def new_key(self, what: str) -> str:
-        """A key of the store that no other call has given. All ranks get the same one."""
+        """A new key of the store, the same on all ranks."""
         self._calls += 1
         return f"finwhale.{what}/{self._calls}"
 

@@ -8,8 +8,8 @@ class Rank:
     """Rank `index` of `size` ranks, counted from 0.
 
     Attributes:
-        whole_attention: besides its part of attention's weights, the rank also holds all of them,
-            for its tokens of a step that the ranks divide.
+        whole_attention: the rank holds the weights of all heads as well as those of its own, and
+            uses them in steps that the ranks divide by tokens.
     """
 
     index: int

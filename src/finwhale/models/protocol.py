@@ -220,14 +220,14 @@ class Model(Protocol):
         ...
 
     def without_collectives(self) -> AbstractContextManager[None]:
-        """Within it, the model waits for no other rank, and its results have no meaning.
+        """Skip collectives inside this context. Results have the right shape, arbitrary values.
 
         The ranks build their kernels one after the other, so building must not communicate.
         """
         ...
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
-        """From now on, let every call write the experts that its layers choose for each token.
+        """Make every later call write the experts that its layers choose for each token.
 
         Args:
             max_tokens: the most tokens of a call.
@@ -297,8 +297,8 @@ class Architecture:
         part_of: returns the part of the model to which a tensor belongs, by the tensor's name.
         weight_bytes: returns the bytes of one rank's weights.
         whole_attention_bytes: returns the bytes that `Rank.whole_attention` adds to them.
-        fits_whole_attention: returns whether each of several ranks holds attention's weights whole
-            (`Rank.whole_attention`) if nothing says otherwise, on GPUs with so many bytes.
+        fits_whole_attention: returns the default of `Rank.whole_attention` for several ranks, on
+            GPUs with the given number of bytes.
     """
 
     read_config: Callable[[Mapping[str, Any]], ModelConfig]

@@ -4,7 +4,7 @@ import json
 import shlex
 
 import finwhale
-from finwhale.server.wire import Ready
+from finwhale.server.link.wire import Ready
 
 KEY = "YOUR_KEY"
 MESSAGES = [{"role": "user", "content": "Tell me about fin whales."}]

@@ -51,8 +51,8 @@ class ServerConfig:
     trusted_proxies: tuple[str, ...] = option(
         (),
         f'address or network of a proxy, or "{UNIX}" for those on the Unix socket: the server '
-        "believes their X-Forwarded-For, to tell clients without API keys apart",
-        unset="none: who connects is the client",
+        "takes a client's address from their X-Forwarded-For, if clients have no API keys",
+        unset="none: a client is the address that connects",
         metavar="ADDRESS",
         flag="--trusted-proxy",
     )

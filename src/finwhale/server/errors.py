@@ -8,8 +8,7 @@ from typing import Literal
 from starlette.responses import Response
 
 from finwhale.chat.known_fields import FieldError
-from finwhale.errors import EngineDeadError, QueueFullError, RequestError
-from finwhale.server.client import StoppingError
+from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
 from finwhale.server.sse import event
 
 ErrorCode = Literal[
@@ -86,6 +85,10 @@ _PROMPT_FIELDS = {
 }
 
 
+class StoppingError(FinwhaleError):
+    """The server stops before a request has ended."""
+
+
 class ApiError(Exception):
     """An answer other than success.
 
@@ -156,7 +159,7 @@ def context_length_error(
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
-    """The error for the client; None: the client learns nothing about `error`."""
+    """The error for the client; None: `error` is internal."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, FieldError):

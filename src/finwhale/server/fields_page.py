@@ -1,6 +1,6 @@
 """Writes docs/fields.md: `python -m finwhale.server.fields_page > docs/fields.md`."""
 
-from finwhale.server.schemas import (
+from finwhale.server.protocols.schemas import (
     Body,
     ChatBody,
     CompletionBody,

@@ -10,7 +10,7 @@ from finwhale.distributed.hosts import Placement
 from finwhale.engine.loop.engine import Engine
 from finwhale.llm import Progress, open_engine
 from finwhale.loading_bar import loading_bar
-from finwhale.server import logs
+from finwhale.server.observe import logs
 
 logger = logging.getLogger(__name__)
 

@@ -18,16 +18,14 @@ from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.rank.start_times import freeze_heap, table
 from finwhale.errors import EngineDeadError, FinwhaleError
-from finwhale.server import health, logs
-from finwhale.server.app import create_app
+from finwhale.server.api import health
+from finwhale.server.api.app import create_app
 from finwhale.server.banner import banner
 from finwhale.server.batch.batches import Batches
-from finwhale.server.batch.store import open_store
-from finwhale.server.client import EngineClient
+from finwhale.server.batch.store import Store, open_store
 from finwhale.server.config import ServerConfig
-from finwhale.server.connections import Connections
-from finwhale.server.grammar_check import GrammarChecker
-from finwhale.server.listening import (
+from finwhale.server.edge.connections import Connections
+from finwhale.server.edge.listening import (
     BACKLOG,
     close,
     listen,
@@ -35,10 +33,13 @@ from finwhale.server.listening import (
     tls_context,
     url_of,
 )
+from finwhale.server.grammars.check import GrammarChecker
+from finwhale.server.link.client import EngineClient
+from finwhale.server.observe import logs
 from finwhale.server.state import ServerState
 
 if TYPE_CHECKING:
-    from finwhale.server.tracing import Traces
+    from finwhale.server.observe.tracing import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +84,10 @@ def serve(
     if defaults:
         logger.info("sampling defaults by generation_config.json", extra=dict(defaults))
     state.traces = traces
-    state.store = store
     if port is not None:
         port.start(state)
         logger.info("health port", extra={"port": port.port})
-    server = Server(state, connections, tls=tls)
+    server = Server(state, connections, store=store, tls=tls)
     try:
         return asyncio.run(_serve(state, server, listener, read_keys))
     finally:
@@ -109,7 +109,7 @@ def open_traces(config: ServerConfig) -> "Traces | None":
     if config.otlp_traces_endpoint is None:
         return None
     try:
-        tracing = importlib.import_module("finwhale.server.tracing")
+        tracing = importlib.import_module("finwhale.server.observe.tracing")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("opentelemetry"):
             raise
@@ -245,12 +245,13 @@ class Server(uvicorn.Server):
         state: ServerState,
         connections: Connections | None = None,
         *,
+        store: Store | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.tls = tls
         self.connections = connections or Connections(state.config)
         self.connections.on_refusal = state.metrics.refused
-        app = create_app(state)
+        app = create_app(state, store)
         self.batches: Batches | None = app.state.batches
         config = uvicorn.Config(
             app,

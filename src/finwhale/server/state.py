@@ -14,21 +14,20 @@ from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
-from finwhale.server.batch.room import Room
-from finwhale.server.batch.store import Store
-from finwhale.server.bodies import SMALL_BYTES, Budget, TooManyItems, max_body_bytes
-from finwhale.server.client import EngineClient, Generation
 from finwhale.server.config import ServerConfig
+from finwhale.server.edge.bodies import SMALL_BYTES, Budget, TooManyItems, max_body_bytes
+from finwhale.server.edge.room import Room
+from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError, as_api_error, context_length_error
-from finwhale.server.grammar_check import GrammarChecker
+from finwhale.server.grammars.check import GrammarChecker
 from finwhale.server.keys import Keys
-from finwhale.server.logs import RequestLog
-from finwhale.server.metrics import Metrics
-from finwhale.server.shares import Shares
-from finwhale.server.wire import Delta, Ready
+from finwhale.server.link.client import EngineClient, Generation
+from finwhale.server.link.wire import Delta, Ready
+from finwhale.server.observe.logs import RequestLog
+from finwhale.server.observe.metrics import Metrics
 
 if TYPE_CHECKING:
-    from finwhale.server.tracing import Traces  # its packages are an extra
+    from finwhale.server.observe.tracing import Traces  # its packages are an extra
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,6 @@ class ServerState:
         # The time at which the event loop last ran (`health.pulse`); 0: it does not run yet.
         self.loop_seen = 0.0
         self.traces: Traces | None = None
-        self.store: Store | None = None  # files and batches; None: the server has none
         self.turn = asyncio.Lock()  # of the large answers (`in_turns`)
         self.only_batches = False  # whether the engine has no other requests
         self.batch_sequences = Room(lambda: self.max_batch_sequences)

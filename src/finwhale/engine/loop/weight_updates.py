@@ -159,7 +159,7 @@ class WeightUpdates:
         self._leave(group_name)
 
     def _wait(self, group: GroupAddress) -> None:
-        """Wait until all ranks are done with the wait that has begun. The engine goes on.
+        """Wait until every rank has joined or failed. The engine continues meanwhile.
 
         Raises:
             RequestError: the call was cancelled, or torch has not kept the group's time limit.

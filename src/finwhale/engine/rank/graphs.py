@@ -107,8 +107,8 @@ class Recorder:
             fn(*args, **kwargs)
             return
         self._close()
-        # The pool can reuse the memory as soon as the forward frees the tensor: for attention's
-        # input in the next layer, or in another graph. This is safe because replays keep the order.
+        # Do not hold the tensors, so that the pool can reuse their memory. This is safe, because
+        # replays run in the order of the capture.
         held = (without_holding(arg) if isinstance(arg, Tensor) else arg for arg in args)
         self.parts.append((fn, tuple(held), kwargs))
         self._open()

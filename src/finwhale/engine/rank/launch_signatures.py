@@ -247,7 +247,7 @@ class SignatureRun:
             self.model.draft_head.compute_logits(streams)
 
     def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
-        """A step with the layout of the engine's steps. Positions and pages have no meaning."""
+        """A step with the layout of the engine's steps. Positions and pages are arbitrary."""
         num_seqs = num_tokens if max_query == 1 else 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

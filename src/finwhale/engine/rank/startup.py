@@ -151,7 +151,7 @@ class _Start:
             self.builds.expect(self._build_configuration(self.longest))
 
     def open(self) -> LocalExecutor:
-        """Run the phases of the start, each of which uses what those before it left."""
+        """Run the start's phases in order."""
         unfilled = self._check_gpu()
         self.peers.barrier()  # here every rank has checked its options
         self.collectives = self._connect()
@@ -170,7 +170,7 @@ class _Start:
     # --- Options ----------------------------------------------------------------------------------
 
     def _holds_whole_attention(self) -> bool:
-        """Whether each rank holds attention's weights whole. All ranks decide alike."""
+        """Whether each rank holds the weights of all heads. All ranks decide alike."""
         config = self.config
         if self.peers.rank.size == 1:
             return False

@@ -58,7 +58,7 @@ def _start(executor: "LocalExecutor", group_name: str, work: Callable[[], Any]) 
 
 
 def is_done(executor: "LocalExecutor", *, group_name: str) -> bool:
-    """Whether the wait that has begun is over."""
+    """Whether this rank has finished its join or its transfer."""
     return bool(executor.waiting[group_name].done())
 
 

@@ -236,7 +236,7 @@ class DeepseekV4:
                     compressor.project(x_ND[:rows])
 
     def without_collectives(self) -> AbstractContextManager[None]:
-        """Within it, the model waits for no other rank, and its results have no meaning."""
+        """Skip collectives inside this context (Model.without_collectives)."""
         return self.links.without_collectives()
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:

@@ -106,7 +106,7 @@ class RankLinks:
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
-        """Within it, results have the right shapes but do not depend on other ranks."""
+        """Skip collectives inside this context. Results do not depend on other ranks."""
         kept = self._collectives
         self._collectives = NoCollectives(self.rank)
         try:
@@ -116,7 +116,7 @@ class RankLinks:
 
 
 class SampleFromParts:
-    """Samples from logits of which each rank has some columns (a Sample).
+    """Samples from logits that are sharded by vocabulary (a Sample).
 
     Every rank gets the tokens that `ops.sample` chooses from the whole rows. If no row needs its
     whole logits, the ranks exchange only their best candidates, 8 bytes for each part of their

@@ -141,7 +141,7 @@ class WeightBuilder:
         self._slabs = Slabs(device) if device.type in SLAB_DEVICES else None
         # By name of an FP8 weight in `destinations`: the float32 tensor of its converted scales.
         self._scales: dict[str, Tensor] = {}
-        # By name of a weight in `destinations`: setters of its further targets.
+        # Setters of additional targets, by the name of a weight that is read directly.
         self._further: dict[str, list[Setter]] = {}
         self._cuts: dict[str, Slice] = {}  # slices of the projections whose part is being allocated
         layers = tuple(

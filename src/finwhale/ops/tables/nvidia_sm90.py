@@ -2,7 +2,7 @@
 
 The table uses Triton kernels that launch early and use PTX, Gluon kernels, and, if it is installed,
 DeepGEMM (extra "nvidia") for linear layers of many tokens. Measurements on an H200 decided each
-choice: docs/notes/2026-11-21-h200-kernels.md.
+choice (docs/notes/).
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
 
     Args:
         batch_invariant: use operators that give a token the same bits for any number of tokens in
-            its step. docs/notes/2026-11-21-h200-kernels.md says what this costs.
+            its step. docs/numerics.md says what this costs.
     """
     prefer_shared_memory()
     num_multiprocessors = platform.num_multiprocessors

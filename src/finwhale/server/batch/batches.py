@@ -12,7 +12,6 @@ from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.batch.inside import InsideCall
 from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
 from finwhale.server.batch.results import ResultFile
-from finwhale.server.batch.room import Room
 from finwhale.server.batch.runner import MAX_HELD_BYTES, Job, run, run_expired
 from finwhale.server.batch.store import (
     Batch,
@@ -23,9 +22,9 @@ from finwhale.server.batch.store import (
     no_space,
     owner_name,
 )
-from finwhale.server.bodies import max_items
-from finwhale.server.client import StoppingError
-from finwhale.server.errors import ApiError
+from finwhale.server.edge.bodies import max_items
+from finwhale.server.edge.room import Room
+from finwhale.server.errors import ApiError, StoppingError
 from finwhale.server.keys import ApiKey
 from finwhale.server.state import BATCH_WINDOW_S, ServerState
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from finwhale.server.bodies import parse_body
+from finwhale.server.edge.bodies import parse_body
 from finwhale.server.errors import ApiError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

@@ -1,6 +1,5 @@
 """/v1/files and /v1/batches."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -10,11 +9,12 @@ from starlette.responses import FileResponse, Response
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.store import Owner, page_of
 from finwhale.server.batch.upload import receive
+from finwhale.server.edge.listening import check_origin
+from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError
-from finwhale.server.json_answer import json_answer
 from finwhale.server.keys import ApiKey
-from finwhale.server.schemas import Body
-from finwhale.server.shares import Shares
+from finwhale.server.protocols.json_answer import json_answer
+from finwhale.server.protocols.schemas import Body
 from finwhale.server.state import ServerState
 
 # Maximum number of uploads at once; each has a file on the disk that may remain incomplete.
@@ -142,19 +142,6 @@ def _add_batches(
     @app.post("/v1/batches/{batch_id}/cancel", responses=responses)
     async def cancel_batch(batch_id: str, request: Request) -> dict[str, Any]:
         return _on(batches).cancel(_key(request), batch_id).answer()
-
-
-def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Refuses a web page of another server: a browser sends its forms without asking first.
-
-    Raises:
-        ApiError (403): the page's origin is not allowed.
-    """
-    origin = request.headers.get("origin")
-    own = f"//{request.headers.get('host', '')}"
-    if origin is not None and origin not in allowed and not origin.endswith(own):
-        raise ApiError(403, "pages of this origin may not do this: see --cors-origin",
-                       code="origin_not_allowed")  # fmt: skip
 
 
 def _on(batches: Batches | None) -> Batches:

@@ -16,9 +16,8 @@ from finwhale.server.batch.attempts import Attempts
 from finwhale.server.batch.inside import Answer, InsideCall, post
 from finwhale.server.batch.lines import Line, RawLine, Scan, check_line, read_line, read_lines
 from finwhale.server.batch.results import Counts, ResultFile, error_of, result_of
-from finwhale.server.batch.room import Room
-from finwhale.server.client import StoppingError
-from finwhale.server.errors import ApiError
+from finwhale.server.edge.room import Room
+from finwhale.server.errors import ApiError, StoppingError
 
 # Maximum size of all lines that are being answered.
 MAX_HELD_BYTES = 256 << 20

@@ -1,0 +1,1 @@
+"""The application: its gate, its paths and what they answer."""

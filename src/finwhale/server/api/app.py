@@ -1,0 +1,356 @@
+"""The HTTP application: its paths, and its answers to errors."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+import finwhale
+from finwhale.chat.grammar_limits import GrammarError
+from finwhale.chat.template import ProtocolName
+from finwhale.errors import FinwhaleError
+from finwhale.server.api import health, tokens
+from finwhale.server.api.gate import (
+    STATIC_PATH,
+    Admitted,
+    Bounded,
+    Refused,
+    Reported,
+    cors_options,
+)
+from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
+from finwhale.server.api.rollouts import add_rollouts
+from finwhale.server.batch.batches import Batches
+from finwhale.server.batch.routes import add_batches
+from finwhale.server.batch.store import Store
+from finwhale.server.edge.bodies import Parser, max_items
+from finwhale.server.errors import (
+    ApiError,
+    error_event,
+    error_response,
+    is_anthropic,
+)
+from finwhale.server.observe.logs import RequestLog, note_refusal
+from finwhale.server.observe.metrics import CONTENT_TYPE
+from finwhale.server.protocols import chat_answers, chat_requests, completions
+from finwhale.server.protocols.body_route import BodyRoute, note_ignored
+from finwhale.server.protocols.chat_requests import ChatProtocolBody
+from finwhale.server.protocols.json_answer import json_answer
+from finwhale.server.protocols.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    CountTokensBody,
+    DetokenizeAnswer,
+    DetokenizeBody,
+    Health,
+    MessagesBody,
+    ModelCard,
+    ModelList,
+    ResponsesBody,
+    TokenizeAnswer,
+    TokenizeBody,
+)
+from finwhale.server.protocols.validation_errors import validation_error
+from finwhale.server.sse import (
+    COMMENT,
+    NO_BUFFER,
+    ClientGone,
+    Stream,
+    event,
+    unless_disconnected,
+)
+from finwhale.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+PING = event('{"type": "ping"}', "ping")  # as Anthropic's API sends it
+T = TypeVar("T", chat_requests.ChatRequest, completions.CompletionJob)
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
+    for status, text in {
+        400: "the request is not valid",
+        401: "no valid API key",
+        404: "no such model, file or batch",
+        413: "the body is too large",
+        415: "the body has the wrong media type",
+        429: "the server is busy: see Retry-After",
+        500: "the engine failed on this request",
+        503: "the model is loading, or the engine has died",
+        504: "the request took too long",
+    }.items()
+}
+_STREAMS: dict[int | str, dict[str, Any]] = _ERRORS | {
+    200: {
+        "description": "the answer, or its events if the request streams",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    }
+}
+
+
+def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
+    """The application of one server. `store`: files and batches; None: the server has none."""
+    app = FastAPIOffline(
+        title="Finwhale",
+        version=finwhale.__version__,
+        description="DeepSeek-V4 behind OpenAI's and Anthropic's protocols.",
+        docs_url="/docs",
+        redoc_url=None,
+        static_url=STATIC_PATH,
+        # A redirect would go to the host that the client names.
+        redirect_slashes=False,
+    )
+    app.router.route_class = BodyRoute
+    app.state.parser = Parser(lambda: max_items(state.max_model_len))
+    app.state.lenient = state.config.lenient
+    if state.config.cors_origins:
+        app.add_middleware(CORSMiddleware, **cors_options(state.config))
+    for layer in (Bounded, Admitted, Refused, Reported):  # from the inside outwards
+        app.add_middleware(layer, state=state)
+    _add_error_handlers(app, state)
+    _add_generation(app, state)
+    _add_tokens(app, state)
+    _add_service(app, state)
+    batches = None if store is None else Batches(app, state, store)
+    app.state.batches = batches
+    add_batches(app, state, batches, _ERRORS)
+    add_rollouts(app, state, _ERRORS)
+    return app
+
+
+def _add_generation(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/completions", responses=_STREAMS, response_model=None)
+    async def create_completion(body: CompletionBody, request: Request) -> Response:
+        log = _begin(state, request, body)
+        job = await _prepared(request, state, log, completions.prepare(state, body, log))
+        if body.stream:
+            return await _stream(request, state, completions.stream(state, job, log))
+        return await _whole(request, state, completions.complete(state, job, log))
+
+    @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
+    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+        return await _chat(state, "chat", body, request)
+
+    @app.post("/v1/responses", responses=_STREAMS, response_model=None)
+    async def create_response(body: ResponsesBody, request: Request) -> Response:
+        return await _chat(state, "responses", body, request)
+
+    @app.post("/v1/messages", responses=_STREAMS, response_model=None)
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        return await _chat(state, "messages", body, request)
+
+
+async def _chat(
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, request: Request
+) -> Response:
+    log = _begin(state, request, body)
+    preparing = chat_requests.prepare(state, protocol, body, log)
+    prepared = await _prepared(request, state, log, preparing)
+    if body.stream:
+        return await _stream(request, state, chat_answers.stream(state, prepared, log))
+    return await _whole(request, state, chat_answers.complete(state, prepared, log))
+
+
+def _add_tokens(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
+    async def count_tokens(body: CountTokensBody, request: Request) -> dict[str, int]:
+        return {"input_tokens": await tokens.count(state, body, _size(request))}
+
+    @app.post("/v1/responses/input_tokens", responses=_ERRORS)
+    async def count_input_tokens(body: ResponsesBody, request: Request) -> dict[str, int | str]:
+        counted = await tokens.count(state, body, _size(request))
+        return {"object": "response.input_tokens", "input_tokens": counted}
+
+    @app.post("/tokenize", responses=_ERRORS, response_model=TokenizeAnswer)
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        return json_answer(await tokens.tokenize(state, body, _size(request)), state.turn)
+
+    @app.post("/detokenize", responses=_ERRORS, response_model=DetokenizeAnswer)
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+        return json_answer(await tokens.detokenize(state, body, _size(request)), state.turn)
+
+
+def _add_service(app: FastAPI, state: ServerState) -> None:
+    def card(name: str) -> ModelCard:
+        context = state.ready.max_model_len
+        return ModelCard(
+            id=name,
+            created=state.started,
+            created_at=datetime.fromtimestamp(state.started, UTC).isoformat(),
+            display_name=name,
+            max_model_len=context,
+            context_length=context,
+            max_input_tokens=state.config.max_prompt_tokens or context - 1,
+            max_tokens=context - 1,
+        )
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def list_models() -> ModelList:
+        names = state.config.model_names
+        return ModelList(data=[*map(card, names)], first_id=names[0], last_id=names[-1])
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def get_model(name: str) -> ModelCard:
+        state.check_model(name)
+        return card(name)
+
+    @app.get("/health/live", responses={503: {"model": Health}})
+    async def live() -> Response:
+        """Whether the process is healthy: neither it nor its engine has died or stopped."""
+        return _health(health.live(state))
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Finwhale's version, in vLLM's form."""
+        return {"version": finwhale.__version__}
+
+    @app.get("/ping", responses={503: {"model": Health}}, name="ping")
+    @app.post("/ping", responses={503: {"model": Health}}, name="post_ping")
+    @app.get("/health", responses={503: {"model": Health}}, name="healthy")
+    @app.get("/health/ready", responses={503: {"model": Health}})
+    async def ready() -> Response:
+        """Whether the server accepts requests: the model is loaded and it is not stopping."""
+        return _health(health.ready(state))
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(state.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/live")
+    async def live_numbers() -> dict[str, Any]:
+        """The numbers that the page at / draws."""
+        return state.metrics.live()
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return page_response()
+
+    app.mount(PAGE_PATH, PageFiles())
+
+
+def _health(found: Health) -> Response:
+    return JSONResponse(found.model_dump(), 503 if found.reason else 200)
+
+
+def _size(request: Request) -> int:
+    """The number of bytes of the body."""
+    size: int = request.scope["state"]["body_bytes"]
+    return size
+
+
+def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
+    if state.config.log_prompts:
+        found = {"request_id": request.scope["state"]["request_id"]}
+        logger.info("body", extra=found | {"body": body.model_dump(exclude_unset=True)})
+    key = request.scope["state"].get("key")
+    if key is not None:
+        key.check(getattr(body, "priority", None))
+    log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request), key)
+    log.user = request.scope["state"]["user"]
+    log.cache_salt = getattr(body, "cache_salt", None)
+    log.model = str(getattr(body, "model", None) or "")
+    log.batch = "inside_call" in request.scope["state"]
+    log.stream = bool(getattr(body, "stream", False))
+    request.scope["state"]["log"] = log
+    return log
+
+
+async def _prepared(
+    request: Request, state: ServerState, log: RequestLog, preparing: Awaitable[T]
+) -> T:
+    """A prepared request. Preparation ends when the client leaves or the request times out."""
+    async with asyncio.timeout(state.time_left_s(log)):
+        prepared = await unless_disconnected(request, preparing)
+    if prepared.ignored:
+        note_ignored(request.scope["state"], prepared.ignored)
+    return prepared
+
+
+async def _whole(request: Request, state: ServerState, work: Any) -> Response:
+    return json_answer(await unless_disconnected(request, work), state.turn)
+
+
+async def _stream(
+    request: Request, state: ServerState, source: AsyncGenerator[bytes, None]
+) -> Response:
+    """The response of a stream, once the engine has accepted the request. An error before that is
+    an answer with its own status."""
+    try:
+        await unless_disconnected(request, anext(source))
+    except BaseException:
+        await source.aclose()
+        raise
+    return Stream(
+        _with_errors(source, state, request),
+        "text/event-stream",
+        NO_BUFFER,
+        ping=PING if is_anthropic(request.url.path) else COMMENT,
+        ping_interval_s=state.config.ping_interval_s,
+    )
+
+
+async def _with_errors(
+    source: AsyncGenerator[bytes, None], state: ServerState, request: Request
+) -> AsyncGenerator[bytes, None]:
+    """The pieces of a stream; if the source fails, an error event is the last one."""
+    piece = b""
+    try:
+        async for piece in source:
+            yield piece
+    except Exception as error:
+        told = state.told(error)
+        note_refusal(request.scope, told, state.config.log_prompts)
+        yield error_event(told, request.url.path, piece)
+    finally:
+        await source.aclose()
+
+
+def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        if isinstance(error, GrammarError):
+            state.metrics.grammar(error.reason)
+        return _refused(request, state, state.told(error))
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _refused(request, state, validation_error(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        method, path = request.method, request.url.path[:200]
+        reasons = {
+            404: f"this server has no {path}: see /docs for its paths",
+            405: f"{path} does not take {method}",
+        }
+        text = reasons.get(error.status_code, str(error.detail))
+        told = ApiError(error.status_code, text, headers=error.headers)
+        return _refused(request, state, told)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        request.scope["state"]["client_gone"] = True
+        return Response(status_code=499)  # only for the log: the client has gone
+
+    app.add_exception_handler(FinwhaleError, known)
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(TimeoutError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+    # `gate.Refused` answers all other errors.
+
+
+def _refused(request: Request, state: ServerState, error: ApiError) -> Response:
+    note_refusal(request.scope, error, state.config.log_prompts)
+    return error_response(error, request.url.path)

@@ -1,0 +1,293 @@
+"""What every request passes before the application: ASGI middleware, here from the outside inwards.
+
+- `Reported` gives it an id, and tells of it in the log, the metrics and the traces.
+- `Refused` answers with the error that the middleware inside raises.
+- `Admitted` checks its host, its key and its user's share of requests.
+- `Bounded` passes its body on, up to a limit.
+
+`scope["state"]` holds what they know: request_id, user, key (if there is one) and taken, an
+ExitStack of shares that are held until the answer has been sent.
+"""
+
+import logging
+import time
+import uuid
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from finwhale.server.api.page import PAGE_PATH
+from finwhale.server.batch.inside import InsideCall
+from finwhale.server.batch.upload import OVERHEAD_BYTES
+from finwhale.server.config import ServerConfig
+from finwhale.server.edge.bodies import Budget
+from finwhale.server.edge.listening import HostCheck, user_of
+from finwhale.server.edge.shares import Shares
+from finwhale.server.errors import ApiError, error_response, is_anthropic
+from finwhale.server.keys import ApiKey
+from finwhale.server.observe.logs import note_refusal, printable
+from finwhale.server.state import ServerState
+
+logger = logging.getLogger("finwhale.server.requests")
+
+STATIC_PATH = "/docs-files"
+# Probes may use any host name for these paths.
+_HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
+# These paths need no key: health checks, the page and the API description, which hold no data.
+_OPEN = _HEALTH | {"/", "/ping", "/openapi.json", "/docs"}
+_FILES = (f"{STATIC_PATH}/", f"{PAGE_PATH}/")
+# The server answers these paths even when it is too busy for others.
+_ALWAYS = _HEALTH | {"/", "/ping", "/metrics", "/live"}
+MAX_LOGGED_PATH = 200
+
+
+def cors_options(config: ServerConfig) -> dict[str, Any]:
+    """What web pages of other origins may send, and which headers of an answer they may read."""
+    return {
+        "allow_origins": list(config.cors_origins),
+        "allow_methods": ["GET", "POST", "DELETE"],
+        "allow_headers": ["*"],
+        "expose_headers": ["x-request-id", "retry-after", "finwhale-ignored"],
+    }
+
+
+class Reported:
+    """Marks a request and its answer with an id, and reports it when it has ended."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        if scope["method"] == "HEAD" and path in _HEALTH:
+            scope = {**scope, "method": "GET"}  # the HTTP server sends no body
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        begin, status = time.monotonic(), 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_anthropic(path):
+                    headers["request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+                if ignored := scope["state"].get("ignored"):
+                    headers["finwhale-ignored"] = ",".join(ignored)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_marked)
+        finally:
+            self._report(scope, status, begin)
+
+    def _report(self, scope: Scope, status: int, begin: float) -> None:
+        found, traces = scope["state"], self._state.traces
+        endpoint = getattr(scope.get("route"), "path", "unknown")
+        self._state.metrics.answered(endpoint, status)
+        log, key, refusal = found.get("log"), found.get("key"), found.get("refusal")
+        fields = {} if log is None else log.fields()
+        if traces is not None and endpoint not in _ALWAYS and not scope["path"].startswith(_FILES):
+            trace_id = traces.add(scope, status, begin, log)
+            if trace_id is not None:
+                fields["trace_id"] = trace_id
+        if key is not None:
+            fields["key"] = key.name
+        if refusal is not None:
+            fields |= refusal
+            self._state.metrics.refused(refusal.get("code") or f"status_{status}")
+        if status == 404:
+            fields["path"] = printable(scope["path"], MAX_LOGGED_PATH)
+        extra = {
+            "request_id": found["request_id"],
+            "method": scope["method"],
+            "endpoint": endpoint,
+            "status": status,
+            "duration_s": round(time.monotonic() - begin, 4),
+        }
+        level = logging.DEBUG if endpoint in _ALWAYS else logging.INFO
+        logger.log(level, "request", extra=extra | fields)
+
+
+class Refused:
+    """Answers with the error that the application raises before it has begun to answer.
+
+    Web pages of the allowed origins may read the answer.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def note_and_send(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_and_send)
+        except Exception as error:
+            if begun:
+                raise
+            told, config = self._state.told(error), self._state.config
+            note_refusal(scope, told, config.log_prompts)
+            answer: ASGIApp = error_response(told, scope["path"])
+            # The middleware would accept each OPTIONS request of an allowed origin.
+            if config.cors_origins and scope["method"] != "OPTIONS":
+                answer = CORSMiddleware(answer, **cors_options(config))
+            await answer(scope, receive, send)
+
+
+class Admitted:
+    """Checks a request's host and key, and takes its part of its user's and its key's shares."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+        self._hosts = HostCheck(state.config.allowed_hosts)
+        size = state.config.max_concurrency
+        self._requests = Shares("requests at once", lambda: size, error=state.busy)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError."""
+        found, path = scope["state"], scope["path"]
+        with ExitStack() as taken:
+            found["taken"] = taken
+            call: InsideCall | None = found.get("inside_call")
+            key = self._find_key(scope, path) if call is None else call.key
+            if key is not None:
+                found["key"] = key
+            if call is not None:
+                found["user"] = call.user
+            else:
+                found["user"] = user_of(scope["client"][0]) if key is None else key.identity
+                if path not in _ALWAYS:
+                    taken.enter_context(self._requests.taken(found["user"]))
+                    if key is not None:
+                        taken.enter_context(key.request(self._state.config.retry_after_s))
+            await self._app(scope, receive, send)
+
+    def _find_key(self, scope: Scope, path: str) -> ApiKey | None:
+        """The request's key; None: it needs none."""
+        headers = Headers(scope=scope)
+        if not self._hosts.allows(headers.get("host", "")) and path not in _HEALTH:
+            raise ApiError(
+                400,
+                "the request's Host is not one of this server's: see --allowed-hosts",
+                code="host_not_allowed",
+            )
+        preflight = scope["method"] == "OPTIONS" and self._state.config.cors_origins
+        open_to_all = path in _OPEN or path.startswith(_FILES) or preflight
+        if open_to_all or not self._state.keys.required:
+            return None
+        key = self._state.keys.find(_given_key(headers))
+        if key is None:
+            raise ApiError(
+                401,
+                "a valid API key is needed (Authorization: Bearer KEY, or x-api-key)",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return key
+
+
+class Bounded:
+    """Passes a request's body on, until it has too many bytes or the server holds too many."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError."""
+        state, config = self._state, self._state.config
+        budget: Budget | None = state.budget
+        max_bytes = state.max_body_bytes
+        too_large = _too_large(max_bytes)
+        if config.max_body_bytes is None:  # the limit follows from the context
+            too_large = state.unless_loading(too_large)
+        if scope["path"] == "/v1/files" and scope["method"] == "POST" and config.batch_dir:
+            # An upload goes to the disk as it arrives: the server does not hold it.
+            max_bytes, budget = config.max_file_bytes + OVERHEAD_BYTES, None
+            too_large = _too_large(max_bytes)
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > max_bytes:
+            raise too_large
+        body = _Body(receive, max_bytes, too_large, budget, scope["state"]["user"])
+
+        async def send_unless_refused(message: Message) -> None:
+            # The application sees an incomplete body, so drop its answer.
+            if body.refused is None:
+                await send(message)
+
+        try:
+            await self._app(scope, body.receive, send_unless_refused)
+        finally:
+            body.release()
+        if body.refused is not None:
+            raise body.refused
+
+
+class _Body:
+    """A request's body, which counts as its user's part of `budget`.
+
+    Args:
+        too_large: the error for a body of more bytes.
+        budget: counts the bytes that the server holds; None: the server does not hold this body.
+
+    Attributes:
+        refused: the error for which the rest of the body is dropped; None: there is none.
+    """
+
+    def __init__(
+        self,
+        receive: Receive,
+        max_bytes: int,
+        too_large: ApiError,
+        budget: Budget | None,
+        user: str,
+    ) -> None:
+        self._receive = receive
+        self._max_bytes, self._too_large = max_bytes, too_large
+        self._budget, self._user = budget, user
+        self._seen = 0
+        self.refused: ApiError | None = None
+
+    async def receive(self) -> Message:
+        """Raises ApiError."""
+        message = await self._receive()
+        if message["type"] == "http.request":
+            seen = self._seen + len(message.get("body", b""))
+            try:
+                if seen > self._max_bytes:
+                    raise self._too_large
+                self._resize(seen)
+            except ApiError as error:
+                self.refused = error
+                self.release()
+                raise
+            self._seen = seen
+        return message
+
+    def release(self) -> None:
+        """Stops counting the body. A request's text lives as long as the request."""
+        self._resize(0)
+        self._seen = 0
+
+    def _resize(self, num_bytes: int) -> None:
+        if self._budget is not None:
+            self._budget.resize(self._seen, num_bytes, self._user)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
+
+
+def _given_key(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

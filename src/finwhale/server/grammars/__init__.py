@@ -1,0 +1,1 @@
+"""Trials of grammars, before the engine sees them."""

@@ -1,0 +1,1 @@
+"""The engine's process, and the pipe to it."""

@@ -1,0 +1,427 @@
+"""The server's side of the pipe to the engine, on one asyncio loop."""
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, Protocol
+
+from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.errors import EngineDeadError, QueueFullError, RequestError
+from finwhale.request import SamplingParams
+from finwhale.server.errors import StoppingError
+from finwhale.server.link import worker
+from finwhale.server.link.heartbeat import Heartbeat
+from finwhale.server.link.wire import (
+    Abort,
+    Accepted,
+    Add,
+    Answered,
+    Call,
+    Cancel,
+    Command,
+    Delta,
+    Failed,
+    Ready,
+    Refused,
+    Report,
+    Step,
+    Stop,
+)
+
+if TYPE_CHECKING:
+    from finwhale.server.link.rollout_control import RolloutControl
+
+logger = logging.getLogger(__name__)
+
+MAX_TURNS = 1 << 48  # more sequences than a server can ever start
+MAX_TURNS_KEPT = 4096
+
+
+class Observer(Protocol):
+    """Receives each step and each compiled grammar (the metrics are an observer)."""
+
+    def step(self, deltas: Sequence[Delta]) -> None: ...
+
+    def grammar_compiled(self, seconds: float) -> None: ...
+
+
+class Generation:
+    """One or more prompts on the engine. Iterate over it for the deltas; `cancel` ends it.
+
+    Continuations are numbered over all prompts: those of prompt p begin at p * n.
+    """
+
+    def __init__(self, client: "EngineClient", request_ids: list[str], n: int) -> None:
+        self._client = client
+        self._request_ids = request_ids
+        self._events: asyncio.Queue[Accepted | Delta | Exception] = asyncio.Queue()
+        self._early: deque[Delta] = deque()
+        self._first = {request_id: i * n for i, request_id in enumerate(request_ids)}
+        self._unfinished = dict.fromkeys(request_ids, n)
+
+    async def accepted(self) -> None:
+        """Waits until the engine has accepted every prompt.
+
+        Raises:
+            RequestError: the engine refuses a prompt.
+            EngineDeadError: the engine has died.
+            TimeoutError: `expire` was called.
+        """
+        waiting = len(self._request_ids)
+        while waiting:
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Delta):  # of a prompt that was accepted earlier
+                self._early.append(event)
+            else:
+                waiting -= 1
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while any(self._unfinished.values()):
+            event = self._early.popleft() if self._early else await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            assert isinstance(event, Delta)
+            self._unfinished[event.request_id] -= event.finish_reason is not None
+            event.index += self._first[event.request_id]
+            yield event
+
+    def cancel(self) -> None:
+        """Ends all prompts that still run. The engine frees their pages before the next step."""
+        for request_id in self._request_ids:
+            self._client._forget(request_id, abort=True)
+
+    def expire(self) -> None:
+        """Makes the iteration raise TimeoutError."""
+        self._events.put_nowait(TimeoutError())
+
+    def _put(self, event: Accepted | Delta | Exception) -> None:
+        self._events.put_nowait(event)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request on the engine, the number of its continuations that still run, and its turn."""
+
+    generation: Generation
+    num_sequences: int
+    turn: int
+
+
+class EngineClient:
+    """Talks to one engine, which runs in its own process or in a thread.
+
+    Attributes:
+        ready: the engine's message that its model is loaded; None before.
+        failure: why the engine has died; None while it lives.
+        metrics: the engine's latest metrics; None before the first ones.
+        heartbeat: the signs of life of the engine's process; None: the engine is a thread.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        process: BaseProcess | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        """
+        Args:
+            connection: the server's end of the pipe.
+            process: the process at the other end.
+            heartbeat: its signs of life.
+        """
+        self.heartbeat = heartbeat
+        self.ready: Ready | None = None
+        self.failure: str | None = None
+        self.metrics: EngineMetrics | None = None
+        self.observer: Observer | None = None
+        self.on_failure: Callable[[], None] | None = None
+        self._connection = connection
+        self._process = process
+        self._threads = [
+            threading.Thread(target=target, name=f"engine{target.__name__}", daemon=True)
+            for target in (self._read, self._write)
+        ]
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._ids = itertools.count()
+        self._live: dict[str, _Live] = {}
+        self._turns: dict[tuple[str, int], int] = {}
+        self._last_turn = 0  # the last one of which a sequence has started
+        self._calls: dict[str, asyncio.Future[Any]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._settled = asyncio.Event()
+        self._closing = False
+        self._num_sequences = 0
+
+    @classmethod
+    def spawn(cls, load: Callable[[], object]) -> "EngineClient":
+        """Starts a process in which `load`, which must be picklable, opens an engine."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        heartbeat = Heartbeat(context)
+        process = context.Process(
+            target=worker.main, args=(theirs, load, heartbeat), name="finwhale-engine", daemon=True
+        )
+        process.start()
+        theirs.close()
+        return cls(ours, process, heartbeat)
+
+    @property
+    def alive(self) -> bool:
+        return self.ready is not None and self.failure is None and not self._closing
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The id of the engine's process; None: the engine is a thread of this one."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences on the engine, waiting or running."""
+        return self._num_sequences
+
+    async def start(self) -> Ready:
+        """Waits until the model is loaded.
+
+        Raises:
+            EngineDeadError: the model could not be loaded.
+        """
+        self._loop = asyncio.get_running_loop()
+        for thread in self._threads:
+            thread.start()
+        await self._settled.wait()
+        if self.ready is None:
+            raise EngineDeadError(self.failure or "the engine did not start")
+        return self.ready
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        stop_after: int | None = None,
+        priority: int = 0,
+        prefix_owner: str = "",
+        user: str = "",
+        grammar_bytes: int = 0,
+    ) -> Generation:
+        """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
+
+        Args:
+            user: whose sequences and grammars take turns with those of other users.
+            grammar_bytes: memory that the grammar takes, as its trial measured.
+
+        Raises:
+            EngineDeadError: the engine is not ready or has died.
+        """
+        self._check_alive()
+        request_ids = [f"r{next(self._ids)}" for _ in prompts]
+        generation = Generation(self, request_ids, params.n)
+        for request_id, prompt in zip(request_ids, prompts, strict=True):
+            turn = self._turn(user, priority, params.n)
+            self._live[request_id] = _Live(generation, params.n, turn)
+            self._num_sequences += params.n
+            self._send(
+                Add(
+                    request_id,
+                    prompt,
+                    params,
+                    stop_after,
+                    priority * MAX_TURNS + turn,
+                    prefix_owner,
+                    user,
+                    grammar_bytes,
+                )
+            )
+        return generation
+
+    def _turn(self, user: str, priority: int, num_sequences: int) -> int:
+        """The place of a request among those of one priority: its users take turns, a sequence
+        each (start-time fair queueing; Goyal, Vin and Cheng, 1996)."""
+        if len(self._turns) > MAX_TURNS_KEPT:  # without the turns that are over
+            self._turns = {k: turn for k, turn in self._turns.items() if turn > self._last_turn}
+        # A newcomer comes before the other continuations of a request that has started.
+        turn = max(self._last_turn - 1, self._turns.get((user, priority), 0))
+        self._turns[user, priority] = turn + num_sequences
+        return turn
+
+    async def call(self, work: Callable[["RolloutControl"], Any]) -> Any:
+        """Calls a method of RolloutControl in the engine's process.
+
+        Raises:
+            FinwhaleError: what the method raises.
+            RuntimeError: the method failed unexpectedly.
+            EngineDeadError: the engine is not ready or has died.
+        """
+        self._check_alive()
+        call_id = f"c{next(self._ids)}"
+        self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(Call(call_id, work))
+        try:
+            return await self._calls[call_id]
+        except asyncio.CancelledError:
+            self._send(Cancel(call_id))
+            raise
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _check_alive(self) -> None:
+        if self._closing:
+            raise StoppingError("the server is stopping")
+        if not self.alive:
+            raise EngineDeadError(self.failure or "the engine is not ready")
+
+    def cut_off(self) -> int:
+        """Ends all requests with a StoppingError. Returns the number of their sequences."""
+        count = self._num_sequences
+        if self.failure is None:
+            for request_id in self._live:
+                self._send(Abort(request_id))
+        self._fail_all(StoppingError("the server is stopping, and has cut off this request"))
+        return count
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the engine's process. Requests that still run fail.
+
+        Args:
+            timeout_s: kill the process if it takes longer to end.
+        """
+        self._closing = True
+        self.cut_off()
+        self._send(Stop())
+        process = self._process
+        if process is not None:
+            if self.ready is None and self.failure is None:
+                self.kill()  # it does not read Stop while it loads the model
+            await asyncio.to_thread(process.join, timeout_s)
+            if process.is_alive():
+                process.kill()
+                await asyncio.to_thread(process.join)
+        # The engine closes its end of the pipe when it has stopped; that ends these threads.
+        for thread in self._threads:
+            if thread.is_alive():
+                await asyncio.to_thread(thread.join, timeout_s)
+        self._connection.close()
+
+    def kill(self) -> None:
+        """Kills the engine's process, so that `close` does not wait for it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def _write(self) -> None:
+        """The writer's thread: a full pipe must not block the loop."""
+        while True:
+            command = self._commands.get()
+            try:
+                self._connection.send(command)
+            except OSError:  # the reader reports it
+                return
+            if isinstance(command, Stop):
+                return
+
+    def _forget(self, request_id: str, *, abort: bool) -> None:
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        self._num_sequences -= live.num_sequences
+        if abort and self.failure is None:
+            self._send(Abort(request_id))
+
+    def _read(self) -> None:
+        """The reader's thread: each report wakes the loop once."""
+        assert self._loop is not None
+        report: Report
+        while True:
+            try:
+                report = self._connection.recv()
+            except (EOFError, OSError):
+                report = Failed(self._cause_of_death())
+            try:
+                self._loop.call_soon_threadsafe(self._take, report)
+            except RuntimeError:  # the loop is closed
+                return
+            if isinstance(report, Failed):
+                return
+
+    def _cause_of_death(self) -> str:
+        if self._process is None:
+            return "the engine has ended"
+        self._process.join(1)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"the engine's process was killed by signal {-code}"
+        return f"the engine's process has ended with exit code {code}"
+
+    def _take(self, report: Report) -> None:
+        if isinstance(report, Step):
+            if report.metrics is not None:
+                self.metrics = report.metrics
+            for delta in report.deltas:
+                self._deliver(delta)
+            if self.observer is not None:
+                self.observer.step(report.deltas)
+        elif isinstance(report, Accepted):
+            if report.compile_seconds is not None and self.observer is not None:
+                self.observer.grammar_compiled(report.compile_seconds)
+            if report.request_id in self._live:
+                self._live[report.request_id].generation._put(report)
+        elif isinstance(report, Refused):
+            if report.request_id in self._live:
+                kind = QueueFullError if report.full else RequestError
+                self._live[report.request_id].generation._put(kind(report.message))
+                self._forget(report.request_id, abort=False)
+        elif isinstance(report, Answered):
+            call = self._calls.get(report.call_id)
+            if call is None or call.done():  # nobody waits for it any more
+                return
+            if report.error is None:
+                call.set_result(report.value)
+            else:
+                call.set_exception(report.error)
+        elif isinstance(report, Ready):
+            self.ready = report
+            self._settled.set()
+        else:
+            self._die(report.message)
+
+    def _deliver(self, delta: Delta) -> None:
+        live = self._live.get(delta.request_id)
+        if live is None:
+            return
+        self._last_turn = max(self._last_turn, live.turn)
+        live.generation._put(delta)
+        if delta.finish_reason is not None:
+            self._num_sequences -= 1
+            live.num_sequences -= 1
+            if not live.num_sequences:
+                self._forget(delta.request_id, abort=False)
+
+    def _die(self, message: str) -> None:
+        if self._closing or self.failure is not None:
+            return
+        self.failure = message
+        logger.error("engine died", extra={"reason": message})
+        self._fail_all(EngineDeadError(message))
+        self._settled.set()
+        if self.on_failure is not None:
+            self.on_failure()
+
+    def _fail_all(self, error: Exception) -> None:
+        for generation in {id(live): live.generation for live in self._live.values()}.values():
+            generation._put(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        self._live.clear()
+        self._num_sequences = 0

@@ -1,0 +1,1 @@
+"""Requests and answers of OpenAI's and Anthropic's protocols."""

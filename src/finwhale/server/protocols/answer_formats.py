@@ -1,0 +1,363 @@
+"""The format of an answer and its tool calls: what a body says about them, and the grammar for it.
+
+This module writes grammars, within the limits of `chat.grammar_limits`, but compiles none:
+`ServerState.grammars` checks them in another process.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import deepseek_recipe as recipe
+
+from finwhale.chat.answer_grammar import AnswerGrammar, tools_grammar
+from finwhale.chat.grammar import json_lark, lark_guide, regex_guide, tool_guide
+from finwhale.chat.grammar_limits import GrammarError
+from finwhale.chat.schema_document import SchemaDocument
+from finwhale.chat.template import ProtocolName
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.chat.tool_grammar import ToolSignature
+from finwhale.errors import RequestError
+from finwhale.request import Guide
+from finwhale.server.protocols.schemas import CompletionBody, OpenAIBody, StructuredOutputs
+
+Fields = dict[str, Any]
+Format = tuple[Literal["json", "regex", "grammar"], Any]
+# Tools that no grammar can hold, and that the request does not ask to hold.
+_NOT_HELD = AnswerGrammar(None, ignored=("tools",))
+_ANY_OBJECT = {"type": "object"}
+# The types of a tool choice that name one tool.
+_NAMES_A_TOOL: dict[ProtocolName, tuple[str, ...]] = {
+    "chat": ("function",),
+    "responses": ("function", "custom"),
+    "messages": ("tool",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The tool calls that a request allows or requires in its answer.
+
+    Attributes:
+        required: the answer must be a tool call.
+        parallel: the answer may have several tool calls.
+    """
+
+    required: bool = False
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WantedFormat:
+    """The format that an answer must have.
+
+    Attributes:
+        name: what the request calls it.
+        strict: whether all of a schema must hold.
+    """
+
+    format: Format
+    name: str = "response_format"
+    strict: bool = False
+
+
+def answer_grammar(
+    tokenizer: Tokenizer | None,
+    wanted: WantedFormat | None,
+    tools: list[recipe.ToolDefinition],
+    choice: ToolChoice,
+    after: int | None = None,
+    relaxed: Collection[str] = (),
+    *,
+    always: bool = False,
+) -> AnswerGrammar | None:
+    """The grammar of an answer; None: the answer may be anything.
+
+    Args:
+        tokenizer: None: there are no tools.
+        after: the token after which the grammar begins.
+        relaxed: places of the request where only the types of values hold.
+        always: hold tool calls to their schemas, even if the request does not ask for that.
+
+    Raises:
+        RequestError: the format is not valid, or the grammar is too large.
+    """
+    if not tools:
+        if choice.required:
+            raise RequestError("tool_choice asks for a tool, but there are no tools")
+        return None if wanted is None else _content_grammar(wanted, after, relaxed)
+    signatures = [ToolSignature(t.name, _parameters(t), bool(t.strict)) for t in tools]
+    asked = choice.required or not choice.parallel or any(one.strict for one in signatures)
+    optional = wanted is None and not asked
+    if optional and not always:
+        return None
+    item, ignored = (None, []) if wanted is None else _lark_item(wanted, relaxed)
+    assert tokenizer is not None
+    try:
+        grammar = tools_grammar(
+            tokenizer, signatures, after, relaxed, required=choice.required,
+            parallel=choice.parallel, optional=optional,
+            content=None if item is None or wanted is None else (item, wanted.name),
+        )  # fmt: skip
+    except GrammarError:
+        if not optional:
+            raise
+        return _NOT_HELD
+    if wanted is None or choice.required:
+        return grammar
+    strict = (*grammar.strict, *([wanted.name] if wanted.strict else ()))
+    return replace(grammar, strict=strict, ignored=(*grammar.ignored, *ignored))
+
+
+async def held_grammar(
+    grammar: AnswerGrammar | None,
+    make: Callable[[Collection[str]], Awaitable[AnswerGrammar | None]],
+    check: Callable[[Guide], Awaitable[None]],
+) -> AnswerGrammar | None:
+    """A grammar that passes a check, of as much of the schemas as llguidance can enforce.
+
+    Args:
+        grammar: of all of them.
+        make: makes it without the schemas of some places.
+        check: raises GrammarError.
+
+    Raises:
+        GrammarError: this needs more than MAX_RELAXED places, or there is another reason.
+    """
+    relaxed: list[str] = []
+    while grammar is not None and grammar.guide is not None:
+        try:
+            await check(grammar.guide)
+            break
+        except GrammarError as error:
+            try:
+                relaxed.append(grammar.place_beyond(error, relaxed))
+            except GrammarError:
+                if not grammar.optional:
+                    raise
+                return _NOT_HELD
+        grammar = await make(relaxed)
+    return grammar
+
+
+def _parameters(tool: recipe.ToolDefinition) -> Mapping[str, Any]:
+    return tool.parameters if isinstance(tool.parameters, Mapping) else {}
+
+
+def _content_grammar(
+    wanted: WantedFormat, after: int | None, relaxed: Collection[str]
+) -> AnswerGrammar:
+    kind, value = wanted.format
+    if kind != "json":
+        return AnswerGrammar((regex_guide if kind == "regex" else lark_guide)(value, after))
+    item, ignored = _lark_item(wanted, relaxed)
+    held = (wanted.name,) if wanted.strict else ()
+    return AnswerGrammar(tool_guide(f"start: {item}", after), (wanted.name,), held, tuple(ignored))
+
+
+def _lark_item(wanted: WantedFormat, relaxed: Collection[str]) -> tuple[str, list[str]]:
+    """The Lark item of a format, and what of its schema it does not hold."""
+    kind, value = wanted.format
+    if kind != "json":
+        raise RequestError(f"a response_format of type {kind} cannot be combined with tools")
+    document = SchemaDocument(value, wanted.name)
+    part = document.part(value)
+    if wanted.strict:
+        document.check_strict()
+    if wanted.name in relaxed:
+        return json_lark(document.types()), [wanted.name]
+    return json_lark(part), document.ignored
+
+
+# --- What a body says -----------------------------------------------------------------------------
+
+
+def _format(response_format: Fields) -> Format | None:
+    """The format of a chat completion's response_format. Raises RequestError."""
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return "json", _ANY_OBJECT
+    if kind == "json_schema":
+        return "json", _schema(response_format.get("json_schema"))
+    if kind in ("regex", "grammar") and isinstance(response_format.get(kind), str):
+        return kind, response_format[kind]
+    raise RequestError(
+        "response_format must be of type text, json_object, json_schema, regex or grammar, with "
+        f"what the type needs; got {str(response_format)[:200]}"
+    )
+
+
+def only_format(
+    wanted: Format | None, body: OpenAIBody, response_format: Fields | None
+) -> Format | None:
+    """The one format that the body asks for, in its own words or in those of vLLM and SGLang.
+
+    Args:
+        wanted: the format of its response_format.
+        response_format: a response_format that deepseek-recipe will read.
+
+    Raises:
+        RequestError: a format is not valid, or there are several.
+    """
+    formats: list[Format] = [] if wanted is None else [wanted]
+    if response_format is not None and response_format.get("type") != "text":
+        formats.append(("json", _ANY_OBJECT))  # only counted: it cannot be combined with others
+    others = _guided_formats(body)
+    if len(formats) + len(others) > 1:
+        raise RequestError(
+            "give one format: response_format, structured_outputs, guided_json, guided_regex, "
+            "guided_choice, guided_grammar or regex"
+        )
+    return others[0] if others else wanted
+
+
+def _guided_formats(body: OpenAIBody) -> list[Format]:
+    """The formats in vLLM's and SGLang's fields. Raises RequestError."""
+    given = body.structured_outputs or StructuredOutputs()
+    fields = (
+        ("json", body.guided_json),
+        ("json", given.json_schema),
+        ("json", _ANY_OBJECT if given.json_object else None),
+        ("regex", body.guided_regex),
+        ("regex", given.regex),
+        ("regex", body.regex),
+        ("grammar", body.guided_grammar),
+        ("grammar", given.grammar),
+        ("choice", body.guided_choice),
+        ("choice", given.choice),
+    )
+    found = [_guided_format(kind, value) for kind, value in fields if value is not None]
+    if body.structured_outputs is not None and not found:
+        raise RequestError("structured_outputs needs json, json_object, regex, choice or grammar")
+    return found
+
+
+def _guided_format(kind: str, value: Any) -> Format:
+    if kind == "json":
+        return "json", _parsed_schema(value)
+    if kind == "choice":
+        return "grammar", f"start: {' | '.join(map(json.dumps, value))}"
+    return ("regex" if kind == "regex" else "grammar"), value
+
+
+def _parsed_schema(schema: str | Fields) -> Fields:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the JSON schema is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise RequestError("a JSON schema must be an object")
+    return schema
+
+
+def _schema(holder: Any) -> Mapping[str, Any]:
+    schema = holder.get("schema", _ANY_OBJECT) if isinstance(holder, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise RequestError("a json_schema format needs a schema, a JSON object")
+    return schema
+
+
+def completion_format(body: CompletionBody) -> WantedFormat | None:
+    """The format of a completion. Raises RequestError."""
+    given = body.response_format
+    wanted = only_format(None if given is None else _format(given), body, None)
+    return None if wanted is None else named_format("chat", {"response_format": given}, wanted)
+
+
+def named_format(protocol: ProtocolName, fields: Fields, wanted: Format) -> WantedFormat:
+    """The format that the fields of a request ask for. Anthropic's protocol has no `strict`."""
+    name = {"chat": "response_format", "responses": "text", "messages": "output_config"}[protocol]
+    inner = "json_schema" if protocol == "chat" else "format"
+    given = fields.get(name)
+    holder = given.get(inner) if isinstance(given, Mapping) else None
+    strict = isinstance(holder, Mapping) and holder.get("strict") is True
+    return WantedFormat(wanted, name if protocol == "chat" else f"{name}.format", strict)
+
+
+def recipe_format(conversation: recipe.Conversation) -> Format | None:
+    kind = conversation.response_format
+    if kind == "json_schema":
+        return "json", conversation.response_schema or _ANY_OBJECT
+    if kind == "regex":
+        return "regex", conversation.response_regex
+    return ("json", _ANY_OBJECT) if kind == "json_object" else None
+
+
+def take_own_format(protocol: ProtocolName, fields: Fields) -> Format | None:
+    """Remove a format that deepseek-recipe cannot read, and return it. Raises RequestError."""
+    if protocol == "chat":
+        given = fields.get("response_format")
+        if isinstance(given, Mapping) and given.get("type") == "grammar":
+            return _format(fields.pop("response_format"))
+    if protocol == "messages":
+        config = fields.get("output_config")
+        given = fields.pop("output_format", None)
+        if isinstance(config, Mapping) and config.get("format") is not None:
+            given = config["format"]
+        if given is not None:
+            if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+                raise RequestError("the output's format must be of type json_schema")
+            return "json", _schema(given)
+    return None
+
+
+def take_choice(protocol: ProtocolName, fields: Fields) -> ToolChoice:
+    """Read which tool calls the fields of a request allow or require.
+
+    If a call is required, this removes the choice from the fields, since the grammar enforces it.
+
+    Raises:
+        RequestError: the choice names a tool that is not among the tools.
+    """
+    choice = fields.get("tool_choice")
+    parallel = fields.get("parallel_tool_calls", True) is not False
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if protocol == "messages" and isinstance(choice, Mapping):
+        parallel = not choice.get("disable_parallel_tool_use", False)
+        if kind == "none":
+            fields.pop("tools", None)
+        if kind in ("none", "auto", "any"):
+            del fields["tool_choice"]
+        if kind == "any":
+            return ToolChoice(required=True, parallel=parallel)
+    elif kind == "required":
+        del fields["tool_choice"]
+        return ToolChoice(required=True, parallel=parallel)
+    elif isinstance(choice, Mapping) and kind == "allowed_tools":
+        allowed = choice.get("allowed_tools") if protocol == "chat" else choice
+        return ToolChoice(required=_take_allowed(allowed, fields), parallel=parallel)
+    if not isinstance(choice, Mapping) or kind not in _NAMES_A_TOOL[protocol]:
+        return ToolChoice(parallel=parallel)
+    _keep_tools([_tool_name(choice)], fields)
+    return ToolChoice(required=True, parallel=parallel)
+
+
+def _take_allowed(allowed: Any, fields: Fields) -> bool:
+    """Keep only the allowed tools; returns whether a call is required."""
+    tools = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError("tool_choice of type allowed_tools needs a list of tools")
+    if allowed.get("mode") not in ("auto", "required"):
+        raise RequestError(f"tool_choice's mode is auto or required, got {allowed.get('mode')!r}")
+    _keep_tools([_tool_name(tool) for tool in tools], fields)
+    return bool(allowed["mode"] == "required")
+
+
+def _keep_tools(names: list[Any], fields: Fields) -> None:
+    """Keep only the tools with these names, and remove the choice. Raises RequestError."""
+    tools = fields.get("tools", ())
+    known = [_tool_name(tool) for tool in tools]
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise RequestError(f"tool_choice names {name!r}, which is not among the tools")
+    fields["tools"] = [tool for tool in tools if _tool_name(tool) in names]
+    del fields["tool_choice"]
+
+
+def _tool_name(tool: Mapping[str, Any]) -> Any:
+    function = tool.get("function")
+    return (function if isinstance(function, Mapping) else tool).get("name")

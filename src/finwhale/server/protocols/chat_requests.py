@@ -1,0 +1,358 @@
+"""Requests of the three chat protocols: a checked body becomes a `ChatRequest`."""
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import deepseek_recipe as recipe
+
+from finwhale.chat.answer_grammar import AnswerGrammar
+from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
+from finwhale.errors import RequestError
+from finwhale.request import SamplingParams
+from finwhale.server.errors import ApiError
+from finwhale.server.observe.logs import RequestLog
+from finwhale.server.protocols.answer_formats import (
+    Fields,
+    ToolChoice,
+    WantedFormat,
+    answer_grammar,
+    held_grammar,
+    named_format,
+    only_format,
+    recipe_format,
+    take_choice,
+    take_own_format,
+)
+from finwhale.server.protocols.schemas import (
+    LOGPROBS,
+    ChatBody,
+    CountTokensBody,
+    MessagesBody,
+    ResponsesBody,
+    SamplingBody,
+)
+from finwhale.server.state import ServerState
+
+ChatProtocolBody = ChatBody | ResponsesBody | MessagesBody
+
+_ID_PREFIXES: dict[ProtocolName, str] = {
+    "chat": "chatcmpl-",
+    "responses": "resp_",
+    "messages": "msg_",
+}
+# deepseek-recipe does not know these fields, or accepts fewer values than this server.
+_OWN_FIELDS = frozenset(SamplingBody.model_fields) - {"stream", "temperature", "top_p"} | {
+    "n",
+    "seed",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "previous_response_id",
+    "background",
+    "client_metadata",
+    "modalities",
+    "verbosity",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "no_stop_trim",
+    "skip_special_tokens",
+    "prompt_logprobs",
+    "return_routed_experts",
+    "return_token_ids",
+    "request_id",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "regex",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "add_generation_prompt",
+    "separate_reasoning",
+    "stream_reasoning",
+    "include_reasoning",
+    "context_management",
+    "cache_control",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """Options that say what an answer contains besides the message.
+
+    Attributes:
+        include_usage: whether a stream of chat completions ends with a chunk of usage.
+        continuous_usage: whether each of its chunks has the usage so far.
+        token_ids: whether it has the token ids of the prompt and of the answer.
+        special_tokens: whether the text has special tokens.
+        separate_reasoning: whether the reasoning is a field of its own, not part of the content.
+        include_reasoning: whether the reasoning is in the answer.
+        stream_reasoning: whether the reasoning streams; otherwise it comes in one piece.
+        no_edits: whether the answer says that context management has made no edits.
+    """
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    special_tokens: bool = False
+    separate_reasoning: bool = True
+    include_reasoning: bool = True
+    stream_reasoning: bool = True
+    no_edits: bool = False
+
+    @staticmethod
+    def of(body: "ChatProtocolBody") -> "AnswerOptions":
+        if isinstance(body, MessagesBody):
+            return AnswerOptions(no_edits=body.context_management is not None)
+        if not isinstance(body, ChatBody):
+            return AnswerOptions()
+        return AnswerOptions(
+            include_usage=body.wants_usage,
+            continuous_usage=body.wants_continuous_usage,
+            token_ids=bool(body.return_token_ids),
+            special_tokens=body.skip_special_tokens is False,
+            separate_reasoning=body.separate_reasoning is not False,
+            include_reasoning=body.include_reasoning is not False,
+            stream_reasoning=body.stream_reasoning is not False,
+        )
+
+
+@dataclass(slots=True)
+class ChatRequest:
+    """A conversation that is ready for its next message.
+
+    Attributes:
+        converted: the request as deepseek-recipe reads it.
+        token_ids: the prompt.
+        stop: stop strings of the content.
+        stop_after: the token after which they count; None: they count from the beginning.
+        ignored: what of the schemas the answer need not hold.
+    """
+
+    converted: ProtocolRequest
+    token_ids: list[int]
+    params: SamplingParams
+    stop: tuple[str, ...]
+    stop_after: int | None
+    priority: int
+    options: AnswerOptions
+    answer_id: str
+    ignored: tuple[str, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+async def prepare(
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, log: RequestLog
+) -> ChatRequest:
+    """Checks a body, converts it and encodes its prompt. Raises RequestError, ApiError."""
+    state.check_model(body.model)
+    request, grammar, make = await state.in_thread(
+        log.body_bytes, lambda: _prepare(state, protocol, body)
+    )
+    grammar = await held_grammar(
+        grammar,
+        lambda relaxed: state.in_thread(log.body_bytes, lambda: make(relaxed)),
+        lambda guide: state.grammars.check(guide, log.user),
+    )
+    if grammar is not None:
+        request.params = replace(request.params, guide=grammar.guide)
+        request.ignored = grammar.ignored
+    return request
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedBody:
+    """A body as deepseek-recipe reads it, and what the grammar of the answer needs.
+
+    Attributes:
+        converted: the request; its conversation has the tools that the model may call.
+        wanted: the format of the answer.
+    """
+
+    converted: ProtocolRequest
+    wanted: WantedFormat | None
+    choice: ToolChoice
+
+
+def convert_body(
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody | CountTokensBody
+) -> ConvertedBody:
+    """Converts a checked body to a conversation. Raises RequestError and ApiError."""
+    fields = plain_fields(body)
+    if isinstance(body, MessagesBody) and body.thread is not None:
+        raise ApiError(
+            400,
+            "thread is not supported: send the whole conversation in messages",
+            code="unsupported_value",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
+    if isinstance(body, CountTokensBody):
+        fields["max_tokens"] = 1  # deepseek-recipe needs a value, which no prompt depends on
+    if protocol == "responses":  # whose answer repeats these fields
+        defaults = state.sampling_defaults
+        fields = {n: defaults[n] for n in ("temperature", "top_p") if n in defaults} | fields
+    original = dict(fields)
+    if isinstance(body, ChatBody):
+        _take_extensions(body, fields)
+    wanted = take_own_format(protocol, fields)
+    if isinstance(body, ChatBody):
+        wanted = only_format(wanted, body, fields.get("response_format"))
+    choice = take_choice(protocol, fields)
+    given = original.get("tool_choice")
+    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
+        # deepseek-recipe does not know this type, which an answer of Responses would repeat.
+        original["tool_choice"] = given.get("mode")
+    default_thinking = state.config.default_thinking
+    if protocol == "responses":
+        default_thinking = _default_thinking(fields, default_thinking)
+    converted = convert(
+        protocol,
+        fields,
+        default_thinking=default_thinking,
+        echo_body=original,
+        response_schema=wanted[1] if protocol == "messages" and wanted else None,
+    )
+    wanted = wanted or recipe_format(converted.conversation)
+    named = None if wanted is None else named_format(protocol, original, wanted)
+    return ConvertedBody(converted, named, choice)
+
+
+def _prepare(
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody
+) -> tuple[ChatRequest, AnswerGrammar | None, Callable[[Collection[str]], AnswerGrammar | None]]:
+    template = state.need_template()
+    read = convert_body(state, protocol, body)
+    converted = read.converted
+    asked, conversation = converted.request, converted.conversation
+    options = asked.inference_options
+    stage = converted.parsing_options.thinking_initial_stage
+    thinks = stage is not None and stage.starts_in_reasoning()
+    end_of_thinking = template.end_of_thinking if thinks else None
+
+    def make(relaxed: Collection[str] = ()) -> AnswerGrammar | None:
+        return answer_grammar(
+            state.need_tokenizer(), read.wanted, conversation.tools, read.choice, end_of_thinking,
+            relaxed, always=state.ready.tool_grammar,
+        )  # fmt: skip
+
+    grammar = make()
+    prompt = template.encode(converted, state.check_text)
+    state.check_prompt(prompt.token_ids)
+    max_tokens = options.max_tokens
+    if max_tokens is None:
+        # The chat format has a default for each way of thinking, within the context.
+        max_tokens = asked.resolve_max_tokens(len(prompt.token_ids), state.ready.max_model_len)
+    stop = tuple(converted.parsing_options.stop_sequences)
+    params = body.sampling_params(
+        max_tokens=max_tokens,
+        # Stop strings mean nothing inside tool calls, and only the parser knows where those are.
+        stop=() if conversation.tools else stop,
+        logprobs=_wanted_logprobs(body, options),
+        defaults={
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            **state.sampling_defaults,
+        },
+    )
+    request = ChatRequest(
+        converted,
+        prompt.token_ids,
+        params,
+        stop,
+        end_of_thinking,
+        body.priority or 0,
+        AnswerOptions.of(body),
+        f"{_ID_PREFIXES[protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
+    )
+    return request, grammar, make
+
+
+def plain_fields(body: ChatProtocolBody | CountTokensBody) -> Fields:
+    """The fields that the client sent, without those that deepseek-recipe must not see."""
+    sent = body.model_dump(exclude_unset=True)
+    return {k: v for k, v in sent.items() if k not in _OWN_FIELDS and v is not None}
+
+
+def _take_extensions(body: ChatBody, fields: Fields) -> None:
+    """Replaces fields that deepseek-recipe does not know by those that it knows.
+
+    Raises:
+        RequestError: a value is not supported, or fields contradict each other.
+    """
+    body.check_stream()
+    if body.max_completion_tokens is not None:
+        if body.max_tokens not in (None, body.max_completion_tokens):
+            raise RequestError(
+                f"max_tokens ({body.max_tokens}) and max_completion_tokens "
+                f"({body.max_completion_tokens}) mean the same: give one of them"
+            )
+        fields["max_tokens"] = body.max_completion_tokens
+    for name, value in _template_fields(body.chat_template_kwargs or {}).items():
+        if name in fields:
+            raise RequestError(f"{name} is given twice: as a field and in chat_template_kwargs")
+        fields[name] = value
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt to be false or absent"
+            )
+        *others, last = fields["messages"]
+        if last.get("role") != "assistant":
+            raise RequestError("continue_final_message needs an assistant's message at the end")
+        fields["messages"] = [*others, {**last, "prefix": True}]
+    elif body.add_generation_prompt is False:
+        raise RequestError(
+            "add_generation_prompt: false is only supported with continue_final_message"
+        )
+
+
+def _default_thinking(fields: Fields, default: bool) -> bool:
+    """Whether the model thinks if a Responses request has no reasoning effort.
+
+    deepseek-recipe does not read `thinking` in this protocol.
+
+    Raises:
+        RequestError: `thinking` is not valid, or contradicts the reasoning effort.
+    """
+    if "thinking" not in fields:
+        return default
+    kind = fields["thinking"].get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise RequestError(f"thinking.type must be enabled, adaptive or disabled, got {kind!r}")
+    thinks: bool = kind != "disabled"
+    effort = fields.get("reasoning", {}).get("effort")
+    if effort is not None and (effort != "none") != thinks:
+        raise RequestError(f"thinking is {kind}, but reasoning.effort is {effort!r}: omit one")
+    return thinks
+
+
+def _template_fields(kwargs: Fields) -> Fields:
+    """The fields of a body that replace its `chat_template_kwargs`. Raises RequestError."""
+    found: Fields = {}
+    for name, value in kwargs.items():
+        if name in ("thinking", "enable_thinking") and isinstance(value, bool):
+            if found.get("thinking", value) is not value:
+                raise RequestError("chat_template_kwargs: thinking and enable_thinking differ")
+            found["thinking"] = value
+        elif name == "reasoning_effort" and (value is None or isinstance(value, str)):
+            if value is not None:
+                found[name] = value
+        else:
+            raise RequestError(
+                "chat_template_kwargs may have thinking and enable_thinking (true or false) and "
+                f"reasoning_effort (a string), got {name!r}: {str(value)[:40]!r}"
+            )
+    if "thinking" in found:
+        found["thinking"] = {"type": "enabled" if found["thinking"] else "disabled"}
+    return found
+
+
+def _wanted_logprobs(body: ChatProtocolBody, options: recipe.InferenceOptions) -> int | None:
+    asked = isinstance(body, ResponsesBody) and LOGPROBS in (body.include or ())
+    if isinstance(body, MessagesBody) or not (options.logprobs or asked):
+        return None
+    return int(options.top_logprobs or 0)
