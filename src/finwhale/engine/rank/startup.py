@@ -187,7 +187,7 @@ class _Start:
             return None
         if self.peers.rank.size > 1:
             raise FinwhaleError("the compiled mode runs on one rank: leave out compile")
-        if self.ops.capabilities.compiled_layers is None:
+        if not self.ops.capabilities.compiles_layers:
             raise FinwhaleError(
                 "the compiled mode is for the platform's own operators, and here the plain "
                 "definitions would run"
@@ -506,7 +506,7 @@ class _Start:
             start_seconds=dict(self.phases.seconds),
             routed_experts=_form(self.routed),
         )
-        # The compiled mode keeps copies of some weights, which an update could not replace.
+        # Weights under compiled layers were never updated.
         loader = self.loader if self.compiled_mode is None else None
         return LocalExecutor(
             runner,
