@@ -4,10 +4,11 @@
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from finwhale.errors import FinwhaleError
-from finwhale.options import check_types, option
+from finwhale.options import check_options, option
 
 Activations = Literal["as-trained", "exact"]
 DistributedExecutor = Literal["spawn", "ray"]
@@ -76,9 +77,8 @@ class EngineConfig:
     )
     generation_config: GenerationConfig = option(
         "auto",
-        "auto takes temperature, top_p, top_k, min_p and repetition_penalty from the checkpoint's "
-        "generation_config.json where a request leaves them out; none ignores these values. Its "
-        "end tokens always apply",
+        "auto takes the sampling parameters of the checkpoint's generation_config.json where a "
+        "request leaves them out; none ignores these values. Its end tokens always apply",
     )
     reference: bool = option(
         False, "run the plain torch definitions of the operators instead of the platform's kernels"
@@ -103,26 +103,33 @@ class EngineConfig:
         "maximum number of tokens of one sequence, prompt and output together",
         unset="the checkpoint's limit, or less if the cache is too small",
         metavar="N",
+        least=2,
     )
-    max_num_seqs: int = option(64, "maximum number of sequences that run at once", metavar="N")
+    max_num_seqs: int = option(
+        64, "maximum number of sequences that run at once", metavar="N", least=1
+    )
     max_num_batched_tokens: int = option(
         2048,
         "maximum number of tokens in one forward pass, prefill chunks and decodes together. With "
         "8192, prefill of long prompts is faster, and other requests wait longer for their next "
         "tokens meanwhile",
         metavar="N",
+        least=1,
     )
     gpu_memory_utilization: float = option(
         0.9,
         "fraction of GPU memory to use for weights, workspace and cache; memory that other "
         "processes hold counts too",
         metavar="FRACTION",
+        above=0,
+        most=1,
     )
     cache_memory_bytes: int | None = option(
         None,
         "memory for the paged cache, in bytes",
         unset="on a GPU what --gpu-memory-utilization leaves, on a CPU at most 1 GiB",
         metavar="N",
+        least=1,
     )
     enable_prefix_caching: bool = option(
         True,
@@ -151,7 +158,7 @@ class EngineConfig:
         "compile the decoder layers ahead of time; the first start takes a minute or two longer, "
         "later starts load the compiled layers from --cache-dir",
     )
-    cache_dir: str | None = option(
+    cache_dir: Path | str | None = option(
         None,
         "directory that keeps compiled kernels for the next start",
         unset="finwhale in $XDG_CACHE_HOME or ~/.cache",
@@ -163,6 +170,8 @@ class EngineConfig:
         "DSpark, at most the block size (usually 5); auto chooses it from the acceptance rate and "
         "the step times. Drafts do not change the distribution of the output",
         metavar="N|auto",
+        least=0,
+        most=MAX_DRAFT_TOKENS,
     )
     tool_grammar: ToolGrammarMode = option(
         "off",
@@ -175,10 +184,12 @@ class EngineConfig:
         "write the stacks of all threads to stderr when a step takes longer than this",
         unset="never",
         metavar="SECONDS",
+        above=0,
+        most=1e9,
     )
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_options(self)
         if self.tensor_parallel_size not in (None, *RANK_COUNTS):
             raise FinwhaleError(
                 f"tensor_parallel_size must be one of {', '.join(map(str, RANK_COUNTS))}, got "
@@ -199,19 +210,6 @@ class EngineConfig:
                 "the compiled mode cannot return routed experts: leave out compile, or "
                 "enable_return_routed_experts"
             )
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "cache_memory_bytes",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise FinwhaleError(f"{name} must be at least 1, got {value}")
-        if self.max_model_len == 1:
-            raise FinwhaleError(
-                "max_model_len must be at least 2: one token of prompt and one of output"
-            )
         if self.graph_sizes is not None and not all(
             0 < size <= self.max_num_seqs for size in self.graph_sizes
         ):
@@ -224,15 +222,3 @@ class EngineConfig:
             raise FinwhaleError(f"prefix_salt must be a string, got {type(salt).__name__}")
         if salt == "":
             raise FinwhaleError("prefix_salt must not be empty: leave it out for a random one")
-        drafts = self.draft_tokens
-        if drafts != "auto" and (type(drafts) is not int or not 0 <= drafts <= MAX_DRAFT_TOKENS):
-            raise FinwhaleError(
-                f'draft_tokens must be 0 to {MAX_DRAFT_TOKENS} or "auto", got {drafts!r}'
-            )
-        share, limit = self.gpu_memory_utilization, self.watchdog_seconds
-        if type(share) not in (int, float) or not 0 < share <= 1:
-            raise FinwhaleError(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
-            )
-        if limit is not None and (type(limit) not in (int, float) or not 0 < limit < 1e9):
-            raise FinwhaleError(f"watchdog_seconds must be above 0 or None, got {limit!r}")

@@ -1,14 +1,15 @@
 """Generation from Python: the LLM class."""
 
+import inspect
 import itertools
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Concatenate, Literal, ParamSpec
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -24,17 +25,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.generation_config import sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint, read_config
-from finwhale.config import (
-    Activations,
-    DistributedExecutor,
-    DraftTokens,
-    DtypeName,
-    EngineConfig,
-    GenerationConfig,
-    LoadFormat,
-    ToolGrammarMode,
-    WoAInput,
-)
+from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement
 from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
@@ -55,9 +46,11 @@ from finwhale.request import (
     SamplingParams,
 )
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping as in vLLM: see `_plain`
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
+
+P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
@@ -88,57 +81,60 @@ class Job:
     raises: bool = False
 
 
+@dataclass(frozen=True)
+class Arguments(EngineConfig):
+    """What LLM and AsyncLLM take: the engine's options, and these (see LLM)."""
+
+    path: str | Path | None = None
+    _: KW_ONLY
+    model: str | Path | None = None
+    revision: str | None = None
+    progress: Progress | None = None
+
+
+def _taking(
+    arguments: Callable[P, Arguments],
+) -> Callable[[Callable[[Any, Arguments], None]], Callable[Concatenate[Any, P], None]]:
+    """Makes an `__init__` of an object of arguments take the arguments themselves.
+
+    Type checkers and `help` then see the fields of `Arguments` as the signature.
+    """
+
+    def decorate(init: Callable[[Any, Arguments], None]) -> Callable[Concatenate[Any, P], None]:
+        signature = inspect.signature(arguments)
+        names = signature.parameters
+
+        def made(self: Any, /, *args: P.args, **given: P.kwargs) -> None:
+            for name in given.keys() - names:
+                raise TypeError(
+                    f"{type(self).__name__} has no option {name!r}{similar(name, names)}"
+                )
+            init(self, arguments(*args, **given))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        made.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[own, *names.values()], return_annotation=None
+        )
+        return made
+
+    return decorate
+
+
 class LoadedModel:
     """The base of LLM and AsyncLLM: an engine in this process, its tokenizer and chat format."""
 
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        *,
-        model: str | Path | None = None,
-        revision: str | None = None,
-        progress: Progress | None = None,
-        device: str | None = None,
-        tensor_parallel_size: int | None = None,
-        whole_attention: bool | None = None,
-        distributed_executor: DistributedExecutor = "spawn",
-        dtype: DtypeName | None = None,
-        activations: Activations = "as-trained",
-        wo_a_input: WoAInput = "fp8",
-        load_format: LoadFormat = "auto",
-        generation_config: GenerationConfig = "auto",
-        reference: bool = False,
-        batch_invariant: bool = False,
-        enforce_eager: bool = False,
-        graph_sizes: tuple[int, ...] | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        gpu_memory_utilization: float = 0.9,
-        cache_memory_bytes: int | None = None,
-        enable_prefix_caching: bool = True,
-        prefix_salt: str | None = None,
-        enable_sleep_mode: bool = False,
-        enable_return_routed_experts: bool = False,
-        compile: bool = False,
-        cache_dir: str | Path | None = None,
-        draft_tokens: DraftTokens = 0,
-        tool_grammar: ToolGrammarMode = "off",
-        watchdog_seconds: float | None = None,
-        **unknown: Never,
-    ) -> None:
-        # tests/unit/test_options.py compares the signature with EngineConfig.
-        given = locals() | {"cache_dir": None if cache_dir is None else str(cache_dir)}
-        names = [one.name for one in fields(EngineConfig)]
-        for name in unknown:
-            raise TypeError(f"{type(self).__name__} has no option {name!r}{similar(name, given)}")
+    @_taking(Arguments)
+    def __init__(self, given: Arguments) -> None:
+        path, model = given.path, given.model
         if path is not None and model is not None:
             raise TypeError(f"{type(self).__name__} takes the checkpoint once: as path or as model")
-        config = EngineConfig(**{name: given[name] for name in names})
-        self._directory = checkpoint_directory(model if path is None else path, revision)
-        reads = generation_config == "auto" and self._directory.is_dir()
+        config = EngineConfig(
+            **{one.name: getattr(given, one.name) for one in fields(EngineConfig)}
+        )
+        self._directory = checkpoint_directory(model if path is None else path, given.revision)
+        reads = config.generation_config == "auto" and self._directory.is_dir()
         self._defaults = sampling_defaults(self._directory) if reads else {}
-        engine = open_engine(config, self._directory, progress)
+        engine = open_engine(config, self._directory, given.progress)
         self._opened: tuple[Engine, WeightUpdates] | None = (engine, WeightUpdates(engine))
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
@@ -234,14 +230,16 @@ class LoadedModel:
         try:
             return self._job(prompt, params)
         except RequestError as error:
-            text, token_ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+            plain = _plain(prompt)
+            text, token_ids = (plain, []) if isinstance(plain, str) else (None, list(plain))
             return self._error_result(error, text, token_ids)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         """Prepare one prompt. Raises RequestError."""
         params = params.with_defaults(self._defaults)
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        plain = _plain(prompt)
+        text = plain if isinstance(plain, str) else None
+        token_ids = self.encode(plain) if isinstance(plain, str) else plain
         return Job(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
 
     def _prepared_chats(
@@ -405,7 +403,8 @@ class LLM(LoadedModel):
         """Continues each prompt. Returns one result for each prompt, in order.
 
         Args:
-            prompts: texts or lists of token ids; a single prompt needs no list around it. The
+            prompts: texts, lists of token ids, or mappings such as {"prompt_token_ids": [...]}; a
+                single prompt needs no list around it. The
                 engine adds the beginning-of-sequence token before a text, but not before token ids.
             sampling_params: one for all prompts, or a list with one for each.
             show_progress: show a progress bar, if standard error is a terminal.
@@ -699,8 +698,8 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | Mapping):
+        return [_plain(prompts)]
     if not _is_list(prompts):
         raise RequestError(
             f"prompts must be a text, a list of token ids or a list of these, got "
@@ -709,12 +708,30 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
+    items = [_plain(item) if isinstance(item, Mapping) else item for item in items]
     for i, item in enumerate(items):
         if not (isinstance(item, str) or _is_list(item)):
             raise RequestError(
                 f"prompt {i} must be a text or a list of token ids, got {type(item).__name__}"
             )
     return items  # type: ignore[return-value]
+
+
+def _plain(prompt: Prompt) -> str | Sequence[int]:
+    """A prompt's text or ids. A mapping has one of them: `prompt` or `prompt_token_ids`.
+
+    Raises:
+        RequestError: a mapping has other keys.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+        raise RequestError(
+            'a prompt that is a mapping has one key, "prompt" or "prompt_token_ids", got '
+            f"{sorted(map(str, prompt))}"
+        )
+    (found,) = prompt.values()
+    return found  # type: ignore[no-any-return]
 
 
 def _is_list(value: object) -> bool:

@@ -6,12 +6,13 @@ arguments into the dataclass. `cli/options_page.py` writes docs/options.md from 
 
 import argparse
 import difflib
+import functools
+import math
 import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from finwhale.errors import FinwhaleError
@@ -26,6 +27,11 @@ def option(
     unset: str | None = None,
     metavar: str | None = None,
     flag: str | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    items: int | None = None,
+    marks: tuple[str, ...] = (),
 ) -> T:
     """A dataclass field that is an option.
 
@@ -35,9 +41,13 @@ def option(
         metavar: the name of the value in `--help`; None: argparse chooses it.
         flag: the command-line flag; None: "--" and the name of the field. A flag that begins with
             "--no-" sets a bool to False.
+        least, above, most: bounds of a number, which `check_options` checks; None: no bound.
+        items: most items of a list that a client of the server may send.
+        marks: names of lists of options to which this one belongs (`marked`).
     """
-    metadata = {"help": help, "unset": unset, "metavar": metavar, "flag": flag}
-    return field(default=default, metadata=metadata)
+    given = {"help": help, "unset": unset, "metavar": metavar, "flag": flag, "marks": marks}
+    bounds = {"least": least, "above": above, "most": most, "items": items}
+    return field(default=default, metadata={**given, **bounds})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ class Option:
         kind: the type of its value; None: the value is one of `words`.
         words: words that the value may be.
         optional: whether the value may be None.
+        least, above, most, items, marks: see `option`.
     """
 
     name: str
@@ -60,6 +71,11 @@ class Option:
     kind: Any
     words: tuple[str, ...]
     optional: bool
+    least: float | None
+    above: float | None
+    most: float | None
+    items: int | None
+    marks: tuple[str, ...]
 
     def argument(self, default: Any) -> dict[str, Any]:
         """Keyword arguments of `ArgumentParser.add_argument`.
@@ -83,11 +99,19 @@ class Option:
             return {**found, "default": None, "action": "append", "help": f"{text}; repeatable"}
         if self.kind == tuple[int, ...]:
             return {**found, "type": _integers}
-        return {**found, "type": partial(_word_or_number, self.words) if self.words else self.kind}
+        return {
+            **found,
+            "type": functools.partial(_word_or_number, self.words) if self.words else self.kind,
+        }
 
 
-def options_of(config: type) -> list[Option]:
+def options_of(config: type) -> tuple[Option, ...]:
     """The options that a dataclass declares, in order."""
+    return _options_of(config)
+
+
+@functools.cache
+def _options_of(config: type) -> tuple[Option, ...]:
     hints = typing.get_type_hints(config)
     found = []
     for declared in fields(config):
@@ -103,7 +127,12 @@ def options_of(config: type) -> list[Option]:
         kinds = tuple(kind for kind in kinds if kind not in (*literals, types.NoneType))
         given["kind"] = kinds[-1] if kinds else None  # of `str | Sequence[str]` the sequence
         found.append(Option(name=declared.name, default=declared.default, **given))
-    return found
+    return tuple(found)
+
+
+def marked(config: type, mark: str) -> tuple[str, ...]:
+    """The names of a dataclass's options that have a mark, in order."""
+    return tuple(one.name for one in options_of(config) if mark in one.marks)
 
 
 def add_options(
@@ -137,24 +166,40 @@ def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T
     return config(**{**values, **more})
 
 
-def check_types(config: Any) -> None:
-    """Check the options of a dataclass instance that are a bool, an integer or one of some words.
+def check_options(config: Any, error: type[FinwhaleError] = FinwhaleError) -> None:
+    """Check the types and the bounds of the options of a dataclass instance.
 
     Raises:
-        FinwhaleError: a value has a wrong type.
+        error: a value has a wrong type, or is out of bounds.
     """
     for one in options_of(type(config)):
-        value, wanted = getattr(config, one.name), None
-        if value is None and one.optional:
-            continue
-        if one.kind is bool and not isinstance(value, bool):
-            wanted = "True or False"
-        elif one.kind is int and not one.words and type(value) is not int:
-            wanted = "an integer"
-        elif one.kind is None and value not in one.words:
-            wanted = " or ".join(f'"{word}"' for word in one.words)
-        if wanted is not None:
-            raise FinwhaleError(f"{one.name} must be {wanted}, got {value!r}")
+        value = getattr(config, one.name)
+        if (wanted := _wanted(one, value)) is not None:
+            raise error(f"{one.name} must be {wanted}, got {value!r}")
+
+
+def _wanted(one: Option, value: Any) -> str | None:
+    """What an option's value must be; None: it is that."""
+    if value in one.words or (value is None and one.optional):
+        return None
+    words = "".join(f' or "{word}"' for word in one.words)
+    none = " or None" if one.optional else ""
+    if one.kind is None:
+        return (words + none).removeprefix(" or ")
+    if one.kind is bool:
+        return None if isinstance(value, bool) else f"True or False{none}"
+    if one.kind not in (int, float):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | one.kind):
+        return f"{'an integer' if one.kind is int else 'a number'}{words}{none}"
+    low = -math.inf if one.least is None else one.least
+    high = math.inf if one.most is None else one.most
+    # A comparison with NaN is false.
+    if low <= value <= high and (one.above is None or value > one.above):
+        return None
+    if one.above is not None:
+        return f"above {one.above}" + (f" and at most {high}" if one.most is not None else "")
+    return (f"at least {low}" if one.most is None else f"{low} to {high}") + words
 
 
 class Parser(argparse.ArgumentParser):

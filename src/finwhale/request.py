@@ -1,6 +1,5 @@
 """A request's parameters and its results. Plain data: no torch."""
 
-import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,11 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finwhale.errors import RequestError
-from finwhale.options import option
+from finwhale.options import check_options, option
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 ExpertIds = NDArray[np.uint8] | NDArray[np.int16]
 """Ids of routed experts [tokens, layers, top-k]: uint8 for models of up to 256 experts."""
+
+
+MAX_LOGPROBS = 100
+# Most log-probabilities of one request's prompt: a result of about 50 MB.
+MAX_PROMPT_LOGPROBS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,9 @@ class Guide:
     after: int | None = None
 
 
+_TEXTS, _IDS = ("stop", "bad_words"), ("stop_token_ids", "allowed_token_ids")
+
+
 class _Given:
     """Has the names of the fields that the caller gave, which is no field itself."""
 
@@ -46,21 +53,46 @@ class SamplingParams(_Given):
     An engine may have other defaults for fields that are left out (generation_config).
     """
 
-    n: int = option(1, "number of continuations of the prompt")
+    n: int = option(1, "number of continuations of the prompt", least=1, most=4096)
     max_tokens: int | None = option(
-        128, "maximum number of tokens to generate", unset="until the context is full", metavar="N"
+        128,
+        "maximum number of tokens to generate",
+        unset="until the context is full",
+        metavar="N",
+        least=1,
+        marks=("command",),
     )
     temperature: float = option(
-        1.0, "sampling temperature; 0 always takes the most likely token", metavar="T"
+        1.0,
+        "sampling temperature; 0 always takes the most likely token",
+        metavar="T",
+        least=0,
+        most=100,
+        marks=("command", "checkpoint"),
     )
-    top_k: int = option(0, "keep the K most likely tokens; 0 or -1 keeps all", metavar="K")
+    top_k: int = option(
+        0,
+        "keep the K most likely tokens; 0 or -1 keeps all",
+        metavar="K",
+        least=-1,
+        most=2**31 - 1,
+        marks=("command", "checkpoint", "all"),
+    )
     top_p: float = option(
         1.0,
         "keep the smallest set of most likely tokens whose total probability reaches P",
         metavar="P",
+        above=0,
+        most=1,
+        marks=("command", "checkpoint"),
     )
     min_p: float = option(
-        0.0, "drop tokens less likely than P times the most likely token", metavar="P"
+        0.0,
+        "drop tokens less likely than P times the most likely token",
+        metavar="P",
+        least=0,
+        most=1,
+        marks=("command", "checkpoint", "all"),
     )
     # Keskar et al. 2019: https://arxiv.org/abs/1909.05858
     repetition_penalty: float = option(
@@ -68,54 +100,80 @@ class SamplingParams(_Given):
         "make tokens of the prompt and the output less likely: divide their logits by R, or "
         "multiply negative ones; 1 changes nothing",
         metavar="R",
+        least=1e-3,
+        most=100,
+        marks=("command", "checkpoint", "all"),
     )
     presence_penalty: float = option(
-        0.0, "subtract R from the logits of tokens that the output contains", metavar="R"
+        0.0,
+        "subtract R from the logits of tokens that the output contains",
+        metavar="R",
+        least=-100,
+        most=100,
+        marks=("command",),
     )
     frequency_penalty: float = option(
-        0.0, "subtract R from a token's logit for each time the output contains it", metavar="R"
+        0.0,
+        "subtract R from a token's logit for each time the output contains it",
+        metavar="R",
+        least=-100,
+        most=100,
+        marks=("command",),
     )
     min_tokens: int = option(
         0,
         "generate this many tokens before the end of sequence, a stop token or a stop string may "
         "end the output; a grammar may end it earlier",
         metavar="N",
+        least=0,
+        most=2**31 - 1,
+        marks=("vllm",),
     )
     stop: str | Sequence[str] = option(
         (), "stop before this text; the output does not contain it", metavar="TEXT"
     )
     stop_token_ids: Sequence[int] = option(
-        (), "token ids at which to stop, besides the model's end of sequence"
+        (),
+        "token ids at which to stop, besides the model's end of sequence",
+        items=64,
+        marks=("all",),
     )
     include_stop_str_in_output: bool = option(
-        False, "keep the stop string, or the text of the stop token, in the output"
+        False, "keep the stop string, or the text of the stop token, in the output", marks=("vllm",)
     )
     skip_special_tokens: bool = option(
-        True, "keep special tokens in the text", flag="--no-skip-special-tokens"
+        True, "leave special tokens out of the text", marks=("vllm",)
     )
-    ignore_eos: bool = option(False, "continue past the model's end of sequence")
+    ignore_eos: bool = option(False, "continue past the model's end of sequence", marks=("all",))
     seed: int | None = option(
         None,
         "make the draws reproducible, whatever else is in the batch",
         unset="a fresh seed",
         metavar="N",
+        marks=("command",),
     )
     logprobs: int | None = option(
         None,
         "return each generated token's log-probability and those of this many most likely tokens",
         unset="none",
+        least=0,
+        most=MAX_LOGPROBS,
     )
     prompt_logprobs: int | None = option(
         None,
         "return each prompt token's log-probability (the first has none) and those of this many "
         "most likely tokens; the request then computes its whole prompt, without cached prefixes",
         unset="none",
+        least=0,
+        most=MAX_LOGPROBS,
+        marks=("vllm",),
     )
     return_routed_experts: bool = option(
         False,
         "return the ids of the experts that each layer chose for each token of prompt and output; "
         "needs an engine with enable_return_routed_experts. The request then computes its whole "
         "prompt, without cached prefixes",
+        marks=("sglang",),
     )
     logit_bias: Mapping[int, float] | None = option(
         None,
@@ -123,53 +181,46 @@ class SamplingParams(_Given):
         "the temperature",
         unset="none",
     )
+    allowed_token_ids: Sequence[int] = option(
+        (),
+        "the only token ids that the output may have; without the end of sequence among them, it "
+        "ends at max_tokens or a stop string",
+        unset="all",
+        items=1 << 17,
+        marks=("vllm",),
+    )
+    bad_words: Sequence[str] = option(
+        (),
+        "texts that the output must not have, with or without a space before them; a text is "
+        "prevented as the tokens in which the tokenizer writes it",
+        unset="none",
+        items=128,
+        marks=("vllm",),
+    )
     guide: Guide | None = option(
         None, "a grammar that the output must match (chat.grammar)", unset="any text"
     )
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
-            if value is not None and not isinstance(value, Iterable):
+        for name in (*_TEXTS, *_IDS):
+            value = getattr(self, name)
+            value = (value,) if name == "stop" and isinstance(value, str) else value
+            if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
                 raise RequestError(f"{name} must be a list, got {value!r}")
             object.__setattr__(self, name, tuple(value or ()))
-        for name, low, high, wanted in _RANGES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-                raise RequestError(f"{name} must be a number, got {value!r}")
-            if not low <= value <= high:
-                raise RequestError(f"{name} must be {wanted}, got {value!r}")
-        for name in ("n", "top_k", "min_tokens"):
-            if not isinstance(getattr(self, name), int):
-                raise RequestError(f"{name} must be an integer, got {getattr(self, name)!r}")
-        for name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise RequestError(f"{name} must be an integer or None, got {value!r}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        check_options(self, RequestError)
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise RequestError(f"{name} must be 0 to {MAX_LOGPROBS}, got {value}")
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise RequestError(f"stop must be non-empty strings, got {list(self.stop)!r}")
-        if not all(type(i) is int and i >= 0 for i in self.stop_token_ids):
-            raise RequestError(
-                f"stop_token_ids must be token ids (0 or more), got {list(self.stop_token_ids)!r}"
-            )
-        for name in (
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "return_routed_experts",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in _TEXTS:
+            if not all(isinstance(text, str) and text for text in getattr(self, name)):
+                found = list(getattr(self, name))
+                raise RequestError(f"{name} must be non-empty strings, got {found!r}")
+        for name in _IDS:
+            if not all(type(i) is int and i >= 0 for i in getattr(self, name)):
+                found = list(getattr(self, name))
+                raise RequestError(f"{name} must be token ids (0 or more), got {found!r}")
         if self.guide is not None and not isinstance(self.guide, Guide):
             raise RequestError(f"guide must be a Guide, got {self.guide!r}")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -218,22 +269,6 @@ def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
         if not number or not -100 <= value <= 100:
             raise RequestError(f"logit_bias must be -100 to 100, got {value!r} for {token_id}")
     return dict(bias) or None
-
-
-MAX_LOGPROBS = 100
-# Most log-probabilities of one request's prompt: a result of about 50 MB.
-MAX_PROMPT_LOGPROBS = 1 << 18
-_RANGES = (
-    ("n", 1, 4096, "1 to 4096"),
-    ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
-    ("min_tokens", 0, 2**31 - 1, "0 or more"),
-    ("top_k", -1, 2**31 - 1, "-1 or 0 (all tokens) or more"),
-    ("top_p", 1e-9, 1.0, "above 0 and at most 1"),
-    ("min_p", 0.0, 1.0, "0 to 1"),
-    ("repetition_penalty", 1e-3, 100.0, "0.001 to 100"),
-    ("presence_penalty", -100.0, 100.0, "-100 to 100"),
-    ("frequency_penalty", -100.0, 100.0, "-100 to 100"),
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.stepping import Stepper
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
@@ -35,7 +36,6 @@ from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform
-from finwhale.testing.stepping import Stepper
 
 CPU = torch.device("cpu")
 CACHE_BYTES = 2**24

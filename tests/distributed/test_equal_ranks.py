@@ -13,6 +13,7 @@ import torch
 from hypothesis import event, settings
 from hypothesis import given as given_examples
 from hypothesis import strategies as st
+from tests.support.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint
 
 from finwhale import SamplingParams
 from finwhale.chat.grammar import regex_guide
@@ -28,7 +29,6 @@ from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.ops.tables.reference import OPS as REFERENCE
-from finwhale.testing.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint
 
 from .in_slices import add_in_slices
 from .rank_engines import SCENARIOS, Given, Ran, open_engine

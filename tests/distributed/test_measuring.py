@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import divisible_config, random_weights, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, EngineDeadError
 from finwhale.bench import accuracy, drafting, load, offline
-from finwhale.bench.engine import measured
+from finwhale.bench.engine import call_ranks_or_die, measured
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
 
 from .test_equal_ranks import sharded_config
 

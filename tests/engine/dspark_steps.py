@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import random_weights, with_dspark, write_quantised_checkpoint
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
@@ -21,8 +23,6 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.step_inputs import Inline
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, with_dspark, write_quantised_checkpoint
 
 from ..conftest import write_tokenizer  # noqa: TID252
 from ..models.dspark_transcription import context_rows, draft, main_of  # noqa: TID252

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
 from finwhale.checkpoint.loading import WeightSource
@@ -24,7 +25,6 @@ from finwhale.engine.rank.memory import tensor_bytes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 Capture = pytest.CaptureFixture[str]
@@ -232,7 +232,7 @@ def test_a_path_that_is_not_a_directory(path: Path, capsys: Capture) -> None:
         ("activations", "rounded", "activations must be"),
         ("wo_a_input", "fp16", "wo_a_input must be"),
         ("load_format", "pickle", "load_format must be"),
-        ("max_model_len", 0, "max_model_len must be at least 1"),
+        ("max_model_len", 0, "max_model_len must be at least 2"),
         ("max_model_len", "100", "max_model_len must be an integer"),
         ("max_model_len", 513, "the model's context is 512 tokens"),
         ("max_num_seqs", -1, "max_num_seqs must be at least 1"),
@@ -340,13 +340,13 @@ def test_cuda_without_a_gpu(tiny_path: Path, capsys: Capture) -> None:
     ("args", "wanted"),
     [
         (("--device", "nonsense"), "device must be"),
-        (("--max-model-len", "0"), "max_model_len must be at least 1, got 0"),
-        (("--max-model-len", "-1"), "max_model_len must be at least 1, got -1"),
+        (("--max-model-len", "0"), "max_model_len must be at least 2, got 0"),
+        (("--max-model-len", "-1"), "max_model_len must be at least 2, got -1"),
         (("--max-model-len", "4000"), "the model's context is 512 tokens"),
         (("--max-model-len", "2"), "room for 2"),
         (("--max-tokens", "0"), "max_tokens must be at least 1"),
-        (("--temperature", "nan"), "temperature must be a number"),
-        (("--temperature", "inf"), "temperature must be 0 (greedy) to 100"),
+        (("--temperature", "nan"), "temperature must be 0 to 100"),
+        (("--temperature", "inf"), "temperature must be 0 to 100"),
         (("--temperature", "-0.1"), "temperature must be"),
         (("--top-p", "0"), "top_p must be"),
         (("--top-p", "nan"), "top_p must be"),
@@ -422,7 +422,7 @@ def test_a_refused_request_leaves_nothing_in_the_engine(llm: LLM, bad: Any, want
 @pytest.mark.parametrize(
     ("params", "wanted"),
     [
-        ({"stop_token_ids": [400]}, "stop token id 400 is not in 0..399"),
+        ({"stop_token_ids": [400]}, "stop_token_ids: token id 400 is not in 0..399"),
         ({"stop_token_ids": [5, 10**15]}, "is not in 0..399"),
     ],
 )
@@ -444,6 +444,8 @@ ABSURD: dict[str, list[Any]] = {
     "frequency_penalty": [math.nan, -math.inf, -1000, "0", None],
     "stop": ["", [""], [None], 5, math.nan],
     "stop_token_ids": [[-1], ["5"], [math.nan], [1.5], 5],
+    "allowed_token_ids": [[-1], ["5"], [math.nan], [1.5], 5, "5"],
+    "bad_words": ["bad", [""], [None], 5, math.nan],
     "min_tokens": [-1, math.nan, math.inf, "1", 2.5, None],
     "ignore_eos": ["yes", 1, None],
     "include_stop_str_in_output": ["yes", 1, None],

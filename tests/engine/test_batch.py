@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.support.tiny import tiny_config
+from tests.support.traffic import Traffic, planned
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk, SequenceState
@@ -22,8 +24,6 @@ from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.step_inputs import StepInputs
 from finwhale.request import SamplingParams
-from finwhale.testing.tiny import tiny_config
-from finwhale.testing.traffic import Traffic, planned
 
 PARAMS = SamplingParams()
 SEEDS, NUM_SEQS, DECODE = st.integers(0, 40), st.integers(1, 5), st.booleans()

@@ -13,6 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import (
+    random_weights,
+    tiny_config,
+    with_dspark,
+    write_plain_checkpoint,
+)
 from torch import Tensor
 
 from finwhale import LLM, FinwhaleError
@@ -26,12 +32,6 @@ from finwhale.engine.rank.launch_signatures import build_configuration
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.compressor import C4Compressor
 from finwhale.ops.tables.cpu import OPS
-from finwhale.testing.tiny import (
-    random_weights,
-    tiny_config,
-    with_dspark,
-    write_plain_checkpoint,
-)
 
 # Every kind of layer: sliding window alone, C4 and C128; hash-routed and ordinary experts; a draft
 # head. Six graphs, of which the stages of DSpark use two of the model's and have one.
@@ -58,7 +58,7 @@ import json, sys
 import torch
 from finwhale import LLM, SamplingParams
 from finwhale.engine.rank.executor import local_executor
-from finwhale.testing.stepping import Stepper
+from tests.support.stepping import Stepper
 torch.set_num_threads(1)
 BEFORE
 def found(**options):

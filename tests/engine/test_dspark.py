@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
@@ -36,7 +37,6 @@ from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import DraftStart, Segments
 from finwhale.ops.paging import MAX_DECODE_QUERY
-from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
 from ..models.drafts import RandomDrafts  # noqa: TID252
@@ -164,7 +164,7 @@ def test_forced_acceptance_is_calibrated(
     chooser = engine.scheduler.drafting.chooser = RandomDrafts(5, 2, block=True)
     on_the_device(engine, monkeypatch)
     local = local_executor(engine.executor)
-    local.sampler.choose_with(ForcedAcceptance(local, 0.6, varied=True))
+    local.sampler.sample_logits = ForcedAcceptance(local, 0.6, varied=True)
     verified = engine.scheduler.record_verified
     made: dict[str, list[float]] = {}
     chances: list[float] = []

@@ -141,7 +141,7 @@ def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path
 
 @pytest.mark.parametrize("seconds", [0, -1, True, "5"])
 def test_a_watchdog_time_that_is_not_a_number_is_refused(seconds: Any) -> None:
-    with pytest.raises(FinwhaleError, match="watchdog_seconds must be above 0 or None"):
+    with pytest.raises(FinwhaleError, match=r"watchdog_seconds must be (above 0|a number)"):
         EngineConfig(watchdog_seconds=seconds)
 
 

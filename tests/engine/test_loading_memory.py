@@ -10,6 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.tiny import (
+    QUANTISATION,
+    random_weights,
+    tiny_config,
+    write_quantised_checkpoint,
+)
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
@@ -20,12 +26,6 @@ from finwhale.config import DtypeName
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import (
-    QUANTISATION,
-    random_weights,
-    tiny_config,
-    write_quantised_checkpoint,
-)
 
 SHARD_BYTES = 24_000_000
 MB = 1_000_000

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams
 from finwhale.config import EngineConfig
@@ -22,7 +23,6 @@ from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.request import ExpertIds
-from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from ..conftest import engine_config  # noqa: TID252
 from ..models import transcription  # noqa: TID252

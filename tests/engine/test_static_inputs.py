@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.traffic import Traffic
 
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
@@ -22,7 +23,6 @@ from finwhale.engine.rank.graphs import (
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.step_inputs import StepInputs
-from finwhale.testing.traffic import Traffic
 
 SEEDS, NUM_SEQS = st.integers(0, 40), st.integers(1, 5)
 DRAWS = st.integers(0, 2**32).map(random.Random)

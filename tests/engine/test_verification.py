@@ -322,7 +322,7 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1)._engine
     on_the_device(engine, monkeypatch)
-    local_executor(engine.executor).sampler.choose_with(ForcedAcceptance(engine.executor, rate))
+    local_executor(engine.executor).sampler.sample_logits = ForcedAcceptance(engine.executor, rate)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:

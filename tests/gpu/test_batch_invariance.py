@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import LLM
 from finwhale.config import EngineConfig
@@ -15,7 +16,6 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
 
 LENGTHS = [700, 3, 129, 1, 1300, 260, 64, 1021]
 

@@ -14,9 +14,9 @@ import torch
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
+from finwhale.bench.engine import call_ranks_or_die
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.executor import local_executor
@@ -203,7 +203,7 @@ def test_auto_with_forced_acceptance(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     for rate in (0, 0.5, 0.9):
         engine.reset()  # also its own policy again
-        local.sampler.choose_with(ForcedAcceptance(local, rate, varied=True))
+        local.sampler.sample_logits = ForcedAcceptance(local, rate, varied=True)
         results = [engine.add_request(str(i), [5 + i] * 30, params) for i in range(8)]
         kinds = set()
         while engine.has_work:

@@ -33,7 +33,7 @@ class ComparingLoader(Loader):
     """Compares weights that the ranks load together with those that this rank loads alone."""
 
     def compare(self) -> None:
-        joint, alone = self.loaded(self.device, self.ranks), self.loaded(self.device)
+        joint, alone = self.loaded(self.ranks), self.loaded()
         for (path, one), (_, other) in zip(tensors(joint), tensors(alone), strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), path
         del joint, alone, one, other
@@ -54,7 +54,7 @@ class ComparingLoader(Loader):
         if self.rank.index:
             self.checkpoint = replace(self.checkpoint, path=self.checkpoint.path / "missing")
         try:
-            self.loaded(self.device, self.ranks)
+            self.loaded(self.ranks)
         except FinwhaleError as error:
             assert "No such file" in str(error), error
         else:

@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import SamplingParams
 from finwhale.bench import accuracy
+from finwhale.bench.engine import call_ranks_or_die
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.devices import fewest_ranks
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks
@@ -32,7 +33,6 @@ from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
 
 pytestmark = [
     pytest.mark.alone,
@@ -53,6 +53,11 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=5, top_p=0.9, n=2, **FREE),
     SamplingParams(temperature=0.9, seed=6, presence_penalty=0.4, **FREE),
 ]
+
+
+def test_a_rank_that_makes_no_call_is_named() -> None:
+    """By every kernel that waits for it, after about a second."""
+    subprocess.run([sys.executable, "-m", "tests.gpu.lost_rank"], cwd=ROOT, check=True)
 
 
 def new_engine(

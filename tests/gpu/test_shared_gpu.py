@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
+from finwhale.bench.engine import call_ranks_or_die
 from finwhale.engine.rank.ranks import Ranks
 
 from . import test_several_gpus as several

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.loading import inventory_report
@@ -10,7 +11,6 @@ from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.stepping import Stepper
 
 MAX_BYTES = 24_000_000
 MAX_BYTES_OF_BOTH = 36_000_000

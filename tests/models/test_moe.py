@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tests.support.tiny import tiny_config
 
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -15,7 +16,6 @@ from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import load_ops
 from finwhale.ops.case import step_tokens
 from finwhale.platform import Platform
-from finwhale.testing.tiny import tiny_config
 
 NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", "experts_combine")
 

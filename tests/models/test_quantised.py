@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import (
+    random_weights,
+    tiny_config,
+    write_plain_checkpoint,
+    write_quantised_checkpoint,
+)
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import (
-    random_weights,
-    tiny_config,
-    write_plain_checkpoint,
-    write_quantised_checkpoint,
-)
 
 from . import transcription
 from .oracle import Oracle, relative_error, single_threaded

@@ -138,7 +138,7 @@ def test_public_names() -> None:
 FORK = """
 import os, sys
 from finwhale import LLM, SamplingParams
-import finwhale.testing.stepping
+import finwhale.bench.stepping
 pid = os.fork()
 if pid == 0:
     llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 import finwhale.models.deepseek_v4.model as model_module
 from finwhale import LLM
@@ -23,7 +24,6 @@ from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
 from finwhale.models.step_inputs import Inline
-from finwhale.testing.stepping import Stepper
 
 MISTAKE = pytest.mark.parametrize("mistake", [False, True], ids=["as it is", "put back"])
 

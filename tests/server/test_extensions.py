@@ -87,6 +87,18 @@ def test_min_tokens_and_kept_stops(server: RunningServer) -> None:
     assert "at most max_tokens" in refusal(server, min_tokens=9, max_tokens=8)
 
 
+def test_allowed_tokens_and_bad_words(server: RunningServer) -> None:
+    tokenizer = server.state.need_tokenizer()
+    allowed = tokenizer.encode(ANSWER)[:2]
+    made = chat(server, allowed_token_ids=allowed, max_tokens=9, return_token_ids=True)
+    assert {*made["choices"][0]["token_ids"]} <= {*allowed}
+    assert "Paris" in ANSWER
+    answer = chat(server, bad_words=["Paris"], max_tokens=20)["choices"][0]["message"]["content"]
+    assert answer.startswith("The capital") and "Paris" not in answer
+    assert "is not in 0.." in refusal(server, allowed_token_ids=[2**30])
+    assert "bad_words" in refusal(server, bad_words=[""])
+
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tiny import tiny_config
 
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.errors import ResourceError
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.testing.tiny import tiny_config
 
 
 def tiny(seed: int) -> ModelConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.tiny import tiny_config
 from torch import Tensor
 
 from finwhale.checkpoint.dummy import DummySource
@@ -18,7 +19,6 @@ from finwhale.checkpoint.writer import write_checkpoint, write_stored, write_zer
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import tiny_config
 
 SPECS = {
     spec.name: spec

@@ -54,7 +54,7 @@ def test_bench_cpu_checks_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_bench_ops_checks_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = argparse.Namespace(check=False, operators=[], batches=[1, 8192], context=8192)
+    args = argparse.Namespace(operators=[], batches=[1, 8192], context=8192)
     needed = ops.least_bytes(CONFIGS["flash"], ModelDraw("cpu"), args)
     assert 2 * GB < needed < 20 * GB
     args.operators = ["rms_norm"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from tests.support.tiny import tiny_config
 
 from finwhale.bench import prefix as bench_prefix
 from finwhale.engine.plan import prefix_index as prefix
@@ -26,7 +27,6 @@ from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams
-from finwhale.testing.tiny import tiny_config
 
 PARAMS = SamplingParams()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.tiny import tiny_config
 
 from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.dummy import DummySource
@@ -22,7 +23,6 @@ from finwhale.checkpoint.writer import write_stored
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import tiny_config
 
 CPU = torch.device("cpu")
 CONFIG = replace(

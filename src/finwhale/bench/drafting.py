@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from finwhale.bench.engine import call_ranks_or_die
 from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
 from finwhale.bench.printing import new_table
 from finwhale.bench.record import summary
@@ -31,7 +32,6 @@ from finwhale.config import DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.host_transfer import send
@@ -156,9 +156,9 @@ def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) 
     """Make a rank sample with forced acceptance; None: as usual."""
     runner = executor.runner
     if rate is not None:
-        executor.sampler.choose_with(ForcedAcceptance(executor, rate, varied=varied))
+        executor.sampler.sample_logits = ForcedAcceptance(executor, rate, varied=varied)
         return
-    executor.sampler.choose_with(runner.model.sample)
+    executor.sampler.sample_logits = runner.model.sample
     if runner.verification_steps is not None:
         runner.verification_steps.estimate_with(None)
 

@@ -2,7 +2,8 @@
 
 import argparse
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,12 +13,16 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.ranks import first_rank
+from finwhale.engine.plan.executor import Executor
+from finwhale.engine.rank.executor import LocalExecutor, local_executor
+from finwhale.engine.rank.ranks import Ranks, first_rank
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
 from finwhale.options import read_options
+
+T = TypeVar("T")
 
 
 def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[ModelConfig, Weights]:
@@ -62,6 +67,20 @@ def open_engine(
     took = round(time.perf_counter() - start, 1)
     freeze_heap()  # as finwhale serve does
     return engine, took
+
+
+def call_ranks_or_die(executor: Executor, work: Callable[[LocalExecutor], T]) -> list[T]:
+    """Call `work` on every rank at once, with the rank's executor; returns the ranks' results.
+
+    `work` may use collectives, unlike that of Executor.call_ranks. So if it raises on one rank, the
+    others might wait for that rank forever, and the engine dies.
+
+    Args:
+        work: makes the same collective calls on all ranks; picklable, as is its result.
+    """
+    if isinstance(executor, Ranks):
+        return executor.call_ranks_or_die(work)
+    return local_executor(executor).call_ranks(work)
 
 
 def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from typing import Any
 
 from finwhale.errors import CheckpointError, RequestError
 from finwhale.files import is_file, read_json
+from finwhale.options import marked
 from finwhale.request import SamplingParams
 
 FILE = "generation_config.json"
 # The values that requests get. `max_new_tokens` is none: each way to ask has its own default.
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING = marked(SamplingParams, "checkpoint")
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:

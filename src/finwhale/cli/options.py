@@ -14,23 +14,12 @@ from finwhale.checkpoint.generation_config import FILE, described
 from finwhale.checkpoint.generation_config import SAMPLING as GENERATION_CONFIG
 from finwhale.config import EngineConfig
 from finwhale.loading_bar import loading_bar
-from finwhale.options import add_options, options_of, read_options
+from finwhale.options import add_options, marked, options_of, read_options
 from finwhale.request import RequestOutput, SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # faint text in a terminal, and normal text
 SAMPLING_DEFAULTS = {"temperature": 0.7, "top_p": 0.95}
-SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
-
+SAMPLING = marked(SamplingParams, "command")
 
 PATH_HELP = (
     "directory of a checkpoint, or the id of a repository on the Hugging Face Hub, such as "

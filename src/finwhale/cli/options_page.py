@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from finwhale.checkpoint.generation_config import SAMPLING as OF_CHECKPOINT
 from finwhale.cli.options import SAMPLING
 from finwhale.config import EngineConfig
 from finwhale.options import Option, options_of
@@ -54,7 +55,7 @@ By default, `validate` drafts as many tokens as the draft head can.
 These are the arguments of `SamplingParams`. `generate` and `chat` have options for {sampling_options}; they sample
 with temperature 0.7 and top_p 0.95 by default. `generate` also has `--stop` and `--ignore-eos`.
 
-If the checkpoint has a `generation_config.json`, its `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` hold
+If the checkpoint has a `generation_config.json`, its {checkpoint} hold
 where a request leaves them out: over HTTP, on the command line and in `SamplingParams`. `serve` logs them at its start, and
 `--generation-config none` ignores them. `serve --enable-rollout-endpoints`, `validate` and the benchmarks always ignore
 them. Its end tokens (`eos_token_id`) are added to those of `config.json` in any case. Nothing else of the file is read:
@@ -73,6 +74,7 @@ def options_page() -> str:
         server=_rows(ServerConfig, _flag, _default, lambda one: one.help),
         sampling=_rows(SamplingParams, _argument, _meaning),
         sampling_options=", ".join(f"`--{name.replace('_', '-')}`" for name in SAMPLING),
+        checkpoint=", ".join(f"`{name}`" for name in OF_CHECKPOINT),
     )
 
 

@@ -6,7 +6,7 @@ from ipaddress import ip_network
 from typing import Literal
 
 from finwhale.errors import FinwhaleError
-from finwhale.options import check_types, option
+from finwhale.options import check_options, option
 from finwhale.server.keys import parse_keys
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -19,7 +19,7 @@ class ServerConfig:
     """How one server behaves, and its limits."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 takes any free port")
+    port: int = option(8000, "port to listen on; 0 takes any free port", least=0, most=65535)
     uds: str | None = option(
         None,
         "Unix socket to listen on, instead of an address and a port",
@@ -95,37 +95,52 @@ class ServerConfig:
         "maximum size of a request's body",
         unset="4 MiB plus 16 bytes for each token of the context",
         metavar="N",
+        above=0,
     )
     max_buffered_bytes: int = option(
         1 << 30,
         "maximum size of all requests' bodies together; a large body beyond it gets 503",
         metavar="N",
+        above=0,
     )
     max_prompt_tokens: int | None = option(
-        None, "maximum number of tokens of a prompt", unset="the model's context", metavar="N"
+        None,
+        "maximum number of tokens of a prompt",
+        unset="the model's context",
+        metavar="N",
+        above=0,
     )
     max_choices: int = option(
-        128, "maximum number of continuations in one request: its prompts times n", metavar="N"
+        128,
+        "maximum number of continuations in one request: its prompts times n",
+        metavar="N",
+        above=0,
     )
     max_queue: int = option(
         512,
         "maximum number of waiting sequences; a request beyond it gets 429",
         metavar="N",
+        least=0,
     )
     max_concurrency: int = option(
-        2048, "maximum number of HTTP requests at once; a request beyond it gets 429", metavar="N"
+        2048,
+        "maximum number of HTTP requests at once; a request beyond it gets 429",
+        metavar="N",
+        above=0,
     )
     retry_after_s: int = option(
         1,
         "header Retry-After of answers with status 429, and with 503 while the model loads",
         metavar="SECONDS",
         flag="--retry-after",
+        above=0,
     )
     request_timeout_s: float = option(
         3600.0,
         "time limit for a request, including the check of its grammar and its stream",
         metavar="SECONDS",
         flag="--request-timeout",
+        above=0,
     )
     ping_interval_s: float = option(
         10.0,
@@ -133,12 +148,14 @@ class ServerConfig:
         "the connection; 0: never",
         metavar="SECONDS",
         flag="--ping-interval",
+        least=0,
     )
     drain_timeout_s: float = option(
         60.0,
         "time limit for running requests when the server is told to stop",
         metavar="SECONDS",
         flag="--drain-timeout",
+        above=0,
     )
     lenient: bool = option(
         False,
@@ -151,6 +168,7 @@ class ServerConfig:
         "that a load balancer can notice",
         metavar="SECONDS",
         flag="--drain-delay",
+        least=0,
     )
     batch_dir: str | None = option(
         None,
@@ -159,10 +177,17 @@ class ServerConfig:
         unset="none",
         metavar="DIRECTORY",
     )
-    max_file_bytes: int = option(256 << 20, "maximum size of an uploaded file", metavar="N")
-    max_file_lines: int = option(50_000, "maximum number of lines of an uploaded file", metavar="N")
+    max_file_bytes: int = option(
+        256 << 20, "maximum size of an uploaded file", metavar="N", above=0
+    )
+    max_file_lines: int = option(
+        50_000, "maximum number of lines of an uploaded file", metavar="N", above=0
+    )
     max_files: int = option(
-        200, "maximum number of uploaded files, and of batches, of each API key", metavar="N"
+        200,
+        "maximum number of uploaded files, and of batches, of each API key",
+        metavar="N",
+        above=0,
     )
     enable_rollout_endpoints: bool = option(
         False,
@@ -175,36 +200,43 @@ class ServerConfig:
         "server is too busy for the first one; 0 takes any free port",
         unset="none",
         metavar="PORT",
+        least=0,
+        most=65535,
     )
     engine_timeout_s: float = option(
         60.0,
         "time after which /health/live fails if the engine's process gives no sign of life",
         metavar="SECONDS",
         flag="--engine-timeout",
+        above=0,
     )
     step_timeout_s: float = option(
         600.0,
         "maximum duration of a step of the engine; beyond it, /health/live fails",
         metavar="SECONDS",
         flag="--step-timeout",
+        above=0,
     )
     max_connections: int = option(
         4096,
         "maximum number of connections, within the system's limit of open files; a connection "
         "beyond it replaces the one that has been silent for longest",
         metavar="N",
+        above=0,
     )
     header_timeout_s: float = option(
         10.0,
         "time limit for the arrival of a request's head",
         metavar="SECONDS",
         flag="--header-timeout",
+        above=0,
     )
     body_timeout_s: float = option(
         30.0,
         "time limit for the arrival of a request's body, to which each 64 KiB add a second",
         metavar="SECONDS",
         flag="--body-timeout",
+        above=0,
     )
     idle_timeout_s: float = option(
         75.0,
@@ -212,6 +244,7 @@ class ServerConfig:
         "answer",
         metavar="SECONDS",
         flag="--idle-timeout",
+        above=0,
     )
     log_level: LogLevel = option("info", "least severe level of messages to log")
     log_format: LogFormat = option(
@@ -228,14 +261,9 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_options(self)
         if not self.model_names or not all(self.model_names):
             raise FinwhaleError("a server needs at least one name of the model, not empty")
-        for name in ("port", "health_port"):
-            if not 0 <= (getattr(self, name) or 0) <= 65535:
-                raise FinwhaleError(f"{name} must be 0 to 65535, got {getattr(self, name)}")
-        if self.drain_delay_s < 0:
-            raise FinwhaleError(f"drain_delay_s must be at least 0, got {self.drain_delay_s}")
         url = self.otlp_traces_endpoint
         if url is not None and not re.match("https?://[^/]", url):
             raise FinwhaleError(f"otlp_traces_endpoint must be an http or https URL, got {url!r}")
@@ -251,28 +279,3 @@ class ServerConfig:
             raise FinwhaleError(f"uds_mode must be an octal number, got {self.uds_mode!r}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise FinwhaleError("ssl_keyfile needs ssl_certfile")
-        for name in ("max_queue", "ping_interval_s"):
-            if not getattr(self, name) >= 0:  # NaN is no number of seconds
-                raise FinwhaleError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in (
-            "max_body_bytes",
-            "max_buffered_bytes",
-            "max_prompt_tokens",
-            "max_choices",
-            "max_concurrency",
-            "max_file_bytes",
-            "max_file_lines",
-            "max_files",
-            "retry_after_s",
-            "request_timeout_s",
-            "drain_timeout_s",
-            "engine_timeout_s",
-            "step_timeout_s",
-            "max_connections",
-            "header_timeout_s",
-            "body_timeout_s",
-            "idle_timeout_s",
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise FinwhaleError(f"{name} must be above 0, got {value}")

@@ -26,7 +26,7 @@ from finwhale.engine.loop.drafting_loop import DraftLoop
 from finwhale.engine.loop.in_flight import InFlightStep, Request, TextStream
 from finwhale.engine.loop.metrics import Clock, EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.plain_loop import PlainLoop
-from finwhale.engine.loop.request_checks import checked_prompt, new_matcher
+from finwhale.engine.loop.request_checks import checked_prompt, new_filter, new_matcher
 from finwhale.engine.loop.routed_experts import RoutedExperts
 from finwhale.engine.loop.sampled_tokens import (
     NOT_FINITE,
@@ -248,6 +248,7 @@ class Engine:
         scored = params.prompt_logprobs if len(prompt_token_ids) > 1 else None
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt_token_ids)
+        filter = new_filter(params, self.tokenizer, self.model_config.vocab_size)
         began = time.monotonic()
         running = Request(request, params.n)
         ends = frozenset(params.stop_token_ids)
@@ -277,6 +278,7 @@ class Engine:
                     self.model_config.vocab_size,
                     index,
                     None if matcher is None else matcher.copy(),
+                    None if filter is None else filter.copy(),
                     ends,
                 ),
             )

@@ -6,6 +6,7 @@ from typing import Any
 
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.errors import RequestError
 from finwhale.request import MAX_PROMPT_LOGPROBS, SamplingParams
 
@@ -49,12 +50,10 @@ def checked_prompt(
             )
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none")
-    wrong = next((i for i in params.stop_token_ids if i >= vocab), None)
-    if wrong is not None:
-        raise RequestError(f"stop token id {wrong} is not in 0..{vocab - 1}")
-    wrong = next((i for i in params.logit_bias or () if i >= vocab), None)
-    if wrong is not None:
-        raise RequestError(f"logit_bias: token id {wrong} is not in 0..{vocab - 1}")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        wrong = next((i for i in getattr(params, name) or () if i >= vocab), None)
+        if wrong is not None:
+            raise RequestError(f"{name}: token id {wrong} is not in 0..{vocab - 1}")
     return ids
 
 
@@ -63,6 +62,21 @@ def _index(token: Any) -> int:
     if isinstance(token, bool) or not hasattr(token, "__index__"):
         return -1
     return operator.index(token)
+
+
+def new_filter(
+    params: SamplingParams, tokenizer: Tokenizer | None, vocab: int
+) -> TokenFilter | None:
+    """The filter of a request's tokens; None: it removes none. Raises RequestError."""
+    if not params.bad_words and not params.allowed_token_ids:
+        return None
+    bad: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        if tokenizer is None:
+            raise RequestError("bad_words needs a tokenizer, and this checkpoint has none")
+        for text in (word, f" {word}"):
+            bad[tuple(tokenizer.encode(text))] = None
+    return TokenFilter(params.allowed_token_ids, list(bad), vocab)
 
 
 def new_matcher(params: SamplingParams, tokenizer: Tokenizer | None) -> Matcher | None:

@@ -8,7 +8,7 @@ from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import SequenceState
 
 NOT_FINITE = "the model's logits for this token are not finite (NaN or infinity)"
-NO_TOKEN_FITS = "no token fits the grammar here, or the model's logits are not finite"
+NO_TOKEN_FITS = "the request allows no token here, or the model's logits are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ class _PlainTokens(dict[int, SampledToken]):
 
 def _no_token(history: History | None) -> SampledToken:
     """Make the token that reports why sampling gave none."""
-    if history is None or history.matcher is None:
+    if history is None or not history.masked:
         return SampledToken(-1, error=NOT_FINITE)
-    error = history.matcher.error
+    error = None if history.matcher is None else history.matcher.error
     return SampledToken(-1, error=error or NO_TOKEN_FITS, of_grammar=error is not None)
 
 

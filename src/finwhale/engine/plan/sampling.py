@@ -7,14 +7,20 @@ settings that never change once, on admission.
 
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from finwhale.engine.plan.step_plan import AllowedRows, PenaltyRows, SamplingSettings
+from finwhale.engine.plan.token_filter import TokenFilter, remove
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
+
+# The settings that a sequence takes from SamplingParams as they are.
+_CHANGED = {"top_p", "logit_bias", "seed"}
+_SAME = {one.name for one in fields(SamplingSettings)} & {*SamplingParams.__slots__} - _CHANGED
 
 
 class TokenMatcher(Protocol):
@@ -70,31 +76,33 @@ class History:
     Attributes:
         seen: the tokens that penalties count; None: the request has no penalties.
         matcher: the state of the request's grammar; None: the request has no grammar.
+        filter: removes more tokens; None: the request removes none.
         withheld: tokens that may not come yet, because they would end the output too early. Empty
             after `num_withheld` more tokens.
     """
 
-    __slots__ = ("matcher", "num_withheld", "seen", "withheld")
+    __slots__ = ("filter", "matcher", "num_withheld", "seen", "withheld")
 
     def __init__(
         self,
         seen: SeenTokens | None,
         matcher: TokenMatcher | None,
+        filter: TokenFilter | None = None,
         withheld: Sequence[int] = (),
         num_withheld: int = 0,
     ) -> None:
-        self.seen, self.matcher = seen, matcher
+        self.seen, self.matcher, self.filter = seen, matcher, filter
         self.withheld, self.num_withheld = withheld, num_withheld
 
     @property
     def needed(self) -> bool:
         """Whether sampling must wait until the previous tokens are known."""
-        return self.seen is not None or self.matcher is not None or bool(self.withheld)
+        return self.seen is not None or self.masked
 
     @property
     def masked(self) -> bool:
         """Whether only some tokens may come next."""
-        return self.matcher is not None or bool(self.withheld)
+        return self.matcher is not None or self.filter is not None or bool(self.withheld)
 
     def allow(self, words: NDArray[np.int32]) -> None:
         """Write the mask of the tokens that may come next (AllowedRows.words)."""
@@ -102,13 +110,13 @@ class History:
             words[:] = -1
         else:
             self.matcher.allow(words)
+        if self.filter is not None:
+            self.filter.restrict(words)
         if self.withheld:
-            of_grammar = words.copy()
-            bits = words.view(np.uint32)
-            for token_id in self.withheld:
-                bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+            before = words.copy()
+            remove(words, self.withheld)
             if not words.any():
-                words[:] = of_grammar  # the grammar allows only the end of sequence
+                words[:] = before  # the grammar allows only the end of sequence
 
     def accept(self, token_id: int) -> None:
         """Add a token to the output."""
@@ -116,6 +124,8 @@ class History:
             self.seen.count(token_id)
         if self.matcher is not None:
             self.matcher.accept(token_id)
+        if self.filter is not None:
+            self.filter.accept(token_id)
         if self.withheld:
             self.num_withheld -= 1
             if not self.num_withheld:
@@ -130,6 +140,7 @@ class History:
                 History(
                     None if last.seen is None else last.seen.copy(),
                     None if last.matcher is None else last.matcher.copy(),
+                    None if last.filter is None else last.filter.copy(),
                     last.withheld,
                     last.num_withheld,
                 )
@@ -144,6 +155,7 @@ class RequestSampling:
     Args:
         index: index among the params.n continuations. Each continuation has its own random draws.
         matcher: the matcher of the sequence's grammar; None: the request has no grammar.
+        filter: removes more tokens; None: the request removes none.
         ends: tokens that end the sequence. The first params.min_tokens tokens are none of them.
 
     Raises:
@@ -159,18 +171,13 @@ class RequestSampling:
         vocab_size: int,
         index: int = 0,
         matcher: TokenMatcher | None = None,
+        filter: TokenFilter | None = None,
         ends: Iterable[int] = (),
     ) -> None:
         self.settings = SamplingSettings(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
+            **{name: getattr(params, name) for name in _SAME},
+            top_p=max(params.top_p, 1e-9),  # in float32, a smaller number may be 0
             logit_bias=tuple((params.logit_bias or {}).items()),
-            logprobs=params.logprobs,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             index=index,
             # Ranks compute in float32, where the smallest temperatures are 0.
@@ -186,7 +193,7 @@ class RequestSampling:
         elif params.presence_penalty or params.frequency_penalty:
             seen = SeenTokens(())
         withheld = tuple(i for i in ends if i < vocab_size) if params.min_tokens else ()
-        self.history = History(seen, matcher, withheld, params.min_tokens)
+        self.history = History(seen, matcher, filter, withheld, params.min_tokens)
 
 
 def penalty_rows(histories: Sequence[History]) -> PenaltyRows | None:

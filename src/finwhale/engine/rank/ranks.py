@@ -130,7 +130,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProce
 
 
 def first_rank(executor: Executor) -> LocalExecutor:
-    """The rank of this process: for benchmarks, which must not call collectives on it alone."""
+    """The rank of this process. It must not call collectives alone."""
     return executor.local if isinstance(executor, Ranks) else local_executor(executor)
 
 

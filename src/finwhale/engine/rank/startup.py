@@ -140,7 +140,8 @@ class _Start:
             storages=dict(self.stream.storages),
         )
         self.phases = Phases()
-        self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
+        cache = None if config.cache_dir is None else str(config.cache_dir)
+        self.builds = load_builds(self.ops, self.platform, self.device.index or 0, cache)
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
         self.groups = self.architecture.cache_groups(model_config)

@@ -30,8 +30,8 @@ from finwhale.server.protocols.schemas import (
     ChatBody,
     CountTokensBody,
     MessagesBody,
+    OpenAIBody,
     ResponsesBody,
-    SamplingBody,
 )
 from finwhale.server.state import ServerState
 
@@ -43,31 +43,13 @@ _ID_PREFIXES: dict[ProtocolName, str] = {
     "messages": "msg_",
 }
 # deepseek-recipe does not know these fields, or accepts fewer values than this server.
-_OWN_FIELDS = frozenset(SamplingBody.model_fields) - {"stream", "temperature", "top_p"} | {
-    "n",
-    "seed",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
+_SHARED_FIELDS = {"stream", "temperature", "top_p", "stop", "stream_options", "user"}
+_OWN_FIELDS = frozenset(OpenAIBody.model_fields) - _SHARED_FIELDS | {
     "previous_response_id",
     "background",
     "client_metadata",
     "modalities",
     "verbosity",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "no_stop_trim",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    "return_routed_experts",
-    "return_token_ids",
-    "request_id",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "regex",
     "chat_template_kwargs",
     "continue_final_message",
     "add_generation_prompt",

@@ -4,12 +4,13 @@ Fields marked "no effect" belong to hosted services (billing, storage, moderatio
 them without being asked to, and this server has nothing that they could change.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from finwhale.errors import RequestError
+from finwhale.options import Option, options_of
 from finwhale.request import MAX_LOGPROBS, SamplingParams
 
 
@@ -54,25 +55,6 @@ _FORMAT = (
     '{"type": "grammar", "grammar": ...} (Lark), and the whole field in completions'
 )
 _BOS = "false puts no beginning-of-sequence token before a text"
-# Fields that have the same name and meaning in SamplingParams.
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "n",
-    "seed",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    "return_routed_experts",
-)
 
 
 class Body(BaseModel):
@@ -109,31 +91,35 @@ class StructuredOutputs(Body):
     )
 
 
-class SamplingBody(Body):
+def _extension(one: Option, origin: str) -> Any:
+    """The type and the field of an option of SamplingParams that a body may have."""
+    kind: Any = one.kind
+    if kind in (int, float):
+        kind = Annotated[kind, Field(ge=one.least, gt=one.above, le=one.most)]
+    elif kind is not bool:
+        item = TokenId if kind == Sequence[int] else Annotated[str, Field(max_length=256)]
+        kind = Annotated[list[item], Field(max_length=one.items, fail_fast=True)]  # type: ignore[valid-type]
+    return kind | None, Field(default=None, description=f"{origin}: {one.help}")
+
+
+def _extensions(base: type[Body], **origins: str) -> Any:
+    """A body with the fields that SamplingParams marks as extensions of one of these origins."""
+    found = {
+        one.name: _extension(one, text)
+        for mark, text in origins.items()
+        for one in options_of(SamplingParams)
+        if mark in one.marks
+    }
+    return create_model("Extensions", __base__=base, **found)
+
+
+class SamplingBody(_extensions(Body, all="extension")):  # type: ignore[misc]
     """The fields that the three chat protocols and completions share, with our extensions."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        default=None, description="extension: keep the k most likely tokens"
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="extension: drop tokens less likely than min_p times the likeliest",
-    )
-    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] | None = Field(
-        default=None,
-        description="extension: above 1, make tokens of the prompt and the output less likely",
-    )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = Field(
-        default=None,
-        description="extension: tokens that end the output, as the end-of-sequence token does",
-    )
-    ignore_eos: bool | None = Field(
-        default=None, description="extension: continue past the end of sequence"
-    )
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         default=None, description="extension: requests with lower numbers come first; 0 by default"
     )
@@ -158,19 +144,16 @@ class SamplingBody(Body):
         Raises:
             RequestError: a value is out of range.
         """
-        given = {name: getattr(self, name, None) for name in _SAME_NAMES}
+        given = {one.name: getattr(self, one.name, None) for one in options_of(SamplingParams)}
         if getattr(self, "no_stop_trim", None):
             given["include_stop_str_in_output"] = True
-        return SamplingParams(
-            **{**(defaults or {}), **{k: v for k, v in given.items() if v is not None}},
-            max_tokens=max_tokens,
-            stop=stop,
-            logprobs=logprobs,
-            logit_bias=self.bias_of_ids() if isinstance(self, OpenAIBody) else None,
-        )
+        given |= {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs}
+        given["logit_bias"] = self.bias_of_ids() if isinstance(self, OpenAIBody) else None
+        sent = {k: v for k, v in given.items() if v is not None}
+        return SamplingParams(**{"max_tokens": None, **(defaults or {}), **sent})
 
 
-class OpenAIBody(SamplingBody):
+class OpenAIBody(_extensions(SamplingBody, vllm=_VLLM, sglang=_SGLANG)):  # type: ignore[misc]
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: str | Names | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -179,29 +162,8 @@ class OpenAIBody(SamplingBody):
     logit_bias: Bias | None = None
     stream_options: UsageStreamOptions | None = None
     user: str | None = Field(default=None, description="no effect")
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None,
-        description=f"{_VLLM}: generate this many tokens before the end of sequence, a stop token "
-        "or a stop string may end the output",
-    )
-    include_stop_str_in_output: bool | None = Field(
-        default=None, description=f"{_VLLM}: keep the stop string in the output"
-    )
     no_stop_trim: bool | None = Field(
         default=None, description=f"{_SGLANG}: the same as include_stop_str_in_output"
-    )
-    skip_special_tokens: bool | None = Field(
-        default=None, description=f"{_VLLM}: false keeps special tokens in the text"
-    )
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        default=None,
-        description=f"{_VLLM}: log-probabilities of the prompt's tokens, in answers that do not "
-        "stream",
-    )
-    return_routed_experts: bool | None = Field(
-        default=None,
-        description=f"{_SGLANG}: the experts of each token, in answers that do not stream; needs "
-        "`--enable-return-routed-experts`",
     )
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description=f"{_VLLM}: the answer's id ends with it"

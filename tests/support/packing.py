@@ -19,7 +19,6 @@ from finwhale.checkpoint.formats import (
     quantise_fp8_block,
     scale_to_float32,
 )
-from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
 from finwhale.ops.case import Args
@@ -230,22 +229,6 @@ def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --- Variants of a call ---------------------------------------------------------------------------
-
-
-def ready(ops: Ops, arg: Any) -> Any:
-    """Prepare a weight as loading does, for the table's operators. This may overwrite `arg`."""
-    if isinstance(arg, LinearWeight):
-        w = ops.prepare_linear(arg)
-        if w.weight is not arg.weight:
-            w.weight.copy_(arg.weight)
-        return w
-    if isinstance(arg, ExpertWeight):
-        e = ops.prepare_experts(arg)
-        if e.w13 is not arg.w13:
-            e.w13.copy_(arg.w13)
-            e.w2.copy_(arg.w2)
-        return ops.finish_experts(e) if e.w13.dim() == 3 else e
-    return arg
 
 
 def far_pages(args: Args, least_bytes: int) -> Args:

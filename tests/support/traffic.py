@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+from tests.support.tiny import tiny_config
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import PrefixIndex
@@ -15,7 +16,6 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams
-from finwhale.testing.tiny import tiny_config
 
 
 def planned(chunks: Sequence[Chunk]) -> tuple[StepPlan, SlotTables]:
