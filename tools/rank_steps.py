@@ -69,7 +69,7 @@ def captured_steps(ranks: int, layers: int, drafts: int, context: int) -> dict[s
     steps = local_executor(engine.executor).runner.verification_steps
     assert steps is not None
     # The engine has no other way to replay a step without its sampling.
-    step = steps._captured[1, 1 + drafts, True]
+    step = steps._captured[1, 1 + drafts]
     return {"verify": step.verifying, "draft": step.drafting[drafts]}
 
 

@@ -150,7 +150,7 @@ class RunTwice:
         found += [step.inputs.token_ids.clone(), step.inputs.tokens.positions.clone()]
         self.restore(before)
         assert plan.draft is not None
-        again, streams = self.verifications._verify(step.inputs, Inline(), plan.draft.head)
+        again, streams = self.verifications._verify(step.inputs, Inline())
         others = [again[:count], streams[:count]]
         others += [step.inputs.token_ids, step.inputs.tokens.positions]
         for one, other in zip(found, others, strict=True):
@@ -167,8 +167,6 @@ class RunTwice:
         state = (steps._carried, steps._advanced, steps._confidences)
         before, kept = self.pages(), [part.clone() for part in state]
         drafts = self._draft(chosen, plan)
-        if not plan.head:
-            return drafts
         after, found = self.pages(), [part.clone() for part in state]
         self.restore(before)
         for part, values in zip(state, kept, strict=True):

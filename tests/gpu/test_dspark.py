@@ -70,7 +70,7 @@ def new_engine(path: Path, draft_tokens: DraftTokens, **options: Any) -> Engine:
     engine = LLM(path, **OPTIONS | options, draft_tokens=draft_tokens)._engine
     if draft_tokens == "auto":
         # Its own choices depend on measured times.
-        engine.scheduler.drafting.chooser = RandomDrafts(BLOCK_SIZE, 1, head=True, block=True)
+        engine.scheduler.drafting.chooser = RandomDrafts(BLOCK_SIZE, 1, block=True)
     return engine
 
 
@@ -99,9 +99,6 @@ def test_no_token_changes(
 ) -> None:
     """On the device from step to step, and over the host where a choice needs the tokens."""
     engine = new_engine(path, draft_tokens, batch_invariant=True, enforce_eager=enforce_eager)
-    if draft_tokens == "auto":
-        # With pauses.
-        engine.scheduler.drafting.chooser = RandomDrafts(BLOCK_SIZE, 1, block=True)
     steps = verifications(engine)
     assert bool(steps.description.sizes) is not enforce_eager
     wanted = plain[len(PARAMS)]

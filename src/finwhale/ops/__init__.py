@@ -79,8 +79,7 @@ class Capabilities:
         prefix_cache_tokens: With prefix caching, plan at least this cache capacity if the memory
             allows it, even if the sequences that run at once need less.
         side_streams: Independent projections of a layer run on their own CUDA streams.
-        compiled_layers: What a graph of the compiled mode contains: the "whole" layer, or the
-            layer "without attention" and experts. None: this table has no compiled mode.
+        compiles_layers: The compiled mode can trace the operators.
         expert_id_dtype: The dtype of the expert ids that routing returns.
     """
 
@@ -91,7 +90,7 @@ class Capabilities:
     bounded_workspace: bool
     prefix_cache_tokens: int
     side_streams: bool
-    compiled_layers: Literal["whole", "without attention"] | None
+    compiles_layers: bool
     expert_id_dtype: torch.dtype
 
 

@@ -128,7 +128,6 @@ class DraftPlan(NamedTuple):
         links: None: the plan has all tokens. Otherwise the result of the previous step is not known
             yet, and the entry is the chunk's row in that step. The chunk begins as many tokens
             later as that row has accepted drafts, and its token and drafts are on the device.
-        head: the step fills the draft head's window. False: no chunk gets drafts.
     """
 
     drafts: tuple[tuple[int, ...], ...]
@@ -136,7 +135,6 @@ class DraftPlan(NamedTuple):
     next_ids: tuple[int, ...]
     on_device: bool = False
     links: tuple[int, ...] | None = None
-    head: bool = True
 
 
 class ScoredTokens(NamedTuple):

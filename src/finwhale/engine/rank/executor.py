@@ -177,8 +177,6 @@ class LocalExecutor:
             if not drafts.shape[1]:
                 return None
             return [drafts, *steps.confidences]
-        if not step.plan.draft.head:
-            return None
         drafter = self.runner.drafter
         assert drafter is not None
         found = drafter.propose(step.forward, step.plan, ids, self.sampler.settings)

@@ -188,7 +188,7 @@ class _Start:
             return None
         if self.peers.rank.size > 1:
             raise FinwhaleError("the compiled mode runs on one rank: leave out compile")
-        if self.ops.capabilities.compiled_layers is None:
+        if not self.ops.capabilities.compiles_layers:
             raise FinwhaleError(
                 "the compiled mode is for the platform's own operators, and here the plain "
                 "definitions would run"
@@ -385,10 +385,6 @@ class _Start:
         packed = self.capabilities.packed_cache
         arena = self.arenas.get("cache")
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed, arena)
-        if self.config.draft_tokens == "auto":
-            # "auto" skips the draft head where drafting does not pay. A later draft may then read
-            # rows that were never written, so these must be finite.
-            cache.pages["window"].zero_()
         runner = ModelRunner(
             platform=self.platform,
             device=self.device,
@@ -511,7 +507,7 @@ class _Start:
             start_seconds=dict(self.phases.seconds),
             routed_experts=_form(self.routed),
         )
-        # The compiled mode keeps copies of some weights, which an update could not replace.
+        # Weights under compiled layers were never updated.
         loader = self.loader if self.compiled_mode is None else None
         return LocalExecutor(
             runner,

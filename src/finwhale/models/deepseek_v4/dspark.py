@@ -26,7 +26,7 @@ from torch import Tensor
 
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, RunLayers, mhc_params
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -159,7 +159,7 @@ class DsparkHead:
         config: ModelConfig,
         ops: Ops,
         weights: DsparkWeights,
-        layers: Sequence[Layer],
+        layers: Sequence[DecoderLayer],
         links: RankLinks,
         embed: Tensor,
         head: LinearWeight,

@@ -26,29 +26,12 @@ BlockOutput = Tensor | PartialSum | ExpertTerms
 LayerState = tuple[BlockOutput, Tensor, Tensor, Tensor]
 
 
-class Layer(Protocol):
-    """A decoder layer, compiled (finwhale.compiled) or not."""
-
-    def __call__(
-        self,
-        x: BlockOutput,
-        inputs: StepInputs,
-        tables: RotaryTables,
-        cache: PagedCache,
-        segments: Segments,
-        post_mix: Tensor | None = None,
-        res_mix: Tensor | None = None,
-        residual: Tensor | None = None,
-        on_residual: Callable[[Tensor], None] | None = None,
-    ) -> LayerState: ...
-
-
 class RunLayers(Protocol):
     """Runs residual streams through layers and the last post step: `DeepseekV4.run_layers`."""
 
     def __call__(
         self,
-        layers: Sequence[Layer],
+        layers: "Sequence[DecoderLayer]",
         streams_RHD: Tensor,
         inputs: StepInputs,
         cache: PagedCache,

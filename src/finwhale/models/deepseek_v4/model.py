@@ -21,7 +21,7 @@ from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
-from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
 from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
@@ -97,7 +97,7 @@ class DeepseekV4:
         self.params = mhc_params(config)
         self.tables = RotaryTables(config, max_positions, weights.embed.device)
         self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
-        self.layers: Sequence[Layer] = [
+        self.layers: Sequence[DecoderLayer] = [
             self.new_layer(ops, layer_weights, i, round_activations)
             for i, layer_weights in enumerate(weights.layers)
         ]
@@ -188,13 +188,8 @@ class DeepseekV4:
         self.draft_context.write(features, inputs, cache)
         return streams
 
-    @property
-    def writes_draft_context(self) -> bool:
-        """See protocol.Model."""
-        return self.draft_context is not None
-
     def forward_with_logits(
-        self, inputs: StepInputs, cache: PagedCache, segments: Segments, for_drafts: bool = True
+        self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
         """See protocol.Model.
 
@@ -202,9 +197,6 @@ class DeepseekV4:
         context beside the LM head.
         """
         context = self.draft_context
-        if context is not None and not for_drafts:
-            streams = self.run_layers(self.layers, self._embedded(inputs), inputs, cache, segments)
-            return self.compute_logits(streams), streams
         if context is None or self.links.divides_tokens(len(inputs.token_ids)):
             streams = self(inputs, cache, segments)
             return self.compute_logits(streams), streams
@@ -238,10 +230,9 @@ class DeepseekV4:
             num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
         )
         for layer in self._one_of_each():
-            compressor = layer.attn.compressor if isinstance(layer, DecoderLayer) else None
-            if compressor is not None:
+            if layer.attn.compressor is not None:
                 for rows in library_gemm_rows(num_tokens):
-                    compressor.project(x_ND[:rows])
+                    layer.attn.compressor.project(x_ND[:rows])
 
     def without_collectives(self) -> AbstractContextManager[None]:
         """Skip collectives inside this context (Model.without_collectives)."""
@@ -254,7 +245,6 @@ class DeepseekV4:
         dtype = torch.uint8 if config.n_routed_experts <= 256 else torch.int16
         routed = torch.zeros(shape, dtype=dtype, device=self.device)
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer), "compiled layers record nothing"
             layer.ffn.routed = routed[:, number]
         return routed
 
@@ -267,12 +257,12 @@ class DeepseekV4:
         embedded = self.weights.embed.index_select(0, self.links.own_rows(inputs.token_ids))
         return embedded[:, None].expand(-1, self.config.hc_mult, -1)
 
-    def _one_of_each(self) -> list[Layer]:
+    def _one_of_each(self) -> list[DecoderLayer]:
         """One layer of each kind of attention and router.
 
         They include the first layer, which has no pending post step before it.
         """
-        found: list[Layer] = []
+        found: list[DecoderLayer] = []
         seen: set[object] = set()
         for i, layer in enumerate(self.layers):
             kinds = {
@@ -286,7 +276,7 @@ class DeepseekV4:
 
     def run_layers(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[DecoderLayer],
         streams_RHD: Tensor,
         inputs: StepInputs,
         cache: PagedCache,

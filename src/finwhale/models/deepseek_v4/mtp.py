@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, RunLayers, mhc_params
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
@@ -48,14 +48,14 @@ class MtpLayer:
         config: ModelConfig,
         ops: Ops,
         weights: MtpWeights,
-        layer: Layer,
+        layer: DecoderLayer,
         links: RankLinks,
         embed: Tensor,
         head: LinearWeight,
         run_layers: RunLayers,
     ) -> None:
         self.weights, self.links = weights, links
-        self.layers: Sequence[Layer] = [layer]
+        self.layers: Sequence[DecoderLayer] = [layer]
         self.run_layers = run_layers
         self.embed, self.head = embed, head
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head

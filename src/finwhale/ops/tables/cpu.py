@@ -40,7 +40,7 @@ OPS = Ops(
         bounded_workspace=False,
         prefix_cache_tokens=0,
         side_streams=False,
-        compiled_layers="whole",
+        compiles_layers=True,
         expert_id_dtype=torch.int64,
     ),
     prepare_linear=prepare_linear,

@@ -38,7 +38,7 @@ OPS = Ops(
         bounded_workspace=False,
         prefix_cache_tokens=0,
         side_streams=True,
-        compiled_layers=None,
+        compiles_layers=False,
         expert_id_dtype=torch.int64,
     ),
     prepare_linear=prepare_linear,
