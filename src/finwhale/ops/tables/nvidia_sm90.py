@@ -60,13 +60,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         num_multiprocessors=num_multiprocessors,
         few_tokens=few_tokens_hopper.launch,
     )
-    mhc_options = mhc.Options(
-        # Two kernels may compute the same mixes with other last bits.
-        **few_tokens,
-        early_launch=True,
-        inline_asm=True,
-        late_mixes=not batch_invariant,
-    )
+    mhc_options = mhc.Options(**few_tokens, early_launch=True, inline_asm=True)
     mhc_post = bind(mhc.mhc_post, options=mhc_options)
     mhc_post_pre = bind(mhc.mhc_post_pre, options=mhc_options)
     return Ops(
