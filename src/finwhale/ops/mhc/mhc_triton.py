@@ -38,7 +38,7 @@ import triton
 from torch import Tensor
 
 from finwhale.ops.launch.arguments import check_contiguous
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc.gates_triton import block_input_kernel, gates_kernel
 from finwhale.ops.mhc.residual_streams_triton import (
@@ -141,9 +141,12 @@ POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
 
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
+    """See LaunchClasses."""
     last = MOST_TOKENS - 1
     return up_to(most, (1, FEW_TOKENS, last, model.num_ranks * last, MAX_GRID_Y))
+
+
+LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
 def num_programs(num_tokens: int, width: int, *, options: Options = DEFAULT) -> int:
