@@ -25,7 +25,7 @@ from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
-from finwhale.ops.launch.shared_memory import prefer_shared_memory
+from finwhale.ops.launch.streamed_loads import install_hook
 from finwhale.ops.linear import few_tokens_hopper, linear_triton
 from finwhale.ops.linear import ref as linear_ref
 from finwhale.ops.mhc import MhcOfTerms
@@ -50,7 +50,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         batch_invariant: use operators that give a token the same bits for any number of tokens in
             its step. docs/notes/2026-11-21-h200-kernels.md says what this costs.
     """
-    prefer_shared_memory()
+    install_hook()
     num_multiprocessors = platform.num_multiprocessors
     invariant: dict[str, Any] = {"invariant": True} if batch_invariant else {}
     few_tokens: dict[str, Any] = {"few_tokens": mhc.ANY_NUMBER} if batch_invariant else {}
