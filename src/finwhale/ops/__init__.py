@@ -25,6 +25,7 @@ from finwhale.ops.drafts import (
     ScoreStreams,
 )
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
+from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcOfTerms, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import (
@@ -99,9 +100,11 @@ class Ops:
     """The operators of a table, one typed field each. The contracts' docstrings define them.
 
     mhc_of_terms: None if the table's mHC operators read neither a `PartialSum` nor `ExpertTerms`.
+    launch_classes: of all kernels, which are built ahead.
     """
 
     capabilities: Capabilities
+    launch_classes: tuple[LaunchClasses, ...]
     mhc_of_terms: MhcOfTerms | None
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
@@ -153,7 +156,7 @@ class Ops:
         """(operator, "module.function(options)") for each field in order; `module` is below ops."""
         rows = []
         for field in fields(self):
-            if field.name in ("capabilities", "mhc_of_terms"):
+            if field.name in ("capabilities", "launch_classes", "mhc_of_terms"):
                 continue
             fn = getattr(self, field.name)
             module = fn.__module__.removeprefix(f"{__name__}.")

@@ -51,8 +51,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
     """Numbers of tokens to capture for steps with prefill of up to max_num_tokens.
 
-    No size is below PREFILL_SIZES[0]; smaller steps are padded to it. With fewer tokens, mHC may
-    leave work on a side stream until its next operator, which is in another segment.
+    No size is below PREFILL_SIZES[0]; smaller steps are padded to it.
     """
     sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
     within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1] * num_ranks

@@ -1,7 +1,7 @@
 """One decoder layer. Legend: N tokens, R rows of this rank, H residual streams, D hidden."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -82,9 +82,6 @@ class DecoderLayer:
         self.mhc_post_pre = ops.mhc_post_pre
         self.mhc_of_terms = ops.mhc_of_terms
         self.params = mhc_params(config)
-        # A side stream may compute attention's mixes beside attention. Those of the experts would
-        # delay the shared expert, which has a side stream already.
-        self.attention_params = replace(self.params, late_mixes=True)
         self.weights = weights
         self.links = links
         self.attn = Attention(
@@ -129,15 +126,14 @@ class DecoderLayer:
         w = self.weights.hc_attn
         if residual is None or post_mix is None or res_mix is None:
             assert isinstance(x, Tensor)
-            return *self.mhc_pre(x, w, self.attention_params), x
-        return self._post_pre(x, post_mix, res_mix, residual, w, self.attention_params)
+            return *self.mhc_pre(x, w, self.params), x
+        return self._post_pre(x, post_mix, res_mix, residual, w)
 
     def experts_input(
         self, x: BlockOutput, post_mix: Tensor, res_mix: Tensor, residual: Tensor
     ) -> BlockInput:
         """Compute the experts' input and mixes from attention's output."""
-        w = self.weights.hc_ffn
-        return self._post_pre(x, post_mix, res_mix, residual, w, self.params)
+        return self._post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn)
 
     def _post_pre(
         self,
@@ -146,12 +142,11 @@ class DecoderLayer:
         res_mix: Tensor,
         residual: Tensor,
         w: MhcWeight,
-        params: MhcParams,
     ) -> BlockInput:
         if isinstance(x, Tensor):
-            return self.mhc_post_pre(x, post_mix, res_mix, residual, w, params)
+            return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
         assert self.mhc_of_terms is not None
-        return self.mhc_of_terms.mhc_post_pre(x, post_mix, res_mix, residual, w, params)
+        return self.mhc_of_terms.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
 
 
 def mhc_params(config: ModelConfig) -> MhcParams:

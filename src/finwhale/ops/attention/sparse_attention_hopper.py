@@ -57,7 +57,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
 )
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.gluon_names import reinterpret
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, up_to
 from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
@@ -357,14 +357,14 @@ def _plan_of(model: ModelSizes) -> Callable[[int, int, int], AttendPlan]:
     return plan if fits else AttendPlan.of
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return up_to(most, shared_tokens(model, _plan_of(model)) | {EARLY_QUERY_TOKENS})
-
-
-def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return shared_contexts(model, num_tokens, longest, _plan_of(model))
+LAUNCH_CLASSES = LaunchClasses(
+    tokens=lambda model, most: up_to(
+        most, shared_tokens(model, _plan_of(model)) | {EARLY_QUERY_TOKENS}
+    ),
+    contexts=lambda model, num_tokens, longest: shared_contexts(
+        model, num_tokens, longest, _plan_of(model)
+    ),
+)
 
 
 def invariant_plan(p: Problem) -> AttendPlan:

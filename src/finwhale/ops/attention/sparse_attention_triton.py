@@ -26,6 +26,7 @@ Operations: 4 A C per key. The floors for 640 keys of Flash at 4.39 TB/s and 0.7
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotation
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.paging import StepCache, Tokens
@@ -478,7 +479,7 @@ def num_splits(programs: int, tiles: int) -> int:
 
 
 def shared_tokens(model: ModelSizes, plan: Callable[[int, int, int], AttendPlan]) -> set[int]:
-    """`launch_tokens` (ops/launch/sizes.py) for a plan function."""
+    """`LaunchClasses.tokens` for a plan function."""
 
     def class_of(num_tokens: int) -> AttendPlan:
         return plan(num_tokens, model.num_heads, MANY_KEYS)
@@ -492,7 +493,7 @@ def shared_contexts(
     longest: int,
     plan: Callable[[int, int, int], AttendPlan],
 ) -> set[int]:
-    """`launch_contexts` (ops/launch/sizes.py) for a plan function, with complete entries."""
+    """`LaunchClasses.contexts` for a plan function, with complete entries."""
     most = plan(num_tokens, model.num_heads, MANY_KEYS)
     found: set[int] = set()
     for ratio in model.complete_ratios:
@@ -502,14 +503,10 @@ def shared_contexts(
     return up_to(longest, found)
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return up_to(most, shared_tokens(model, AttendPlan.of))
-
-
-def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return shared_contexts(model, num_tokens, longest, AttendPlan.of)
+LAUNCH_CLASSES = LaunchClasses(
+    tokens=lambda model, most: up_to(most, shared_tokens(model, AttendPlan.of)),
+    contexts=partial(shared_contexts, plan=AttendPlan.of),
+)
 
 
 def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:

@@ -54,20 +54,11 @@ class HcHeadWeight:
 
 @dataclass(frozen=True, slots=True)
 class MhcParams:
-    """What mHC's operators need besides tensors.
-
-    Attributes:
-        num_iters: Sinkhorn iterations.
-        eps: for the mixes and Sinkhorn.
-        rms_eps: for the norms.
-        late_mixes: only the next mHC operator of the same table reads the post and res mixes, so a
-            side stream may compute them.
-    """
+    """num_iters: Sinkhorn iterations; eps: for the mixes and Sinkhorn; rms_eps: for the norms."""
 
     num_iters: int
     eps: float
     rms_eps: float
-    late_mixes: bool = False
 
 
 class MhcPre(Protocol):

@@ -43,6 +43,7 @@ OPS = Ops(
         compiles_layers=True,
         expert_id_dtype=torch.int64,
     ),
+    launch_classes=(),
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,

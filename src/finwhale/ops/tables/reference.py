@@ -41,6 +41,7 @@ OPS = Ops(
         compiles_layers=False,
         expert_id_dtype=torch.int64,
     ),
+    launch_classes=(),
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,
