@@ -39,6 +39,7 @@ settings.load_profile("short")
 # matches one of these: what a machine may lack, and never what `pip install -e .[test]` brings.
 MAY_SKIP = (
     "takes long: ",  # hosted CI runs these every night
+    "compiles kernels: ",  # hosted CI runs these every night, and after changes of kernels
     "needs (an NVIDIA GPU|two GPUs|three GPUs)",
     "without DeepGEMM ",  # of the extra nvidia
     "needs Chromium",  # hosted CI installs it for `just long-page`
@@ -68,12 +69,19 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 if torch.cuda.is_available() else min(5, 1 + (os.cpu_count() or 1))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in tests/gpu are skipped without a GPU, and tests marked long without FINWHALE_LONG."""
-    if not os.environ.get("FINWHALE_LONG"):
-        for item in items:
-            if item.get_closest_marker("long"):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what only other commands run.
+
+    Tests in tests/gpu need a GPU, tests marked long FINWHALE_LONG. Others that are marked kernels
+    need `-m kernels`.
+    """
+    with_kernels = "kernels" in config.option.markexpr
+    for item in items:
+        if item.get_closest_marker("long"):
+            if not os.environ.get("FINWHALE_LONG"):
                 item.add_marker(pytest.mark.skip(reason="takes long: `just long-marked` runs it"))
+        elif item.get_closest_marker("kernels") and not with_kernels:
+            item.add_marker(pytest.mark.skip(reason="compiles kernels: `just kernels` runs it"))
     here = [item for item in items if GPU_TESTS in item.path.parents]
     if here and not torch.cuda.is_available():
         for item in here:

@@ -166,7 +166,7 @@ def add_report(ast: ASTSource, options: dict[str, Any], constants: dict[str, Any
     """Add what a source compiles to, to FOUND."""
     name = name_of(ast.fn)
     if mode == "names":
-        FOUND.append({"kernel": name})
+        FOUND.append({"kernel": name, "options": sorted(options)})
         return
     key = f"{TARGET.arch} {name} {ast.signature} {ast.constants} {ast.attrs} {options}"
     if key not in DONE:

@@ -1,8 +1,11 @@
 """Portable kernels compiled for other GPUs than SM90: why each has the table that it has."""
 
+from dataclasses import fields
+
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+from triton.backends.amd.compiler import HIPOptions
 
 from finwhale.ops import LITTLE_SHARED_MEMORY, NO_E4M3, PORTABLE_ARCHS, WHY_REFERENCE
 
@@ -27,12 +30,19 @@ def largest_shared(compile_for: Compile, call: str, arch: str) -> int:
     return max(int(report["shared"]) for report in reports)
 
 
-@pytest.mark.parametrize("call", ["linear", "attention", "indexer"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "linear",
+        *(pytest.param(call, marks=pytest.mark.kernels) for call in ("attention", "indexer")),
+    ],
+)
 def test_sm100_takes_the_portable_kernels(call: str, sm90: Compile) -> None:
     assert "sm100" in PORTABLE_ARCHS
     assert largest_shared(sm90, call, "sm100") <= SHARED_LIMIT["sm100"]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("arch", ["sm89", "sm120"])
 def test_some_have_too_little_shared_memory(arch: str, sm90: Compile) -> None:
     """They compile, but could not be launched."""
@@ -46,17 +56,26 @@ def test_sm80_has_no_e4m3(sm90: Compile) -> None:
         sm90("portable_compile", "linear", arch=80)
 
 
+@pytest.mark.kernels
 def test_the_amd_table_launches_every_portable_kernel(sm90: Compile) -> None:
-    """Otherwise the next test would not compile it."""
+    """Otherwise the next test would not compile it. Triton's compiler for AMD refuses launches
+    with options that it lacks.
+    """
     kernels = portable_compile.AMD_KERNELS
     calls = {name: sm90("portable_compile", name, mode="names") for name in kernels}
     assert [name for name, launches in calls.items() if not launches] == []
+    options = {name for launches in calls.values() for one in launches for name in one["options"]}
+    assert "num_warps" in options
+    assert options <= {field.name for field in fields(HIPOptions)}
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize(
     "call",
-    ["amd", *(pytest.param(name, marks=pytest.mark.long) for name in portable_compile.AMD_KERNELS)],
+    [
+        pytest.param("amd", marks=pytest.mark.kernels),
+        *(pytest.param(name, marks=pytest.mark.long) for name in portable_compile.AMD_KERNELS),
+    ],
 )
 def test_the_amd_table_fits(call: str, arch: str, sm90: Compile) -> None:
     """At every tile that an engine with Flash launches."""

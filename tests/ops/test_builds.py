@@ -22,8 +22,18 @@ PROBE = Path(__file__).parent / "builds_probe.py"
 
 
 @pytest.fixture(scope="module")
-def report(of_all_workers: Path) -> dict[str, Any]:
+def all_launches(of_all_workers: Path) -> dict[str, Any]:
     found: dict[str, Any] = made_once(of_all_workers / "builds", probe)
+    return found
+
+
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.kernels)])
+def report(request: pytest.FixtureRequest, of_all_workers: Path) -> dict[str, Any]:
+    """The core suite launches a part of the steps and compiles few kernels."""
+    if request.param == "all":
+        found: dict[str, Any] = request.getfixturevalue("all_launches")
+    else:
+        found = made_once(of_all_workers / "few-builds", partial(probe, only=("few",)))
     return found
 
 
@@ -76,22 +86,26 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
     )
 
 
-def test_every_step_that_ranks_divide_finds_its_kernels(report: dict[str, Any]) -> None:
-    assert report["divided"] == []
+@pytest.mark.kernels
+def test_every_step_that_ranks_divide_finds_its_kernels(all_launches: dict[str, Any]) -> None:
+    assert all_launches["divided"] == []
 
 
-def test_every_step_that_drafts_finds_its_kernels(report: dict[str, Any]) -> None:
+@pytest.mark.kernels
+def test_every_step_that_drafts_finds_its_kernels(all_launches: dict[str, Any]) -> None:
     """Steps have every size and width, and draft passes have any number of sequences."""
-    for found in (report["drafting"], report["demo"]):
+    for found in (all_launches["drafting"], all_launches["demo"]):
         assert found["missing"] == found["missing without weights"] == []
 
 
+@pytest.mark.kernels
 def test_verifications_of_up_to_8_tokens_launch_the_kernels_of_a_decode(
-    report: dict[str, Any],
+    all_launches: dict[str, Any],
 ) -> None:
-    assert report["drafting"]["other verifications"] == []
+    assert all_launches["drafting"]["other verifications"] == []
 
 
+@pytest.mark.kernels
 def test_every_number_of_tokens_finds_its_kernels_with_deepgemm(
     with_deepgemm: list[dict[str, Any]],
 ) -> None:
@@ -101,6 +115,7 @@ def test_every_number_of_tokens_finds_its_kernels_with_deepgemm(
     assert found["rounding"] == ["_attend_kernel", "_combine_kernel"]
 
 
+@pytest.mark.kernels
 def test_every_number_of_tokens_finds_its_kernels_with_bf16_wo_a_input(
     with_deepgemm: list[dict[str, Any]],
 ) -> None:
@@ -125,9 +140,10 @@ def test_kernels_that_workers_compiled_are_loaded(report: dict[str, Any]) -> Non
     assert "has no attribute 'nothing'" in error
 
 
-def test_kernels_are_built_before_the_weights_take_the_memory(report: dict[str, Any]) -> None:
+@pytest.mark.kernels
+def test_kernels_are_built_before_the_weights_take_the_memory(all_launches: dict[str, Any]) -> None:
     """`prepare` then compiles only the other kernels, and counts all."""
-    assert report["built before"] == [False, 2, True, 0, 1, 1]
+    assert all_launches["built before"] == [False, 2, True, 0, 1, 1]
 
 
 def test_a_damaged_kernel_is_compiled_again(report: dict[str, Any]) -> None:
@@ -142,11 +158,15 @@ def test_a_kernel_that_a_step_waits_for_is_counted_and_named(report: dict[str, A
     assert message == "a step waited until the kernel _rms_norm_kernel was compiled or loaded"
 
 
-def test_a_kernel_of_another_configuration_is_not_built_again(report: dict[str, Any]) -> None:
-    *compiled, refused = report["several configurations"]
+@pytest.mark.kernels
+def test_a_kernel_of_another_configuration_is_not_built_again(all_launches: dict[str, Any]) -> None:
+    *compiled, refused = all_launches["several configurations"]
     assert compiled == [1, 0, 1, 0]
     assert refused == "is read-only and lacks 1 kernels"
 
 
-def test_another_thread_s_launch_waits_while_launches_are_recorded(report: dict[str, Any]) -> None:
-    assert report["another thread waits"] == [True, False]
+@pytest.mark.kernels
+def test_another_thread_s_launch_waits_while_launches_are_recorded(
+    all_launches: dict[str, Any],
+) -> None:
+    assert all_launches["another thread waits"] == [True, False]

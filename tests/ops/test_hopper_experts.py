@@ -62,6 +62,7 @@ def test_rings_leave_room_for_as_many_programs_as_there_are() -> None:
     assert _loads(396, 114) == LOADS[5]  # an H100 PCIe has fewer multiprocessors
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("tokens", "per_multiprocessor"),
     [(1, (2, 3)), (4, (3, 3)), (6, (5, 5))],

@@ -29,6 +29,7 @@ FEW = [
     )
 ] + [("sm90_experts", call) for call in FEW_EXPERTS]
 CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
+SMOKE = ("mhc-flash", "drafts-flash-2")  # in the core suite
 # Findings of the analysis that other facts bound, by kernel and pointer, with the reason.
 BOUNDED = {
     # The bins hold weights too; the number that is loaded here is one of tokens of a row.
@@ -58,7 +59,15 @@ BOUNDED = {
 READS_PEERS = {"mhc.residual_streams_triton.sum_streams_few_kernel"}
 
 
-@pytest.mark.parametrize("module, call", CALLS, ids=lambda value: value)
+@pytest.mark.parametrize(
+    "module, call",
+    [
+        pytest.param(
+            *names, id="-".join(names), marks=[] if names[1] in SMOKE else [pytest.mark.kernels]
+        )
+        for names in CALLS
+    ],
+)
 def test_no_index_wraps(module: str, call: str, sm90: Compile) -> None:
     reports = sm90(module, call, mode="indices")
     assert reports

@@ -72,6 +72,7 @@ def test_a_variable_that_only_bounds_read_is_found() -> None:
     assert [lost(kernel) for kernel in kernels(LOST)] == [{"start"}]
 
 
+@pytest.mark.kernels
 def test_a_kernel_s_key_does_not_depend_on_the_order_of_kernels() -> None:
     """Else what one process compiled is compiled again by the next: a constant of a module that
     a function reads, which kernels share, is a part of the key or not.

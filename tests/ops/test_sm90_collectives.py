@@ -16,7 +16,7 @@ SPILLING = {"_two_shot_kernel": 32}  # bytes of stack a thread, outside the loop
 def of_eight(calls: Iterable[str]) -> list[Any]:
     """Kernels for two and four ranks have parts of the kernels for eight."""
     return [
-        pytest.param(call, marks=[] if call.endswith("-8") else [pytest.mark.long])
+        pytest.param(call, marks=pytest.mark.kernels if call.endswith("-8") else pytest.mark.long)
         for call in calls
     ]
 
@@ -35,3 +35,10 @@ def test_push_kernels_compile_and_fit(call: str, sm90: Compile) -> None:
     for report in reports:
         kernel = report["kernel"].rpartition(".")[2]
         assert report["spilled"] <= SPILLING.get(kernel, 0), report
+
+
+def test_the_calls_launch_every_push_kernel(sm90: Compile) -> None:
+    """The tests above compile these launches, outside the core suite."""
+    reports = sm90("sm90_collectives", "collectives-8", mode="names")
+    names = {report["kernel"].rpartition(".")[2] for report in reports}
+    assert len(names) >= 5 and len(reports) == 10

@@ -23,11 +23,15 @@ OTHER_SIZES = {
     *sm90_attention.OTHER_VARIANTS,
 }
 OTHER_MODELS = ("pro", "demo", "indexer-64", "indexer-1024")
+# Calls that the core suite compiles: kernels of Triton's language and one of Gluon's.
+SMOKE = ("mhc-flash-2", "1-3-64-64-64-False-32")
 
 
 def marks(call: str) -> list[pytest.MarkDecorator]:
     other = call in OTHER_SIZES or any(f"-{model}-" in f"-{call}-" for model in OTHER_MODELS)
-    return [pytest.mark.long] if other else []
+    if other:
+        return [pytest.mark.long]
+    return [] if call in SMOKE else [pytest.mark.kernels]
 
 
 CALLS = [
@@ -80,6 +84,7 @@ def test_it_compiles_and_fits(module: str, call: str, sm90: Compile) -> None:
         assert report["shared"] <= SHARED_LIMIT, report
 
 
+@pytest.mark.kernels
 def test_few_tokens_weights_are_streamed_by_tma(sm90: Compile) -> None:
     """These kernels give every TMA load an L2 policy; the other kernels give it to none."""
     calls = [("sm90_experts", f"flash-hopper-16-{n}") for n in (1, 8, 8192)]
@@ -93,6 +98,7 @@ def test_few_tokens_weights_are_streamed_by_tma(sm90: Compile) -> None:
             assert not any(hints), report
 
 
+@pytest.mark.kernels
 def test_few_tokens_weights_leave_the_rest_of_the_l2_cache_alone(sm90: Compile) -> None:
     """Kernels whose weights a step reads once load them as the first to be evicted."""
     calls = ["linear-flash-1", "linear-flash-8", "mhc-flash-2", "activations-flash-8"]
@@ -101,6 +107,7 @@ def test_few_tokens_weights_leave_the_rest_of_the_l2_cache_alone(sm90: Compile) 
     assert {report["kernel"] for report in reports if report["streamed_loads"]} == STREAMING
 
 
+@pytest.mark.kernels
 def test_projections_of_few_tokens_have_a_multiprocessor_each(sm90: Compile) -> None:
     """A ring of six leaves no room for a second program; the shared expert's has room for one."""
     shared: dict[str, list[int]] = {"5": [], "6": []}
@@ -111,6 +118,7 @@ def test_projections_of_few_tokens_have_a_multiprocessor_each(sm90: Compile) -> 
     assert min(shared["6"]) > SHARED_LIMIT / 2 > max(shared["5"])
 
 
+@pytest.mark.kernels
 def test_two_programs_with_all_their_weights_share_a_multiprocessor(sm90: Compile) -> None:
     """And with the largest parts, not three: the next kernel's programs find room."""
     reports = [found for n in (8, 16) for found in sm90("sm90_compile", f"linear-flash-few-{n}")]
@@ -123,7 +131,7 @@ def test_two_programs_with_all_their_weights_share_a_multiprocessor(sm90: Compil
 def test_every_kernel_is_compiled(sm90: Compile) -> None:
     """Without the calls that are marked long."""
     # tests/ops/test_sm90_collectives.py compiles PARTIAL_SUMS.
-    calls = [param.values for param in CALLS if not param.marks]
+    calls = [param.values for param in CALLS if pytest.mark.long not in param.marks]
     calls += [("sm90_collectives", call) for call in sm90_collectives.PARTIAL_SUMS]
     found = {
         report["kernel"] for module, call in calls for report in sm90(module, call, mode="names")

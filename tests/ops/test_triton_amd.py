@@ -1,8 +1,8 @@
-"""The AMD table: the model, the MTP layer and the engine, in Triton's interpreter on the CPU.
+"""The AMD table in Triton's interpreter on the CPU, compared with the portable nvidia table.
 
-It is compared with the portable nvidia table, in the same process. Most kernels are the same; mHC
-takes two steps instead of one and rounds the residual streams between them, so that the results are
-equal bit for bit.
+Most kernels are the same; mHC takes two steps instead of one and rounds the residual streams
+between them, so that the results are equal bit for bit. Tests marked long run the model, the MTP
+layer and the engine.
 """
 
 import sys
@@ -25,11 +25,12 @@ from finwhale.compiled import graph_forms
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.step_inputs import Inline
 from finwhale.ops import load_ops
-from finwhale.ops.mhc import mhc_unfused_triton, ref
+from finwhale.ops.mhc import HcHeadWeight, mhc_unfused_triton, ref
 from finwhale.ops.paging import PageTable
 from finwhale.platform import Platform
 
 from .kernels_support import DTYPES, Inputs, assert_all_close
+from .test_triton_attention import EPS, Case, check
 from .test_triton_mhc import PARAMS, state, weight
 
 AMD, NVIDIA = Platform("amd", "gfx942"), Platform("nvidia", "sm100")
@@ -150,12 +151,14 @@ def amd(path: Path) -> Amd:
         return Amd(llm, read(llm), tokens_of(llm), options)
 
 
+@pytest.mark.long
 def test_triton_knows_every_launch_s_options(amd: Amd) -> None:
     """The interpreter ignores options; Triton's compiler for AMD refuses those that it lacks."""
     assert "num_warps" in amd.options
     assert amd.options <= {field.name for field in fields(HIPOptions)}
 
 
+@pytest.mark.long
 def test_the_engine_s_tokens_are_the_nvidia_table_s(path: Path, amd: Amd) -> None:
     """And the logits, of the model and of the MTP layer, bit for bit."""
     nvidia = llm_on(NVIDIA, path)
@@ -165,6 +168,7 @@ def test_the_engine_s_tokens_are_the_nvidia_table_s(path: Path, amd: Amd) -> Non
     assert amd.tokens == tokens_of(nvidia)
 
 
+@pytest.mark.long
 def test_a_packed_page_is_one_piece_of_memory(amd: Amd) -> None:
     """The bytes of a sequence's pages, copied to other pages, are all of its state."""
     stepper = Stepper(amd.llm._engine)
@@ -179,6 +183,7 @@ def test_a_packed_page_is_one_piece_of_memory(amd: Amd) -> None:
     assert results[0].isfinite().all() and torch.equal(*results)
 
 
+@pytest.mark.long
 def test_compiled_layers_give_the_same(
     path: Path,
     amd: Amd,
@@ -205,6 +210,7 @@ def test_compiled_layers_give_the_same(
     assert made
 
 
+@pytest.mark.long
 def test_logits_are_near_the_references(path: Path, amd: Amd) -> None:
     """In bfloat16 and with roundings to E4M3 between, as the references with them are to theirs."""
     wanted = read(llm_on(Platform.cpu(), path, dtype="float32"))
@@ -220,3 +226,42 @@ def test_mhc_in_two_steps(dtype: torch.dtype) -> None:
     args = state(inputs, 3, 100, dtype)
     found = mhc_unfused_triton.mhc_post_pre(*args, w, PARAMS)
     assert_all_close(found, ref.mhc_post_pre(*args, w, PARAMS))
+
+
+def test_only_these_operators_are_the_table_s_own() -> None:
+    """The experts are tested in test_triton_experts.py, mHC and attention below. The others differ
+    in numbers of stages and of multiprocessors, which change no value in the interpreter.
+    """
+    amd, nvidia = load_ops(AMD), load_ops(NVIDIA)
+    names = [name for name, _ in amd.implementations()]
+    assert {name for name in names if getattr(amd, name) is not getattr(nvidia, name)} == {
+        *("mhc_pre", "mhc_post_pre", "hc_head", "sparse_attention"),
+        *("route_by_score", "route_by_hash", "experts_compute"),
+        *("linear", "grouped_linear", "swiglu_mlp", "markov_logits", "select_entries"),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mhc_has_the_nvidia_table_s_bits(dtype: torch.dtype) -> None:
+    inputs = Inputs()
+    w, args = weight(inputs, 100), state(inputs, 3, 100, dtype)
+    head = HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm)
+    streams = args[3]
+    for name, arguments in (
+        ("mhc_pre", (streams, w, PARAMS)),
+        ("mhc_post_pre", (*args, w, PARAMS)),
+        ("hc_head", (streams, head, PARAMS)),
+    ):
+        found, wanted = (getattr(load_ops(table), name)(*arguments) for table in (AMD, NVIDIA))
+        pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+        assert all(torch.equal(one, other) for one, other in pairs), name
+
+
+@pytest.mark.parametrize("end", [20, 260])
+def test_attention_s_tiles(end: int) -> None:
+    """More heads than a tile has, in a decode and in a chunk of a prompt."""
+    case = Case(((end - 1, end), (3, 9)), 40, 128, 64, 32, "selected", 40)
+    out = torch.full(case.q.shape, torch.nan, dtype=torch.bfloat16)
+    inputs = case.q, case.rotary, EPS, case.tokens, case.window, case.entries
+    load_ops(AMD).sparse_attention(*inputs, case.sink, case.scale, out)
+    check(out.float(), case.wanted())
