@@ -253,8 +253,7 @@ def experts_hit(plan: StepPlan, executor: LocalExecutor) -> float:
     hits: list[int] = []
     model = executor.runner.model
     assert isinstance(model, DeepseekV4)
-    # A compiled layer wraps the layer that has the experts.
-    layers: list[Any] = [getattr(layer, "layer", layer) for layer in model.layers]
+    layers: list[Any] = list(model.layers)
     kept = [layer.ffn.dispatch for layer in layers]
 
     def counting(run: Any) -> Any:
