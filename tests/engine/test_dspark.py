@@ -29,7 +29,7 @@ from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.capture import new_verification_steps
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.launch_signatures import LaunchEnumerator
 from finwhale.engine.rank.memory import LargestSteps
 from finwhale.engine.rank.step_limits import StepLimits, draft_kinds
 from finwhale.models.cache import PagedCache
@@ -334,7 +334,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
         verify_graphs=sizes,
         draft_kinds=kinds,
     )
-    built = SignatureRun(
+    built = LaunchEnumerator(
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=False
     )
     steps = new_verification_steps(runner, engine.config, None)
@@ -363,7 +363,7 @@ def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) 
     LargestSteps.alone(runner.model, runner.groups, runner.ops).run(largest)
     assert set(blocks) == {(4, 294)}  # its last row is the context's last
     blocks.clear()
-    SignatureRun(
+    LaunchEnumerator(
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=True
     )._call_all()
     assert {count for count, _ in blocks} >= {1, 4}

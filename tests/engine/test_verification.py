@@ -75,7 +75,7 @@ class Oracle:
         assert plan.draft is not None
         self.keys = planned(self.engine, plan)
         self.count += 1
-        self.ahead += plan.draft.links is not None
+        self.ahead += plan.draft.previous_rows is not None
         self.fill(plan, decode=decode)
 
     @torch.inference_mode()
@@ -214,7 +214,7 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
     steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
     count, width = sum(lengths), 3
-    steps._send_layout(lengths, DraftPlan((), (), (), links=(2, 0, 1)), 4, 4 * width)
+    steps._send_layout(lengths, DraftPlan((), (), (), previous_rows=(2, 0, 1)), 4, 4 * width)
     steps._chosen.copy_(torch.arange(len(steps._chosen)))
     inputs = steps._inputs(4, 4 * width, 300)
     # Every token is the one that was sampled after the token before it, also in another sequence.

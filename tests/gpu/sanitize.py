@@ -84,7 +84,7 @@ def blocks(last: tuple[int, ...], rows: int, ops: Ops) -> tuple[Tensor, ...]:
     newest, tokens, table = to_device((newest, drafts.one_each(last), table), "cuda")
     block = ops.make_blocks(newest, tokens, table, BlockShape(rows, 2**17 + 1, 128))
     tokens = block.tokens
-    return block.ids, tokens.positions, tokens.sequence, tokens.query_start, block.further_slots
+    return block.ids, tokens.positions, tokens.sequence, tokens.query_start, block.extra_kv_slots
 
 
 def corrected(rows: int, num_tokens: int, dtype: torch.dtype, ops: Ops) -> tuple[Tensor]:

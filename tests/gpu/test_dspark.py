@@ -14,7 +14,7 @@ import torch
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
-from finwhale.bench.engine import call_ranks_or_die
+from finwhale.bench.engine import call_ranks_collectively
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.capture import draft_on_device
@@ -243,7 +243,7 @@ def test_two_ranks(path: Path, closing: list[Engine]) -> None:
     closing.append(new_engine(path, "auto", **options))
     engine = closing[1]
     assert token_ids(generate(engine, TEXTS)) == wanted
-    call_ranks_or_die(engine.executor, partial(force_acceptance, 0.8, True))
+    call_ranks_collectively(engine.executor, partial(force_acceptance, 0.8, True))
     before = engine.metrics()
     found = token_ids(generate(engine, TEXTS))
     assert [len(ids) for ids in found] == [len(ids) for ids in wanted]

@@ -17,13 +17,13 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_stored
 from finwhale.distributed import joint_ranks
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parents[2]
 CONFIG = replace(
-    ModelConfig.preset("flash").without_draft_head().with_layers(4),
+    DeepseekV4Config.preset("flash").without_draft_head().with_layers(4),
     vocab_size=1280,
     n_routed_experts=8,
 )

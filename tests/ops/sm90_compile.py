@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.engine.rank.memory import all_sampling_options, without_filters
-from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import prepare_qkv_triton as prepare
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention as portable_attention
@@ -471,8 +471,8 @@ def call_attention(
     for entries, *out in (
         (None, meta(N, A, C)),
         (None, values, scales.flatten(1)),
-        (Selected(pool, meta(N, topk, dtype=torch.int32), 64), meta(N, A, C)),
-        (Complete(small, page_table(N, 2), 128), meta(N, A, C)),
+        (TopkEntries(pool, meta(N, topk, dtype=torch.int32), 64), meta(N, A, C)),
+        (AllEntries(small, page_table(N, 2), 128), meta(N, A, C)),
     ):
         sparse_attention(
             meta(N, A, C),

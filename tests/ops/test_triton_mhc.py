@@ -7,10 +7,10 @@ import torch
 
 from finwhale.distributed.collectives import Alone
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.rank_links import DIVIDED_TOKENS, RankLinks
-from finwhale.ops.mhc import HcHeadWeight, MhcOfTerms, MhcParams, MhcWeight, ref
+from finwhale.models.deepseek_v4.tensor_parallel import DIVIDED_TOKENS, TensorParallel
+from finwhale.ops.mhc import FusedReduceMhc, HcHeadWeight, MhcParams, MhcWeight, ref
 from finwhale.ops.mhc import mhc_triton as kernels
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.moe.combine_triton import combine
 
 from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
@@ -66,13 +66,13 @@ def test_against_the_reference(size: tuple[int, int], dtype: torch.dtype) -> Non
     assert_close(kernels.hc_head(args[3], head, PARAMS), ref.hc_head(args[3], head, PARAMS))
 
 
-def terms(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> ExpertTerms:
+def terms(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> UnreducedExperts:
     """Random outputs of each token's 3 experts and of the shared expert; NaN for unused experts."""
     ids = torch.arange(num_tokens * 3, dtype=torch.int32).view(num_tokens, 3) % 5 - 1
     each = inputs.normal(num_tokens, 3, width, dtype=torch.bfloat16)
     each[ids < 0] = torch.nan
     shared = inputs.normal(num_tokens, width + 8, dtype=torch.bfloat16)[:, :width]
-    return ExpertTerms(each, ids, shared, dtype)
+    return UnreducedExperts(each, ids, shared, dtype)
 
 
 @pytest.mark.parametrize("size", ((1, 32), (17, 40), (2, 610)))
@@ -102,10 +102,10 @@ def test_experts_outputs_of_many_tokens_are_refused() -> None:
 
 def test_one_rank_passes_on_the_experts_outputs() -> None:
     """The next mHC operator adds them, up to a number of tokens."""
-    mhc = MhcOfTerms(2, kernels.num_programs, kernels.mhc_post, kernels.mhc_post_pre)
-    links = RankLinks(Alone(), mhc)
-    assert [links.takes_expert_terms(n, 32) for n in (0, 1, 2, 3)] == [False, True, True, False]
-    assert not RankLinks(Alone()).takes_expert_terms(1, 32)
+    mhc = FusedReduceMhc(2, kernels.num_programs, kernels.mhc_post, kernels.mhc_post_pre)
+    links = TensorParallel(Alone(), mhc)
+    assert [links.can_fuse_reduce(n, 32) for n in (0, 1, 2, 3)] == [False, True, True, False]
+    assert not TensorParallel(Alone()).can_fuse_reduce(1, 32)
     x = terms(Inputs(), 1, 32, torch.bfloat16)
     assert links.reduce(x, torch.bfloat16) is x
 

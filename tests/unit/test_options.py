@@ -153,7 +153,7 @@ def test_the_accuracy_benchmark_measures_batch_invariant_operators(
         return SimpleNamespace(executor=None)
 
     monkeypatch.setattr("finwhale.bench.accuracy.start_engine", engine)
-    monkeypatch.setattr("finwhale.bench.accuracy.call_ranks_or_die", lambda *args: [])
+    monkeypatch.setattr("finwhale.bench.accuracy.call_ranks_collectively", lambda *args: [])
     monkeypatch.setattr("finwhale.bench.accuracy.stamp", lambda *args: {})
     monkeypatch.setattr("finwhale.bench.accuracy.torch.cuda.empty_cache", lambda: None)
     with pytest.raises(OpenedError):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from finwhale.bench.arguments import add_sizes, new_parser
-from finwhale.bench.engine import call_ranks_or_die
+from finwhale.bench.engine import call_ranks_collectively
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp
 from finwhale.bench.stepping import Stepper
@@ -27,7 +27,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.devices import parse_device
 from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.options import add_options
@@ -144,7 +144,7 @@ def overlap(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
-    config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
+    config = DeepseekV4Config.preset(args.config).without_draft_head().with_layers(args.layers)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(config.vocab_size, (args.tokens,), generator=generator).tolist()
     tail = min(args.decodes, args.tokens - 1)
@@ -178,7 +178,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             DummyWeights(config),
             None,
         )
-        computed[name] = call_ranks_or_die(engine.executor, partial(compute, text, name != TRUTH))
+        computed[name] = call_ranks_collectively(
+            engine.executor, partial(compute, text, name != TRUTH)
+        )
         del engine
         gc.collect()
         torch.cuda.empty_cache()

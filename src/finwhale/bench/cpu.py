@@ -33,7 +33,7 @@ from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.llm import LLM
 from finwhale.models.deepseek_v4.architecture import weight_bytes
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
@@ -150,12 +150,12 @@ def load_transformers(path: Path) -> Any:
 
 def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
     """Write a copy of a checkpoint with its weights dequantised to float32, for transformers."""
-    config = ModelConfig.from_dict(checkpoint.config)
+    config = DeepseekV4Config.from_dict(checkpoint.config)
     source = WeightSource(checkpoint, weight_specs(config), ignored=ignored_prefixes(config))
     weights = ((spec.name, stored.dequantise(torch.float32)) for spec, stored in source)
     plain = {k: v for k, v in checkpoint.config.items() if k not in QUANTISED}
     plain["torch_dtype"] = "float32"
-    specs = weight_specs(ModelConfig.from_dict(plain))
+    specs = weight_specs(DeepseekV4Config.from_dict(plain))
     write_checkpoint(path, plain, weights, specs, plain_dtype=torch.float32)
 
 
@@ -241,7 +241,7 @@ def machine_rates() -> tuple[float, float]:
     return memory.nbytes / min(reads), 2 * 1024**3 / min(gemms)
 
 
-def floor_ms(config: ModelConfig, tokens: int, sequences: int) -> float:
+def floor_ms(config: DeepseekV4Config, tokens: int, sequences: int) -> float:
     """The least time of a forward: reading its float32 weights once, or computing its GEMMs."""
     specs = weight_specs(config.without_draft_head())
     numel = {name: torch.Size(spec.shape).numel() for name, spec in specs.items()}
@@ -295,7 +295,7 @@ def same_share(tokens: dict[str, list[list[int]]], name: str, other: str) -> flo
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     checkpoint = Checkpoint.open(checkpoint_directory(args.path))
-    config = ModelConfig.from_dict(checkpoint.config)
+    config = DeepseekV4Config.from_dict(checkpoint.config)
     work = Workload(args.context, args.steps, args.rounds, args.prefill, config.vocab_size)
     longest = max(work.context + work.steps + 1, work.prefill + 1)
     if longest > config.max_position_embeddings:
@@ -341,7 +341,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def _check_room(config: ModelConfig, num_engines: int) -> None:
+def _check_room(config: DeepseekV4Config, num_engines: int) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     twin = weight_bytes(config, torch.float32, load_ops(Platform.cpu()))
     check_host_memory((1 + num_engines) * twin)  # transformers' model and Finwhale's

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from finwhale.bench.engine import call_ranks_or_die
+from finwhale.bench.engine import call_ranks_collectively
 from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
 from finwhale.bench.printing import new_table
 from finwhale.bench.record import summary
@@ -37,7 +37,7 @@ from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.engine.rank.start_times import freeze_heap
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import RequestOutput, SamplingParams
@@ -165,7 +165,7 @@ def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) 
 
 def measure(
     config: EngineConfig,
-    model: tuple[ModelConfig, Weights],
+    model: tuple[DeepseekV4Config, Weights],
     *,
     batches: Sequence[int],
     context: int,
@@ -187,7 +187,7 @@ def measure(
     for drafts in (0, draft_tokens):
         engine = start_engine(replace(config, draft_tokens=drafts), *model, None)
         if drafts:
-            call_ranks_or_die(engine.executor, partial(_draft_on_device, engine.config))
+            call_ranks_collectively(engine.executor, partial(_draft_on_device, engine.config))
         freeze_heap()  # as finwhale serve does
         rank = first_rank(engine.executor).collectives.rank
         read = DecodeBytes(model[0], rank)
@@ -197,7 +197,7 @@ def measure(
                 row["tensor_parallel_size"] = rank.size
                 # The engine begins anew to choose numbers of drafts.
                 engine.reset()
-                call_ranks_or_die(
+                call_ranks_collectively(
                     engine.executor, partial(force_acceptance, rate, drafts == "auto")
                 )
                 if drafts == "auto":

@@ -47,7 +47,7 @@ from finwhale.distributed.workers import SpawnedProcesses, Workers
 from finwhale.engine.rank.devices import choose_device, choose_devices
 from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
@@ -102,7 +102,7 @@ class Loader:
     """Loads one rank's weights of a checkpoint."""
 
     def __init__(
-        self, path: Path, config: ModelConfig, devices: Sequence[str], peers: Peers
+        self, path: Path, config: DeepseekV4Config, devices: Sequence[str], peers: Peers
     ) -> None:
         rank = peers.rank
         self.checkpoint, self.config, self.rank = Checkpoint.open(path), config, rank
@@ -202,9 +202,9 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
     options = EngineConfig(device=args.device, tensor_parallel_size=args.tensor_parallel_size)
     devices = choose_devices(options, lambda count: 1)
     if args.model is None:
-        config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
+        config = DeepseekV4Config.preset(args.config).without_draft_head().with_layers(args.layers)
     else:
-        config = ModelConfig.from_dict(Checkpoint.open(directory).config)
+        config = DeepseekV4Config.from_dict(Checkpoint.open(directory).config)
     _check_room(config, directory, devices, args.zeros)
     if args.model is None and not any(directory.glob("*.safetensors")):
         specs, about = weight_specs(config), {"written_by": "finwhale bench load"}
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
 
 
 def _check_room(
-    config: ModelConfig, directory: Path, devices: Sequence[str], zeros: bool = False
+    config: DeepseekV4Config, directory: Path, devices: Sequence[str], zeros: bool = False
 ) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     if devices[0] == "cpu":
@@ -241,7 +241,7 @@ def _check_room(
 
 
 def measure(
-    args: argparse.Namespace, config: ModelConfig, loaders: Loaders, console: Console
+    args: argparse.Namespace, config: DeepseekV4Config, loaders: Loaders, console: Console
 ) -> dict[str, Any]:
     checkpoint, device = loaders.own.checkpoint, loaders.own.device
     size = sum((checkpoint.path / file).stat().st_size for file, _ in checkpoint.shards())

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.engine import call_ranks_or_die, measured, memory, open_engine, source
+from finwhale.bench.engine import call_ranks_collectively, measured, memory, open_engine, source
 from finwhale.bench.floors import DecodeBytes, read_ms
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
@@ -40,7 +40,7 @@ from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.case import BF16_RATE, FP8_RATE
@@ -70,7 +70,7 @@ class Bench:
     """Measures one engine."""
 
     def __init__(self, engine: Engine, steps: int) -> None:
-        assert isinstance(engine.model_config, ModelConfig)
+        assert isinstance(engine.model_config, DeepseekV4Config)
         self.engine = engine
         self.rank = first_rank(engine.executor).collectives.rank
         self.steps = steps
@@ -201,14 +201,14 @@ class Bench:
         """Median milliseconds of the captured graph of this batch, which all ranks replay at once,
         on the slowest rank; None: the step has no graph.
         """
-        medians = call_ranks_or_die(
+        medians = call_ranks_collectively(
             self.engine.executor, partial(graph_ms, self._plan(), self.steps)
         )
         return max((median for median in medians if median is not None), default=None)
 
     def _experts_hit(self) -> float:
         """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
-        return call_ranks_or_die(self.engine.executor, partial(experts_hit, self._plan()))[0]
+        return call_ranks_collectively(self.engine.executor, partial(experts_hit, self._plan()))[0]
 
     def _prefill_ops(self, tokens: int) -> tuple[float, float]:
         """A rank's operations in a prefill, in FP8 and in bfloat16, with attention and indexer."""

@@ -22,7 +22,7 @@ class Stepper:
     Args:
         engine: an engine on one rank, or one rank of an engine without cached prefixes. In the
             second case every rank makes a stepper, and all run the same chunks
-            (bench/engine.py: call_ranks_or_die).
+            (bench/engine.py: call_ranks_collectively).
     """
 
     def __init__(self, engine: Engine | LocalExecutor) -> None:

@@ -27,7 +27,7 @@ from finwhale.ops.drafts import (
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
 from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
-from finwhale.ops.mhc import HcHead, MhcOfTerms, MhcPost, MhcPostPre, MhcPre
+from finwhale.ops.mhc import FusedReduceMhc, HcHead, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import (
     ExpertsCombine,
     ExpertsCompute,
@@ -99,13 +99,13 @@ class Capabilities:
 class Ops:
     """The operators of a table, one typed field each. The contracts' docstrings define them.
 
-    mhc_of_terms: None if the table's mHC operators read neither a `PartialSum` nor `ExpertTerms`.
+    mhc_of_terms: None if the mHC operators read neither a `PartialSum` nor `UnreducedExperts`.
     launch_classes: of all kernels, which are built ahead.
     """
 
     capabilities: Capabilities
     launch_classes: tuple[LaunchClasses, ...]
-    mhc_of_terms: MhcOfTerms | None
+    mhc_of_terms: FusedReduceMhc | None
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
     finish_experts: FinishExperts

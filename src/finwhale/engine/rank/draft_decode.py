@@ -210,7 +210,7 @@ class VerificationSteps:
         self._noise.fill(plan.slots, settings)
         if self._memory is None:
             self._step = None  # free its logits
-            further = 0 if plan.draft.links is None else self._longest - 1
+            further = 0 if plan.draft.previous_rows is None else self._longest - 1
             max_len = min(self._max_len, further + max(plan.ends))
             inputs = self._inputs(size, num_tokens, max_len)
             self._step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
@@ -250,7 +250,7 @@ class VerificationSteps:
         self, lengths: Sequence[int], draft: DraftPlan, size: int, num_tokens: int
     ) -> None:
         """Send the indices of the step's tokens and drafts, if they differ from the last step's."""
-        layout = (lengths, draft.links, size, num_tokens)
+        layout = (lengths, draft.previous_rows, size, num_tokens)
         if layout == self._sent_layout:
             return
         most = self._longest
@@ -263,8 +263,8 @@ class VerificationSteps:
         missing = np.ones(token_indices.shape, bool)
         missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
         token_indices[missing] = len(self._positions)
-        if draft.links is not None:
-            rows = np.repeat(np.array(draft.links, np.int64) * most, lengths)
+        if draft.previous_rows is not None:
+            rows = np.repeat(np.array(draft.previous_rows, np.int64) * most, lengths)
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
             sources[: starts[-1]] = rows + offsets
         sent = send(self._device, sources, first, token_indices)

@@ -19,10 +19,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from finwhale.borrowed import without_holding
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.step_inputs import Inline, Segments, StepInputs
+from finwhale.non_owning import non_owning_view
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -108,7 +108,7 @@ class Recorder:
         self._close()
         # Do not hold the tensors, so that the pool can reuse their memory. This is safe, because
         # replays run in the order of the capture.
-        held = (without_holding(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        held = (non_owning_view(arg) if isinstance(arg, Tensor) else arg for arg in args)
         self.parts.append((fn, tuple(held), kwargs))
         self._open()
 
@@ -194,7 +194,7 @@ class Graphs:
                     torch.cuda.empty_cache()
                 recorder = Recorder(not decode, memory.pool)
                 out = recorder.record(whole, inputs)
-            self._captured[size] = _Captured(inputs, recorder.parts, without_holding(out))
+            self._captured[size] = _Captured(inputs, recorder.parts, non_owning_view(out))
             del out
         torch.cuda.synchronize(device)
         # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.

@@ -24,7 +24,7 @@ from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.host_transfer import hold_pinned_memory
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
-from finwhale.engine.rank.launch_signatures import SignatureRun, build_configuration
+from finwhale.engine.rank.launch_signatures import LaunchEnumerator, build_configuration
 from finwhale.engine.rank.memory import (
     LargestSteps,
     largest_transfer,
@@ -299,8 +299,8 @@ class _Start:
             self._build_configuration(max_len), self._every_launch(model, max_len)
         )
 
-    def _every_launch(self, model: Model, max_len: int) -> SignatureRun:
-        return SignatureRun(
+    def _every_launch(self, model: Model, max_len: int) -> LaunchEnumerator:
+        return LaunchEnumerator(
             model,
             self.groups,
             self.ops,

@@ -9,20 +9,20 @@ from torch import Tensor
 from finwhale.distributed.collectives import Alone
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
-from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import PartialSum
 
-ALONE = RankLinks(Alone())
+ALONE = TensorParallel(Alone())
 BlockInput = tuple[Tensor, Tensor, Tensor, Tensor]
-BlockOutput = Tensor | PartialSum | ExpertTerms
+BlockOutput = Tensor | PartialSum | UnreducedExperts
 LayerState = tuple[BlockOutput, Tensor, Tensor, Tensor]
 
 
@@ -59,10 +59,10 @@ class DecoderLayer:
     layers too.
 
     A block's output is a partial sum, except that of attention if the rank attends to its own
-    tokens with all heads (`Attention.attends_own_tokens`). The layer sums it over all ranks, or
+    tokens with all heads (`Attention.is_token_parallel`). The layer sums it over all ranks, or
     passes its terms to the next mHC operator: a `PartialSum`, or the experts' outputs
-    (`RankLinks`). In steps of many tokens, arguments and results have only this rank's rows, and
-    the ranks gather the blocks' inputs (`RankLinks`).
+    (`TensorParallel`). In steps of many tokens, arguments and results have only this rank's rows,
+    and the ranks gather the blocks' inputs.
 
     Args:
         config: the sizes of this rank's part.
@@ -70,22 +70,22 @@ class DecoderLayer:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: LayerWeights,
         layer: int,
         round_activations: bool,
         side_streams: SideStreams,
-        links: RankLinks = ALONE,
+        ranks: TensorParallel = ALONE,
     ) -> None:
         self.mhc_pre = ops.mhc_pre
         self.mhc_post_pre = ops.mhc_post_pre
         self.mhc_of_terms = ops.mhc_of_terms
         self.params = mhc_params(config)
         self.weights = weights
-        self.links = links
+        self.ranks = ranks
         self.attn = Attention(
-            config, ops, weights.attn, layer, round_activations, side_streams, links
+            config, ops, weights.attn, layer, round_activations, side_streams, ranks
         )
         self.ffn = Moe(config, ops, weights.ffn, side_streams)
 
@@ -101,19 +101,19 @@ class DecoderLayer:
         residual: Tensor | None = None,
         on_residual: Callable[[Tensor], None] | None = None,
     ) -> LayerState:
-        links, num_tokens = self.links, len(inputs.token_ids)
+        ranks, num_tokens = self.ranks, len(inputs.token_ids)
         y, post_mix, res_mix, residual = self.attention_input(x, post_mix, res_mix, residual)
         if on_residual is not None:
             on_residual(residual)
-        if self.attn.attends_own_tokens(inputs):
+        if self.attn.is_token_parallel(inputs):
             total: BlockOutput = self.attn(y, inputs, tables, cache, segments)
         else:
-            y = links.all_gather_rows(y, num_tokens)
-            total = links.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
+            y = ranks.all_gather_rows(y, num_tokens)
+            total = ranks.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.experts_input(total, post_mix, res_mix, residual)
-        y = links.all_gather_rows(y, num_tokens)
-        ffn = self.ffn.terms if links.takes_expert_terms(*y.shape) else self.ffn
-        return links.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
+        y = ranks.all_gather_rows(y, num_tokens)
+        ffn = self.ffn.terms if ranks.can_fuse_reduce(*y.shape) else self.ffn
+        return ranks.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 
     def attention_input(
         self,
@@ -149,7 +149,7 @@ class DecoderLayer:
         return self.mhc_of_terms.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
 
 
-def mhc_params(config: ModelConfig) -> MhcParams:
+def mhc_params(config: DeepseekV4Config) -> MhcParams:
     return MhcParams(
         num_iters=config.hc_sinkhorn_iters, eps=config.hc_eps, rms_eps=config.rms_norm_eps
     )

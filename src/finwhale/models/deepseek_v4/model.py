@@ -18,15 +18,15 @@ from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
-from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
 from finwhale.models.protocol import DividedSteps
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
@@ -73,7 +73,7 @@ class DeepseekV4:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: ModelWeights,
         *,
@@ -83,12 +83,12 @@ class DeepseekV4:
     ) -> None:
         self.config = config
         self.part = rank_config(config, collectives.rank.size, round_activations=round_activations)
-        self.links = RankLinks(collectives, ops.mhc_of_terms)
+        self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
         rank, width = collectives.rank, config.vocab_size // collectives.rank.size
         self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
         self.sample: Sample = ops.sample
         if rank.size > 1:
-            self.sample = SampleFromParts(ops, self.links, self.vocab_part.start)
+            self.sample = SampleFromParts(ops, self.ranks, self.vocab_part.start)
         self.weights = weights
         self.linear = ops.linear
         self.mhc_post = ops.mhc_post
@@ -112,7 +112,7 @@ class DeepseekV4:
                 ops,
                 weights.mtp,
                 layer,
-                self.links,
+                self.ranks,
                 weights.embed,
                 weights.head,
                 self.run_layers,
@@ -127,14 +127,14 @@ class DeepseekV4:
                 ops,
                 weights.dspark,
                 stages,
-                self.links,
+                self.ranks,
                 weights.embed,
                 weights.head,
                 self.run_layers,
                 self.side_streams,
             )
             self.draft_context = DsparkContext(
-                config, ops, weights.dspark, round_activations, self.links, self.tables
+                config, ops, weights.dspark, round_activations, self.ranks, self.tables
             )
 
     def new_layer(
@@ -147,7 +147,7 @@ class DeepseekV4:
             number,
             round_activations,
             self.side_streams,
-            self.links,
+            self.ranks,
         )
 
     @property
@@ -162,7 +162,7 @@ class DeepseekV4:
     @property
     def launch_sizes(self) -> ModelSizes:
         """The sizes that this rank's launch signatures depend on."""
-        return replace(launch_sizes(self.part), num_ranks=self.links.rank.size)
+        return replace(launch_sizes(self.part), num_ranks=self.ranks.rank.size)
 
     @property
     def divided_steps(self) -> DividedSteps | None:
@@ -170,7 +170,7 @@ class DeepseekV4:
         if self.weights.layers[0].attn.all_heads is None:
             return None
         return DividedSteps(
-            self.links.divided_tokens, self.links.rank.size, launch_sizes(self.config)
+            self.ranks.divided_tokens, self.ranks.rank.size, launch_sizes(self.config)
         )
 
     @property
@@ -197,7 +197,7 @@ class DeepseekV4:
         context beside the LM head.
         """
         context = self.draft_context
-        if context is None or self.links.divides_tokens(len(inputs.token_ids)):
+        if context is None or self.ranks.divides_tokens(len(inputs.token_ids)):
             streams = self(inputs, cache, segments)
             return self.compute_logits(streams), streams
         beside = partial(self.side_streams.start, FEATURE_STREAM)
@@ -236,7 +236,7 @@ class DeepseekV4:
 
     def without_collectives(self) -> AbstractContextManager[None]:
         """Skip collectives inside this context (Model.without_collectives)."""
-        return self.links.without_collectives()
+        return self.ranks.without_collectives()
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         """Let the layers write the experts that they choose to the returned tensor."""
@@ -254,7 +254,7 @@ class DeepseekV4:
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
         """The residual streams of this rank's rows."""
-        embedded = self.weights.embed.index_select(0, self.links.own_rows(inputs.token_ids))
+        embedded = self.weights.embed.index_select(0, self.ranks.own_rows(inputs.token_ids))
         return embedded[:, None].expand(-1, self.config.hc_mult, -1)
 
     def _one_of_each(self) -> list[DecoderLayer]:
@@ -286,16 +286,16 @@ class DeepseekV4:
         """Run residual streams through `layers` and the last post step.
 
         Args:
-            streams_RHD: only this rank's rows (`RankLinks.own_rows`).
+            streams_RHD: only this rank's rows (`TensorParallel.own_rows`).
             features: filled after their target layers, with this rank's rows.
 
         Returns:
             [N,H,D]: the residual streams of all tokens.
         """
         num_tokens = len(inputs.token_ids)
-        if self.links.divides_tokens(num_tokens):
-            own = inputs.tokens.part(self.links.rank.rows(num_tokens))
-            inputs = replace(inputs, own_tokens=own)
+        if self.ranks.divides_tokens(num_tokens):
+            own = inputs.tokens.part(self.ranks.rank.rows(num_tokens))
+            inputs = replace(inputs, local_tokens=own)
         first, *others = layers
         x, post_mix, res_mix, residual = first(streams_RHD, inputs, self.tables, cache, segments)
         for number, layer in enumerate(others):
@@ -313,7 +313,7 @@ class DeepseekV4:
             streams = self.mhc_of_terms.mhc_post(x, post_mix, res_mix, residual)
         if features is not None and features.wants(len(others)):
             features.add(len(others), streams)
-        return self.links.all_gather_rows(streams, num_tokens)
+        return self.ranks.all_gather_rows(streams, num_tokens)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of the residual streams [M,H,D]."""

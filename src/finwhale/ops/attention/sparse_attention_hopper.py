@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from finwhale.ops.attention import Complete, Selected, Window, sparse_attention_triton
+from finwhale.ops.attention import AllEntries, TopkEntries, Window, sparse_attention_triton
 from finwhale.ops.attention.sparse_attention_hopper_few_heads import consume_few_heads, produce_half
 from finwhale.ops.attention.sparse_attention_hopper_parts import (
     LOG2_E,
@@ -324,7 +324,7 @@ def _fits(heads: int, head_dim: int, window: int) -> bool:
 def takes(p: Problem) -> bool:
     """Whether the kernel supports the problem's sizes and dtype."""
     rows = [p.window.table.rows_per_page]
-    if isinstance(p.entries, Selected):
+    if isinstance(p.entries, TopkEntries):
         rows.append(p.entries.rows_per_page)
     elif p.entries is not None:
         rows.append(p.entries.table.rows_per_page)
@@ -388,7 +388,7 @@ def ready_from(p: Problem) -> int | None:
     # Another compilation might give other bits, so an invariant problem has only one.
     if p.invariant or len(p.q) > EARLY_QUERY_TOKENS:
         return None
-    if p.kind != SELECTED or not isinstance(p.entries, Selected):
+    if p.kind != SELECTED or not isinstance(p.entries, TopkEntries):
         return None
     return p.entries.scored_from
 
@@ -433,7 +433,7 @@ def sparse_attention(
     eps: float,
     tokens: Tokens,
     window: Window,
-    entries: Selected | Complete | None,
+    entries: TopkEntries | AllEntries | None,
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,

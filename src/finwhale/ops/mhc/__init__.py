@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import PartialSum
 
 
@@ -114,7 +114,11 @@ class SumPost(Protocol):
     """MhcPost that adds the terms of x."""
 
     def __call__(
-        self, x_ND: PartialSum | ExpertTerms, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
+        self,
+        x_ND: PartialSum | UnreducedExperts,
+        post_NH: Tensor,
+        res_NHH: Tensor,
+        residual_NHD: Tensor,
     ) -> Tensor: ...
 
 
@@ -123,7 +127,7 @@ class SumPostPre(Protocol):
 
     def __call__(
         self,
-        x_ND: PartialSum | ExpertTerms,
+        x_ND: PartialSum | UnreducedExperts,
         post_NH: Tensor,
         res_NHH: Tensor,
         residual_NHD: Tensor,
@@ -133,7 +137,7 @@ class SumPostPre(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MhcOfTerms:
+class FusedReduceMhc:
     """mHC operators that add the terms of x in the kernel that reads them.
 
     The terms are the outputs of a token's experts, the partial sums of the ranks, or both. The sum
@@ -149,7 +153,7 @@ class MhcOfTerms:
     compiles one kernel for all numbers of tokens.
 
     Attributes:
-        expert_tokens: the most tokens for which the operators take `ExpertTerms`.
+        expert_tokens: the most tokens for which the operators take `UnreducedExperts`.
         num_programs: (N, D) -> the most programs of a launch that exchange words; 0: the operators
             do not take the partial sums of N tokens.
     """

@@ -9,7 +9,7 @@ normalised input.
   32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
   runs the Sinkhorn iterations in parallel with the block's input. With `early_launch`, both kernels
   start before the previous kernel ends, and read only weights until it has ended. If x is
-  `ExpertTerms`, each program adds its tile of the experts' outputs. If x is a `PartialSum`,
+  `UnreducedExperts`, each program adds its tile of the experts' outputs. If x is a `PartialSum`,
   `sum_streams_few_kernel` replaces `streams_few_kernel`: each program exchanges its tile of x
   with the same program on the other ranks.
 - With more tokens, `planes_kernel` rearranges fn, `streams_many_kernel` divides D into slots,
@@ -47,7 +47,7 @@ from finwhale.ops.mhc.residual_streams_triton import (
     streams_many_kernel,
     sum_streams_few_kernel,
 )
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import Channel, PartialSum, Phases
 
 NUM_STREAMS = 4
@@ -119,7 +119,7 @@ def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -
         raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
 
 
-def _check_terms(terms: ExpertTerms, num_tokens: int, options: Options) -> None:
+def _check_terms(terms: UnreducedExperts, num_tokens: int, options: Options) -> None:
     most = min(EXPERT_TOKENS, options.few_tokens)
     if num_tokens > most:
         raise ValueError(
@@ -150,7 +150,7 @@ LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
 def num_programs(num_tokens: int, width: int, *, options: Options = DEFAULT) -> int:
-    """See `MhcOfTerms`."""
+    """See `FusedReduceMhc`."""
     if not 0 < num_tokens <= options.few_tokens:
         return 0
     return max(math.prod(_few_grid(plan, num_tokens, width)) for plan in (FEW, POST_FEW))
@@ -188,7 +188,7 @@ class Post:
     Attributes:
         x: [N,D], or with topk > 0 the outputs [N,K,D] of each token's experts.
         mix, res: the mixes.
-        ids, shared, topk: see ExpertTerms. With topk = 0, the kernels read neither tensor.
+        ids, shared, topk: see UnreducedExperts. With topk = 0, the kernels read neither tensor.
         dtype: dtype of the sum that the ranks exchange.
         channel: the channel of a PartialSum; None: there is nothing to exchange.
     """
@@ -204,7 +204,7 @@ class Post:
 
     @staticmethod
     def of(
-        x_ND: Tensor | PartialSum | ExpertTerms,
+        x_ND: Tensor | PartialSum | UnreducedExperts,
         mix: Tensor,
         res: Tensor,
         streams_NHD: Tensor,
@@ -216,7 +216,7 @@ class Post:
             own, channel = x_ND.x, x_ND.channel
         assert not isinstance(own, PartialSum)
         x, ids, shared, topk = own, mix, mix, 0
-        if isinstance(own, ExpertTerms):
+        if isinstance(own, UnreducedExperts):
             _check_terms(own, streams_NHD.shape[0], options)
             x, ids, shared, topk = own.each, own.ids, own.shared, own.ids.shape[1]
         assert isinstance(x, Tensor)
@@ -254,7 +254,7 @@ class FirstPass:
 
 def _run_streams(
     streams_NHD: Tensor,
-    post: tuple[Tensor | PartialSum | ExpertTerms, Tensor, Tensor] | None,
+    post: tuple[Tensor | PartialSum | UnreducedExperts, Tensor, Tensor] | None,
     fn: Tensor | None,
     options: Options,
     phases: Phases = (0, 1),
@@ -442,7 +442,7 @@ def mhc_pre(
 
 
 def mhc_post(
-    x_ND: Tensor | PartialSum | ExpertTerms,
+    x_ND: Tensor | PartialSum | UnreducedExperts,
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,
@@ -453,7 +453,7 @@ def mhc_post(
 
 
 def mhc_post_pre(
-    x_ND: Tensor | PartialSum | ExpertTerms,
+    x_ND: Tensor | PartialSum | UnreducedExperts,
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,

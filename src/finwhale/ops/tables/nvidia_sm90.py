@@ -28,7 +28,7 @@ from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
 from finwhale.ops.launch.streamed_loads import install_hook
 from finwhale.ops.linear import few_tokens_hopper, linear_triton
 from finwhale.ops.linear import ref as linear_ref
-from finwhale.ops.mhc import MhcOfTerms
+from finwhale.ops.mhc import FusedReduceMhc
 from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import experts_hopper, router_triton
 from finwhale.ops.moe.combine_triton import combine
@@ -88,7 +88,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         linear=bind(linears.linear, options=linear_options),
         grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
-        mhc_of_terms=MhcOfTerms(
+        mhc_of_terms=FusedReduceMhc(
             # Another number of tokens would take another kernel, perhaps with other last bits.
             0 if batch_invariant else mhc.EXPERT_TOKENS,
             bind(mhc.num_programs, options=mhc_options),
