@@ -42,7 +42,8 @@ def _once(results: dict[K, T], key: K, make: Callable[[], T]) -> T:
 
 
 def _tensor(array: Ints, tokens: Tokens) -> Tensor:
-    return torch.from_numpy(array).to(tokens.positions.device)
+    tensor, positions = torch.from_numpy(array), tokens.positions
+    return tensor if positions.is_cpu else tensor.to(positions.device)
 
 
 def write_slots(tokens: Tokens, table: PageTable) -> Tensor:

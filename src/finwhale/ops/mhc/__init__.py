@@ -14,12 +14,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from finwhale.ops.host_forms import HostForms
 from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import PartialSum
 
 
-@dataclass(frozen=True, slots=True)
-class MhcWeight:
+@dataclass(frozen=True)
+class MhcWeight(HostForms):
     """The projection that computes a block's mixes.
 
     Attributes:
@@ -35,8 +36,8 @@ class MhcWeight:
     norm: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class HcHeadWeight:
+@dataclass(frozen=True)
+class HcHeadWeight(HostForms):
     """The weights that collapse the residual streams after the last layer.
 
     Attributes:
