@@ -144,6 +144,7 @@ release:
     version=$(python -c "import finwhale; print(finwhale.__version__)")
     grep -qx "## $version" CHANGELOG.md || fail "CHANGELOG.md has no section for $version"
     .ci/run
+    pytest tests/ops -m kernels
     FINWHALE_LONG=1 pytest -n0 -m long tests/engine/test_compiled.py
     rm -rf dist
     python -m build
