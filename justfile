@@ -54,7 +54,7 @@ long-marked:
 
 # The server's page in a browser; installs Chromium where it is missing. Needs npm.
 long-page:
-    FINWHALE_LONG=1 pytest -n0 tests/long/test_page.py tests/long/test_report.py tests/server/test_page.py
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_page.py tests/server/test_page.py
 
 # Many clients of one server, some of them hostile.
 long-soak seconds="600":

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
 from finwhale.distributed.weight_group import GroupAddress, WeightGroup
-from finwhale.testing.tensors import read_tensors
 
 BUCKET = 200  # tensors in one request
 
@@ -83,7 +83,9 @@ def send(url: str, group: WeightGroup, weights: dict[str, torch.Tensor], version
 
 def main() -> None:
     url = sys.argv[1]
-    weights = read_tensors(DEMO_PATH)
+    checkpoint = Checkpoint.open(DEMO_PATH)
+    with checkpoint.reader() as reader:
+        weights = {name: reader.read(name) for name in checkpoint.tensors}
     before = ask(url)
     with ThreadPoolExecutor(1) as pool:
         group = connect(url, pool)

@@ -19,10 +19,10 @@ import pytest
 import tokenizers
 import torch
 from hypothesis import settings
+from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from finwhale import LLM
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
 # Before any kernel's module is imported. Without a GPU, this process runs Triton kernels in
 # Triton's interpreter; what compiles them does so in a process of its own (tests/ops/conftest.py).

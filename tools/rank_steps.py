@@ -25,7 +25,7 @@ from finwhale import SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.weight_sources import DummyWeights
 
@@ -48,7 +48,7 @@ class Kernel:
 
 def captured_steps(ranks: int, layers: int, drafts: int, context: int) -> dict[str, Any]:
     """The CUDA graphs of a step, ready to be replayed at a context of about `context` tokens."""
-    config = rank_config(ModelConfig.preset("flash-0731").with_layers(layers), ranks)
+    config = rank_config(DeepseekV4Config.preset("flash-0731").with_layers(layers), ranks)
     options = EngineConfig(
         device="cuda",
         draft_tokens=drafts,
@@ -69,7 +69,7 @@ def captured_steps(ranks: int, layers: int, drafts: int, context: int) -> dict[s
     steps = local_executor(engine.executor).runner.verification_steps
     assert steps is not None
     # The engine has no other way to replay a step without its sampling.
-    step = steps._captured[1, 1 + drafts, True]
+    step = steps._captured[1, 1 + drafts]
     return {"verify": step.verifying, "draft": step.drafting[drafts]}
 
 

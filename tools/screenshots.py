@@ -1,4 +1,4 @@
-"""Makes the pictures of the docs: the banner of `finwhale serve`, the page, and a report.
+"""Makes the pictures of the docs: the banner of `finwhale serve`, and the page.
 
     python tools/screenshots.py [--out docs/images]
 
@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -34,8 +33,7 @@ MAX_BYTES = 300_000
 START_S = 120
 QUESTIONS = ["What is the capital of France?", "What do bees make?"]
 FINWHALE = [sys.executable, "-m", "finwhale"]
-REPORTED = "flash, 43 layers, 2 ranks"  # the part of the report that is shown
-REQUESTS = ["--dataset", "chat", "--max-length", "400", "--num-requests", "24"]
+REQUESTS = ["--input-tokens", "50:300", "--output-tokens", "20:100", "--num-requests", "24"]
 
 
 @contextmanager
@@ -116,21 +114,6 @@ def write_page(browser: Browser, url: str, folder: Path) -> None:
     page.close()
 
 
-def write_report(browser: Browser, folder: Path) -> None:
-    """A part of the report of this repository's records."""
-    with tempfile.TemporaryDirectory() as temporary:
-        report = Path(temporary) / "report.html"
-        records = [str(path) for path in sorted((ROOT / "bench/results").glob("*.jsonl"))]
-        command = [*FINWHALE, "bench", "report", *records, "--out", str(report)]
-        subprocess.run(command, check=True)
-        page = browser.new_page(viewport={"width": 1100, "height": 760})
-        page.goto(report.as_uri())
-        page.wait_for_selector("canvas")
-        page.get_by_role("heading", name=REPORTED).evaluate("place => place.scrollIntoView()")
-        shoot(page, folder / "report.jpg")
-        page.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images", help="folder to write to")
@@ -146,7 +129,6 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         url = f"http://127.0.0.1:{port}"
         write_page(browser, url, folder)
-        write_report(browser, folder)
         browser.close()
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     print("\n".join(f"{size:8,}  {name}" for name, size in sizes.items()))

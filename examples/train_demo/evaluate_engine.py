@@ -19,7 +19,7 @@ import torch
 from corpus import Corpus
 
 from finwhale import LLM
-from finwhale.testing.stepping import Stepper
+from finwhale.bench.stepping import Stepper
 
 SOURCE_TOKENS = 5000  # a source is left after the document that reaches this
 DOCUMENT_TOKENS = 1500  # longer documents are cut

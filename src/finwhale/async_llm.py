@@ -13,7 +13,7 @@ from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBacken
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.weight_updates import WeightsSource
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.llm import Job, LoadedModel, Messages, Prompt, add_job
+from finwhale.llm import LoadedModel, Messages, PreparedPrompt, Prompt, add_job
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 
 # Time limit for the thread's current step when the thread ends: a device may never finish.
@@ -158,7 +158,7 @@ class AsyncLLM(LoadedModel):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _run(self, jobs: Iterator[Job | RequestOutput]) -> list[RequestOutput]:
+    async def _run(self, jobs: Iterator[PreparedPrompt | RequestOutput]) -> list[RequestOutput]:
         """Runs the requests to their ends. An exception or a cancellation aborts all of them."""
         # Tokenising and compiling grammars take time, which other coroutines can use.
         begun = [
@@ -195,7 +195,7 @@ class _Request:
         done: whether the last update has arrived.
     """
 
-    def __init__(self, request_id: str, job: Job, *, streams: bool) -> None:
+    def __init__(self, request_id: str, job: PreparedPrompt, *, streams: bool) -> None:
         self.request_id = request_id
         self.job = job
         self.streams = streams

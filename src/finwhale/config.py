@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from finwhale.errors import FinwhaleError
@@ -157,7 +158,7 @@ class EngineConfig:
         "compile the decoder layers ahead of time; the first start takes a minute or two longer, "
         "later starts load the compiled layers from --cache-dir",
     )
-    cache_dir: str | None = option(
+    cache_dir: Path | str | None = option(
         None,
         "directory that keeps compiled kernels for the next start",
         unset="finwhale in $XDG_CACHE_HOME or ~/.cache",

@@ -1,14 +1,15 @@
 """Generation from Python: the LLM class."""
 
+import inspect
 import itertools
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Concatenate, Literal, ParamSpec
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -24,17 +25,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.generation_config import sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint, read_config
-from finwhale.config import (
-    Activations,
-    DistributedExecutor,
-    DraftTokens,
-    DtypeName,
-    EngineConfig,
-    GenerationConfig,
-    LoadFormat,
-    ToolGrammarMode,
-    WoAInput,
-)
+from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement
 from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
@@ -59,13 +50,15 @@ Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping as in vLLM: see `_
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
 
+P = ParamSpec("P")
+
 logger = logging.getLogger(__name__)
 
 BAR_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedPrompt:
     """A prompt that is ready for the engine.
 
     Attributes:
@@ -88,57 +81,60 @@ class Job:
     raises: bool = False
 
 
+@dataclass(frozen=True)
+class Arguments(EngineConfig):
+    """What LLM and AsyncLLM take: the engine's options, and these (see LLM)."""
+
+    path: str | Path | None = None
+    _: KW_ONLY
+    model: str | Path | None = None
+    revision: str | None = None
+    progress: Progress | None = None
+
+
+def _taking(
+    arguments: Callable[P, Arguments],
+) -> Callable[[Callable[[Any, Arguments], None]], Callable[Concatenate[Any, P], None]]:
+    """Makes an `__init__` of an object of arguments take the arguments themselves.
+
+    Type checkers and `help` then see the fields of `Arguments` as the signature.
+    """
+
+    def decorate(init: Callable[[Any, Arguments], None]) -> Callable[Concatenate[Any, P], None]:
+        signature = inspect.signature(arguments)
+        names = signature.parameters
+
+        def made(self: Any, /, *args: P.args, **given: P.kwargs) -> None:
+            for name in given.keys() - names:
+                raise TypeError(
+                    f"{type(self).__name__} has no option {name!r}{similar(name, names)}"
+                )
+            init(self, arguments(*args, **given))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        made.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[own, *names.values()], return_annotation=None
+        )
+        return made
+
+    return decorate
+
+
 class LoadedModel:
     """The base of LLM and AsyncLLM: an engine in this process, its tokenizer and chat format."""
 
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        *,
-        model: str | Path | None = None,
-        revision: str | None = None,
-        progress: Progress | None = None,
-        device: str | None = None,
-        tensor_parallel_size: int | None = None,
-        whole_attention: bool | None = None,
-        distributed_executor: DistributedExecutor = "spawn",
-        dtype: DtypeName | None = None,
-        activations: Activations = "as-trained",
-        wo_a_input: WoAInput = "fp8",
-        load_format: LoadFormat = "auto",
-        generation_config: GenerationConfig = "auto",
-        reference: bool = False,
-        batch_invariant: bool = False,
-        enforce_eager: bool = False,
-        graph_sizes: tuple[int, ...] | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
-        gpu_memory_utilization: float = 0.9,
-        cache_memory_bytes: int | None = None,
-        enable_prefix_caching: bool = True,
-        prefix_salt: str | None = None,
-        enable_sleep_mode: bool = False,
-        enable_return_routed_experts: bool = False,
-        compile: bool = False,
-        cache_dir: str | Path | None = None,
-        draft_tokens: DraftTokens = 0,
-        tool_grammar: ToolGrammarMode = "off",
-        watchdog_seconds: float | None = None,
-        **unknown: Never,
-    ) -> None:
-        # tests/unit/test_options.py compares the signature with EngineConfig.
-        given = locals() | {"cache_dir": None if cache_dir is None else str(cache_dir)}
-        names = [one.name for one in fields(EngineConfig)]
-        for name in unknown:
-            raise TypeError(f"{type(self).__name__} has no option {name!r}{similar(name, given)}")
+    @_taking(Arguments)
+    def __init__(self, given: Arguments) -> None:
+        path, model = given.path, given.model
         if path is not None and model is not None:
             raise TypeError(f"{type(self).__name__} takes the checkpoint once: as path or as model")
-        config = EngineConfig(**{name: given[name] for name in names})
-        self._directory = checkpoint_directory(model if path is None else path, revision)
-        reads = generation_config == "auto" and self._directory.is_dir()
+        config = EngineConfig(
+            **{one.name: getattr(given, one.name) for one in fields(EngineConfig)}
+        )
+        self._directory = checkpoint_directory(model if path is None else path, given.revision)
+        reads = config.generation_config == "auto" and self._directory.is_dir()
         self._defaults = sampling_defaults(self._directory) if reads else {}
-        engine = open_engine(config, self._directory, progress)
+        engine = open_engine(config, self._directory, given.progress)
         self._opened: tuple[Engine, WeightUpdates] | None = (engine, WeightUpdates(engine))
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
@@ -222,7 +218,7 @@ class LoadedModel:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> Iterator[Job | RequestOutput]:
+    ) -> Iterator[PreparedPrompt | RequestOutput]:
         """Prepare the prompts of `generate` lazily. A prompt that cannot be served gives its
         finished result.
         """
@@ -230,7 +226,7 @@ class LoadedModel:
         params = _as_params(sampling_params, len(listed))
         return (self._prepare(prompt, one) for prompt, one in zip(listed, params, strict=True))
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Job | RequestOutput:
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt | RequestOutput:
         try:
             return self._job(prompt, params)
         except RequestError as error:
@@ -238,13 +234,13 @@ class LoadedModel:
             text, token_ids = (plain, []) if isinstance(plain, str) else (None, list(plain))
             return self._error_result(error, text, token_ids)
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
         """Prepare one prompt. Raises RequestError."""
         params = params.with_defaults(self._defaults)
         plain = _plain(prompt)
         text = plain if isinstance(plain, str) else None
         token_ids = self.encode(plain) if isinstance(plain, str) else plain
-        return Job(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
+        return PreparedPrompt(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
 
     def _prepared_chats(
         self,
@@ -252,7 +248,7 @@ class LoadedModel:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         thinking: bool,
         tools: Sequence[Mapping[str, Any]],
-    ) -> Iterator[Job | RequestOutput]:
+    ) -> Iterator[PreparedPrompt | RequestOutput]:
         """Prepare the conversations of `chat`, as `_prepared` prepares prompts."""
         several = _as_conversations(messages)
         params = _as_params(sampling_params, len(several))
@@ -277,7 +273,7 @@ class LoadedModel:
         options: ChatOptions,
         of_tools: Callable[[], Matcher | None],
         alone: bool,
-    ) -> Job | RequestOutput:
+    ) -> PreparedPrompt | RequestOutput:
         prompt: ChatPrompt | None = None
         params = params.with_defaults(self._defaults)
         try:
@@ -295,9 +291,11 @@ class LoadedModel:
         stop = tuple(params.stop)
         if options.tools:
             params = replace(params, stop=())
-        return Job(prompt.token_ids, params, prompt.text, matcher, stop_after, prompt, stop, alone)
+        return PreparedPrompt(
+            prompt.token_ids, params, prompt.text, matcher, stop_after, prompt, stop, alone
+        )
 
-    def _parse_answer(self, job: Job, result: RequestOutput) -> None:
+    def _parse_answer(self, job: PreparedPrompt, result: RequestOutput) -> None:
         """Fill `message` of the outputs, if the job is a chat.
 
         With tools, also cut the outputs at their stop strings, which the engine has not looked for.
@@ -321,7 +319,7 @@ class LoadedModel:
                 output.finish_reason = "length"
             output.message = parser.message()
 
-    def _cut(self, output: CompletionOutput, job: Job, parser: OutputParser) -> None:
+    def _cut(self, output: CompletionOutput, job: PreparedPrompt, parser: OutputParser) -> None:
         """End an output with the token at which its parser has found a stop string."""
         num_tokens = parser.num_tokens
         del output.token_ids[num_tokens:]
@@ -336,7 +334,7 @@ class LoadedModel:
         output.text = text[: end if job.params.include_stop_str_in_output else begin]
         output.finish_reason, output.stop_reason = "stop", stop
 
-    def _refused(self, error: RequestError, job: Job) -> RequestOutput:
+    def _refused(self, error: RequestError, job: PreparedPrompt) -> RequestOutput:
         """The finished result of a prompt that the engine refuses; a single chat raises."""
         if job.raises:
             raise error
@@ -354,7 +352,7 @@ class LoadedModel:
         return str(next(self._ids))
 
 
-def add_job(engine: Engine, request_id: str, job: Job) -> RequestOutput:
+def add_job(engine: Engine, request_id: str, job: PreparedPrompt) -> RequestOutput:
     """Begin a job on an engine. Raises RequestError, EngineDeadError."""
     return engine.add_request(
         request_id, job.token_ids, job.params, job.text, job.stop_after, matcher=job.matcher
@@ -589,10 +587,12 @@ class LLM(LoadedModel):
         """Allocates memory again after `sleep`. The engine continues when it has all of it."""
         self._engine.wake(tags)
 
-    def _run(self, jobs: Iterable[Job | RequestOutput], show_progress: bool) -> list[RequestOutput]:
+    def _run(
+        self, jobs: Iterable[PreparedPrompt | RequestOutput], show_progress: bool
+    ) -> list[RequestOutput]:
         """Begins the requests and runs them to their ends. An exception aborts all of them."""
         engine = self._engine
-        begun: list[tuple[Job | None, RequestOutput]] = []
+        begun: list[tuple[PreparedPrompt | None, RequestOutput]] = []
         ids: list[str] = []
         try:
             for job in jobs:
@@ -613,7 +613,9 @@ class LLM(LoadedModel):
                 self._parse_answer(accepted, result)
         return [result for _, result in begun]
 
-    def _begin(self, engine: Engine, request_id: str, job: Job) -> tuple[Job | None, RequestOutput]:
+    def _begin(
+        self, engine: Engine, request_id: str, job: PreparedPrompt
+    ) -> tuple[PreparedPrompt | None, RequestOutput]:
         try:
             return job, add_job(engine, request_id, job)
         except RequestError as error:

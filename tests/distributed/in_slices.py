@@ -26,7 +26,7 @@ def add_in_slices(model: DeepseekV4, size: int, whole_from: int | None = None) -
         whole_from: the ranks hold attention's weights whole, and divide the tokens of steps of
             this many tokens and more. Then attention has no partial sums.
     """
-    assert model.links.rank.size == 1
+    assert model.ranks.rank.size == 1
     head = model.draft_head
     for layer in (*model.layers, *(() if head is None else head.layers)):
         assert isinstance(layer, DecoderLayer)

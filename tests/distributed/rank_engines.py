@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.stepping import Stepper
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
@@ -35,7 +36,6 @@ from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform
-from finwhale.testing.stepping import Stepper
 
 CPU = torch.device("cpu")
 CACHE_BYTES = 2**24
@@ -129,7 +129,7 @@ class Digest:
         self._hash = hashlib.sha256()
         model = local_executor(engine.executor).runner.model
         assert isinstance(model, DeepseekV4)
-        self._links = model.links
+        self._ranks = model.ranks
         for part in (model, model.draft_head):
             if part is not None:
                 part.compute_logits = self._noting(part.compute_logits)  # type: ignore
@@ -137,7 +137,7 @@ class Digest:
     def _noting(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noted(streams: Tensor, *args: Any) -> Tensor:
             logits = compute(streams, *args)
-            for tensor in (streams, self._links.all_gather_columns(logits)):
+            for tensor in (streams, self._ranks.all_gather_columns(logits)):
                 self._hash.update(tensor.contiguous().numpy().tobytes())
             return logits
 
@@ -193,7 +193,7 @@ def forward(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
         read.append(stepper.step(parts)[0])
     streams, model = torch.cat(read), stepper.runner.model
     assert isinstance(model, DeepseekV4)
-    return streams, model.links.all_gather_columns(model.compute_logits(streams))
+    return streams, model.ranks.all_gather_columns(model.compute_logits(streams))
 
 
 @torch.inference_mode()
@@ -208,7 +208,7 @@ def mtp(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
     assert head is not None and stepper.inputs is not None
     following = torch.tensor(text[1:])
     found = head(stepper.inputs, streams, following, runner.cache, runner.segments)
-    return found, runner.model.links.all_gather_columns(head.compute_logits(found))
+    return found, runner.model.ranks.all_gather_columns(head.compute_logits(found))
 
 
 Outputs = list[tuple[list[list[int]], str | None, int]]

@@ -25,7 +25,7 @@ from .rank_engines import SCENARIOS, Given
 
 # The processes import this package, which pytest imports without a path.
 ROOT = str(Path(__file__).parents[2])
-PRELOADED = ["torch.distributed", "finwhale.llm", "finwhale.testing.stepping"]
+PRELOADED = ["torch.distributed", "finwhale.llm", "finwhale.bench.stepping"]
 
 
 class RankProcesses:

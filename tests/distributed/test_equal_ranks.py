@@ -13,6 +13,7 @@ import torch
 from hypothesis import event, settings
 from hypothesis import given as given_examples
 from hypothesis import strategies as st
+from tests.support.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint
 
 from finwhale import SamplingParams
 from finwhale.chat.grammar import regex_guide
@@ -20,15 +21,14 @@ from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.launch_signatures import LaunchEnumerator
 from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
+from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.ops.tables.reference import OPS as REFERENCE
-from finwhale.testing.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint
 
 from .in_slices import add_in_slices
 from .rank_engines import SCENARIOS, Given, Ran, open_engine
@@ -101,7 +101,7 @@ def given(path: Path, activations: str, **options: Any) -> Given:
 
 def divide_tokens(model: DeepseekV4, least: int) -> None:
     """Let steps of `least` tokens and more divide their tokens among the ranks."""
-    model.links.divided_tokens = least
+    model.ranks.divided_tokens = least
 
 
 def alone(
@@ -357,7 +357,7 @@ def test_building_kernels_waits_for_no_rank(path: Path) -> None:
     largest = StepLimits(num_tokens=8, num_seqs=2, max_len=300, draft_kinds=((2, 1),))
     widths: set[int] = set()
     own = replace(runner.ops, sample=lambda logits, batch: widths.add(logits.shape[1]))
-    SignatureRun(runner.model, runner.groups, own, runner.cache, largest, eager=True)()
+    LaunchEnumerator(runner.model, runner.groups, own, runner.cache, largest, eager=True)()
     assert widths == {VOCAB}
     with pytest.raises(AssertionError, match="for ever"):
         streams = torch.zeros(1, *runner.model.residual_shape)
@@ -388,9 +388,9 @@ def test_kernels_are_built_for_whole_rows_and_for_parts(path: Path) -> None:
         own = replace(ops, sample=sample, best_candidates=candidates, merge_candidates=merge)
         assert isinstance(model, DeepseekV4)
         one = collectives.rank.size == 1
-        model.sample = sample if one else SampleFromParts(own, model.links, model.vocab_part.start)
+        model.sample = sample if one else SampleFromParts(own, model.ranks, model.vocab_part.start)
         largest = StepLimits(num_tokens=8, num_seqs=3, max_len=300)
-        SignatureRun(model, runner.groups, own, runner.cache, largest, eager=True)()
+        LaunchEnumerator(model, runner.groups, own, runner.cache, largest, eager=True)()
         return whole, parts, merged
 
     one_rank, no_parts, _ = calls(Alone())
@@ -417,7 +417,7 @@ def test_launch_sizes_are_those_of_a_rank(path: Path) -> None:
 
 def test_partial_sums_in_float32() -> None:
     """Two ranks of bfloat16 activations: the blocks' outputs are rounded once, after the sum."""
-    links = RankLinks(Alone())
+    links = TensorParallel(Alone())
     total = links.reduce(torch.ones(1, 2), torch.bfloat16)
     assert isinstance(total, torch.Tensor)
     assert total.dtype == torch.bfloat16

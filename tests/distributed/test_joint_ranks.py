@@ -105,7 +105,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         "open_buffer": found.open,
         "discard": found.discard,
         "uuid_of": lambda device: "uuid",
-        "without_holding": lambda tensor: tensor,
+        "non_owning_view": lambda tensor: tensor,
         "_IpcLane": HostLane,
     }.items():
         monkeypatch.setattr(joint_ranks, name, fake)
@@ -162,7 +162,7 @@ def test_ranks_without_access_read_alone(
     if why == "export":
         driver.most = 3
     elif why == "view":
-        monkeypatch.setattr(joint_ranks, "without_holding", view)
+        monkeypatch.setattr(joint_ranks, "non_owning_view", view)
     else:
         driver.refuses = lambda number: number == 0
     with caplog.at_level(logging.WARNING):

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import divisible_config, random_weights, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, EngineDeadError
 from finwhale.bench import accuracy, drafting, load, offline
-from finwhale.bench.engine import measured
+from finwhale.bench.engine import call_ranks_collectively, measured
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
 
 from .test_equal_ranks import sharded_config
 
@@ -58,8 +57,10 @@ def test_accuracy_of_two_ranks(two: LLM, path: Path) -> None:
     """The logits of one rank, and the same bits on both."""
     text = accuracy.Text(list(range(5, 45)), torch.tensor([0, 7, 39]), [3, 20], 4)
     one = LLM(path, activations="exact", **OPTIONS)
-    (alone,) = call_ranks_or_die(one._engine.executor, partial(accuracy.compute, text, True))
-    found, other = call_ranks_or_die(two._engine.executor, partial(accuracy.compute, text, True))
+    (alone,) = call_ranks_collectively(one._engine.executor, partial(accuracy.compute, text, True))
+    found, other = call_ranks_collectively(
+        two._engine.executor, partial(accuracy.compute, text, True)
+    )
     assert found.digest == other.digest and not other.logits
     for way, logits in found.logits.items():
         assert accuracy.compare(logits, alone.logits[way])["relative_error"] < 1e-5
@@ -80,20 +81,20 @@ def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
 def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> None:
     """Between requests; a failure ends the engine, so this is the last test of the engine."""
     before = two.generate([5, 6, 7])
-    found = call_ranks_or_die(two._engine.executor, partial(streams, [4, 2, 9, 11]))
+    found = call_ranks_collectively(two._engine.executor, partial(streams, [4, 2, 9, 11]))
     assert [index for index, _ in found] == [0, 1]
     assert torch.equal(found[0][1], found[1][1])
     alone = LLM(path, activations="exact", **OPTIONS)
-    (one,) = call_ranks_or_die(alone._engine.executor, partial(streams, [4, 2, 9, 11]))
+    (one,) = call_ranks_collectively(alone._engine.executor, partial(streams, [4, 2, 9, 11]))
     torch.testing.assert_close(found[0][1], one[1])
     after = two.generate([5, 6, 7])
     assert len(before) == len(after) == 1 and after[0].error is None
     with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\): ValueError: a function has failed"):
-        call_ranks_or_die(two._engine.executor, failing)
+        call_ranks_collectively(two._engine.executor, failing)
 
 
 def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
-    model = ModelConfig.from_dict(divisible_config())
+    model = DeepseekV4Config.from_dict(divisible_config())
     rows = drafting.measure(
         EngineConfig(
             device="cpu",
@@ -128,8 +129,8 @@ def test_loading_on_two_ranks(tmp_path: Path) -> None:
 def test_loading_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = ModelConfig.from_dict(sharded_config())
-    monkeypatch.setattr(ModelConfig, "preset", lambda name: config)
+    config = DeepseekV4Config.from_dict(sharded_config())
+    monkeypatch.setattr(DeepseekV4Config, "preset", lambda name: config)
     record = tmp_path / "load.jsonl"
     options = f"--zeros --layers 2 --device cpu --repeats 1 --record {record}".split()
     assert load.main(options) == 0

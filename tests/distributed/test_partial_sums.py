@@ -23,9 +23,9 @@ from finwhale.distributed import ref
 from finwhale.distributed.collectives import Alone
 from finwhale.distributed.push import Push
 from finwhale.errors import EngineDeadError
-from finwhale.models.deepseek_v4.rank_links import RankLinks
-from finwhale.ops.mhc import MhcOfTerms, mhc_triton
-from finwhale.ops.moe import ExpertTerms
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
+from finwhale.ops.mhc import FusedReduceMhc, mhc_triton
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.ranks import PartialSum
 
@@ -44,7 +44,7 @@ def given(inputs: Inputs, size: int, N: int, D: int, partial: torch.dtype, own: 
 
 def run(
     push: Push,
-    x: Tensor | ExpertTerms,
+    x: Tensor | UnreducedExperts,
     mixes: tuple[Tensor, ...],
     fn: Tensor | None,
     phases: tuple[int, int] = (0, 1),
@@ -60,7 +60,7 @@ def run(
 
 def send(
     pushes: list[Push],
-    parts: Sequence[Tensor | ExpertTerms],
+    parts: Sequence[Tensor | UnreducedExperts],
     mixes: tuple[Tensor, ...],
     fn: Tensor | None,
     lost: int | None = None,
@@ -160,7 +160,7 @@ def test_a_missing_rank_is_named_and_the_results_are_nan() -> None:
 
 
 def test_the_shape_decides_which_kernel_adds() -> None:
-    def links(fused_tokens: int, fused_programs: int, few_tokens: int = 128) -> RankLinks:
+    def links(fused_tokens: int, fused_programs: int, few_tokens: int = 128) -> TensorParallel:
         options = mhc_triton.Options(few_tokens=few_tokens)
 
         def num_programs(num_tokens: int, width: int) -> int:
@@ -169,10 +169,10 @@ def test_the_shape_decides_which_kernel_adds() -> None:
         sizes = replace(SIZES, nccl=0, fused_tokens=fused_tokens, fused_programs=fused_programs)
         (push, _) = ranks(2, sizes)
         push._nccl = Alone()
-        mhc = MhcOfTerms(18, num_programs, mhc_triton.mhc_post, mhc_triton.mhc_post_pre)
-        return RankLinks(push, mhc)
+        mhc = FusedReduceMhc(18, num_programs, mhc_triton.mhc_post, mhc_triton.mhc_post_pre)
+        return TensorParallel(push, mhc)
 
-    def fused(links: RankLinks, num_tokens: int, width: int = 64) -> bool:
+    def fused(links: TensorParallel, num_tokens: int, width: int = 64) -> bool:
         total = links.reduce(torch.zeros(num_tokens, width), BFLOAT16)
         assert isinstance(total, PartialSum) or total.dtype == BFLOAT16
         return isinstance(total, PartialSum)
@@ -182,8 +182,8 @@ def test_the_shape_decides_which_kernel_adds() -> None:
     assert [fused(some, 16, width) for width in (768, 769)] == [False, False]
     assert [fused(some, 1, width) for width in (768, 769)] == [True, False]
     assert not fused(links(0, 24), 1)
-    assert [some.takes_expert_terms(n, 64) for n in (0, 1, 18, 19)] == [False, True, True, False]
-    assert not links(0, 24).takes_expert_terms(1, 64)
+    assert [some.can_fuse_reduce(n, 64) for n in (0, 1, 18, 19)] == [False, True, True, False]
+    assert not links(0, 24).can_fuse_reduce(1, 64)
     assert isinstance(some.reduce(terms(Inputs(), 1, 64, BFLOAT16), BFLOAT16), PartialSum)
     assert [fused(links(20, 24, few_tokens=4), n) for n in (4, 5)] == [True, False]
     with some.without_collectives():

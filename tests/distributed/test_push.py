@@ -355,7 +355,6 @@ def test_the_benchmark_measures_mhc_s_own_sum(monkeypatch: pytest.MonkeyPatch) -
     memories = Memories(2)
 
     def make_push(rank: Rank, device: torch.device, *_: Any, **options: Any) -> Push:
-        del options["late"]
         return Push(rank, device, memories.of(0), lambda: None, Nothing(), early=False, **options)
 
     monkeypatch.setattr(collectives, "Nccl", lambda *_, **__: Nothing())

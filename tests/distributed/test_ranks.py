@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.tiny import divisible_config, random_weights, write_plain_checkpoint
 
 from finwhale import (
     LLM,
@@ -26,7 +27,6 @@ from finwhale.distributed import workers
 from finwhale.distributed.worker_messages import CONNECTING
 from finwhale.engine.rank import ranks, startup
 from finwhale.errors import OtherRankError
-from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
 from finwhale.validation.scoring import score
 
 from . import faults

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from finwhale.distributed.collectives import Collectives
-from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
+from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
 from finwhale.ops import Ops
 from finwhale.ops.sampling import SampledTokens
 from finwhale.ops.sampling.cases import GREEDY, MIXED, Row, batch
@@ -50,7 +50,7 @@ def sample(
     def one(collectives: Collectives) -> tuple[SampledTokens, int]:
         counting = Counting(collectives)
         first = collectives.rank.index * width
-        sampler = SampleFromParts(ops, RankLinks(counting), first)
+        sampler = SampleFromParts(ops, TensorParallel(counting), first)
         part = logits[:, first : first + width].contiguous()
         return sampler(part, batch(rows, logits.shape[1])), counting.sent
 

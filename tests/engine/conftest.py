@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 
 # Seed, window, activations. Only the CPU table promises bits, so the references are not here.
 MODELS = ((3, 13, "exact"), (4, 128, "as-trained"))

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import random_weights, with_dspark, write_quantised_checkpoint
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
@@ -17,12 +19,10 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.step_inputs import Inline
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, with_dspark, write_quantised_checkpoint
 
 from ..conftest import write_tokenizer  # noqa: TID252
 from ..models.dspark_transcription import context_rows, draft, main_of  # noqa: TID252
@@ -150,7 +150,7 @@ class RunTwice:
         found += [step.inputs.token_ids.clone(), step.inputs.tokens.positions.clone()]
         self.restore(before)
         assert plan.draft is not None
-        again, streams = self.verifications._verify(step.inputs, Inline(), plan.draft.head)
+        again, streams = self.verifications._verify(step.inputs, Inline())
         others = [again[:count], streams[:count]]
         others += [step.inputs.token_ids, step.inputs.tokens.positions]
         for one, other in zip(found, others, strict=True):
@@ -167,8 +167,6 @@ class RunTwice:
         state = (steps._carried, steps._advanced, steps._confidences)
         before, kept = self.pages(), [part.clone() for part in state]
         drafts = self._draft(chosen, plan)
-        if not plan.head:
-            return drafts
         after, found = self.pages(), [part.clone() for part in state]
         self.restore(before)
         for part, values in zip(state, kept, strict=True):
@@ -238,7 +236,7 @@ class Proposals:
 def stored_weights(path: Path) -> dict[str, Tensor]:
     """A checkpoint's tensors by official name, as float32 numbers."""
     checkpoint = Checkpoint.open(path)
-    specs = weight_specs(ModelConfig.from_dict(checkpoint.config))
+    specs = weight_specs(DeepseekV4Config.from_dict(checkpoint.config))
     source = WeightSource(checkpoint, specs)
     return {spec.name: stored.dequantise(torch.float32) for spec, stored in source}
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
 from finwhale.checkpoint.loading import WeightSource
@@ -22,9 +23,8 @@ from finwhale.engine.rank import startup
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.memory import tensor_bytes
 from finwhale.errors import ResourceError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 Capture = pytest.CaptureFixture[str]
@@ -47,7 +47,7 @@ def fails(capsys: Capture, *args: object) -> str:
 def path(tiny_path: Path, tmp_path: Path) -> Path:
     """The tiny checkpoint in files of 3 MB, to be damaged."""
     config = json.loads((tiny_path / "config.json").read_text())
-    specs = weight_specs(ModelConfig.from_dict(config))
+    specs = weight_specs(DeepseekV4Config.from_dict(config))
     out = tmp_path / "damaged"
     weights = random_weights(config, seed=3)
     write_checkpoint(
@@ -502,7 +502,7 @@ def test_every_tensor_of_the_dspark_head_is_needed(tiny_path: Path, tmp_path: Pa
     weights = random_weights(config, seed=3)
     write_plain_checkpoint(tmp_path, config, weights)
     checkpoint = Checkpoint.open(tmp_path)
-    specs = weight_specs(ModelConfig.from_dict(checkpoint.config))
+    specs = weight_specs(DeepseekV4Config.from_dict(checkpoint.config))
     head = [name for name in checkpoint.tensors if name.startswith("mtp.")]
     for name in head:
         kept = {other: info for other, info in checkpoint.tensors.items() if other != name}

@@ -13,6 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import (
+    random_weights,
+    tiny_config,
+    with_dspark,
+    write_plain_checkpoint,
+)
 from torch import Tensor
 
 from finwhale import LLM, FinwhaleError
@@ -25,17 +31,10 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import build_configuration
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.compressor import C4Compressor
-from finwhale.ops.attention import Selected
 from finwhale.ops.tables.cpu import OPS
-from finwhale.testing.tiny import (
-    random_weights,
-    tiny_config,
-    with_dspark,
-    write_plain_checkpoint,
-)
 
 # Every kind of layer: sliding window alone, C4 and C128; hash-routed and ordinary experts; a draft
-# head. Seven graphs, of which the stages of DSpark use two of the model's and have one.
+# head. Six graphs, of which the stages of DSpark use two of the model's and have one.
 SMALL = with_dspark(
     tiny_config(3)
     | {
@@ -50,7 +49,7 @@ SMALL = with_dspark(
         "hc_sinkhorn_iters": 2,
     }
 )
-NUM_GRAPHS = 7
+NUM_GRAPHS = 6
 
 # What a process finds: tokens of three requests together, outputs of the draft head, and the
 # residual streams of a text that is read in pieces.
@@ -59,7 +58,7 @@ import json, sys
 import torch
 from finwhale import LLM, SamplingParams
 from finwhale.engine.rank.executor import local_executor
-from finwhale.testing.stepping import Stepper
+from tests.support.stepping import Stepper
 torch.set_num_threads(1)
 BEFORE
 def found(**options):
@@ -237,34 +236,32 @@ def test_every_graph_of_the_embedded_model_is_traced(one_thread: None) -> None:
             for tracer in tracers:
                 # Each iteration adds the same operations again, and tracing them takes time.
                 tracer.config = replace(tracer.config, hc_sinkhorn_iters=2)
-                for wanted in (tracer.select(), tracer.enter(), tracer.leave()):
-                    if wanted is None:
-                        continue
+                for wanted in (tracer.enter(), tracer.leave()):
                     # The heads' models are the same but for the names in the configuration.
                     key = wanted.name, *(a.signature() for a in wanted.arguments)
                     if key not in found:
                         trace(wanted)
                         found[key] = wanted.name
     kinds = ["enter C128Compressor", "enter C4Compressor", "enter window", "enter window first"]
-    assert sorted(found.values()) == [*kinds, "leave hash", "leave score", "select"]
+    assert sorted(found.values()) == [*kinds, "leave hash", "leave score"]
 
 
 def test_a_failure_names_the_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:
     """In one line: a layer that fixes the number of tokens, and a compiler that fails."""
-    visible = C4Compressor.visible
+    project = C4Compressor.project
 
-    def fixing(self: C4Compressor, projected: Tensor, *others: Any) -> Selected:
-        return visible(self, projected[: len(projected)], *others)
+    def fixing(self: C4Compressor, x: Tensor) -> Tensor:
+        return project(self, x[: len(x)])
 
-    monkeypatch.setattr(C4Compressor, "visible", fixing)
-    # The selection is the first graph of the first layer.
+    monkeypatch.setattr(C4Compressor, "project", fixing)
     config = SMALL | {"compress_ratios": [4, 0, 128, 0, 0, 0]}
     write_plain_checkpoint(tmp_path / "model", config, random_weights(config, seed=5))
     with pytest.raises(ResourceError) as caught:
         LLM(tmp_path / "model", device="cpu", compile=True, cache_dir=str(tmp_path))
-    line = r'the compiled mode cannot trace the graph "select" \(torch \S+\): .*onstraint.*'
+    name = "enter C4Compressor first"
+    line = rf'the compiled mode cannot trace the graph "{name}" \(torch \S+\): .*onstraint.*'
     assert re.fullmatch(line, str(caught.value)), caught.value
     store = GraphStore(tmp_path / "graphs", torch.device("cpu"), "none")
     wanted = Traceable("sum", lambda flat: (flat[0].sum(1),), [Argument(torch.ones(2, 3))], ())
@@ -312,15 +309,14 @@ def test_a_graph_s_signature_names_what_it_depends_on(
     """Rounding is in the code; the sizes of caches and batches are not."""
     kept = str(tmp_path)
     exact = signatures(new_llm, cache_dir=kept)
-    # Entries: first with a window, C4, C128; the MTP layer enters as the first layer does. The
-    # indexer's choice. Two ways to route.
-    assert len(exact) == 3 + 1 + 2
+    # Entries: first with a window, C4, C128; the MTP layer enters as the first layer does. Two ways
+    # to route.
+    assert len(exact) == 3 + 2
     assert signatures(new_llm, cache_dir=kept, max_num_seqs=3, max_model_len=256) == exact
     trained = signatures(new_llm, cache_dir=kept, activations="as-trained")
     assert not trained & exact
-    # The indexer's choice alone reads no weight of attention.
     other = signatures(new_llm, cache_dir=kept, activations="as-trained", wo_a_input="bf16")
-    assert len(other) == len(trained) and len(trained & other) == 1
+    assert len(other) == len(trained) and not trained & other
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from tests.support.stepping import Stepper
+from tests.support.tiny import tiny_config, with_dspark
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
@@ -30,8 +32,6 @@ from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import FinwhaleError
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import tiny_config, with_dspark
 
 from .arrivals import random_arrivals
 from .plans import planned

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
@@ -20,7 +21,7 @@ from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.bench.offline import main as bench_offline
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.draft_estimates import LARGEST_LOGIT, Calibration
-from finwhale.engine.plan.draft_policy import FILL, PLAIN, DraftChoice, DraftPolicy, StepKind
+from finwhale.engine.plan.draft_policy import DraftChoice, DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
@@ -28,7 +29,7 @@ from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.capture import new_verification_steps
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.launch_signatures import LaunchEnumerator
 from finwhale.engine.rank.memory import LargestSteps
 from finwhale.engine.rank.step_limits import StepLimits, draft_kinds
 from finwhale.models.cache import PagedCache
@@ -36,10 +37,9 @@ from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import DraftStart, Segments
 from finwhale.ops.paging import MAX_DECODE_QUERY
-from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
-from ..models.drafts import RandomDrafts, Watch  # noqa: TID252
+from ..models.drafts import RandomDrafts  # noqa: TID252
 from ..models.dspark_transcription import context_rows, draft, main_feature  # noqa: TID252
 from .capture_rules import Guard
 from .dspark_steps import PARAMS, Proposals, RunTwice, compare, generate, texts_of
@@ -154,59 +154,6 @@ def test_numbers_of_drafts_follow_the_confidences(
     assert len(steps) > 5 and (sum(steps) > 5) is ahead
 
 
-class Planned:
-    """A draft policy that chooses the given kinds of steps in turn, and then always drafts."""
-
-    def __init__(self, *runs: tuple[int, StepKind]) -> None:
-        self._kinds = [kind for count, kind in runs for _ in range(count)]
-        self.kind = FILL
-
-    def choose(self, sequences: Any, limits: Any, *, unresolved: bool) -> DraftChoice:
-        self.kind = self._kinds.pop(0) if self._kinds else StepKind(6, 5)
-        return DraftChoice(self.kind, [min(limit, self.kind.drafts) for limit in limits])
-
-
-def test_a_pause_and_what_follows(
-    model: Model, new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps of a pause write nothing for the head. Steps that fill its window make up for it."""
-    window = model[1]["sliding_window"]
-    params = SamplingParams(temperature=0, max_tokens=4 * window + 30, ignore_eos=True)
-
-    def run(*runs: tuple[int, StepKind]) -> tuple[list[int], dict[int, list[int]], list[Tensor]]:
-        """The tokens; the proposals by length of the text; the stages' rows after the pause."""
-        engine = new_llm(model[0], **OPTIONS, draft_tokens="auto")._engine
-        engine.scheduler.drafting.chooser = Planned(*runs)
-        steps, watch = on_the_device(engine, monkeypatch), Watch(engine)
-        rows: list[Tensor] = []
-        verify, cache = steps.verify, local_executor(engine.executor).runner.cache
-
-        def counted(plan: StepPlan, *args: Any) -> Tensor:
-            logits = verify(plan, *args)
-            stages = range(model[1]["num_hidden_layers"], model[1]["num_hidden_layers"] + 3)
-            rows.append(torch.stack([cache.pool("window", one).clone() for one in stages]))
-            return logits
-
-        monkeypatch.setattr(steps, "verify", counted)
-        result = engine.add_request("0", [9, 8, 7], params)
-        while engine.has_work:
-            engine.step()
-        return (
-            result.outputs[0].token_ids,
-            {found.length: found.drafts for found in watch.proposals},
-            rows[: runs[0][0]],
-        )
-
-    tokens, wanted, written = run((3 * window, FILL))
-    again, found, kept = run((2 * window, PLAIN), (window, FILL))
-    blind, other, _ = run((3 * window, PLAIN))
-    assert tokens == again == blind
-    assert len(wanted) > 5 and found == wanted
-    assert other != wanted, "without the window, the drafts are others"
-    assert all(torch.equal(rows, kept[0]) for rows in kept[1:])
-    assert not any(torch.equal(rows, written[0]) for rows in written[1:])
-
-
 def test_forced_acceptance_is_calibrated(
     model: Model, new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,10 +161,10 @@ def test_forced_acceptance_is_calibrated(
     The mean of these probabilities is the forced rate.
     """
     engine = new_llm(model[0], **OPTIONS, draft_tokens="auto")._engine
-    chooser = engine.scheduler.drafting.chooser = RandomDrafts(5, 2, head=True, block=True)
+    chooser = engine.scheduler.drafting.chooser = RandomDrafts(5, 2, block=True)
     on_the_device(engine, monkeypatch)
     local = local_executor(engine.executor)
-    local.sampler.choose_with(ForcedAcceptance(local, 0.6, varied=True))
+    local.sampler.sample_logits = ForcedAcceptance(local, 0.6, varied=True)
     verified = engine.scheduler.record_verified
     made: dict[str, list[float]] = {}
     chances: list[float] = []
@@ -387,7 +334,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
         verify_graphs=sizes,
         draft_kinds=kinds,
     )
-    built = SignatureRun(
+    built = LaunchEnumerator(
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=False
     )
     steps = new_verification_steps(runner, engine.config, None)
@@ -416,7 +363,7 @@ def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) 
     LargestSteps.alone(runner.model, runner.groups, runner.ops).run(largest)
     assert set(blocks) == {(4, 294)}  # its last row is the context's last
     blocks.clear()
-    SignatureRun(
+    LaunchEnumerator(
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=True
     )._call_all()
     assert {count for count, _ in blocks} >= {1, 4}
@@ -430,7 +377,7 @@ def test_a_step_and_a_draft_pass_can_run_again(
     """
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 200, "max_model_len": 400}
     engine = new_llm(model[0], **options, draft_tokens="auto", cache_memory_bytes=2**23)._engine
-    engine.scheduler.drafting.chooser = RandomDrafts(5, 1, head=True, block=True)
+    engine.scheduler.drafting.chooser = RandomDrafts(5, 1, block=True)
     steps = on_the_device(engine, monkeypatch)
     twice, proposals = RunTwice(engine, steps), Proposals(engine, steps)
     prompts = [[7 + i % 50 for i in range(n)] for n in (3, 40, 130, 11)]

@@ -17,6 +17,8 @@ import deepseek_recipe as recipe
 import numpy as np
 import pytest
 import torch
+from tests.support.library_tokenizer import encode_with_special
+from tests.support.stepping import Stepper
 
 from finwhale import (
     LLM,
@@ -30,8 +32,6 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.rank.executor import local_executor
 from finwhale.llm import add_job
 from finwhale.models.weight_protocol import tensors_of
-from finwhale.testing.library_tokenizer import encode_with_special
-from finwhale.testing.stepping import Stepper
 
 TEXT = "The fin whale is"
 

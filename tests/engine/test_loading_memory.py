@@ -10,6 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.tiny import (
+    QUANTISATION,
+    random_weights,
+    tiny_config,
+    write_quantised_checkpoint,
+)
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
@@ -18,14 +24,8 @@ from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.config import DtypeName
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import (
-    QUANTISATION,
-    random_weights,
-    tiny_config,
-    write_quantised_checkpoint,
-)
 
 SHARD_BYTES = 24_000_000
 MB = 1_000_000
@@ -57,7 +57,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "expert_dtype": "fp8",
         "quantization_config": QUANTISATION,
     }
-    specs = weight_specs(ModelConfig.from_dict(config))
+    specs = weight_specs(DeepseekV4Config.from_dict(config))
     path = tmp_path_factory.mktemp("large") / "model"
     write_checkpoint(path, config, cheap_weights(specs), specs, max_shard_bytes=SHARD_BYTES)
     return path
@@ -83,7 +83,7 @@ print(json.dumps({"peak": status("VmHWM") - before, "held": status("VmRSS") - be
 """
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+def weight_bytes(config: DeepseekV4Config, itemsize: int) -> int:
     """As the engine holds them: projections in its dtype, what must be exact in float32."""
     total = 0
     for spec in weight_specs(config).values():
@@ -109,7 +109,7 @@ def test_peak_memory_while_loading(large: Path, dtype: DtypeName) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
-    config = ModelConfig.from_dict(checkpoint.config)
+    config = DeepseekV4Config.from_dict(checkpoint.config)
     model = weight_bytes(config, 2 if dtype == "bfloat16" else 4)
     peak = report["peak"] - report["cache"]
     assert report["held"] > 0.9 * model, "the weights are not in memory yet: nothing is measured"

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
-from finwhale.testing.stepping import Stepper
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 TEXT = [7 * i % 251 + 5 for i in range(150)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from tests.support.stepping import Stepper
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
@@ -19,7 +20,6 @@ from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.executor import local_executor
-from finwhale.testing.stepping import Stepper
 
 from .arrivals import random_arrivals
 from .conftest import MODELS

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import LLM, RequestError, RequestOutput, SamplingParams
 from finwhale.engine.loop.request_checks import checked_prompt
 from finwhale.engine.rank.executor import local_executor
 from finwhale.request import MAX_PROMPT_LOGPROBS
-from finwhale.testing.stepping import Stepper
 
 
 @pytest.fixture(scope="module")

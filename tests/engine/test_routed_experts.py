@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams
 from finwhale.config import EngineConfig
@@ -19,10 +20,9 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.request import ExpertIds
-from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from ..conftest import engine_config  # noqa: TID252
 from ..models import transcription  # noqa: TID252
@@ -294,7 +294,7 @@ def test_nothing_is_recorded_unless_the_engine_is_told(llm: LLM) -> None:
 def test_ids_beyond_a_byte(formulas: Formulas) -> None:
     """Models of more than 256 experts, such as Pro, get int16."""
     model = object.__new__(DeepseekV4)
-    model.config = replace(ModelConfig.from_dict(formulas.config), n_routed_experts=384)
+    model.config = replace(DeepseekV4Config.from_dict(formulas.config), n_routed_experts=384)
     model.layers, model.weights = [], random_embedding()
     assert model.record_routed_experts(7).dtype == torch.int16
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.traffic import Traffic
 
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
@@ -22,7 +23,6 @@ from finwhale.engine.rank.graphs import (
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.step_inputs import StepInputs
-from finwhale.testing.traffic import Traffic
 
 SEEDS, NUM_SEQS = st.integers(0, 40), st.integers(1, 5)
 DRAWS = st.integers(0, 2**32).map(random.Random)
@@ -170,7 +170,7 @@ def test_a_replay_bounds_every_input_that_was_recorded() -> None:
     """A model whose ranks divide the tokens records inputs of its own, for all its layers."""
     traffic = Traffic(0, random.Random(0), 2)
     inputs = traffic.build().inputs
-    divided = replace(inputs, own_tokens=inputs.tokens.part(slice(0, 1)))
+    divided = replace(inputs, local_tokens=inputs.tokens.part(slice(0, 1)))
     seen: list[Any] = []
     recorded = (divided, divided, inputs)
     parts: list[Any] = [(lambda *args: seen.append(args), (arg, 3), {}) for arg in recorded]
@@ -180,8 +180,8 @@ def test_a_replay_bounds_every_input_that_was_recorded() -> None:
         assert other == 3 and found.token_ids is own.token_ids and found.tables is own.tables
         assert (found.tokens.max_len, found.tokens.max_query) == (70, 5)
         assert found.tokens.positions is own.tokens.positions
-    own_tokens = seen[0][0].own_tokens
-    assert own_tokens is not None and divided.own_tokens is not None
-    assert (own_tokens.max_len, own_tokens.max_query) == (70, 5)
-    assert own_tokens.positions is divided.own_tokens.positions
-    assert seen[2][0].own_tokens is None
+    local_tokens = seen[0][0].local_tokens
+    assert local_tokens is not None and divided.local_tokens is not None
+    assert (local_tokens.max_len, local_tokens.max_query) == (70, 5)
+    assert local_tokens.positions is divided.local_tokens.positions
+    assert seen[2][0].local_tokens is None

@@ -16,18 +16,14 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench import drafting as bench_drafting
 from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.plan.draft_policy import PLAIN, DraftChoice, FixedDrafts
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
-from finwhale.engine.rank import startup
 from finwhale.engine.rank.capture import draft_on_device, new_verification_steps
 from finwhale.engine.rank.draft_decode import StepDrafts, VerificationSteps, verification_sizes
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.kv_cache import allocate_cache
 from finwhale.engine.rank.static_inputs import NO_STEP
 from finwhale.engine.rank.step_limits import step_limits
-from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
@@ -79,7 +75,7 @@ class Oracle:
         assert plan.draft is not None
         self.keys = planned(self.engine, plan)
         self.count += 1
-        self.ahead += plan.draft.links is not None
+        self.ahead += plan.draft.previous_rows is not None
         self.fill(plan, decode=decode)
 
     @torch.inference_mode()
@@ -173,60 +169,6 @@ def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["over-the-host", "on-the-device"])
-def test_drafting_resumes_after_steps_without_the_head(
-    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
-) -> None:
-    """While drafting does not pay, the head does not run. Its window then lacks rows."""
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = generate_two(new_llm(**options)._engine, {})
-    engine = new_llm(**options, draft_tokens="auto")._engine
-    policy = synthetic_times(engine, lambda kind: 0.01 * (kind.width + 0.02 * kind.head))
-    if ahead:
-        on_the_device(engine, monkeypatch)
-    head: Any = local_executor(engine.executor).runner.model.draft_head
-    calls: list[int] = []
-    run_layers = head.run_layers
-
-    def counted(*args: Any, **named: Any) -> Tensor:
-        calls.append(engine._meter.steps)
-        return run_layers(*args, **named)
-
-    monkeypatch.setattr(head, "run_layers", counted)
-    choose, kinds = policy.choose, []
-
-    def chosen(sequences: Any, limits: Any, *, unresolved: bool) -> DraftChoice:
-        choice = choose(sequences, limits, unresolved=unresolved)
-        kinds.append(choice.kind)
-        if len(kinds) == 240:
-            engine.scheduler.drafting.chooser = FixedDrafts(2)
-        return choice
-
-    policy.choose = chosen  # type: ignore[method-assign]
-    assert generate_two(engine, {}) == wanted
-    assert kinds.count(PLAIN) > 30
-    # Each step without the head has no call.
-    assert len(set(calls)) < engine.metrics().steps - 30
-    assert engine.metrics().drafts_proposed[1] > 20
-
-
-def test_a_window_without_the_rows_of_the_head_is_finite(
-    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory that was never written may hold any bytes."""
-
-    def dirty(*args: Any) -> PagedCache:
-        cache = allocate_cache(*args)
-        for pages in cache.pages.values():
-            pages.fill_(255)
-        return cache
-
-    monkeypatch.setattr(startup, "allocate_cache", dirty)
-    engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
-    pages = local_executor(engine.executor).runner.cache.pages
-    assert not pages["window"].any() and all(pages[name].any() for name in pages if name[0] == "c")
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["over-the-host", "on-the-device"])
 def test_confidences_reach_the_policy(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
@@ -272,7 +214,7 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
     steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
     count, width = sum(lengths), 3
-    steps._send_layout(lengths, DraftPlan((), (), (), links=(2, 0, 1)), 4, 4 * width)
+    steps._send_layout(lengths, DraftPlan((), (), (), previous_rows=(2, 0, 1)), 4, 4 * width)
     steps._chosen.copy_(torch.arange(len(steps._chosen)))
     inputs = steps._inputs(4, 4 * width, 300)
     # Every token is the one that was sampled after the token before it, also in another sequence.
@@ -380,7 +322,7 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1)._engine
     on_the_device(engine, monkeypatch)
-    local_executor(engine.executor).sampler.choose_with(ForcedAcceptance(engine.executor, rate))
+    local_executor(engine.executor).sampler.sample_logits = ForcedAcceptance(engine.executor, rate)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:

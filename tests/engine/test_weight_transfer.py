@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tiny import random_weights, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, FinwhaleError, RequestError, SamplingParams, SharedTensors
@@ -15,7 +16,6 @@ from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.engine.loop import weight_updates
 from finwhale.engine.rank import weight_transfer
 from finwhale.engine.rank.executor import local_executor
-from finwhale.testing.tiny import random_weights, write_plain_checkpoint
 
 from .trainers import HOST, InThread, TorchTrainer, broadcast_of, described, free_port
 from .weights import bits_of, weights_of

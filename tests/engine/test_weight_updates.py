@@ -13,6 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.tensors import read_tensors
+from tests.support.tiny import (
+    random_weights,
+    tiny_config,
+    write_plain_checkpoint,
+    write_quantised_checkpoint,
+)
 from torch import Tensor
 
 from finwhale import (
@@ -32,13 +39,6 @@ from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.cpu_gemm import _Half, _rows_are_independent
 from finwhale.ops.moe import ExpertWeight
-from finwhale.testing.tensors import read_tensors
-from finwhale.testing.tiny import (
-    random_weights,
-    tiny_config,
-    write_plain_checkpoint,
-    write_quantised_checkpoint,
-)
 
 from .weights import bits_of, in_one_buffer, weights_of
 

@@ -19,10 +19,11 @@ from typing import Any
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
+from tests.support import operator_checks as checks
+from tests.support.packing import padded
 from torch import Tensor
 
 from finwhale.bench import ops as bench
-from finwhale.bench.packing import padded
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import CONFIGS, Draw, ModelDraw, Sizes, results, to_device
 from finwhale.ops.drafts import BlockShape
@@ -44,8 +45,8 @@ mhc.MOST_TOKENS = 150
 
 def run_cases(operator: str, table: Ops, reference: Ops) -> tuple[int, int]:
     """(cases that ran, cases that were wrong)"""
-    cases = bench.shared_cases(operator)
-    verdicts = [bench.check_case(case, table, reference, "cuda") for case in cases]
+    cases = checks.shared_cases(operator)
+    verdicts = [checks.check_case(case, table, reference, "cuda") for case in cases]
     ran = [verdict for verdict in verdicts if verdict is not None]
     return len(ran), sum(verdict.fault is not None for verdict in ran)
 
@@ -54,15 +55,15 @@ def run_sizes(operator: str, table: Ops, sizes: Sizes) -> int:
     calls = 0
     sizes = replace(sizes, n_routed_experts=min(EXPERTS, sizes.n_routed_experts), vocab_size=4096)
     kernel = bench.implementation(table, operator)
-    for at_step in bench.at_steps(sizes, ModelDraw("cuda"), operator):
-        weight = bench.make_weight(at_step(()), table)
+    for at_step in checks.at_steps(sizes, ModelDraw("cuda"), operator):
+        weight = checks.make_weight(at_step(()), table)
         for count in EXPERTS_TOKENS if operator == "experts" else TOKENS:
-            case = at_step(bench.mixed_step(count))
-            results(kernel, bench.make_args(case, weight), case.written)
+            case = at_step(checks.mixed_step(count))
+            results(kernel, checks.make_args(case, weight), case.written)
             calls += 1
-        if operator in bench.PAGED:
-            case = at_step(bench.mixed_step(4))
-            results(kernel, padded(case.args(), bench.PAGED[operator], 3), case.written)
+        if operator in checks.PAGED:
+            case = at_step(checks.mixed_step(4))
+            results(kernel, padded(case.args(), checks.PAGED[operator], 3), case.written)
             calls += 1
     return calls
 
@@ -83,7 +84,7 @@ def blocks(last: tuple[int, ...], rows: int, ops: Ops) -> tuple[Tensor, ...]:
     newest, tokens, table = to_device((newest, drafts.one_each(last), table), "cuda")
     block = ops.make_blocks(newest, tokens, table, BlockShape(rows, 2**17 + 1, 128))
     tokens = block.tokens
-    return block.ids, tokens.positions, tokens.sequence, tokens.query_start, block.further_slots
+    return block.ids, tokens.positions, tokens.sequence, tokens.query_start, block.extra_kv_slots
 
 
 def corrected(rows: int, num_tokens: int, dtype: torch.dtype, ops: Ops) -> tuple[Tensor]:

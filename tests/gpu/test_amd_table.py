@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 import finwhale.engine.rank.startup as startup
 from finwhale import LLM, SamplingParams
@@ -15,7 +16,6 @@ from finwhale.models.step_inputs import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform
-from finwhale.testing.stepping import Stepper
 
 from .near_ties import assert_part_at_near_ties
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import LLM
 from finwhale.config import EngineConfig
@@ -13,9 +14,8 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
 
 LENGTHS = [700, 3, 129, 1, 1300, 260, 64, 1021]
 
@@ -28,7 +28,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "demo":
         yield LLM(**options)._engine
         return
-    model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
+    model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(4)
     config = EngineConfig(max_num_batched_tokens=4096, **options)
     yield start_engine(config, model, DummyWeights(model), None)
 

@@ -14,7 +14,7 @@ import json, sys
 import torch
 from finwhale import LLM, SamplingParams
 from finwhale.models.step_inputs import Inline
-from finwhale.testing.stepping import Stepper
+from tests.support.stepping import Stepper
 def refuse(*args, **kwargs):
     raise AssertionError("traced or compiled")
 if sys.argv[2] == "second":

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance
@@ -14,9 +15,8 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
 
 from ..models.drafts import STORY, RandomDrafts, Watch, compare, demo_weights, generate  # noqa: TID252
 
@@ -105,7 +105,7 @@ def test_steps_are_launched_ahead() -> None:
 @pytest.fixture(scope="module", params=[False, True], ids=["captured", "eager"])
 def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Eight layers of Flash with random weights, and the MTP layer."""
-    model = ModelConfig.preset("flash").with_layers(8)
+    model = DeepseekV4Config.preset("flash").with_layers(8)
     config = EngineConfig(
         device="cuda",
         batch_invariant=True,
@@ -123,7 +123,7 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
 def test_forced_acceptance(flash: Engine, rate: float) -> None:
     """So many of the drafts are right: tokens a step are what they must be, nothing is lost."""
     local = local_executor(flash.executor)
-    local.sampler.choose_with(ForcedAcceptance(local, rate))
+    local.sampler.sample_logits = ForcedAcceptance(local, rate)
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     before = flash.metrics()
     results = [flash.add_request(str(i), [5 + i] * (250 - 60 * i), params) for i in range(3)]

@@ -14,9 +14,9 @@ import torch
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
+from finwhale.bench.engine import call_ranks_collectively
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.executor import local_executor
@@ -70,7 +70,7 @@ def new_engine(path: Path, draft_tokens: DraftTokens, **options: Any) -> Engine:
     engine = LLM(path, **OPTIONS | options, draft_tokens=draft_tokens)._engine
     if draft_tokens == "auto":
         # Its own choices depend on measured times.
-        engine.scheduler.drafting.chooser = RandomDrafts(BLOCK_SIZE, 1, head=True, block=True)
+        engine.scheduler.drafting.chooser = RandomDrafts(BLOCK_SIZE, 1, block=True)
     return engine
 
 
@@ -99,9 +99,6 @@ def test_no_token_changes(
 ) -> None:
     """On the device from step to step, and over the host where a choice needs the tokens."""
     engine = new_engine(path, draft_tokens, batch_invariant=True, enforce_eager=enforce_eager)
-    if draft_tokens == "auto":
-        # With pauses.
-        engine.scheduler.drafting.chooser = RandomDrafts(BLOCK_SIZE, 1, block=True)
     steps = verifications(engine)
     assert bool(steps.description.sizes) is not enforce_eager
     wanted = plain[len(PARAMS)]
@@ -206,7 +203,7 @@ def test_auto_with_forced_acceptance(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     for rate in (0, 0.5, 0.9):
         engine.reset()  # also its own policy again
-        local.sampler.choose_with(ForcedAcceptance(local, rate, varied=True))
+        local.sampler.sample_logits = ForcedAcceptance(local, rate, varied=True)
         results = [engine.add_request(str(i), [5 + i] * 30, params) for i in range(8)]
         kinds = set()
         while engine.has_work:
@@ -246,7 +243,7 @@ def test_two_ranks(path: Path, closing: list[Engine]) -> None:
     closing.append(new_engine(path, "auto", **options))
     engine = closing[1]
     assert token_ids(generate(engine, TEXTS)) == wanted
-    call_ranks_or_die(engine.executor, partial(force_acceptance, 0.8, True))
+    call_ranks_collectively(engine.executor, partial(force_acceptance, 0.8, True))
     before = engine.metrics()
     found = token_ids(generate(engine, TEXTS))
     assert [len(ids) for ids in found] == [len(ids) for ids in wanted]

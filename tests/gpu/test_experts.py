@@ -5,7 +5,7 @@ import torch
 
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.moe import ExpertTerms, ExpertWeight
+from finwhale.ops.moe import ExpertWeight, UnreducedExperts
 from finwhale.ops.moe import experts_hopper as kernels
 from finwhale.ops.moe.experts_hopper import HopperPlan
 from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS
@@ -147,7 +147,7 @@ def test_mhc_adds_the_outputs_as_combine_does(num_tokens: int) -> None:
     params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
     assert HOPPER.mhc_of_terms is not None
     assert num_tokens <= HOPPER.mhc_of_terms.expert_tokens
-    terms = ExpertTerms(each, ids, shared, torch.bfloat16)
+    terms = UnreducedExperts(each, ids, shared, torch.bfloat16)
     total = HOPPER.experts_combine(each, ids, shared)
     streams = HOPPER.mhc_of_terms.mhc_post(terms, post, res, residual)
     found = HOPPER.mhc_of_terms.mhc_post_pre(terms, post, res, residual, w, params)

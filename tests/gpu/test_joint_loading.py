@@ -17,13 +17,13 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_stored
 from finwhale.distributed import joint_ranks
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parents[2]
 CONFIG = replace(
-    ModelConfig.preset("flash").without_draft_head().with_layers(4),
+    DeepseekV4Config.preset("flash").without_draft_head().with_layers(4),
     vocab_size=1280,
     n_routed_experts=8,
 )
@@ -33,7 +33,7 @@ class ComparingLoader(Loader):
     """Compares weights that the ranks load together with those that this rank loads alone."""
 
     def compare(self) -> None:
-        joint, alone = self.loaded(self.device, self.ranks), self.loaded(self.device)
+        joint, alone = self.loaded(self.ranks), self.loaded()
         for (path, one), (_, other) in zip(tensors(joint), tensors(alone), strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), path
         del joint, alone, one, other
@@ -54,7 +54,7 @@ class ComparingLoader(Loader):
         if self.rank.index:
             self.checkpoint = replace(self.checkpoint, path=self.checkpoint.path / "missing")
         try:
-            self.loaded(self.device, self.ranks)
+            self.loaded(self.ranks)
         except FinwhaleError as error:
             assert "No such file" in str(error), error
         else:

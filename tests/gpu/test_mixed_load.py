@@ -22,7 +22,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.ranks import Ranks
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import DummyWeights
 
 pytestmark = pytest.mark.alone
@@ -55,7 +55,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     sys.path.insert(0, str(ROOT))  # the ranks import this module
-    model = ModelConfig.preset("flash").with_layers(4)
+    model = DeepseekV4Config.preset("flash").with_layers(4)
     config = EngineConfig(
         device=DEVICE,
         tensor_parallel_size=None if DEVICE else min(2, torch.cuda.device_count()),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
 from finwhale.bench.ops import NO_KERNEL
@@ -24,7 +25,6 @@ from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.platform import Platform
-from finwhale.testing.stepping import Stepper
 
 from .near_ties import assert_part_at_near_ties
 

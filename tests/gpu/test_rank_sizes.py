@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import operator_checks as checks
 
-from finwhale.bench import ops as bench
 from finwhale.ops import load_ops
 from finwhale.ops.case import CONFIGS, ModelDraw
 from finwhale.platform import Platform
@@ -26,8 +26,8 @@ def test_attention_of_a_rank(config: str, size: int, invariant: bool) -> None:
     ops = load_ops(platform, batch_invariant=invariant)
     reference = load_ops(Platform.detect(), reference=True)
     sizes = CONFIGS[config].of_rank(size)
-    for at_step in bench.at_steps(sizes, ModelDraw("cuda"), "sparse_attention"):
-        for verdict in bench.check_model_case(at_step, ops, reference, invariant=invariant):
+    for at_step in checks.at_steps(sizes, ModelDraw("cuda"), "sparse_attention"):
+        for verdict in checks.check_model_case(at_step, ops, reference, invariant=invariant):
             assert verdict.fault is None, verdict
 
 
@@ -37,8 +37,8 @@ def test_few_heads_are_some_of_64(heads: int) -> None:
     ops, draw = load_ops(Platform("nvidia", "sm90")), ModelDraw("cuda")
     for kind in ("window", "C4", "C128"):
         for count in (1, 2, 17, 300):
-            case = bench.model_case(
-                CONFIGS["flash"], draw, "sparse_attention", kind, bench.mixed_step(count)
+            case = checks.model_case(
+                CONFIGS["flash"], draw, "sparse_attention", kind, checks.mixed_step(count)
             )
             args: Any = case.args()
             out = args[8]

@@ -13,6 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import (
+    random_weights,
+    tiny_config,
+    write_plain_checkpoint,
+    write_quantised_checkpoint,
+)
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
@@ -22,13 +29,6 @@ from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import (
-    random_weights,
-    tiny_config,
-    write_plain_checkpoint,
-    write_quantised_checkpoint,
-)
 
 SEEDS = (0, 3, 8, 16)
 LENGTH = 290

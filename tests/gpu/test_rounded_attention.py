@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import operator_checks as checks
+from tests.support.packing import padded
 from torch import Tensor
 
 from finwhale.bench import ops as bench
-from finwhale.bench.packing import padded, ready
+from finwhale.bench.ops import ready
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import CONFIGS, Chunks, ModelDraw
 from finwhale.ops.linear.quantise_triton import quantise
@@ -31,7 +33,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 def steps(count: int) -> list[Chunks]:
     """Decodes, or a prompt; for some numbers a mixed step too."""
     alone = bench.step(count, 8192) if count <= 128 else ((0, count),)
-    return [alone, bench.mixed_step(count)] if count in (17, 1500) else [alone]
+    return [alone, checks.mixed_step(count)] if count in (17, 1500) else [alone]
 
 
 def check(ops: Ops, args: Any, w: Any) -> None:
@@ -57,7 +59,7 @@ def test_rounding_in_attention_is_rounding_afterwards(
     config: str, ranks: int, kind: str, invariant: bool
 ) -> None:
     ops, draw = load_ops(Platform("nvidia", "sm90"), batch_invariant=invariant), ModelDraw("cuda")
-    case = partial(bench.model_case, CONFIGS[config].of_rank(ranks), draw)
+    case = partial(checks.model_case, CONFIGS[config].of_rank(ranks), draw)
     grouped = case("grouped_linear", "wo_a", ())
     assert grouped.weight is not None
     w = ready(ops, grouped.weight())
@@ -65,4 +67,6 @@ def test_rounding_in_attention_is_rounding_afterwards(
         for chunks in steps(count):
             args = case("sparse_attention", kind, chunks).args()
             # Behind a decode, tokens that are none.
-            check(ops, padded(args, bench.PAGED["sparse_attention"], 3) if count == 17 else args, w)
+            check(
+                ops, padded(args, checks.PAGED["sparse_attention"], 3) if count == 17 else args, w
+            )

@@ -17,22 +17,22 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import SamplingParams
 from finwhale.bench import accuracy
+from finwhale.bench.engine import call_ranks_collectively
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.devices import fewest_ranks
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.engine.rank.static_inputs import with_bounds
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import DummyWeights
-from finwhale.testing.stepping import Stepper
 
 pytestmark = [
     pytest.mark.alone,
@@ -55,10 +55,15 @@ PARAMS = [
 ]
 
 
+def test_a_rank_that_makes_no_call_is_named() -> None:
+    """By every kernel that waits for it, after about a second."""
+    subprocess.run([sys.executable, "-m", "tests.gpu.lost_rank"], cwd=ROOT, check=True)
+
+
 def new_engine(
     size: int, draft_tokens: int = 0, device: str | None = None, whole_attention: bool = False
 ) -> Engine:
-    model = ModelConfig.preset("flash").with_layers(4)
+    model = DeepseekV4Config.preset("flash").with_layers(4)
     config = EngineConfig(
         device=device,
         tensor_parallel_size=size,
@@ -130,12 +135,12 @@ def pinned_blocks(executor: LocalExecutor) -> int:
 
 def test_nothing_is_compiled_or_reserved_late_and_every_rank_counts(two: Engine) -> None:
     """The first test: others launch what the engine would not."""
-    reserved = call_ranks_or_die(two.executor, pinned_blocks)
+    reserved = call_ranks_collectively(two.executor, pinned_blocks)
     assert all(reserved)
     serve_random(two, 60)
     assert not any(two.executor.late_compilations().values())
-    assert call_ranks_or_die(two.executor, pinned_blocks) == reserved
-    call_ranks_or_die(two.executor, partial(odd_sum, 37))
+    assert call_ranks_collectively(two.executor, pinned_blocks) == reserved
+    call_ranks_collectively(two.executor, partial(odd_sum, 37))
     end = time.monotonic() + 5  # the other rank reports its count with a heartbeat
     while two.executor.late_compilations()["triton"] < 2 and time.monotonic() < end:
         time.sleep(0.1)
@@ -146,10 +151,10 @@ def test_two_ranks_are_close_to_one_and_equal_each_other(two: Engine) -> None:
     ids = text(0, 1500)
     given = accuracy.Text(ids, torch.arange(0, 1500, 5), [130, 700, 1025], 8)
     two.reset_prefix_cache()
-    found, other = call_ranks_or_die(two.executor, partial(accuracy.compute, given, True))
+    found, other = call_ranks_collectively(two.executor, partial(accuracy.compute, given, True))
     assert found.digest == other.digest
     one = new_engine(1)
-    (alone,) = call_ranks_or_die(one.executor, partial(accuracy.compute, given, True))
+    (alone,) = call_ranks_collectively(one.executor, partial(accuracy.compute, given, True))
     for way, logits in found.logits.items():
         assert accuracy.compare(logits, alone.logits[way])["relative_error"] < CLOSE, way
     assert accuracy.overlap(found.selected, alone.selected) > 0.98
@@ -163,7 +168,7 @@ def test_ranks_that_hold_attention_whole_are_close_to_one_and_equal_each_other(
     """Steps of 1,152 tokens and more, launched by the host and captured; `two` has none."""
     given = accuracy.Text(text(0, 3800), torch.arange(0, 3800, 5), [1300, 2900, 3000], 8)
     one = new_engine(1)
-    (alone,) = call_ranks_or_die(one.executor, partial(accuracy.compute, given, True))
+    (alone,) = call_ranks_collectively(one.executor, partial(accuracy.compute, given, True))
     del one
     gc.collect()
     engine = new_engine(2, whole_attention=True)
@@ -171,13 +176,13 @@ def test_ranks_that_hold_attention_whole_are_close_to_one_and_equal_each_other(
     serve_random(engine, 30)
     assert not any(engine.executor.late_compilations().values())
     # The comparisons below also run steps that the engine never runs, so they compile kernels.
-    found, other = call_ranks_or_die(engine.executor, partial(accuracy.compute, given, True))
+    found, other = call_ranks_collectively(engine.executor, partial(accuracy.compute, given, True))
     assert found.digest == other.digest
     for way, logits in found.logits.items():
         # The text is longer than above, and the single rank is batch-invariant.
         assert accuracy.compare(logits, alone.logits[way])["relative_error"] < 1.5 * CLOSE, way
     assert accuracy.overlap(found.selected, alone.selected) > 0.98
-    assert call_ranks_or_die(engine.executor, captured_prefills) == [[True] * 5] * 2
+    assert call_ranks_collectively(engine.executor, captured_prefills) == [[True] * 5] * 2
     engine.executor.close()
 
 
@@ -222,7 +227,7 @@ def decodes(lengths: Sequence[int], executor: LocalExecutor) -> list[str]:
 
 def test_graphs_and_batches_change_no_bit(two: Engine) -> None:
     two.reset_prefix_cache()
-    found = call_ranks_or_die(two.executor, partial(decodes, [700, 3, 129, 1, 1300, 260]))
+    found = call_ranks_collectively(two.executor, partial(decodes, [700, 3, 129, 1, 1300, 260]))
     assert found == [[], []]
 
 
@@ -241,7 +246,7 @@ def test_drafting_changes_no_token(wanted: list[list[int]]) -> None:
 
 
 def test_the_fewest_gpus_that_hold_the_model() -> None:
-    model, count = ModelConfig.preset("flash"), torch.cuda.device_count()
+    model, count = DeepseekV4Config.preset("flash"), torch.cuda.device_count()
     memory = torch.cuda.get_device_properties(0).total_memory
     config = EngineConfig()
     assert fewest_ranks(config, model.with_layers(4), count) == 1
@@ -269,7 +274,7 @@ def main(what: str) -> None:
     assert isinstance(executor, Ranks)
     if what == "twice":
         found = [here.tokens(engine)]
-        counts = call_ranks_or_die(executor, here.compiled)
+        counts = call_ranks_collectively(executor, here.compiled)
         del engine, executor
         gc.collect()
         other = here.new_engine(2)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
+from finwhale.bench.engine import call_ranks_collectively
 from finwhale.engine.rank.ranks import Ranks
 
 from . import test_several_gpus as several
@@ -21,7 +21,7 @@ def test_two_ranks_of_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(several.ROOT))  # the ranks import that module
     engine = several.new_engine(2, device="cuda:0,0")
     try:
-        found = call_ranks_or_die(engine.executor, partial(several.decodes, [700, 3, 129]))
+        found = call_ranks_collectively(engine.executor, partial(several.decodes, [700, 3, 129]))
         assert found == [[], []]
         assert several.tokens(engine) == several.tokens(engine)
         free, total = torch.cuda.mem_get_info(0)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from tests.engine.trainers import HOST, described, free_port
 from tests.engine.weights import bits_of
+from tests.support.tensors import read_tensors
 
 from finwhale import LLM, BroadcastTensors, FinwhaleError, SamplingParams, SharedTensors
 from finwhale.demo import DEMO_PATH
 from finwhale.distributed.cuda_ipc import IpcHandle
-from finwhale.testing.tensors import read_tensors
 
-SCRIPT = Path(__file__).parent / "trainer_process.py"
+ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=3)
 PROMPTS = [[0, *range(20, 320)], [0, 21, 22]]
 outputs = partial(bits_of, prompts=PROMPTS, params=PARAMS)
@@ -42,9 +42,9 @@ def llm() -> LLM:
 
 @contextmanager
 def trainer(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [sys.executable, "-m", "tests.gpu.trainer_process", *arguments]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
     with process:
         try:
             yield process

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
-from finwhale.bench.packing import ready
+from finwhale.bench.ops import ready
 from finwhale.config import WoAInput
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -15,7 +16,6 @@ from finwhale.ops.case import CONFIGS, ModelDraw
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.linear.cases import model_cases
 from finwhale.platform import Platform
-from finwhale.testing.stepping import Stepper
 
 PROMPTS = ["Once upon a time", "The whale", "A", "In the morning the baker"] * 2
 HOPPER = Platform("nvidia", "sm90")

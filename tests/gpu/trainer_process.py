@@ -8,12 +8,12 @@ import json
 import sys
 
 import torch
+from tests.support.tensors import read_tensors
 from torch import Tensor
 
 from finwhale.demo import DEMO_PATH
 from finwhale.distributed.cuda_ipc import export_handle
 from finwhale.distributed.weight_group import GroupAddress, WeightGroup
-from finwhale.testing.tensors import read_tensors
 
 
 def changed_weights() -> dict[str, Tensor]:

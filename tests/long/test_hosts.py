@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
+from tests.support.tiny import divisible_config, random_weights, write_plain_checkpoint
 
 from .servers import (
     Program,

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.tiny import divisible_config, random_weights, write_plain_checkpoint
 
 from finwhale import LLM, SamplingParams
-from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
 
 from . import environments
 

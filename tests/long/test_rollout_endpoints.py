@@ -15,10 +15,10 @@ from tests.server.rollouts import (
     write_other_demo,
 )
 from tests.server.running import MODEL, RunningServer, check_idle
+from tests.support.tensors import read_tensors
 
 from finwhale import LLM
 from finwhale.demo import DEMO_PATH
-from finwhale.testing.tensors import read_tensors
 
 Answer = tuple[str, list[float]]
 

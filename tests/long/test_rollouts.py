@@ -12,6 +12,13 @@ import pytest
 import torch
 from tests.engine.trainers import described, free_port
 from tests.engine.weights import bits_of, in_one_buffer
+from tests.support.tiny import (
+    divisible_config,
+    random_weights,
+    tiny_config,
+    write_plain_checkpoint,
+    write_quantised_checkpoint,
+)
 from torch import Tensor
 
 from finwhale import (
@@ -32,14 +39,8 @@ from finwhale.models.registry import architecture_of, parse_config
 from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
-from finwhale.testing.tiny import (
-    divisible_config,
-    random_weights,
-    tiny_config,
-    write_plain_checkpoint,
-    write_quantised_checkpoint,
-)
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [9] * 300, list(range(2, 40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
 outputs = partial(bits_of, prompts=PROMPTS, params=GREEDY)
@@ -120,9 +121,8 @@ def test_a_trainers_process_broadcasts_to_two_ranks(
     def update(count: int, **change: Any) -> None:
         """Update from a trainer that sends some tensors, and then dies or waits."""
         port = free_port()
-        script = Path(__file__).parent / "trainer_process.py"
-        command = [sys.executable, str(script), str(port), "3", str(count)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as trainer:
+        command = [sys.executable, "-m", "tests.long.trainer_process", str(port), "3", str(count)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) as trainer:
             try:
                 llm.init_weights_update_group(
                     "127.0.0.1", port, rank_offset=1, world_size=3, timeout_seconds=60

@@ -8,9 +8,9 @@ import os
 import sys
 
 import torch
+from tests.support.tiny import divisible_config, random_weights
 
 from finwhale.distributed.weight_group import GroupAddress, WeightGroup
-from finwhale.testing.tiny import divisible_config, random_weights
 
 port, world_size, count = map(int, sys.argv[1:4])
 address = GroupAddress(

@@ -13,9 +13,9 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.plan.draft_policy import FILL, PLAIN, DraftChoice, step_kinds
+from finwhale.engine.plan.draft_policy import NO_DRAFTS, DraftChoice, step_kinds
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.sampling.noise import gumbel
 
@@ -33,7 +33,9 @@ STORY = (
 
 def demo_weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """The embedded model's tensors by official name, as float32 numbers."""
-    source = WeightSource(Checkpoint.open(DEMO_PATH), weight_specs(ModelConfig.from_dict(config)))
+    source = WeightSource(
+        Checkpoint.open(DEMO_PATH), weight_specs(DeepseekV4Config.from_dict(config))
+    )
     return {spec.name: stored.dequantise(torch.float32) for spec, stored in source}
 
 
@@ -50,13 +52,12 @@ class RandomDrafts:
     """Any kind of step, and any numbers of drafts that fit into it.
 
     Args:
-        head: fill the draft head's window in every step.
         block: the head's pass makes all drafts at once.
     """
 
-    def __init__(self, most: int, seed: int, *, head: bool = False, block: bool = False) -> None:
-        self.kind = FILL
-        self.kinds = [*step_kinds(most, block=block), *[PLAIN] * (not head)]
+    def __init__(self, most: int, seed: int, *, block: bool = False) -> None:
+        self.kind = NO_DRAFTS
+        self.kinds = step_kinds(most, block=block)
         self.draw = random.Random(seed)
         self.seen: set[tuple[int, ...]] = set()
 

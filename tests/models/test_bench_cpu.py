@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.tiny import random_weights, tiny_config, write_quantised_checkpoint
 
 from finwhale.bench import cpu
 from finwhale.errors import FinwhaleError
-from finwhale.testing.tiny import random_weights, tiny_config, write_quantised_checkpoint
 
 SMALL = ["--context", "12", "--steps", "8", "--rounds", "1", "--prefill", "16", "--batches", "2"]
 SMALL += ["--threads", "1"]

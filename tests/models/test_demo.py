@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.loading import inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.stepping import Stepper
 
 MAX_BYTES = 24_000_000
 MAX_BYTES_OF_BOTH = 36_000_000
@@ -45,7 +45,7 @@ def test_is_small_and_in_the_official_layout() -> None:
     files = [path for path in DEMO_PATH.iterdir() if path.suffix in (".json", ".safetensors")]
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES
     checkpoint = Checkpoint.open(DEMO_PATH)
-    config = ModelConfig.from_dict(checkpoint.config)
+    config = DeepseekV4Config.from_dict(checkpoint.config)
     specs = weight_specs(config)
     inventory = inventory_report(checkpoint, specs)
     assert inventory.complete
@@ -61,7 +61,7 @@ def test_both_forms_share_the_model() -> None:
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES_OF_BOTH
     checkpoint = Checkpoint.open(DSPARK_PATH)
     assert inventory_report(
-        checkpoint, weight_specs(ModelConfig.from_dict(checkpoint.config))
+        checkpoint, weight_specs(DeepseekV4Config.from_dict(checkpoint.config))
     ).complete
     shared = {name for name in checkpoint.tensors if not name.startswith("mtp.")}
     assert {checkpoint.tensors[name].file for name in shared} == {"../demo/base.safetensors"}

@@ -68,7 +68,7 @@ def test_every_proposal(
             draft_on_device(engine.executor, engine.config)
             engine.steps_ahead = 1
         if draft_tokens == "auto":
-            engine.scheduler.drafting.chooser = RandomDrafts(3, 1, head=True)
+            engine.scheduler.drafting.chooser = RandomDrafts(3, 1)
         watch = Watch(engine)
         texts = generate(engine, llm.get_tokenizer().encode(STORY), max_tokens=24)
         metrics = engine.metrics()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM
@@ -16,8 +18,6 @@ from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import DraftStart
 from finwhale.ops.paging import Tokens
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint
 
 from .dspark_transcription import context_rows, draft, main_feature
 from .oracle import assert_texts_agree, in_float64, relative_error, single_threaded

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.config import Activations
 from finwhale.models.deepseek_v4.attention import COMPRESS_STREAM
 from finwhale.models.deepseek_v4.compressor import C4Compressor
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
 from .oracle import relative_error, torch_threads
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.test_sharded_loading import QUANTISED, loaded, opened, tensors
+from tests.support.tiny import random_weights
 
 from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.dummy import DummySource
@@ -26,7 +27,6 @@ from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError, OtherRankError
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import random_weights
 
 
 class Threads:

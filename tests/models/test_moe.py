@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tests.support.tiny import tiny_config
 
 from finwhale.checkpoint.dummy import DummySource
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.weight_loading import WeightLoading
@@ -15,14 +16,13 @@ from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import load_ops
 from finwhale.ops.case import step_tokens
 from finwhale.platform import Platform
-from finwhale.testing.tiny import tiny_config
 
 NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", "experts_combine")
 
 
 def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
     """Its output is there only after the join, which must not hold compute back."""
-    config = ModelConfig.from_dict(tiny_config(0) | {"num_hash_layers": 0})
+    config = DeepseekV4Config.from_dict(tiny_config(0) | {"num_hash_layers": 0})
     cpu, table = torch.device("cpu"), load_ops(Platform.cpu(), reference=True)
     source = DummySource(weight_specs(config), cpu)
     weights = WeightLoading(

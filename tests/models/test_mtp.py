@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM
 from finwhale.config import Activations
 from finwhale.engine.rank.executor import local_executor
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
 from . import transcription
 from .oracle import assert_texts_agree, in_float64, relative_error, single_threaded

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from finwhale import LLM, SamplingParams
-from finwhale.checkpoint.writer import write_checkpoint
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import (
+from tests.support.stepping import Stepper
+from tests.support.tiny import (
     random_weights,
     tiny_config,
     write_plain_checkpoint,
     write_quantised_checkpoint,
 )
+from torch import Tensor
+
+from finwhale import LLM, SamplingParams
+from finwhale.checkpoint.writer import write_checkpoint
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.weights import weight_specs
 
 from . import transcription
 from .oracle import Oracle, relative_error, single_threaded
@@ -35,7 +35,7 @@ TOLERANCE = 1e-5
 
 def twin(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """The weights after quantisation, by the formats' definitions: written again, slowly."""
-    specs = weight_specs(ModelConfig.from_dict(config))
+    specs = weight_specs(DeepseekV4Config.from_dict(config))
     out = {}
     for name, weight in weights.items():
         match specs[name].storage:
@@ -137,7 +137,7 @@ def test_other_storages(tmp_path: Path, change: dict[str, str | None]) -> None:
     else:
         config |= change
     weights = random_weights(config, 1)
-    specs = weight_specs(ModelConfig.from_dict(config))
+    specs = weight_specs(DeepseekV4Config.from_dict(config))
     scales = torch.float32 if "scale_fmt" in change else torch.float8_e8m0fnu
     write_checkpoint(
         tmp_path, config, weights.items(), specs, scale_dtype=scales, max_shard_bytes=300_000

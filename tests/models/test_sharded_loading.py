@@ -26,7 +26,7 @@ from finwhale.checkpoint.staging import Staging
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -56,7 +56,7 @@ def no_collection() -> Iterator[None]:
 
 
 @cache
-def published(config: ModelConfig) -> Checkpoint:
+def published(config: DeepseekV4Config) -> Checkpoint:
     """The headers of a checkpoint; no file holds the data."""
     tensors: dict[str, TensorInfo] = {}
 
@@ -184,9 +184,9 @@ def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def opened(
     path: Path, rank: Rank, sources: type[WeightSource] = WeightSource
-) -> tuple[ModelConfig, WeightSource]:
+) -> tuple[DeepseekV4Config, WeightSource]:
     checkpoint = Checkpoint.open(path)
-    config = ModelConfig.from_dict(checkpoint.config)
+    config = DeepseekV4Config.from_dict(checkpoint.config)
     return config, sources(checkpoint, weight_specs(config, rank))
 
 
@@ -273,7 +273,7 @@ def test_a_rank_reads_its_own_bytes_once(
 
 
 def loaded(
-    config: ModelConfig,
+    config: DeepseekV4Config,
     stream: WeightStream,
     rank: Rank,
     packed: bool,
@@ -302,7 +302,7 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors(item, f"{path}.{i}")
 
 
-def joined(path: str, parts: list[Tensor], config: ModelConfig) -> Tensor:
+def joined(path: str, parts: list[Tensor], config: DeepseekV4Config) -> Tensor:
     """The tensor of one rank, from those of several."""
     if path.endswith(("wq_b.weight", "wq_b.scale")):
         # The rank's heads, then the whole indexer's, if the layer has one.

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
 from . import transcription
 from .oracle import Oracle, relative_error, single_threaded

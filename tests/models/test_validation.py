@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.stepping import Stepper
+from tests.support.tensors import read_tensors
 from torch import Tensor
 
 from finwhale import LLM
@@ -16,8 +18,6 @@ from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
 from finwhale.number_formats import e2m1_values
 from finwhale.ops.moe import EXPONENT_SPREAD
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tensors import read_tensors
 from finwhale.validation.expectations import expectations_of
 from finwhale.validation.language import check_language
 from finwhale.validation.report import Expectation

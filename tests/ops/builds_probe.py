@@ -37,16 +37,16 @@ from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.graphs import prefill_sizes
-from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.launch_signatures import LaunchEnumerator
 from finwhale.engine.rank.memory import LargestSteps
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.rank_links import NoCollectives
+from finwhale.models.deepseek_v4.tensor_parallel import NoCollectives
 from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import load_ops
@@ -117,11 +117,11 @@ DRAFTING = replace(
 EAGER = replace(LARGEST, num_tokens=300, num_seqs=64, decode_graphs=(), prefill_graphs=())
 
 
-def small_flash(preset: str = "flash") -> ModelConfig:
+def small_flash(preset: str = "flash") -> DeepseekV4Config:
     """A small model with Flash's heads and one layer of each kind; with DSpark if that is Flash's
     draft head.
     """
-    config = ModelConfig.preset(preset).with_layers(4)
+    config = DeepseekV4Config.preset(preset).with_layers(4)
     if config.dspark is None:
         config = config.without_draft_head()
     else:
@@ -137,7 +137,7 @@ def small_flash(preset: str = "flash") -> ModelConfig:
     )
 
 
-class Sample(SignatureRun):
+class Sample(LaunchEnumerator):
     """Steps of every number of tokens, with random contexts."""
 
     stride = 1  # between numbers of more than 128 tokens
@@ -177,7 +177,7 @@ class FewSteps(Sample):
         return islice(super().steps(), 0, None, 20)
 
 
-class DividedSample(SignatureRun):
+class DividedSample(LaunchEnumerator):
     """Steps around the number of tokens from which the ranks divide them, and larger ones."""
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
@@ -189,7 +189,7 @@ class DividedSample(SignatureRun):
             yield n, n, [(draw.randint(1, length), n) for length in lengths]
 
 
-class DraftingSample(SignatureRun):
+class DraftingSample(LaunchEnumerator):
     """Steps of an engine that drafts: of every size and width, and passes of any draft head."""
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
@@ -410,7 +410,7 @@ def load_all(variants: list[Variant]) -> None:
         kernel.preload(variant.specialization)
 
 
-def new_model(config: ModelConfig, round_wo_a: bool, rank: Rank = ALONE) -> DeepseekV4:
+def new_model(config: DeepseekV4Config, round_wo_a: bool, rank: Rank = ALONE) -> DeepseekV4:
     cpu = torch.device("cpu")
     weights: list[Any] = []
 
@@ -441,7 +441,7 @@ def new_model(config: ModelConfig, round_wo_a: bool, rank: Rank = ALONE) -> Deep
 
 
 def without_weights(
-    config: ModelConfig, round_wo_a: bool, largest: StepLimits, *, eager: bool
+    config: DeepseekV4Config, round_wo_a: bool, largest: StepLimits, *, eager: bool
 ) -> set[tuple[str, str]]:
     """The launches of a model whose tensors have no memory, as `Builds.begin` gets them."""
     specs = weight_specs(config)
@@ -459,12 +459,12 @@ def without_weights(
         model = DeepseekV4(config, OPS, weights, round_activations=True, max_positions=40000)
         groups = cache_spec(config)
         cache = LargestSteps.alone(model, groups, OPS).cache
-        SignatureRun(model, groups, OPS, cache, largest, eager=eager)()
+        LaunchEnumerator(model, groups, OPS, cache, largest, eager=eager)()
 
     return names(collect(launch_all))
 
 
-def compare_drafting_launches(config: ModelConfig, max_len: int) -> dict[str, Any]:
+def compare_drafting_launches(config: DeepseekV4Config, max_len: int) -> dict[str, Any]:
     """The missing launches of an engine that drafts with DSpark, and the launches of verifications.
 
     A verification of 5 to 8 tokens must have the launches of one of 4.
@@ -472,7 +472,7 @@ def compare_drafting_launches(config: ModelConfig, max_len: int) -> dict[str, An
     model, groups = new_model(config, True), cache_spec(config)
     cache = LargestSteps.alone(model, groups, OPS).cache
     largest = replace(DRAFTING, max_len=max_len)
-    run = SignatureRun(model, groups, OPS, cache, largest, eager=False)
+    run = LaunchEnumerator(model, groups, OPS, cache, largest, eager=False)
     every = collect(DraftingSample(model, groups, OPS, cache, largest, eager=False))
     steps = VerificationSteps(
         model,
@@ -522,7 +522,7 @@ def compare_divided_launches() -> list[tuple[str, str]]:
     config = replace(small_flash(), hidden_size=512, moe_intermediate_size=256)
     largest = replace(LARGEST, num_tokens=1900)
     found = []
-    for index, run in enumerate((SignatureRun, DividedSample)):
+    for index, run in enumerate((LaunchEnumerator, DividedSample)):
         model = new_model(config, True, Rank(index, 2, whole_attention=True))
         groups = cache_spec(config)
         cache = LargestSteps.alone(model, groups, OPS).cache
@@ -540,15 +540,15 @@ def compare_launches(
     model = new_model(config, round_wo_a)
     groups = cache_spec(config)
     cache = LargestSteps.alone(model, groups, OPS).cache
-    walked = collect(SignatureRun(model, groups, OPS, cache, LARGEST, eager=False))
+    walked = collect(LaunchEnumerator(model, groups, OPS, cache, LARGEST, eager=False))
     every = collect(sample(model, groups, OPS, cache, LARGEST, eager=False))
     missing = names(every) - names(walked)
     missing |= names(collect(sample(model, groups, OPS, cache, ALL_CAPTURED, eager=False))) - names(
-        collect(SignatureRun(model, groups, OPS, cache, ALL_CAPTURED, eager=False))
+        collect(LaunchEnumerator(model, groups, OPS, cache, ALL_CAPTURED, eager=False))
     )
 
     missing |= names(collect(sample(model, groups, OPS, cache, EAGER, eager=True))) - names(
-        collect(SignatureRun(model, groups, OPS, cache, EAGER, eager=True))
+        collect(LaunchEnumerator(model, groups, OPS, cache, EAGER, eager=True))
     )
 
     def choices() -> None:
@@ -596,7 +596,7 @@ def main() -> None:
     if few:
         print(json.dumps(report))
         return
-    demo = ModelConfig.from_dict(read_config(DSPARK_PATH))
+    demo = DeepseekV4Config.from_dict(read_config(DSPARK_PATH))
     report |= {
         "drafting": compare_drafting_launches(small_flash("flash-0731"), 40000),
         # Its heads are not those of the Hopper kernels, so portable ones run.

@@ -9,16 +9,16 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from finwhale.engine.plan.draft_policy import step_kinds
-from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.launch_signatures import LaunchEnumerator
 from finwhale.engine.rank.memory import LargestSteps
 from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import load_ops
-from finwhale.ops.attention import Selected, Window
+from finwhale.ops.attention import TopkEntries, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.indexer import layout as keys_layout
@@ -62,7 +62,7 @@ def call_attention() -> None:
         1e-6,
         tokens,
         Window(pool, table, 128),
-        Selected(pool, meta(256, 512, dtype=torch.int32), 64),
+        TopkEntries(pool, meta(256, 512, dtype=torch.int32), 64),
         f32(64),
         512**-0.5,
         meta(256, 64, 512),
@@ -79,7 +79,7 @@ def call_indexer() -> None:
 def launch_all() -> None:
     """All launches of the AMD table that an engine with Flash and its DSpark head builds ahead."""
     ops = load_ops(Platform("amd", "gfx942"))
-    config = ModelConfig.preset("flash-0731").with_layers(4)  # one of each kind
+    config = DeepseekV4Config.preset("flash-0731").with_layers(4)  # one of each kind
     weights = WeightLoading(
         config,
         storages={name: spec.storage for name, spec in weight_specs(config).items()},
@@ -92,7 +92,7 @@ def launch_all() -> None:
     model = DeepseekV4(config, ops, weights, round_activations=True, max_positions=2**20)
     groups = cache_spec(config)
     cache = LargestSteps.alone(model, groups, ops).cache
-    SignatureRun(model, groups, ops, cache, LIMITS, eager=True)()
+    LaunchEnumerator(model, groups, ops, cache, LIMITS, eager=True)()
 
 
 @cache

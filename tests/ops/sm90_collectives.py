@@ -10,7 +10,7 @@ from finwhale.distributed import push_triton
 from finwhale.distributed.push import WORD_BYTES
 from finwhale.distributed.push_sizes import SIZES
 from finwhale.ops.mhc import MhcParams, MhcWeight, mhc_triton
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import Channel, PartialSum
 
 FAULTS = 2**40  # the address that a launch passes
@@ -77,7 +77,7 @@ def call_partial_sums(size: int) -> None:
         x = PartialSum(meta(rows, width, dtype=dtype), of_ranks)
         mhc_triton.mhc_post(x, post, res, streams, options=how)
         mhc_triton.mhc_post_pre(x, post, res, streams, w, params, options=how)
-        x = PartialSum(ExpertTerms(each, ids, shared, dtype), of_ranks)
+        x = PartialSum(UnreducedExperts(each, ids, shared, dtype), of_ranks)
         mhc_triton.mhc_post(x, post, res, streams, options=how)
         mhc_triton.mhc_post_pre(x, post, res, streams, w, params, options=how)
 

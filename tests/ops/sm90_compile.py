@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.engine.rank.memory import all_sampling_options, without_filters
-from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import prepare_qkv_triton as prepare
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention as portable_attention
@@ -297,12 +297,11 @@ def f32(*shape: int) -> Tensor:
 
 def call_mhc(D: int, N: int) -> None:
     params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
-    late = replace(params, late_mixes=True)
     w = MhcWeight(f32(24, 4 * D), f32(24), f32(24), f32(D))
     head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
     post, res, streams = f32(N, 4), f32(N, 4, 4), meta(N, 4, D)
-    how = mhc.Options(inline_asm=True, late_mixes=True)
-    mhc.mhc_pre(meta(N, D)[:, None].expand(-1, 4, -1), w, late, options=how)
+    how = mhc.Options(inline_asm=True)
+    mhc.mhc_pre(meta(N, D)[:, None].expand(-1, 4, -1), w, params, options=how)
     mhc.mhc_post(meta(N, D), post, res, streams, options=how)
     mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params, options=how)
     mhc.hc_head(streams, head, params, options=how)
@@ -472,8 +471,8 @@ def call_attention(
     for entries, *out in (
         (None, meta(N, A, C)),
         (None, values, scales.flatten(1)),
-        (Selected(pool, meta(N, topk, dtype=torch.int32), 64), meta(N, A, C)),
-        (Complete(small, page_table(N, 2), 128), meta(N, A, C)),
+        (TopkEntries(pool, meta(N, topk, dtype=torch.int32), 64), meta(N, A, C)),
+        (AllEntries(small, page_table(N, 2), 128), meta(N, A, C)),
     ):
         sparse_attention(
             meta(N, A, C),

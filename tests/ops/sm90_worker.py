@@ -14,6 +14,8 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from finwhale.ops.launch.streamed_loads import install_hook
+
 from . import sm90_compile
 
 
@@ -32,6 +34,7 @@ def answer(module: str, call: str, mode: str, arch: int | str) -> dict[str, Any]
 
 def main() -> None:
     JITFunction.run = sm90_compile.compile_launch
+    install_hook()
     for line in sys.stdin:
         print(json.dumps(answer(*json.loads(line))), flush=True)
 

@@ -70,7 +70,7 @@ def test_blocks(rows: int) -> None:
         assert int(found.ids[n]) == (17 if k else b + 3)
         assert int(found.tokens.sequence[n]) == b
         assert int(found.tokens.positions[n]) == (-1 if LAST[b] < 0 else LAST[b] + 1 + k)
-        slots = found.further_slots[n].tolist()
+        slots = found.extra_kv_slots[n].tolist()
         if LAST[b] < 0:
             assert slots == [-1] * rows
             continue

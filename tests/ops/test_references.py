@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention import cases as attention_cases
 from finwhale.ops.case import Chunks, Draw, OpCase, entry_rows, results, step_tokens
 from finwhale.ops.compressor import CompressPart
@@ -238,7 +238,7 @@ def naive_sparse_attention(
     eps: float,
     tokens: Tokens,
     window: Window,
-    entries: Selected | Complete | None,
+    entries: TopkEntries | AllEntries | None,
     sink: Floats,
     scale: float,
     out: Floats,
@@ -248,10 +248,10 @@ def naive_sparse_attention(
     for n, b, position in token_positions(tokens):
         seen = range(max(0, position - window.size + 1), position + 1)
         keys = [rows[slot(window.table, b, p)] for p in seen]
-        if isinstance(entries, Selected):
+        if isinstance(entries, TopkEntries):
             pool = f64(entries.pool)
             keys += [pool[s] for s in entries.slots[n].tolist() if s >= 0]
-        elif isinstance(entries, Complete):
+        elif isinstance(entries, AllEntries):
             pool = f64(entries.pool)
             complete = range((position + 1) // entries.ratio)
             keys += [pool[slot(entries.table, b, w)] for w in complete]
@@ -581,7 +581,7 @@ def test_every_operator_is_covered() -> None:
     assert {parts[0].weight.ratio for parts in compressed} == {4, 128}
     assert {len(parts) for parts in compressed} == {1, 2}
     attended = [case.args()[5] for case in SMALL if case.operator == "sparse_attention"]
-    assert {type(entries) for entries in attended} == {type(None), Selected, Complete}
+    assert {type(entries) for entries in attended} == {type(None), TopkEntries, AllEntries}
 
 
 def test_a_grouped_linear_takes_what_was_rounded_before() -> None:

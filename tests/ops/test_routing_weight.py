@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.compiled import cpu_ops as compiled
 from finwhale.ops import load_ops
 from finwhale.ops.case import Draw
 from finwhale.ops.moe import ExpertWeight
@@ -28,12 +27,6 @@ def on_the_cpu(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeight) -> Tens
     prepared.w13.copy_(w.w13)
     prepared.w2.copy_(w.w2)
     return ops.experts(x, ids, weights, ops.finish_experts(prepared), LIMIT)
-
-
-def in_the_compiled_mode(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeight) -> Tensor:
-    pairs = compiled.experts_dispatch(ids, E)
-    each = compiled.experts_compute(x, weights, pairs, compiled.columns(w), LIMIT)
-    return compiled.experts_combine(each, ids)
 
 
 def reference(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeight) -> Tensor:
@@ -81,7 +74,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-ALL = pytest.mark.parametrize("run", [on_the_cpu, reference, in_the_compiled_mode])
+ALL = pytest.mark.parametrize("run", [on_the_cpu, reference])
 
 
 @ALL
@@ -100,7 +93,7 @@ def test_without_rounding_the_routing_weight_may_be_applied_later(run: Run) -> N
         assert distance(run(*given), formula(*given, weight_first=weight_first)) < 1e-6
 
 
-@pytest.mark.parametrize("run", [on_the_cpu, reference])
+@ALL
 @pytest.mark.parametrize("round_input", [False, True], ids=["exact", "rounded"])
 def test_a_skipped_pair_adds_nothing(run: Run, round_input: bool) -> None:
     """Not even where its weight is not a number, or the first or last expert's weights are not."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.traffic import Traffic
 from torch import Tensor
 
 from finwhale.ops.case import step_tokens
@@ -19,7 +20,6 @@ from finwhale.ops.slots import (
     window_slots,
     write_slots,
 )
-from finwhale.testing.traffic import Traffic
 
 SEEDS, NUM_SEQS, DECODE = st.integers(0, 40), st.integers(1, 5), st.booleans()
 DRAWS = st.integers(0, 2**32).map(random.Random)

@@ -1,6 +1,13 @@
 """PTX with the L2 policy of TMA loads; tests/ops/test_sm90_compile.py compiles such PTX."""
 
-from finwhale.ops.launch.streamed_loads import MARK, streamed
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+from triton import knobs
+
+from finwhale.ops.launch.streamed_loads import KEY, MARK, install_hook, streamed
 
 LOAD = (
     "@%p4 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -23,3 +30,30 @@ def test_loads_of_a_kernel_with_the_mark_get_the_policy() -> None:
 
 def test_other_kernels_stay_as_they_are() -> None:
     assert streamed(PTX) == PTX
+
+
+@pytest.mark.parametrize("has_other", [False, True])
+def test_the_hook_of_the_host_program_still_runs(
+    has_other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*args: Any) -> tuple[str, str] | None:
+        if not args:
+            return "other", "other's"
+        _, stages, *more = args
+        assert more == ["options", "language", 90]
+        make = stages["ptx"]
+        stages["ptx"] = lambda *given: f"// other\n{make(*given)}"
+        return None
+
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", other if has_other else None)
+    install_hook()
+    hook: Any = knobs.runtime.add_stages_inspection_hook
+    install_hook()
+    assert knobs.runtime.add_stages_inspection_hook is hook
+    stages: dict[str, Any] = {"ptx": lambda source, metadata: f"{source}{PTX}"}
+    assert hook("backend", stages, "options", "language", 90) is None
+    first = "// other\n" if has_other else ""
+    assert stages["ptx"](f"{MARK}\n", {}) == first + streamed(f"{MARK}\n{PTX}")
+    assert stages["ptx"]("", {}) == first + PTX
+    keys = ("other", "other's") if has_other else ("", "")
+    assert hook() == tuple(key + KEY for key in keys)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import random_weights, tiny_config, write_quantised_checkpoint
 from torch import Tensor
 from triton.backends.amd.compiler import HIPOptions
 from triton.runtime.interpreter import InterpretedFunction
@@ -26,8 +28,6 @@ from finwhale.ops import load_ops
 from finwhale.ops.mhc import HcHeadWeight, mhc_unfused_triton, ref
 from finwhale.ops.paging import PageTable
 from finwhale.platform import Platform
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, write_quantised_checkpoint
 
 from .kernels_support import DTYPES, Inputs, assert_all_close
 from .test_triton_attention import EPS, Case, check

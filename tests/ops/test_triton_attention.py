@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import Complete, Selected, Window, ref, sparse_attention_triton
+from finwhale.ops.attention import AllEntries, TopkEntries, Window, ref, sparse_attention_triton
 from finwhale.ops.attention import prepare_qkv_triton as kernels
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
 from finwhale.ops.attention.sparse_attention_triton import (
@@ -59,22 +59,22 @@ class Case:
         table = draw.page_table(window_rows(chunks, W), 8)
         pool = packed_rows(draw, table, width, rope)
         self.window = Window(pool, table[0], W)
-        self.entries: Selected | Complete | None = None
+        self.entries: TopkEntries | AllEntries | None = None
         if kind != "none":
             rows = 8 if kind == "selected" else 2
             table = draw.page_table(entry_rows(chunks, 4 if kind == "selected" else 128), rows)
             pool = packed_rows(draw, table, width, rope)
-            self.entries = Complete(pool, table[0], 128)
+            self.entries = AllEntries(pool, table[0], 128)
             if kind == "selected":
                 slots = torch.full((num_tokens, K), -1, dtype=torch.int32)
                 for n, count in enumerate((tokens.positions + 1) // 4):
                     seen = min(K, int(count))
                     slots[n, :seen] = draw.distinct(table[1], seen).sort().values.int()
-                self.entries = Selected(pool, slots, rows)
+                self.entries = TopkEntries(pool, slots, rows)
         self.width, self.rope = width, rope
 
-    def dense(self, part: Window | Selected | Complete) -> Tensor:
-        rows = part.rows_per_page if isinstance(part, Selected) else part.table.rows_per_page
+    def dense(self, part: Window | TopkEntries | AllEntries) -> Tensor:
+        rows = part.rows_per_page if isinstance(part, TopkEntries) else part.table.rows_per_page
         return unpack_rows(part.pool, rows, self.width, self.rope)
 
     def wanted(self) -> Tensor:
@@ -141,7 +141,7 @@ class Case:
 
 
 def ref_attend(
-    q: Tensor, case: Case, window: Window, entries: Selected | Complete | None, out: Tensor
+    q: Tensor, case: Case, window: Window, entries: TopkEntries | AllEntries | None, out: Tensor
 ) -> None:
     """The reference behind the query's preparation."""
     slots = [(window.pool, window_slots(case.tokens, window.table, window.size))]
@@ -197,7 +197,7 @@ def test_rounding_by_the_kernel_that_writes_the_output(width: int, splits: int) 
     case.sink *= torch.logspace(0, 2, 18)
     tokens = padded(case.tokens)
     case.q = torch.cat((case.q, case.q[:1]))
-    assert isinstance(case.entries, Selected)
+    assert isinstance(case.entries, TopkEntries)
     slots = torch.cat((case.entries.slots, case.entries.slots[:1]))
     case.entries = replace(case.entries, slots=slots)
     whole = case.found(plan(16, 32, splits), tokens)
@@ -232,7 +232,7 @@ def test_padding_sees_no_row_and_gives_finite_values() -> None:
     case = Case(((20, 21),), 2, 128, 64, 32, "selected", 8)
     alone = case.found(plan(16, 16, 2))
     case.q = torch.cat((case.q, case.q))
-    assert isinstance(case.entries, Selected)
+    assert isinstance(case.entries, TopkEntries)
     case.entries = replace(case.entries, slots=torch.cat((case.entries.slots,) * 2))
     found = case.found(plan(16, 16, 2), padded(case.tokens))
     assert torch.equal(found[:1], alone)
@@ -256,7 +256,7 @@ def test_invariant_shares_give_a_token_its_own_bits(
         alone = replace(
             every, positions=every.positions[part], sequence=every.sequence[part], cache=StepCache()
         )
-        if isinstance(slots, Selected):
+        if isinstance(slots, TopkEntries):
             case.entries = replace(slots, slots=slots.slots[part])
         q, case.q = case.q, case.q[part]
         found = case.found(tokens=replace(alone, max_len=500 * n + 5), invariant=True)

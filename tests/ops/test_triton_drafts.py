@@ -60,7 +60,7 @@ def test_accepted_drafts(step: tuple[tuple[int, ...], int, int, int], seed: int)
 
 def parts(block: DraftBlock) -> tuple[Tensor, ...]:
     tokens = block.tokens
-    return block.ids, tokens.positions, tokens.sequence, tokens.query_start, block.further_slots
+    return block.ids, tokens.positions, tokens.sequence, tokens.query_start, block.extra_kv_slots
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
@@ -82,8 +82,8 @@ def test_slots_of_the_last_pages() -> None:
     table = PageTable(pages, torch.tensor([0, 1], dtype=torch.int32), 64)
     args = torch.tensor([4, 5]), one_each((2, 300)), table, BlockShape(3, 1, 128)
     found, wanted = kernels.make_blocks(*args), ref.make_blocks(*args)
-    assert torch.equal(found.further_slots, wanted.further_slots)
-    assert int(found.further_slots.max()) > 2**29
+    assert torch.equal(found.extra_kv_slots, wanted.extra_kv_slots)
+    assert int(found.extra_kv_slots.max()) > 2**29
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,5 @@
 """The Triton kernels of mHC in the interpreter, against the reference."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pytest
@@ -10,10 +7,10 @@ import torch
 
 from finwhale.distributed.collectives import Alone
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.rank_links import DIVIDED_TOKENS, RankLinks
-from finwhale.ops.mhc import HcHeadWeight, MhcOfTerms, MhcParams, MhcWeight, ref
+from finwhale.models.deepseek_v4.tensor_parallel import DIVIDED_TOKENS, TensorParallel
+from finwhale.ops.mhc import FusedReduceMhc, HcHeadWeight, MhcParams, MhcWeight, ref
 from finwhale.ops.mhc import mhc_triton as kernels
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.moe.combine_triton import combine
 
 from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
@@ -69,13 +66,13 @@ def test_against_the_reference(size: tuple[int, int], dtype: torch.dtype) -> Non
     assert_close(kernels.hc_head(args[3], head, PARAMS), ref.hc_head(args[3], head, PARAMS))
 
 
-def terms(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> ExpertTerms:
+def terms(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> UnreducedExperts:
     """Random outputs of each token's 3 experts and of the shared expert; NaN for unused experts."""
     ids = torch.arange(num_tokens * 3, dtype=torch.int32).view(num_tokens, 3) % 5 - 1
     each = inputs.normal(num_tokens, 3, width, dtype=torch.bfloat16)
     each[ids < 0] = torch.nan
     shared = inputs.normal(num_tokens, width + 8, dtype=torch.bfloat16)[:, :width]
-    return ExpertTerms(each, ids, shared, dtype)
+    return UnreducedExperts(each, ids, shared, dtype)
 
 
 @pytest.mark.parametrize("size", ((1, 32), (17, 40), (2, 610)))
@@ -105,106 +102,12 @@ def test_experts_outputs_of_many_tokens_are_refused() -> None:
 
 def test_one_rank_passes_on_the_experts_outputs() -> None:
     """The next mHC operator adds them, up to a number of tokens."""
-    mhc = MhcOfTerms(2, kernels.num_programs, kernels.mhc_post, kernels.mhc_post_pre)
-    links = RankLinks(Alone(), mhc)
-    assert [links.takes_expert_terms(n, 32) for n in (0, 1, 2, 3)] == [False, True, True, False]
-    assert not RankLinks(Alone()).takes_expert_terms(1, 32)
+    mhc = FusedReduceMhc(2, kernels.num_programs, kernels.mhc_post, kernels.mhc_post_pre)
+    links = TensorParallel(Alone(), mhc)
+    assert [links.can_fuse_reduce(n, 32) for n in (0, 1, 2, 3)] == [False, True, True, False]
+    assert not TensorParallel(Alone()).can_fuse_reduce(1, 32)
     x = terms(Inputs(), 1, 32, torch.bfloat16)
     assert links.reduce(x, torch.bfloat16) is x
-
-
-def test_late_mixes_have_the_same_bits() -> None:
-    """Those of up to LATE_TOKENS tokens, and only where the caller allows it."""
-    options, late = kernels.Options(late_mixes=True), replace(PARAMS, late_mixes=True)
-    for num_tokens in (0, 1, kernels.LATE_TOKENS, kernels.LATE_TOKENS + 1):
-        inputs = Inputs()
-        w = weight(inputs, 40)
-        args = state(inputs, num_tokens, 40, torch.bfloat16)
-        wanted = kernels.mhc_post_pre(*args, w, PARAMS)
-        for params in (PARAMS, late):
-            found = kernels.mhc_post_pre(*args, w, params, options=options)
-            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-        before = kernels.mhc_pre(args[3], w, PARAMS)
-        after = kernels.mhc_pre(args[3], w, late, options=options)
-        assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
-        assert torch.equal(kernels.mhc_post(*args, options=options), kernels.mhc_post(*args))
-
-
-def test_late_mixes_keep_the_parts_but_do_not_overlap_them() -> None:
-    """The side stream reads the parts while the block's input is computed from them."""
-    parts = kernels._empty_parts(2, 3, 32, torch.device("cpu"), few=True).fill_(1)
-    res = kernels._res_behind(parts).fill_(2)
-    assert res.shape == (2, 4, 4) and parts.shape == (2, 3, 32) and bool((parts == 1).all())
-    assert res.untyped_storage().data_ptr() == parts.untyped_storage().data_ptr()
-
-
-def test_late_mixes_take_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block's input does not wait for them."""
-    launches = []
-
-    class Launch:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **constants: launches.append((constants["KIND"], *grid))
-
-    monkeypatch.setattr(kernels, "block_input_kernel", Launch())
-    options, late = kernels.Options(late_mixes=True), replace(PARAMS, late_mixes=True)
-    inputs = Inputs()
-    w = weight(inputs, 40)
-    for num_tokens, params in ((2, late), (2, PARAMS), (kernels.LATE_TOKENS + 1, late)):
-        kernels.mhc_pre(
-            state(inputs, num_tokens, 40, torch.bfloat16)[3], w, params, options=options
-        )
-    assert launches == [("block", 2, 1), ("gates", 2, 1), ("block", 2, 2), ("block", 3, 2)]
-
-
-class FakeStream:
-    """A CUDA stream that only notes what it waits for. A stream that waits for a captured one is
-    captured, too.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name, self.device, self.captured = name, "cuda:0", False
-        self.waits: list[str] = []
-
-    def wait_stream(self, other: "FakeStream") -> None:
-        assert other.captured or not self.captured, "CUDA refuses this"
-        self.waits.append(other.name)
-        self.captured = other.captured
-
-
-def test_the_side_stream_is_joined_when_it_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without a capture. Every CUDA stream has its own side stream."""
-    current, made = [FakeStream("a")], []
-
-    def new(device: str) -> FakeStream:
-        made.append(FakeStream(f"beside {current[-1].name}"))
-        return made[-1]
-
-    @contextmanager
-    def use(stream: FakeStream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "Stream", new)
-    monkeypatch.setattr(torch.cuda, "stream", use)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].captured)
-    gpu = torch.device("cuda")
-    for name in ("a", "b"):
-        main = current[0] = FakeStream(name)
-        with kernels._on_side_stream(gpu):
-            assert current[-1] is made[-1] and current[-1].waits == [name]
-        kernels._join(gpu)
-        assert main.waits == [f"beside {name}"]
-        main.captured = True
-        kernels._join(gpu)
-        assert main.waits == [f"beside {name}"]
-        with kernels._on_side_stream(gpu):
-            assert current[-1].captured
-        kernels._join(gpu)
-        assert main.waits == 2 * [f"beside {name}"]
-    assert len(made) == 2
 
 
 def test_residual_streams_that_are_one_expanded_row() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import threadpoolctl
 import torch
+from tests.support.stepping import Stepper
+from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 
 from finwhale import LLM
 from finwhale.config import Activations
 from finwhale.ops import cpu_gemm, cpu_math
-from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
 LENGTH = 270
 # Where chunks end: single tokens at the beginning and around each 128th, elsewhere three at a time.

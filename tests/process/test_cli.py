@@ -426,15 +426,13 @@ def test_warmup_reports_its_time_and_its_results(
 
 def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> None:
     record = tmp_path / "start.jsonl"
-    small = "--device cpu --requests 2 --warm 1 --max-num-seqs 2 --max-model-len 256"
+    small = "--device cpu --warm 1 --max-num-seqs 2 --max-model-len 256"
     assert main(["bench", "start", *small.split(), "--record", str(record)]) == 0
     assert "seconds of each start" in capsys.readouterr().out
     found = json.loads(record.read_text())
     assert [start["start"] for start in found["results"]] == ["cold", "warm"]
     for start in found["results"]:
         assert 0 < start["ready_s"] <= start["first_token_s"] <= start["process_s"]
-        assert start["early_ttft_ms"]["count"] == 2
-        assert not any(start["late_compilations"].values())
 
 
 def test_bench_throughput_among_others(tmp_path: Path, capsys: Capture) -> None:

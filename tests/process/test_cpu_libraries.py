@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "cpu_bits.py"
+ROOT = Path(__file__).parents[2]
 CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split()) if sys.platform == "linux" else set()
 # OPENBLAS_CORETYPE, what the CPU must support, ATEN_CPU_CAPABILITY, torch threads.
 CHOICES = (
@@ -39,8 +39,8 @@ def test_bits_are_kept(core: str, flags: set[str], aten: str, threads: int) -> N
         "ATEN_CPU_CAPABILITY": aten,
         "OMP_NUM_THREADS": str(threads),
     }
-    call = [sys.executable, str(SCRIPT), str(threads)]
-    done = subprocess.run(call, env=env, text=True, capture_output=True)
+    call = [sys.executable, "-m", "tests.process.cpu_bits", str(threads)]
+    done = subprocess.run(call, env=env, text=True, capture_output=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kept"] == [True, True], found

@@ -33,7 +33,8 @@ def test_the_programs_of_the_documents_have_right_types(tmp_path: Path) -> None:
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
     assert checked(tmp_path, *programs) == "Success: no issues found"
-    for wrong in ("LLM(max_num_seq=1)", "LLM().generate(5)", "LLM().engine"):
+    options = ("LLM(max_num_seq=1)", "LLM('x', max_num_seqs='1')", "LLM('x', 'cpu')")
+    for wrong in (*options, "LLM().generate(5)", "LLM().engine"):
         (tmp_path / "wrong.py").write_text(f"from finwhale import LLM\n{wrong}\n")
         assert "wrong.py:2: error" in checked(tmp_path, "wrong.py"), wrong
 

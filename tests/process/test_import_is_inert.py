@@ -1,5 +1,7 @@
 """Importing the package starts nothing: no CUDA, no kernels' compilers, no torch at the top.
 
+A kernel's file imports its compiler, and changes nothing in it.
+
 Each process imports its modules one by one and reports after each, so that a fault names its
 module.
 """
@@ -37,11 +39,9 @@ def is_kernel(name: str) -> bool:
     return in_family and parts[3] not in NO_KERNELS
 
 
-MODULES = sorted(
-    info.name
-    for info in pkgutil.walk_packages(finwhale.__path__, "finwhale.")
-    if not is_kernel(info.name) and info.name != RAY
-)
+EVERY = [info.name for info in pkgutil.walk_packages(finwhale.__path__, "finwhale.")]
+MODULES = sorted(name for name in EVERY if not is_kernel(name) and name != RAY)
+KERNELS = sorted(name for name in EVERY if is_kernel(name) and "deepgemm" not in name)
 # A platform's table imports its kernels; those that import no compiler are tested here too.
 CPU_TABLE = "finwhale.ops.tables.cpu"
 TABLES = [CPU_TABLE]  # before any other
@@ -71,6 +71,30 @@ for name in json.loads(sys.argv[1]):
         break
 print(json.dumps(report))
 """
+
+
+# What a module could change in Triton: the knobs, the hooks in them, and how kernels are launched.
+KERNEL_PROBE = """
+import inspect
+from triton import knobs
+from triton.experimental import gluon
+from triton.runtime.jit import JITFunction
+def state():
+    found = {"run": JITFunction.run}
+    for group, of in vars(knobs).items():
+        if isinstance(of, knobs.base_knobs):
+            for name in dir(of):
+                value = getattr(of, name)
+                is_method = inspect.isroutine(getattr(type(of), name, None))
+                if not name.startswith("_") and not is_method:
+                    found[group, name] = value, list(getattr(value, "calls", ()))
+    return found
+before = state()
+""" + PROBE.replace('("triton", "cutlass", "tilelang")', '("cutlass", "tilelang")').replace(
+    "    if torch.cuda.is_initialized():",
+    "    found += [str(key) for key, value in state().items() if value != before[key]]\n"
+    "    if torch.cuda.is_initialized():",
+)
 
 
 def python(code: str, *args: str) -> str:
@@ -103,6 +127,14 @@ def test_tables_import_no_driver() -> None:
         assert not {"CUDA initialised", "libcuda loaded"} & set(faults), name
         if name == CPU_TABLE:
             assert faults == []
+
+
+@pytest.mark.skipif(not has_proc_maps(), reason="reads /proc/self/maps, which is Linux's")
+def test_kernels_change_nothing_in_their_compiler() -> None:
+    pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+    found = json.loads(python(KERNEL_PROBE, json.dumps(KERNELS)))
+    assert {name: fault for name, fault in found.items() if fault} == {}
+    assert list(found) == KERNELS and len(KERNELS) > 40
 
 
 def test_the_package_alone_imports_no_torch() -> None:
@@ -138,7 +170,7 @@ def test_public_names() -> None:
 FORK = """
 import os, sys
 from finwhale import LLM, SamplingParams
-import finwhale.testing.stepping
+import finwhale.bench.stepping
 pid = os.fork()
 if pid == 0:
     llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)

@@ -120,6 +120,6 @@ def check_variety(
     if draft_tokens:
         drafts = [plan.draft for plan in steps if plan.draft is not None]
         assert any(any(draft.drafts) for draft in drafts)
-        assert any(draft.links is not None for draft in drafts) == ahead
+        assert any(draft.previous_rows is not None for draft in drafts) == ahead
     else:
         assert any(plan.pending_rows for plan in steps)

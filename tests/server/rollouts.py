@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.engine.trainers import HOST, InThread, TorchTrainer, described, free_port
+from tests.support.tensors import read_tensors
 from torch import Tensor
 
 from finwhale.demo import DEMO_PATH
-from finwhale.testing.tensors import read_tensors
 
 from .running import MODEL
 

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from finwhale.server.batch import runner
 from finwhale.server.batch.attempts import Attempts
-from finwhale.server.batch.lines import Line, RawLine, scan
+from finwhale.server.batch.lines import BatchLine, RawLine, scan
 from finwhale.server.batch.results import ResultFile, error_of
 from finwhale.server.edge.room import Room
 
@@ -128,7 +128,7 @@ def test_lines_of_all_batches_run_alone_after_a_death(
     at_once: list[int] = []
     running_now: list[int] = []
 
-    async def observed(app: object, job: runner.Job, raw: RawLine, attempts: Attempts) -> None:
+    async def observed(app: object, job: runner.BatchJob, raw: RawLine, attempts: Attempts) -> None:
         again = attempts.deaths[raw.number]
         if again:
             running_now.append(raw.number)
@@ -136,9 +136,9 @@ def test_lines_of_all_batches_run_alone_after_a_death(
         await asyncio.sleep(0.001)
         if again:
             running_now.remove(raw.number)
-        job.add(raw, error_of(raw, Line(str(raw.number)), "x", "x"), ok=False)
+        job.add(raw, error_of(raw, BatchLine(str(raw.number)), "x", "x"), ok=False)
 
-    async def run(jobs: list[runner.Job]) -> None:
+    async def run(jobs: list[runner.BatchJob]) -> None:
         held = Room(lambda: 1000)
         await asyncio.gather(*(runner.run(Starlette(), job, held) for job in jobs))
 
@@ -149,7 +149,7 @@ def test_lines_of_all_batches_run_alone_after_a_death(
     for name in ("ann", "bob"):
         (tmp_path / name).write_bytes(array("Q", range(1, 9)).tobytes())
         results_file = ResultFile(tmp_path / f"{name}.out")
-        jobs.append(runner.Job(source, scanned, 100, 100, None, results_file, results_file,
+        jobs.append(runner.BatchJob(source, scanned, 100, 100, None, results_file, results_file,
                                tmp_path / name, 4, alone=alone))  # fmt: skip
     asyncio.run(run(jobs))
     assert max(at_once) == 1 and len(at_once) == 40

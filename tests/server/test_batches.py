@@ -15,8 +15,8 @@ import torch
 
 from finwhale import LLM
 from finwhale.errors import FinwhaleError
-from finwhale.server.batch.runner import Job, run
-from finwhale.server.batch.store import Batch, Owner, Store
+from finwhale.server.batch.runner import BatchJob, run
+from finwhale.server.batch.store import Owner, Store, StoredBatch
 from finwhale.server.edge.room import Room
 
 from .running import MODEL, RunningServer, check_idle
@@ -246,9 +246,9 @@ def test_a_full_disk_stops_no_other_batch(
     client, store = server.openai(), server.store
     assert store is not None
     save = Owner.save
-    failures: list[Job] = []
+    failures: list[BatchJob] = []
 
-    async def run_until_full(app: Any, job: Job, held: Room) -> None:
+    async def run_until_full(app: Any, job: BatchJob, held: Room) -> None:
         await run(app, job, held)
         while len(store.owner(None).batches) < 2:
             await asyncio.sleep(0.01)
@@ -256,7 +256,7 @@ def test_a_full_disk_stops_no_other_batch(
             failures.append(job)
             raise FinwhaleError("cannot write results: No space left on device")
 
-    def save_unless_full(owner: Owner, batch: Batch) -> None:
+    def save_unless_full(owner: Owner, batch: StoredBatch) -> None:
         if batch.status == "failed":
             raise OSError(errno.ENOSPC, "No space left on device")
         save(owner, batch)
@@ -283,7 +283,7 @@ def test_a_full_disk_refuses_batches_and_cancels_others(
     lines = [line(str(i), max_tokens=200, ignore_eos=True) for i in range(200)]
     first = create(client, upload(client, lines))
 
-    def full(owner: Owner, batch: Batch) -> None:
+    def full(owner: Owner, batch: StoredBatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     uploaded = upload(client, [line("a")])

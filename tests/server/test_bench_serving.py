@@ -90,14 +90,7 @@ def num_words(body: dict[str, Any]) -> int:
     return sum(len(one["content"].split()) for one in body["messages"])
 
 
-def test_lengths_of_the_data_sets() -> None:
-    chat = bodies(Load(dataset="chat", chat=True, num_requests=1000))
-    prompts = sorted(num_words(body) for body in chat)
-    outputs = sorted(body["max_tokens"] for body in chat)
-    assert 680 < prompts[500] < 850 and 135 < outputs[500] < 170
-    assert 4 < prompts[841] / prompts[159] < 11  # exp(2 sigma) is 7.2
-    cut = bodies(Load(dataset="chat", num_requests=100, max_length=300))
-    assert max(len(body["prompt"]) + body["max_tokens"] for body in cut) == 300
+def test_lengths_of_agents() -> None:
     load = Load(dataset="agents", chat=True, num_requests=200, input_tokens=(429, 1288),
                 output_tokens=(91, 273), shared_prefix=4096)  # fmt: skip
     agents = [num_words(body) for body in bodies(load)]
@@ -106,8 +99,8 @@ def test_lengths_of_the_data_sets() -> None:
                        input_tokens=(5, 5), output_tokens=(3, 3)))  # fmt: skip
     roles = [[one["role"] for one in body["messages"]] for body in talk]
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"]]
-    with pytest.raises(FinwhaleError, match="first turn has up to"):
-        Load(dataset="agents", shared_prefix=90, max_length=100).check()
+    with pytest.raises(FinwhaleError, match="--shared-prefix must be below --input-tokens"):
+        Load(input_tokens=(5, 9), shared_prefix=5)
 
 
 def test_an_endpoint_that_does_not_answer(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from finwhale.server.link.wire import (
     Accepted,
     Add,
     Delta,
-    Failed,
+    EngineFailed,
     Ready,
     Refused,
     Step,
@@ -103,7 +103,7 @@ def test_an_engine_that_goes_fails_everything() -> None:
         assert isinstance(add, Add)
         engine.send(Accepted(add.request_id))
         await generation.accepted()
-        engine.send(Failed("worn out"))
+        engine.send(EngineFailed("worn out"))
         with pytest.raises(EngineDeadError, match="worn out"):
             await anext(aiter(generation))
         await told.wait()
@@ -186,7 +186,7 @@ def test_a_second_signal_kills_processes_that_do_not_end(monkeypatch: pytest.Mon
 def test_a_model_that_does_not_load() -> None:
     async def run() -> None:
         ours, theirs = Pipe()
-        theirs.send(Failed("no such checkpoint"))
+        theirs.send(EngineFailed("no such checkpoint"))
         client = EngineClient(ours)
         with pytest.raises(EngineDeadError, match="no such checkpoint"):
             await client.start()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-
-from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
+from tests.support.tiny import divisible_config, random_weights, write_plain_checkpoint
 
 from .rollouts import Asked, leave
 from .test_limits import wait_until

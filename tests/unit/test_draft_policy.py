@@ -12,9 +12,8 @@ from finwhale.engine.plan.draft_estimates import (
     DraftEstimates,
 )
 from finwhale.engine.plan.draft_policy import (
-    FILL,
     GRANT_SECONDS,
-    PLAIN,
+    NO_DRAFTS,
     DraftPolicy,
     StepKind,
     expected_tokens,
@@ -72,11 +71,11 @@ class Play:
         return self.kinds[-last:].count(kind) / last
 
 
-def step_seconds(per_token: float, per_draft: float = 0.0, head: float = 0.02) -> Seconds:
+def step_seconds(per_token: float, per_draft: float = 0.0) -> Seconds:
     """A step of the weights' bytes, with a cost for each further token and each draft."""
 
     def seconds(batch: int, kind: StepKind) -> float:
-        base = 0.01 * (1 + head * kind.head + per_draft * kind.drafts)
+        base = 0.01 * (1 + per_draft * kind.drafts)
         return base + 0.01 * per_token * (kind.width - 1)
 
     return seconds
@@ -88,9 +87,9 @@ CHEAP, FAIR, DEAR = step_seconds(0.02), step_seconds(0.25), step_seconds(1.0, 0.
 @pytest.mark.parametrize(
     "right, seconds, wanted",
     [
-        (0.9, DEAR, PLAIN),
-        (0.02, FAIR, PLAIN),
-        (0.0, CHEAP, PLAIN),
+        (0.9, DEAR, NO_DRAFTS),
+        (0.02, FAIR, NO_DRAFTS),
+        (0.0, step_seconds(0.04), NO_DRAFTS),
         (0.9, CHEAP, StepKind(4, 3)),
         (0.6, step_seconds(0.25, 0.2), StepKind(2, 1)),
         (1.0, FAIR, StepKind(4, 3)),
@@ -99,42 +98,36 @@ CHEAP, FAIR, DEAR = step_seconds(0.02), step_seconds(0.25), step_seconds(1.0, 0.
 def test_the_policy_finds_the_best_kind(right: float, seconds: Seconds, wanted: StepKind) -> None:
     play = Play(DraftPolicy(3), seconds, 4).run(1000, [right] * 4)
     found = play.kinds[-500:]
-    if wanted == PLAIN:
-        assert [kind.drafts for kind in found].count(0) > 0.98 * len(found)
-        assert found.count(FILL) < 0.35 * len(found)
-    else:
-        assert found.count(wanted) > 0.9 * len(found)
+    assert found.count(wanted) > 0.9 * len(found)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 32])
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("per_token, right", [(1.0, 0.5), (1.0, 0.98), (0.6, 0.5), (0.3, 0.2)])
-def test_auto_is_never_slower_than_plain(
-    batch: int, block: bool, per_token: float, right: float
-) -> None:
-    """By at most 2%, once the grant for the first measurements is spent."""
+def test_probes_cost_little(batch: int, block: bool, per_token: float, right: float) -> None:
+    """At most 2% of steps without drafts, once the grant for the first measurements is spent."""
     seconds = step_seconds(per_token, 0.08)
     play = Play(DraftPolicy(5 if block else 3, block=block), seconds, batch)
     play.run(4000, [right] * batch)
-    plain = seconds(batch, PLAIN)
+    plain = seconds(batch, NO_DRAFTS)
     assert play.tokens / (play.seconds - GRANT_SECONDS) > 0.98 * batch / plain
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_auto_loses_little_with_the_times_of_two_gpus(seed: int) -> None:
-    """All of Flash-0731 on two H200s, where no draft is accepted. A step that fills the window
-    takes 2.3% longer than one that does not, which takes 1% longer than without drafting.
+    """All of Flash-0731 on two H200s, where no draft is accepted. A step without drafts takes 3.3%
+    longer than in an engine without a draft head.
     """
     plain = 3.205e-3
     drafting = {2: 4.6e-3, 3: 5.1e-3, 4: 5.5e-3, 5: 5.8e-3, 6: 6.1e-3}
 
     def seconds(batch: int, kind: StepKind) -> float:
-        return drafting.get(kind.width, plain * (1.033 if kind.head else 1.01))
+        return drafting.get(kind.width, 1.033 * plain)
 
     play = Play(DraftPolicy(5, block=True, sizes=(1,)), seconds, 1, seed).run(320, [0.0])
     before = play.seconds
     play.run(4096, [0.0])
-    assert 4096 * plain > 0.984 * (play.seconds - before)
+    assert 4096 * plain > 0.95 * (play.seconds - before)
 
 
 def test_every_batch_size_has_its_own_kind() -> None:
@@ -153,24 +146,9 @@ def test_the_policy_returns_to_drafting() -> None:
     play = Play(DraftPolicy(3), FAIR, 2).run(500, [0.95] * 2)
     assert play.kinds[-1].drafts
     play.run(1000, [0.0] * 2)
-    assert play.share(PLAIN, 500) > 0.5
+    assert play.share(NO_DRAFTS, 500) > 0.98
     play.run(4000, [0.95] * 2)
     assert play.share(StepKind(4, 3), 500) > 0.8
-
-
-@pytest.mark.parametrize("drafts, block", [(3, False), (5, True)])
-def test_the_head_has_its_window_before_it_drafts(drafts: int, block: bool) -> None:
-    """While no step drafts, most leave out the head. Its window is whole before each probe."""
-    play = Play(DraftPolicy(drafts, block=block), FAIR, 4).run(6000, [0.02] * 4)
-    kinds = play.kinds[1000:]
-    assert kinds.count(PLAIN) > 0.6 * len(kinds)
-    runs = [(drafting, list(run)) for drafting, run in itertools.groupby(kinds, lambda k: k.drafts)]
-    probes = 0
-    for (_, before), (drafting, _) in itertools.pairwise(runs):
-        if drafting and PLAIN in before:
-            assert before[-127:] == [FILL] * 127
-            probes += 1
-    assert probes
 
 
 def test_the_same_inputs_give_the_same_choices() -> None:

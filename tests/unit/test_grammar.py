@@ -14,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel
+from tests.support.library_tokenizer import encode_with_special
 
 from finwhale.chat import grammar
 from finwhale.chat.grammar import Matcher, json_guide, json_lark, lark_guide, regex_guide
@@ -30,7 +31,6 @@ from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
 from finwhale.request import Guide
-from finwhale.testing.library_tokenizer import encode_with_special
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 WEATHER = {

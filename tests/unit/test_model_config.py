@@ -1,4 +1,4 @@
-"""ModelConfig: both forms of config.json, its checks, and the weight table it implies."""
+"""DeepseekV4Config: both forms of config.json, its checks, and the weight table it implies."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ import transformers
 from finwhale.checkpoint.spec import Slice
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import ModelConfig, YarnScaling
+from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.weights import weight_specs
 
@@ -85,7 +85,7 @@ def quantisation(**changes: Any) -> dict[str, Any]:
 
 
 def test_official_form() -> None:
-    model = ModelConfig.from_dict(OFFICIAL)
+    model = DeepseekV4Config.from_dict(OFFICIAL)
     assert model.compress_ratios == (0, 4, 128, 4, 0)
     assert model.layer_ratios == (0, 4, 128, 4)
     assert model.rope_scaling == YarnScaling(factor=16, original_max_position_embeddings=256)
@@ -96,7 +96,7 @@ def test_official_form() -> None:
 
 
 def test_base_variant_and_other_values() -> None:
-    model = ModelConfig.from_dict(
+    model = DeepseekV4Config.from_dict(
         config(
             expert_dtype="fp8",
             eos_token_id=[1, 3],
@@ -107,18 +107,18 @@ def test_base_variant_and_other_values() -> None:
     assert (model.expert_dtype, model.scale_format) == ("fp8", "float32")
     assert model.eos_token_ids == (1, 3) and model.rope_scaling is None
     assert weight_specs(model)["layers.0.ffn.experts.7.w2.weight"].storage == "fp8_block"
-    inside = ModelConfig.from_dict(config(**quantisation(expert_dtype="fp8")))
+    inside = DeepseekV4Config.from_dict(config(**quantisation(expert_dtype="fp8")))
     assert inside.expert_dtype == "fp8"
 
 
 def test_written_form_reads_back() -> None:
     for changes in ({}, {"expert_dtype": "fp8"}, {"eos_token_id": [1, 2]}, {"rope_scaling": None}):
-        model = ModelConfig.from_dict(config(**changes))
-        assert ModelConfig.from_dict(model.to_dict()) == model
-    plain = ModelConfig.from_dict(config(quantization_config=None))
-    assert not plain.quantised and ModelConfig.from_dict(plain.to_dict()) == plain
+        model = DeepseekV4Config.from_dict(config(**changes))
+        assert DeepseekV4Config.from_dict(model.to_dict()) == model
+    plain = DeepseekV4Config.from_dict(config(quantization_config=None))
+    assert not plain.quantised and DeepseekV4Config.from_dict(plain.to_dict()) == plain
     base = dataclasses.replace(plain, quantised=True, scale_format="float32")
-    assert ModelConfig.from_dict(base.to_dict()) == base
+    assert DeepseekV4Config.from_dict(base.to_dict()) == base
 
 
 def test_transformers_form(tmp_path: Any) -> None:
@@ -126,18 +126,18 @@ def test_transformers_form(tmp_path: Any) -> None:
     official = config(quantization_config=None)
     written = transformers.DeepseekV4Config(**official).to_dict()
     assert "compress_ratios" not in written and "num_hash_layers" not in written
-    wanted = ModelConfig.from_dict(official).without_draft_head()
-    assert ModelConfig.from_dict(written) == wanted
+    wanted = DeepseekV4Config.from_dict(official).without_draft_head()
+    assert DeepseekV4Config.from_dict(written) == wanted
     del written["qk_rope_head_dim"]
-    assert ModelConfig.from_dict(written) == wanted
+    assert DeepseekV4Config.from_dict(written) == wanted
     plain = transformers.DeepseekV4Config(
         **config(quantization_config=None, rope_scaling=None)
     ).to_dict()
-    assert ModelConfig.from_dict(plain) == dataclasses.replace(wanted, rope_scaling=None)
+    assert DeepseekV4Config.from_dict(plain) == dataclasses.replace(wanted, rope_scaling=None)
 
 
 def test_transformers_reads_what_is_written() -> None:
-    model = ModelConfig.from_dict(config(quantization_config=None))
+    model = DeepseekV4Config.from_dict(config(quantization_config=None))
     theirs = transformers.DeepseekV4Config(**model.to_dict())
     assert theirs.layer_types == [
         "sliding_attention",
@@ -162,11 +162,11 @@ DSPARK = {
 
 @pytest.mark.parametrize("drafts", [None, 0, 1, 3])
 def test_dspark(drafts: int | None) -> None:
-    model = ModelConfig.from_dict(config(**DSPARK, num_nextn_predict_layers=drafts))
+    model = DeepseekV4Config.from_dict(config(**DSPARK, num_nextn_predict_layers=drafts))
     assert model.draft_head == "dspark" and model.num_nextn_predict_layers == 0
     assert (model.num_draft_layers, model.max_draft_tokens, model.max_verify_tokens) == (3, 5, 6)
     assert model.draft_block_tokens == 5 and model.layer_ratios == (0, 4, 128, 4)
-    assert ModelConfig.from_dict(model.to_dict()) == model
+    assert DeepseekV4Config.from_dict(model.to_dict()) == model
     assert model.stage_experts == (model.num_experts_per_tok, model.n_routed_experts)
     assert model.of_stage() == model
     head = model.dspark
@@ -190,14 +190,14 @@ def test_optional_keys_of_dspark() -> None:
         "enable_confidence_head": False,
         "sample_from_anchor": False,
     }
-    model = ModelConfig.from_dict(config(**DSPARK, **changes))
-    assert ModelConfig.from_dict(model.to_dict()) == model
+    model = DeepseekV4Config.from_dict(config(**DSPARK, **changes))
+    assert DeepseekV4Config.from_dict(model.to_dict()) == model
     assert model.stage_experts == (1, 3) and model.draft_block_tokens == 6
     specs = weight_specs(model)
     assert "mtp.1.ffn.experts.2.w1.weight" in specs
     assert "mtp.1.ffn.experts.3.w1.weight" not in specs
     assert not any("confidence" in name for name in specs)
-    narrow = ModelConfig.from_dict(config(**DSPARK, confidence_head_with_markov=False))
+    narrow = DeepseekV4Config.from_dict(config(**DSPARK, confidence_head_with_markov=False))
     width = narrow.hidden_size
     assert weight_specs(narrow)["mtp.2.confidence_head.proj.weight"].shape == (1, width)
 
@@ -226,14 +226,14 @@ def test_optional_keys_of_dspark() -> None:
 )
 def test_impossible_dspark_heads(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        ModelConfig.from_dict(config(**{**DSPARK, **changes}))
+        DeepseekV4Config.from_dict(config(**{**DSPARK, **changes}))
 
 
 def test_published_dspark_heads() -> None:
     """Names and shapes of MODEL.md's inventory, and the shards of two ranks."""
     for name, D, rank in (("flash-0731", 4096, 256), ("pro-0813", 7168, 512)):
-        model = ModelConfig.preset(name)
-        plain = ModelConfig.preset(name.partition("-")[0]).without_draft_head()
+        model = DeepseekV4Config.preset(name)
+        plain = DeepseekV4Config.preset(name.partition("-")[0]).without_draft_head()
         assert model.without_draft_head() == plain and model.dspark is not None
         assert model.dspark.target_layer_ids[-1] == model.num_hidden_layers - 1
         model, plain = model.with_layers(5), plain.with_layers(5)
@@ -282,8 +282,8 @@ def test_presets_are_the_published_checkpoints() -> None:
     published = {"flash": (69_187, 159.6e9), "pro": (145_116, 864.7e9)}
     sizes = {"bf16": 2.0, "f32": 4.0, "i64": 8.0, "fp8_block": 1.0, "fp4": 0.5}
     for name, (count, num_bytes) in published.items():
-        model = ModelConfig.preset(name)
-        assert ModelConfig.from_dict(model.to_dict()) == model
+        model = DeepseekV4Config.preset(name)
+        assert DeepseekV4Config.from_dict(model.to_dict()) == model
         specs = weight_specs(model)
         assert len(specs) + sum(s.storage in ("fp8_block", "fp4") for s in specs.values()) == count
         total = 0.0
@@ -298,20 +298,20 @@ def test_presets_are_the_published_checkpoints() -> None:
         CheckpointError,
         match="unknown configuration 'small'; there are flash, flash-0731, pro, pro-0813",
     ):
-        ModelConfig.preset("small")
+        DeepseekV4Config.preset("small")
 
 
 def test_with_layers_keeps_the_mtp_layer() -> None:
-    cut = ModelConfig.preset("flash").with_layers(8)
+    cut = DeepseekV4Config.preset("flash").with_layers(8)
     assert cut.compress_ratios == (0, 0, 4, 128, 4, 128, 4, 128, 0)
     assert cut.num_nextn_predict_layers == 1 and "mtp.0.enorm.weight" in weight_specs(cut)
     assert cut.with_layers(2).num_hash_layers == 2
     with pytest.raises(CheckpointError, match="cannot cut to 44 layers: the model has 43"):
-        ModelConfig.preset("flash").with_layers(44)
+        DeepseekV4Config.preset("flash").with_layers(44)
 
 
 def test_weight_table_details() -> None:
-    specs = weight_specs(ModelConfig.preset("flash"))
+    specs = weight_specs(DeepseekV4Config.preset("flash"))
     shapes = {
         "layers.2.attn.wo_a.weight": (8192, 4096),
         "layers.2.attn.compressor.wkv.weight": (1024, 4096),
@@ -327,7 +327,7 @@ def test_weight_table_details() -> None:
     assert {name: specs[name].shape for name in shapes} == shapes
     assert "layers.3.attn.indexer.wq_b.weight" not in specs
     assert "layers.1.attn.compressor.ape" not in specs
-    plain = dataclasses.replace(ModelConfig.preset("flash").with_layers(1), quantised=False)
+    plain = dataclasses.replace(DeepseekV4Config.preset("flash").with_layers(1), quantised=False)
     assert {s.storage for s in weight_specs(plain).values()} == {"bf16", "f32", "i64"}
 
 
@@ -371,7 +371,7 @@ def test_weight_table_details() -> None:
 )
 def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        ModelConfig.from_dict(config(**changes))
+        DeepseekV4Config.from_dict(config(**changes))
     assert "\n" not in str(caught.value)
 
 
@@ -387,7 +387,7 @@ def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
 def test_wrong_transformers_configs(changes: dict[str, Any], message: str) -> None:
     written = transformers.DeepseekV4Config(**config(quantization_config=None)).to_dict()
     with pytest.raises(CheckpointError, match=message):
-        ModelConfig.from_dict({**written, **changes})
+        DeepseekV4Config.from_dict({**written, **changes})
 
 
 @pytest.mark.parametrize("form", ["official", "transformers"])
@@ -402,25 +402,25 @@ def test_any_nonsense_gives_one_clear_line(form: str) -> None:
         for value in nonsense:
             for changed in (value, *({**inside, key: value} for key in inside)):
                 try:
-                    model = ModelConfig.from_dict({**base, outer: changed})
+                    model = DeepseekV4Config.from_dict({**base, outer: changed})
                 except CheckpointError as error:
                     assert "\n" not in str(error)
                 else:
-                    assert ModelConfig.from_dict(model.to_dict()) is not None
+                    assert DeepseekV4Config.from_dict(model.to_dict()) is not None
 
 
 def test_a_width_that_no_hadamard_matrix_has_is_refused_as_trained() -> None:
-    ModelConfig.from_dict(OFFICIAL).check_index_rotation()
-    odd = ModelConfig.from_dict(config(index_head_dim=48))
+    DeepseekV4Config.from_dict(OFFICIAL).check_index_rotation()
+    odd = DeepseekV4Config.from_dict(config(index_head_dim=48))
     with pytest.raises(CheckpointError, match="index_head_dim 48 must be a power of two"):
         odd.check_index_rotation()
     # Without an indexer nothing is rotated.
     plain = config(index_head_dim=48, compress_ratios=[0, 128, 128, 128, 0])
-    ModelConfig.from_dict(plain).check_index_rotation()
+    DeepseekV4Config.from_dict(plain).check_index_rotation()
 
 
 def test_rotary_tables_of_fewer_positions_are_the_first_rows() -> None:
-    config = ModelConfig.from_dict(OFFICIAL)
+    config = DeepseekV4Config.from_dict(OFFICIAL)
     whole, limited = (RotaryTables(config, 96, torch.device("cpu")) for _ in range(2))
     limited.limit(40)
     assert not torch.equal(whole.plain, whole.compressed)

@@ -3,17 +3,17 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tiny import tiny_config
 
 from finwhale.engine.plan.pages import BlockTables, PageManager, PagePool, windowed_pages
 from finwhale.engine.plan.prefix_index import PrefixIndex
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.testing.tiny import tiny_config
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 
 
 def groups(seed: int) -> tuple[CacheGroup, ...]:
-    return cache_spec(ModelConfig.from_dict(tiny_config(seed)))
+    return cache_spec(DeepseekV4Config.from_dict(tiny_config(seed)))
 
 
 def manager(seed: int = 0, num_pages: int = 40) -> PageManager:

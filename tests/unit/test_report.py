@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from finwhale.bench.record import Record, read_records
-from finwhale.bench.report import main
-from finwhale.bench.report_page import page
-from finwhale.bench.report_plots import BarPlot, LinePlot, plots_of
+from finwhale.bench.report import main, page
 from finwhale.bench.report_values import READERS, groups_of
 from finwhale.errors import FinwhaleError
 
@@ -55,17 +53,6 @@ def test_every_record_of_the_repository_is_read(path: Path) -> None:
         assert f"{path.name}:{record.line}<" in text
 
 
-def test_plots_of_the_repositorys_records() -> None:
-    plots = {group.kind: plots_of(group) for group in groups_of(read_records(RESULTS))}
-    titles = {kind: [plot.title for plot in found] for kind, found in plots.items() if found}
-    assert titles.keys() == {"offline", "ops", "start"}
-    assert "Throughput against speed per user" in titles["offline"]
-    for plot in (plot for found in plots.values() for plot in found):
-        assert plot.lines if isinstance(plot, LinePlot) else plot.bars
-        if isinstance(plot, BarPlot) and plot.title.startswith("Seconds"):
-            assert max(sum(value for _, value in bar.parts) for bar in plot.bars) == plot.full
-
-
 def test_runs_are_compared_in_per_cent() -> None:
     found = records(offline(4.0), offline(3.0), offline(5.0), offline(2.0, layers=9))
     groups = groups_of(found)
@@ -97,15 +84,14 @@ def test_unknown_kinds_and_fields_are_listed() -> None:
         assert shown in text
 
 
-def test_the_page_is_one_file_and_runs_no_text_of_records() -> None:
+def test_the_page_is_one_file_and_runs_no_script() -> None:
     evil = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
     found = serving(1, 30.0, command=evil, commit=evil, hardware={"gpu": evil})
     found["load"]["url"] = found["load"]["dataset"] = evil
     text = page(evil, groups_of(records(found, {evil: evil}, {"benchmark": evil, "x": [evil]})))
-    assert "<script>alert" not in text and "<img" not in text
-    assert len(re.findall("<script", text)) == 1  # the page's own
+    assert "<script" not in text and "<img" not in text
     assert not re.search(r"""(src|href)=["'](?!#)|@import|url\(""", text)
-    assert "default-src 'none'; script-src 'sha256-" in text
+    assert "default-src 'none'; style-src" in text
 
 
 def test_a_bad_line_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from tests.support.tiny import tiny_config
 
 from finwhale.bench import prefix as bench_prefix
 from finwhale.engine.plan import prefix_index as prefix
@@ -24,9 +25,8 @@ from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.request import SamplingParams
-from finwhale.testing.tiny import tiny_config
 
 PARAMS = SamplingParams()
 
@@ -35,7 +35,7 @@ def make_scheduler(
     seed: int, seqs: int, budget: int, blocks: int, states: int = 1000, **options: Any
 ) -> Scheduler:
     """One with room for so many blocks, and states beside what running sequences need."""
-    spec = cache_spec(ModelConfig.from_dict(tiny_config(seed)))
+    spec = cache_spec(DeepseekV4Config.from_dict(tiny_config(seed)))
     plan = plan_cache(
         spec,
         itemsize=4,

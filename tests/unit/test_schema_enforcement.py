@@ -1,27 +1,19 @@
 """Tools are held to their schemas, or what does not hold is named."""
 
-import asyncio
 import json
 import re
-from collections.abc import Collection
 from typing import Any
 
 import deepseek_recipe as recipe
 import pytest
 
-from finwhale.chat.answer_grammar import AnswerGrammar
+from finwhale.chat.answer_grammar import AnswerForm, AnswerGrammar, ToolChoice, WantedFormat
 from finwhale.chat.grammar import Matcher, json_guide, json_lark, lark_guide
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.patterns import whole
 from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
-from finwhale.request import Guide
-from finwhale.server.protocols.answer_formats import (
-    ToolChoice,
-    WantedFormat,
-    answer_grammar,
-    held_grammar,
-)
+from finwhale.server.protocols.answer_formats import tool_signatures
 
 from .test_grammar import DSML, Values, block, call, follows, tokenizer
 
@@ -216,19 +208,15 @@ def held(
 ) -> AnswerGrammar:
     """The grammar that a server uses."""
 
-    def make(relaxed: Collection[str] = ()) -> AnswerGrammar | None:
-        choice = ToolChoice(required=required and bool(tools), parallel=not tools or required)
-        return answer_grammar(tokenizer(), wanted, tools, choice, None, relaxed)
-
-    async def make_again(relaxed: Collection[str]) -> AnswerGrammar | None:
-        return make(relaxed)
-
-    async def check(guide: Guide) -> None:
-        Matcher(tokenizer(), guide)
-
-    grammar = asyncio.run(held_grammar(make(), make_again, check))
-    assert grammar is not None
-    return grammar
+    choice = ToolChoice(required=required and bool(tools), parallel=not tools or required)
+    grammar = AnswerForm(tokenizer(), wanted, tool_signatures(tools), choice).grammar()
+    while True:
+        assert grammar is not None and grammar.guide is not None
+        try:
+            Matcher(tokenizer(), grammar.guide)
+            return grammar
+        except GrammarError as error:
+            grammar = grammar.relax(error)
 
 
 BEYOND: dict[str, Any] = {

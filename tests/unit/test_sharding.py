@@ -24,13 +24,13 @@ from finwhale.models.deepseek_v4.architecture import (
     weight_bytes,
     whole_attention_bytes,
 )
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.sharding import rank_config, sharded_axis
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
 
-MODELS = {name: ModelConfig.preset(name) for name in ("flash", "pro")}
+MODELS = {name: DeepseekV4Config.preset(name) for name in ("flash", "pro")}
 # The last part of the name of every divided weight, with its axis.
 DIVIDED = {
     "head.weight": 0,
@@ -70,7 +70,7 @@ def test_blocks_and_rounding_groups_stay_whole(model: str, size: int) -> None:
                 assert length % 128 == 0
 
 
-def tiny(**sizes: int) -> ModelConfig:
+def tiny(**sizes: int) -> DeepseekV4Config:
     """A small model of all kinds of layers that 8 ranks can divide."""
     return replace(
         MODELS["flash"].with_layers(4),
@@ -235,7 +235,7 @@ def test_inspect_leaves_room_for_whole_attention() -> None:
     assert "--whole-attention" in shown[1] and "--whole-attention" not in shown[0]
 
 
-def bool_of(fits: bool, config: ModelConfig, total: int) -> bool:
+def bool_of(fits: bool, config: DeepseekV4Config, total: int) -> bool:
     return fits
 
 

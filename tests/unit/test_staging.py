@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.tiny import tiny_config
 
 from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.dummy import DummySource
@@ -20,13 +21,12 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import ALIGN, Staging, groups_of
 from finwhale.checkpoint.writer import write_stored
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import tiny_config
 
 CPU = torch.device("cpu")
 CONFIG = replace(
-    ModelConfig.from_dict(tiny_config(1) | {"hidden_size": 64, "moe_intermediate_size": 32}),
+    DeepseekV4Config.from_dict(tiny_config(1) | {"hidden_size": 64, "moe_intermediate_size": 32}),
     quantised=True,
     expert_dtype="fp4",
 )

@@ -14,7 +14,7 @@ from finwhale.ops import Capabilities, Ops, load_ops, table_name
 from finwhale.platform import Platform
 
 NUMBERS = count(1000)
-NO_OPERATORS = ("capabilities", "mhc_of_terms")
+NO_OPERATORS = ("capabilities", "launch_classes", "mhc_of_terms")
 NAMES = [field.name for field in dataclasses.fields(Ops) if field.name not in NO_OPERATORS]
 PLATFORMS = [
     Platform.cpu(),

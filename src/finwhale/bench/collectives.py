@@ -40,7 +40,7 @@ from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.nccl import Nccl, new_group
 from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
-from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.ranks import PartialSum
@@ -54,13 +54,13 @@ CALLS = 20
 REPLAYS = 30
 SEND_RATE = 450e9  # bytes per second from one H200 to the others of its host, in one direction
 WAIT_SECONDS = 30.0  # A kernel waits this long for another rank, which may still be compiling.
-LOST_SECONDS = 1.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Call = Callable[[Tensor], Tensor]
 Line = dict[str, Any]
 Send = Callable[[Line], None]
 MhcCall = Callable[[Tensor | PartialSum], tuple[Tensor, ...]]
+Run = Callable[["Ranks", argparse.Namespace, Send], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def world() -> dist.ProcessGroup:
 # --- Implementations ------------------------------------------------------------------------------
 
 
-def all_reduces(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
+def all_reduces(ranks: Ranks) -> Iterator[Implementation]:
     yield Implementation("finwhale", ranks.collectives.all_reduce, exact=False)
     yield by_rows("finwhale", ranks.collectives)
     if ranks.device.type == "cpu":
@@ -144,7 +144,7 @@ def all_reduces(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
     yield Implementation("nccl", nccl, exact=False)
     yield by_rows("nccl", Nccl(ranks.rank, world()))
     if not isinstance(ranks.collectives, Nccl):
-        yield from _pushes(ranks, tune)
+        yield from _pushes(ranks)
         for name in ("one_shot_all_reduce", "two_shot_all_reduce_"):
             operator = getattr(torch.ops.symm_mem, name)
             call = functools.partial(_torch_call, operator, world().group_name)
@@ -171,34 +171,19 @@ def _symmetric_copy(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
+def _pushes(ranks: Ranks) -> Iterator[Implementation]:
     """Each algorithm at all sizes that fit its buffers."""
     one = PushSizes(one_shot=2**21, two_shot=2**21, bulk=2**16)
     two = PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)
     bulk = PushSizes(one_shot=0, two_shot=0, gather=4, nccl=2**62)
     yield push(ranks, "one shot", one)
-    yield push(ranks, "one shot, late", one, late=True)
     yield push(ranks, "two shots", two)
     yield push(ranks, "bulk", bulk)
-    if tune:
-        for block, warps in ((256, 1), (256, 2), (512, 4)):
-            shape = f"{block} words, {warps} warps"
-            yield push(ranks, f"one shot, {shape}", replace(one, block=block, warps=warps))
-            yield push(ranks, f"two shots, {shape}", replace(two, block=block, warps=warps))
-        shapes = {
-            f"{block} words, {warps} warps": replace(bulk, bulk_block=block, bulk_warps=warps)
-            for block, warps in ((1024, 4), (2048, 4), (4096, 16))
-        }
-        shapes |= {f"pieces of {n} MiB": replace(bulk, bulk=n * 2**20) for n in (8, 16)}
-        for shape, sizes in shapes.items():
-            yield push(ranks, f"bulk, {shape}", sizes)
-            yield by_rows(f"push bulk, {shape}", make_push(ranks, sizes))
 
 
-def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Implementation:
+def push(ranks: Ranks, name: str, sizes: PushSizes) -> Implementation:
     most = 2**62 if sizes.two_shot == 0 else sizes.two_shot
-    made = make_push(ranks, sizes, late=late)
-    return Implementation(f"push {name}", made.all_reduce, most)
+    return Implementation(f"push {name}", make_push(ranks, sizes).all_reduce, most)
 
 
 def make_push(
@@ -206,7 +191,6 @@ def make_push(
     sizes: PushSizes,
     *,
     fused: bool = False,
-    late: bool = False,
     seconds: float = WAIT_SECONDS,
 ) -> Any:
     """Push, with ordered sums unless `fused`: only without order has it a channel for mHC."""
@@ -218,7 +202,6 @@ def make_push(
         ranks.group,
         nccl,
         ordered=not fused,
-        late=late,
         sizes=sizes,
         timeout_seconds=seconds,
     )
@@ -286,7 +269,7 @@ def line_of(what: str, implementation: str, x: Tensor) -> Line:
 
 
 def measure_sums(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
-    for how in all_reduces(ranks, args.tune):
+    for how in all_reduces(ranks):
         for dtype, width, rows in itertools.product(args.dtypes, args.widths, args.rows):
             x = random_rows(ranks, rows, width, DTYPES[dtype])
             line = line_of("all_reduce", how.name, x)
@@ -399,53 +382,23 @@ def _mhc(ranks: Ranks, call: Callable[[], tuple[Tensor, ...]], wanted: tuple[Ten
     return {"us": times, "right": right, "same_on_all_ranks": same}
 
 
-FUSED = "fused mhc_post_pre"
-
-
-def waits(ranks: Ranks, ops: Ops) -> dict[str, Callable[[Any], Tensor]]:
-    """Calls of a Push that wait for the other ranks."""
-    device = ranks.device
-    small, large = (torch.ones(num_bytes // 4, device=device) for num_bytes in (2**14, 2**22))
-    calls: dict[str, Callable[[Any], Tensor]] = {
-        "small all_reduce": lambda made: made.all_reduce(small),
-        "large all_reduce": lambda made: made.all_reduce(large),
-    }
-    if ops.mhc_of_terms is not None:
-        mhc, x = Mhc(ranks, ops, 1, 4096), torch.ones((1, 4096), device=device)
-
-        def fused(made: Any) -> Tensor:
-            return mhc.post_pre(PartialSum(x, made.channel(1, 128)))[0]
-
-        calls[FUSED] = fused
-    return calls
-
-
-def lose_a_rank(ranks: Ranks, ops: Ops, send: Send) -> None:
-    """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
-    lost = ranks.rank.size - 1
-    for name, call in waits(ranks, ops).items():
-        fused = name == FUSED
-        sizes = fused_sizes(ranks) if fused else SIZES[ranks.rank.size]
-        made = make_push(ranks, sizes, fused=fused, seconds=LOST_SECONDS)
-        ranks.barrier()
-        start, named = time.perf_counter(), ranks.rank.index == lost
-        if not named:
-            total = call(made)
-            ranks.synchronise()
-            try:
-                made.check()
-            except EngineDeadError as error:
-                named = f"rank {lost}" in str(error) and bool(total.isnan().any())
-        seconds = time.perf_counter() - start
-        flags = ranks.gathered(torch.tensor([int(named)], device=ranks.device))
-        line = {"what": "lost rank", "call": name, "seconds": round(seconds, 3)}
-        send(line | {"right": bool(torch.cat(flags).all())})
+def measure_all(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
+    if not args.no_sum:
+        measure_sums(ranks, args, send)
+    if not args.no_gather:
+        measure_gathers(ranks, send)
+    if ranks.device.type == "cuda" and not isinstance(ranks.collectives, Nccl):
+        ops = load_ops(Platform.detect())
+        if ops.mhc_of_terms is not None:
+            measure_mhc(ranks, ops, args, send)
 
 
 # --- Processes ------------------------------------------------------------------------------------
 
 
-def work(index: int, size: int, port: int, args: argparse.Namespace, results: Any) -> None:
+def work(
+    run: Run, index: int, size: int, port: int, args: argparse.Namespace, results: Any
+) -> None:
     """Run one rank's process. Rank 0 sends the lines; every rank sends its error, then None."""
     rank = Rank(index, size)
 
@@ -475,29 +428,25 @@ def work(index: int, size: int, port: int, args: argparse.Namespace, results: An
         name = type(ranks.collectives).__name__
         send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
         with torch.inference_mode():
-            if not args.no_sum:
-                measure_sums(ranks, args, send)
-            if not args.no_gather:
-                measure_gathers(ranks, send)
-            if not cpu and not isinstance(ranks.collectives, Nccl):
-                ops = load_ops(Platform.detect())
-                if ops.mhc_of_terms is not None:
-                    measure_mhc(ranks, ops, args, send)
-                lose_a_rank(ranks, ops, send)
+            run(ranks, args, send)
         ranks.barrier()
     except Exception:
         results.send({"what": "failure", "error": f"rank {index}: {traceback.format_exc()}"})
     results.send(None)
 
 
-def run_ranks(size: int, args: argparse.Namespace, show: Send) -> None:
-    """Run the ranks until all have ended, one fails, or the time is over."""
+def run_ranks(size: int, args: argparse.Namespace, show: Send, run: Run = measure_all) -> None:
+    """Run the ranks until all have ended, one fails, or the time is over.
+
+    Args:
+        run: called on every rank; picklable.
+    """
     context = torch.multiprocessing.get_context("spawn")
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for index in range(size):
         receiving, sending = context.Pipe(duplex=False)
-        own = (index, size, store.port, args, sending)
+        own = (run, index, size, store.port, args, sending)
         process = context.Process(target=work, args=own, daemon=True)
         process.start()
         sending.close()
@@ -597,7 +546,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
     add("--widths", type=int, nargs="+", default=[4096], help="values of a row")
     add("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages")
-    add("--tune", action="store_true", help="try other launches of the kernels")
     add("--no-sum", action="store_true", help="leave out the all-reduces")
     add("--no-gather", action="store_true", help="leave out the all-gathers")
     add("--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this")

@@ -8,12 +8,13 @@ is its forward and an argmax.
 
 import argparse
 import importlib
+import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,40 +27,37 @@ from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.config import Activations
 from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.llm import LLM
 from finwhale.models.deepseek_v4.architecture import weight_bytes
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
 from finwhale.request import SamplingParams
-from finwhale.testing.tiny import write_plain_checkpoint
 
 BATCHES = (1, 8)
 TURN = 8  # decode steps that one contender runs before the next one's turn
+QUANTISED = ("quantization_config", "expert_dtype")  # fields that an unquantised model lacks
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' ways to run experts
 
 Prompts = list[list[int]]
-
-
-class Contender(Protocol):
-    """An engine to compare. `begin` prefills prompts; each step adds a token to every sequence."""
-
-    name: str
-
-    def begin(self, prompts: Prompts, steps: int) -> None: ...
-    def step(self) -> None: ...
-    def finish(self) -> list[list[int]]: ...
+# Milliseconds of each step, by contender.
+Times = dict[str, list[float]]
 
 
 class Finwhale:
-    """Finwhale's engine in float32."""
+    """Finwhale's engine in float32. `begin` prefills prompts; each step adds a token to all.
+
+    Args:
+        prompts: the largest number of prompts, and their largest number of tokens.
+    """
 
     def __init__(
-        self, path: Path, activations: Activations, longest: int, compile: bool = False
+        self, path: Path, activations: Activations, prompts: tuple[int, int], compile: bool = False
     ) -> None:
         self.name = f"finwhale {activations}{' compiled' if compile else ''}"
         self._llm = LLM(
@@ -67,8 +65,8 @@ class Finwhale:
             device="cpu",
             dtype="float32",
             activations=activations,
-            max_num_seqs=max(BATCHES),
-            max_num_batched_tokens=longest * max(BATCHES),
+            max_num_seqs=prompts[0],
+            max_num_batched_tokens=prompts[0] * prompts[1],
             compile=compile,
             generation_config="none",
         )
@@ -152,10 +150,13 @@ def load_transformers(path: Path) -> Any:
 
 def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
     """Write a copy of a checkpoint with its weights dequantised to float32, for transformers."""
-    config = ModelConfig.from_dict(checkpoint.config)
+    config = DeepseekV4Config.from_dict(checkpoint.config)
     source = WeightSource(checkpoint, weight_specs(config), ignored=ignored_prefixes(config))
     weights = ((spec.name, stored.dequantise(torch.float32)) for spec, stored in source)
-    write_plain_checkpoint(path, checkpoint.config, weights)
+    plain = {k: v for k, v in checkpoint.config.items() if k not in QUANTISED}
+    plain["torch_dtype"] = "float32"
+    specs = weight_specs(DeepseekV4Config.from_dict(plain))
+    write_checkpoint(path, plain, weights, specs, plain_dtype=torch.float32)
 
 
 # --- Measuring ----------------------------------------------------------------------------------
@@ -184,8 +185,7 @@ class Workload:
         return [list(map(int, row)) for row in ids.tolist()]
 
 
-Times = dict[str, list[float]]
-"""Milliseconds of each step, by contender."""
+Contender = Finwhale | Transformers
 
 
 def measure_decode(
@@ -196,7 +196,7 @@ def measure_decode(
     tokens: dict[str, list[list[int]]] = {c.name: [] for c in contenders}
     for round_ in range(work.rounds):
         prompts = work.prompts(batch, work.context, round_)
-        order = _rotated(contenders, round_)
+        order = random.Random(round_).sample(contenders, len(contenders))
         for contender in order:
             contender.begin(prompts, work.steps)
         for _ in range(work.steps // TURN):
@@ -214,16 +214,11 @@ def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
     times: Times = {c.name: [] for c in contenders}
     for round_ in range(work.rounds):
         prompts = work.prompts(1, work.prefill, round_)
-        for contender in _rotated(contenders, round_):
+        for contender in random.Random(round_).sample(contenders, len(contenders)):
             prefill = partial(contender.begin, prompts, 0)
             times[contender.name].append(1e3 * seconds_of(prefill))
             contender.finish()
     return times
-
-
-def _rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
-    by %= len(contenders)
-    return [*contenders[by:], *contenders[:by]]
 
 
 def fastest_transformers(model: Any, work: Workload, batch: int) -> Transformers:
@@ -246,7 +241,7 @@ def machine_rates() -> tuple[float, float]:
     return memory.nbytes / min(reads), 2 * 1024**3 / min(gemms)
 
 
-def floor_ms(config: ModelConfig, tokens: int, sequences: int) -> float:
+def floor_ms(config: DeepseekV4Config, tokens: int, sequences: int) -> float:
     """The least time of a forward: reading its float32 weights once, or computing its GEMMs."""
     specs = weight_specs(config.without_draft_head())
     numel = {name: torch.Size(spec.shape).numel() for name, spec in specs.items()}
@@ -291,7 +286,7 @@ def report(
     return {"what": what, "floor_ms": round(floor, 3), "engines": rows}
 
 
-def agreement(tokens: dict[str, list[list[int]]], name: str, other: str) -> float:
+def same_share(tokens: dict[str, list[list[int]]], name: str, other: str) -> float:
     """The share of sequences in which two contenders chose all the same tokens."""
     same = [a == b for a, b in zip(tokens[name], tokens[other], strict=True)]
     return sum(same) / len(same)
@@ -300,7 +295,7 @@ def agreement(tokens: dict[str, list[list[int]]], name: str, other: str) -> floa
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     checkpoint = Checkpoint.open(checkpoint_directory(args.path))
-    config = ModelConfig.from_dict(checkpoint.config)
+    config = DeepseekV4Config.from_dict(checkpoint.config)
     work = Workload(args.context, args.steps, args.rounds, args.prefill, config.vocab_size)
     longest = max(work.context + work.steps + 1, work.prefill + 1)
     if longest > config.max_position_embeddings:
@@ -312,22 +307,23 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="finwhale-cpu-") as directory:
         write_plain_twin(checkpoint, Path(directory) / "plain")
         model = load_transformers(Path(directory) / "plain")
-    exact = Finwhale(checkpoint.path, "exact", longest)
-    trained = Finwhale(checkpoint.path, "as-trained", longest)
+    prompts = max(args.batches), longest
+    exact = Finwhale(checkpoint.path, "exact", prompts)
+    trained = Finwhale(checkpoint.path, "as-trained", prompts)
     compiled = []
     if args.compile:
         modes: tuple[Activations, ...] = ("exact", "as-trained")
-        compiled = [Finwhale(checkpoint.path, mode, longest, compile=True) for mode in modes]
+        compiled = [Finwhale(checkpoint.path, mode, prompts, compile=True) for mode in modes]
     results = []
     for batch in args.batches:
         best = fastest_transformers(model, work, batch)
         times, tokens = measure_decode([best, exact, trained, *compiled], work, batch)
         what = f"decode, batch {batch}, context {work.context}"
         result = report(what, times, batch, floor_ms(config, batch, batch), console)
-        result["same_tokens"] = agreement(tokens, exact.name, best.name)
+        result["same_tokens"] = same_share(tokens, exact.name, best.name)
         console.print(f"the same {work.steps + 1} tokens: {result['same_tokens']:.0%} of sequences")
         if compiled:
-            result["same_tokens_compiled"] = agreement(tokens, compiled[0].name, exact.name)
+            result["same_tokens_compiled"] = same_share(tokens, compiled[0].name, exact.name)
         results.append(result)
     if work.prefill:
         best = Transformers(model, "eager", torch.get_num_threads())
@@ -345,7 +341,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def _check_room(config: ModelConfig, num_engines: int) -> None:
+def _check_room(config: DeepseekV4Config, num_engines: int) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     twin = weight_bytes(config, torch.float32, load_ops(Platform.cpu()))
     check_host_memory((1 + num_engines) * twin)  # transformers' model and Finwhale's

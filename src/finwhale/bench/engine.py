@@ -2,7 +2,8 @@
 
 import argparse
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,15 +13,21 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.ranks import first_rank
+from finwhale.engine.plan.executor import Executor
+from finwhale.engine.rank.executor import LocalExecutor, local_executor
+from finwhale.engine.rank.ranks import Ranks, first_rank
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
 from finwhale.options import read_options
 
+T = TypeVar("T")
 
-def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[ModelConfig, Weights]:
+
+def source(
+    args: argparse.Namespace, *, draft_head: bool = False
+) -> tuple[DeepseekV4Config, Weights]:
     """The configuration and the weights that the arguments of `add_model_arguments` name.
 
     Args:
@@ -31,11 +38,11 @@ def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[Model
     """
     if args.model is not None:
         checkpoint = Checkpoint.open(checkpoint_directory(args.model))
-        config = ModelConfig.from_dict(checkpoint.config)
+        config = DeepseekV4Config.from_dict(checkpoint.config)
         return config, CheckpointWeights(config, checkpoint)
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
-    config = ModelConfig.preset(args.config)
+    config = DeepseekV4Config.preset(args.config)
     if not draft_head:
         config = config.without_draft_head()
     if args.layers is not None:
@@ -64,9 +71,23 @@ def open_engine(
     return engine, took
 
 
+def call_ranks_collectively(executor: Executor, work: Callable[[LocalExecutor], T]) -> list[T]:
+    """Call `work` on every rank at once, with the rank's executor; returns the ranks' results.
+
+    `work` may use collectives, unlike that of Executor.call_ranks. So if it raises on one rank, the
+    others might wait for that rank forever, and the engine dies.
+
+    Args:
+        work: makes the same collective calls on all ranks; picklable, as is its result.
+    """
+    if isinstance(executor, Ranks):
+        return executor.call_ranks_collectively(work)
+    return local_executor(executor).call_ranks(work)
+
+
 def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """The fields of a record that describe the model: its name, layers and number of ranks."""
-    assert isinstance(engine.model_config, ModelConfig)
+    assert isinstance(engine.model_config, DeepseekV4Config)
     return {
         "config": args.model or args.config,
         "layers": engine.model_config.num_hidden_layers,

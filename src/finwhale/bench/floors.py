@@ -4,7 +4,7 @@ import torch
 
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.case import READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
@@ -20,7 +20,7 @@ def read_ms(num_bytes: float) -> float:
     return round(1e3 * num_bytes / READ_RATE, 4)
 
 
-def expected_experts(config: ModelConfig, tokens: float) -> float:
+def expected_experts(config: DeepseekV4Config, tokens: float) -> float:
     """How many different experts a layer uses on average, if tokens choose them evenly."""
     unused = 1 - config.num_experts_per_tok / config.n_routed_experts
     return float(config.n_routed_experts * (1 - unused**tokens))
@@ -34,7 +34,7 @@ class DecodeBytes:
         expert: of one expert in every layer of the model.
     """
 
-    def __init__(self, config: ModelConfig, rank: Rank) -> None:
+    def __init__(self, config: DeepseekV4Config, rank: Rank) -> None:
         self.config = config
         parts: dict[str, dict[str, WeightSpec]] = {"model": {}, "head": {}, "markov": {}}
         for name, spec in weight_specs(config, rank).items():
@@ -81,7 +81,7 @@ class DecodeBytes:
         return run + count * self._markov if c.draft_head == "dspark" else run * count
 
 
-def _sums(config: ModelConfig, specs: dict[str, WeightSpec]) -> tuple[float, float]:
+def _sums(config: DeepseekV4Config, specs: dict[str, WeightSpec]) -> tuple[float, float]:
     """Return the bytes of all weights except experts, and those of one expert of every layer."""
     others = expert = 0.0
     for name, spec in specs.items():

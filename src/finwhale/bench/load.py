@@ -47,7 +47,7 @@ from finwhale.distributed.workers import SpawnedProcesses, Workers
 from finwhale.engine.rank.devices import choose_device, choose_devices
 from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
@@ -99,10 +99,10 @@ def plain_read(checkpoint: Checkpoint, rank: Rank, device: torch.device) -> None
 
 
 class Loader:
-    """Loads one rank's weights of a checkpoint in several ways."""
+    """Loads one rank's weights of a checkpoint."""
 
     def __init__(
-        self, path: Path, config: ModelConfig, devices: Sequence[str], peers: Peers
+        self, path: Path, config: DeepseekV4Config, devices: Sequence[str], peers: Peers
     ) -> None:
         rank = peers.rank
         self.checkpoint, self.config, self.rank = Checkpoint.open(path), config, rank
@@ -117,23 +117,15 @@ class Loader:
         plain_read(self.checkpoint, self.rank, self.device)
 
     def load(self) -> None:
-        self.weights = self.loaded(self.device, self.ranks)
+        self.weights = self.loaded(self.ranks)
 
-    def load_mapped(self) -> None:
-        self.weights = self.loaded(torch.device("cpu"))
-
-    def loaded(self, reading_device: torch.device, ranks: JointRanks | None = None) -> ModelWeights:
-        """Load the weights.
-
-        Args:
-            reading_device: where the source puts them.
-            ranks: the ranks that read together; None: this rank reads alone.
-        """
+    def loaded(self, ranks: JointRanks | None = None) -> ModelWeights:
+        """Load the weights; `ranks` read together, or if it is None, this rank reads alone."""
         source = WeightSource(
             self.checkpoint,
             weight_specs(self.config, self.rank),
             ignored=ignored_prefixes(self.config),
-            device=reading_device,
+            device=self.device,
         )
         weights = WeightLoading(
             self.config,
@@ -165,7 +157,7 @@ class Loader:
 
 
 # The commands to a loader: the names of its methods.
-PLAIN, LOAD, MAPPED, FOLD, FREE = "plain", "load", "load_mapped", "fold", "free"
+PLAIN, LOAD, FOLD, FREE = "plain", "load", "fold", "free"
 
 
 class Loaders:
@@ -210,9 +202,9 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
     options = EngineConfig(device=args.device, tensor_parallel_size=args.tensor_parallel_size)
     devices = choose_devices(options, lambda count: 1)
     if args.model is None:
-        config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
+        config = DeepseekV4Config.preset(args.config).without_draft_head().with_layers(args.layers)
     else:
-        config = ModelConfig.from_dict(Checkpoint.open(directory).config)
+        config = DeepseekV4Config.from_dict(Checkpoint.open(directory).config)
     _check_room(config, directory, devices, args.zeros)
     if args.model is None and not any(directory.glob("*.safetensors")):
         specs, about = weight_specs(config), {"written_by": "finwhale bench load"}
@@ -228,7 +220,7 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
 
 
 def _check_room(
-    config: ModelConfig, directory: Path, devices: Sequence[str], zeros: bool = False
+    config: DeepseekV4Config, directory: Path, devices: Sequence[str], zeros: bool = False
 ) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     if devices[0] == "cpu":
@@ -249,25 +241,22 @@ def _check_room(
 
 
 def measure(
-    args: argparse.Namespace, config: ModelConfig, loaders: Loaders, console: Console
+    args: argparse.Namespace, config: DeepseekV4Config, loaders: Loaders, console: Console
 ) -> dict[str, Any]:
     checkpoint, device = loaders.own.checkpoint, loaders.own.device
     size = sum((checkpoint.path / file).stat().st_size for file, _ in checkpoint.shards())
-    times: dict[str, list[float]] = {"plain read": [], "load": [], "mapped load": [], "fold": []}
+    times: dict[str, list[float]] = {"plain read": [], "load": [], "fold": []}
     loaders.run(PLAIN)  # This fills the page cache.
     ways = {"plain read": PLAIN, "load": LOAD, "fold": FOLD}
     for _ in range(args.repeats):
         for name, what in ways.items():
             times[name].append(seconds_of(partial(loaders.run, what)))
         loaders.run(FREE)
-        if args.mapped:
-            times["mapped load"].append(seconds_of(partial(loaders.run, MAPPED)))
-            loaders.run(FREE)
     ranks = loaders.own.rank.size
     where = f"{device.type} on {ranks} ranks" if ranks > 1 else str(device)
     title = f"{size / 1e9:.1f} GB to {where}; medians"
     table = new_table(title, "", "s", "GB/s", "of the plain read")
-    results = {name: summary(found) for name, found in times.items() if found}
+    results = {name: summary(found) for name, found in times.items()}
     plain = results["plain read"]["median"]
     for name, found in results.items():
         seconds = max(found["median"], 1e-6)
@@ -308,6 +297,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--directory", metavar="DIR", help=about)
     add("--zeros", action="store_true", help="write only zeros, which take no room on the disk")
     add("--repeats", type=int, default=3, help="number of repetitions")
-    add("--mapped", action="store_true", help="measure memory-mapped loading too")
     add_options(parser, EngineConfig, ("device", "tensor_parallel_size"))
     return parser

@@ -17,7 +17,7 @@ import argparse
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.engine import measured, memory, open_engine, source
+from finwhale.bench.engine import call_ranks_collectively, measured, memory, open_engine, source
 from finwhale.bench.floors import DecodeBytes, read_ms
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
@@ -37,11 +37,10 @@ from finwhale.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.call_ranks_or_die import call_ranks_or_die
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.case import BF16_RATE, FP8_RATE
@@ -71,10 +70,9 @@ class Bench:
     """Measures one engine."""
 
     def __init__(self, engine: Engine, steps: int) -> None:
-        assert isinstance(engine.model_config, ModelConfig)
+        assert isinstance(engine.model_config, DeepseekV4Config)
         self.engine = engine
-        rank = first_rank(engine.executor)
-        self.rank, self.runner = rank.collectives.rank, rank.runner
+        self.rank = first_rank(engine.executor).collectives.rank
         self.steps = steps
         self.config = engine.model_config
         self.bytes = DecodeBytes(self.config, self.rank)
@@ -140,14 +138,13 @@ class Bench:
     def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:
         """(kernel, launches, microseconds) of one step, the slowest kernel first.
 
-        Kernels of one graph may overlap, so their sum can exceed the time of the step.
+        Kernels of one step may overlap, so their sum can exceed its time.
         """
+        run: Callable[[], object] = partial(self._prefill_once, self.prompt(shape.tokens))
         if shape.batch:
-            return self._profiled(self._replay_of(shape), count)
-        return self._profiled(lambda: self._prefill_once(self.prompt(shape.tokens)), count)
-
-    def _profiled(self, run: Any, count: int) -> list[tuple[str, int, float]]:
-        run()
+            self._begin_decodes(shape.batch, shape.tokens, 10**6)
+            run = self.engine.step
+        torch.cuda.synchronize()
         activity = torch.profiler.ProfilerActivity.CUDA
         with torch.profiler.profile(activities=[activity]) as profiler:
             run()
@@ -160,17 +157,6 @@ class Bench:
         for name in list(self.engine._requests):
             self.engine.abort(name)
         return sorted(rows, key=lambda row: -row[2])[:count]
-
-    def _replay_of(self, shape: Shape) -> Any:
-        """Prefill `batch` prompts; returns a function that runs their next step."""
-        self._begin_decodes(shape.batch, shape.tokens, 10**6)
-        if self.rank.size > 1:
-            return self.engine.step
-        graphs, plan = self.runner.graphs, self._plan()
-        self.runner.tables.apply(plan)
-        if graphs is None or not graphs.fits(plan):
-            return lambda: self.runner.logits(plan)
-        return lambda: graphs.run(plan)
 
     def _begin_decodes(self, batch: int, length: int, max_tokens: int) -> list[str]:
         """Begin requests with random prompts, and step until all of them decode.
@@ -215,14 +201,14 @@ class Bench:
         """Median milliseconds of the captured graph of this batch, which all ranks replay at once,
         on the slowest rank; None: the step has no graph.
         """
-        medians = call_ranks_or_die(
+        medians = call_ranks_collectively(
             self.engine.executor, partial(graph_ms, self._plan(), self.steps)
         )
         return max((median for median in medians if median is not None), default=None)
 
     def _experts_hit(self) -> float:
         """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
-        return call_ranks_or_die(self.engine.executor, partial(experts_hit, self._plan()))[0]
+        return call_ranks_collectively(self.engine.executor, partial(experts_hit, self._plan()))[0]
 
     def _prefill_ops(self, tokens: int) -> tuple[float, float]:
         """A rank's operations in a prefill, in FP8 and in bfloat16, with attention and indexer."""
@@ -267,8 +253,7 @@ def experts_hit(plan: StepPlan, executor: LocalExecutor) -> float:
     hits: list[int] = []
     model = executor.runner.model
     assert isinstance(model, DeepseekV4)
-    # A compiled layer wraps the layer that has the experts.
-    layers: list[Any] = [getattr(layer, "layer", layer) for layer in model.layers]
+    layers: list[Any] = list(model.layers)
     kept = [layer.ffn.dispatch for layer in layers]
 
     def counting(run: Any) -> Any:

@@ -37,7 +37,7 @@ from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.stopwatch import StepTimes
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.ops.builds import NothingToBuild
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.options import add_options
@@ -66,7 +66,7 @@ class StubRunner:
     def __init__(
         self,
         config: EngineConfig,
-        model_config: ModelConfig,
+        model_config: DeepseekV4Config,
         groups: tuple[CacheGroup, ...],
         max_len: int,
     ) -> None:
@@ -101,7 +101,7 @@ class StubRunner:
         self.static.sampled[: len(ids)].copy_(ids)
 
 
-def stub_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
+def stub_engine(config: EngineConfig, model_config: DeepseekV4Config) -> Engine:
     """An engine over StubRunners, one step ahead. Every rank has a runner in its own process."""
     open_stub = partial(stub_executor, config, model_config)
     executor: LocalExecutor | Ranks = open_stub(Peers())
@@ -110,7 +110,9 @@ def stub_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     return Engine(config, model_config, executor, Tokenizer.open(DEMO_PATH))
 
 
-def stub_executor(config: EngineConfig, model_config: ModelConfig, peers: Peers) -> LocalExecutor:
+def stub_executor(
+    config: EngineConfig, model_config: DeepseekV4Config, peers: Peers
+) -> LocalExecutor:
     """An executor of a StubRunner."""
     groups = cache_spec(model_config)
     max_len = config.max_model_len or model_config.max_position_embeddings
@@ -147,7 +149,7 @@ def stub_executor(config: EngineConfig, model_config: ModelConfig, peers: Peers)
 
 def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:
     """Measure steps in which `batch` requests decode: microseconds of CPU and wall-clock time."""
-    model_config = ModelConfig.preset("flash")
+    model_config = DeepseekV4Config.preset("flash")
     config = EngineConfig(
         max_num_seqs=batch,
         max_num_batched_tokens=8192,

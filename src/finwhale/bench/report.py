@@ -1,19 +1,166 @@
-"""Turn records of benchmarks into one HTML file with plots and comparisons.
+"""Turn records of benchmarks into one HTML file of tables that compare them.
 
-Runs of the same kind and the same work stand beside each other, with their differences in per cent.
-The file loads nothing from other hosts.
+Runs of the same kind and the same work stand beside each other, with their differences from the
+first run in per cent. The file loads nothing from other hosts and runs no script.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from finwhale.bench.record import read_records
-from finwhale.bench.report_page import page
-from finwhale.bench.report_values import groups_of
+import finwhale
+from finwhale.bench.record import Record, read_records
+from finwhale.bench.report_values import Group, Value, groups_of
 from finwhale.errors import FinwhaleError
 from finwhale.options import Parser
+
+TITLES = {
+    "offline": "Whole steps of the engine",
+    "offline with drafts": "Decoding with drafts",
+    "ops": "Kernels",
+    "start": "Starts",
+    "throughput": "Many requests",
+    "load": "Loading a checkpoint",
+    "cpu": "CPU, beside transformers",
+    "overhead": "The host's work in a step",
+    "prefix": "Finding a cached prefix",
+    "collectives": "Communication between GPUs",
+    "accuracy": "Accuracy of the operators",
+    "serving": "Serving under load",
+    "other": "Other records",
+}
+MAX_ROWS = 1000  # of a table; a record of unknown kind may have any size
+# Text of a record can never run or load anything.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def page(title: str, groups: Sequence[Group]) -> str:
+    """The whole page: one file, so that it can be opened from a disk or sent by mail."""
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><main>",
+        f"<h1>{escape(title)}</h1>",
+        f"<p>Made by <code>finwhale bench report</code> {escape(finwhale.__version__)}. A share of "
+        "the floor says how near a time is to the least that the hardware allows. Differences are "
+        "against the first run of a table.</p>",
+        '<nav aria-label="Contents"><ul><li><a href="#runs">Runs</a></li>',
+    ]
+    parts += [f'<li><a href="#g{i}">{_heading(group)}</a></li>' for i, group in enumerate(groups)]
+    parts += ['</ul></nav><section id="runs"><h2>Runs</h2>', *_runs(groups), "</section>"]
+    for number, group in enumerate(groups):
+        parts += [f'<section id="g{number}"><h2>{_heading(group)}</h2>', *_comparison(group)]
+        parts.append("</section>")
+    return "".join([*parts, "</main></body></html>\n"])
+
+
+def _heading(group: Group) -> str:
+    title = TITLES.get(group.kind, group.kind)
+    return escape(f"{title}: {group.work}" if group.work else title)
+
+
+def _runs(groups: Sequence[Group]) -> Iterator[str]:
+    headers = ("run", "what", "when", "hardware", "versions", "command", "record")
+    yield _table_head(headers)
+    for group in groups:
+        for run in group.runs:
+            texts = (run.data.get("command"), run.data.get("note"))
+            cells = [
+                _heading(group),
+                escape(str(run.data.get("date", ""))),
+                escape(_hardware(run.data.get("hardware"))),
+                escape(_versions(run.data)),
+                "<br>".join(f"<code>{escape(str(text))}</code>" for text in texts if text),
+                escape(_place(run.record)),
+            ]
+            yield f'<tr><th scope="row">{run.name}</th>'
+            yield "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    yield "</tbody></table></div>"
+
+
+def _hardware(found: Any) -> str:
+    if not isinstance(found, dict):
+        return str(found or "")
+    cores = found.get("usable_cores", found.get("cores"))
+    parts = [found.get("gpu"), found.get("cpu"), cores and f"{cores} cores"]
+    if found.get("load_1min") is not None:
+        parts.append(f"load {found['load_1min']}")
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _versions(data: dict[str, Any]) -> str:
+    found = data.get("versions")
+    parts = [f"{k} {v}" for k, v in found.items()] if isinstance(found, dict) else []
+    if data.get("commit"):
+        parts.append(f"commit {data['commit']}")
+    return ", ".join(parts)
+
+
+def _place(record: Record) -> str:
+    return f"{record.path}:{record.line}"
+
+
+def _comparison(group: Group) -> Iterator[str]:
+    keys = list(dict.fromkeys(key for run in group.runs for key in run.values))
+    # Rows of one thing stand together, in the order of the first.
+    order = {what: i for i, what in enumerate(dict.fromkeys(what for what, _ in keys))}
+    keys.sort(key=lambda key: order[key[0]])
+    days = [escape(str(run.data.get("date", ""))[:10]) for run in group.runs]
+    names = [f"{r.name} <small>{day}</small>" for r, day in zip(group.runs, days, strict=True)]
+    yield _table_head(("what", "value", *names))
+    for what, rows in groupby(keys[:MAX_ROWS], key=lambda key: key[0]):
+        found = list(rows)
+        for i, key in enumerate(found):
+            cells = [run.values.get(key) for run in group.runs]
+            unit = next((cell.unit for cell in cells if cell is not None), "")
+            yield "<tr>"
+            if i == 0:
+                yield f'<th scope="rowgroup" rowspan="{len(found)}">{escape(what)}</th>'
+            yield f'<th scope="row">{escape(key[1])}{f", {escape(unit)}" if unit else ""}</th>'
+            yield "".join(_cell(cell, cells[0] if j else None) for j, cell in enumerate(cells))
+            yield "</tr>"
+    yield "</tbody></table></div>"
+    if len(keys) > MAX_ROWS:
+        yield f"<p>{len(keys) - MAX_ROWS:,} more values are in the record.</p>"
+
+
+def _table_head(headers: Sequence[str]) -> str:
+    cells = "".join(f'<th scope="col">{header}</th>' for header in headers)
+    return f'<div class="wide" tabindex="0"><table><thead><tr>{cells}</tr></thead><tbody>'
+
+
+def _cell(cell: Value | None, base: Value | None) -> str:
+    if cell is None or cell.value is None:
+        return "<td></td>"
+    if isinstance(cell.value, str):
+        return f'<td class="text">{escape(cell.value)}</td>'
+    parts = [f'<td class="number">{_number(cell.value)}']
+    if cell.floor is not None and cell.value:
+        parts.append(f' <span class="floor">{cell.floor / cell.value:.0%} of floor</span>')
+    return "".join([*parts, f" {_difference(cell, cell.value, base)}</td>"])
+
+
+def _difference(cell: Value, value: float, base: Value | None) -> str:
+    """The difference from the first run in per cent."""
+    if base is None or not base.value or isinstance(base.value, str):
+        return '<span class="delta"></span>'
+    change = 100 * (value - base.value) / abs(base.value)
+    kind = ""
+    if cell.more_is_better is not None and abs(change) >= 0.05:
+        kind = " good" if (change > 0) == cell.more_is_better else " bad"
+    return f'<span class="delta{kind}">{change:+.1f}%</span>'
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,15 +185,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "records", nargs="+", type=Path, metavar="RECORDS", help="JSONL files of --record"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="the file to write (default: %(default)s)",
-    )
-    parser.add_argument("--title", default="Finwhale benchmarks", help="title of the page")
+    add = parser.add_argument
+    add("records", nargs="+", type=Path, metavar="RECORDS", help="JSONL files of --record")
+    about = "the file to write (default: %(default)s)"
+    add("--out", type=Path, default=Path("report.html"), metavar="FILE", help=about)
+    add("--title", default="Finwhale benchmarks", help="title of the page")
     return parser

@@ -85,19 +85,14 @@ def _work(kind: str, data: dict[str, Any]) -> str:
 
 
 def _load_in_words(load: dict[str, Any]) -> str:
-    dataset = str(load.get("dataset", "uniform"))
-    words = ["chat completions" if load.get("chat") else "completions", dataset]
-    if dataset != "chat":
-        spans = (load.get("input_tokens"), load.get("output_tokens"))
-        words += [
-            f"{_span(span)} tokens {way}" for span, way in zip(spans, ("in", "out"), strict=True)
-        ]
+    words = ["chat completions" if load.get("chat") else "completions"]
+    words.append(str(load.get("dataset", "uniform")))
+    for name, way in (("input_tokens", "in"), ("output_tokens", "out")):
+        words.append(f"{_span(load.get(name))} tokens {way}")
     if load.get("shared_prefix"):
         words.append(f"{load['shared_prefix']} shared")
-    if dataset == "agents":
+    if load.get("dataset") == "agents":
         words.append(f"{load.get('turns')} turns")
-    if load.get("max_length"):
-        words.append(f"at most {load['max_length']}")
     return ", ".join(words)
 
 

@@ -8,36 +8,37 @@ counts the tokens (usage).
 
 import argparse
 import asyncio
+import math
 import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from finwhale.bench.arguments import new_parser
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
-from finwhale.bench.preflight import record_path
 from finwhale.bench.printing import new_console
-from finwhale.bench.record import RESULTS, keep_record, percentile, stamp
-from finwhale.bench.workload import AGENTS, UNIFORM, Load, described
-from finwhale.options import Parser, add_options, read_options
+from finwhale.bench.record import keep_record, percentile, stamp
+from finwhale.bench.workload import DATASETS, Load
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench serving`. Returns 1 if a request failed, otherwise 0."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    endpoint, load = _read_endpoint(args.url, args.model), _read_load(args, parser)
+    args = _parser().parse_args(argv)
+    values = {name: getattr(args, name) for name in Load.__dataclass_fields__}
+    sizes = asdict(DATASETS[args.dataset])
+    values |= {name: size for name, size in sizes.items() if values[name] is None}
+    load = Load(**values)
+    root = args.url.rstrip("/").removesuffix("/v1")
+    endpoint = Endpoint(url=root, model=args.model, api_key=os.environ.get("OPENAI_API_KEY"))
     asyncio.run(check_endpoint(endpoint))
     check_client(load)
     found = summarise(*asyncio.run(run_load(endpoint, load)))
     _print(found)
-    server = {
-        "url": endpoint.url,
-        "model": endpoint.model,
-        "api_key": bool(endpoint.api_key),
-        "timeout_s": endpoint.timeout_s,
-    }
-    record = stamp("serving", argv, ("aiohttp",)) | {"load": server | described(load)} | found
+    server = {"url": root, "model": args.model, "api_key": endpoint.api_key is not None}
+    described = server | asdict(load) | {"request_rate": str(load.request_rate)}
+    record = stamp("serving", argv, ("aiohttp",)) | {"load": described} | found
     keep_record(args.record, record)
     return 0 if found["completed"] == load.num_requests else 1
 
@@ -85,36 +86,6 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"errors: {found['errors']}", style="red")
 
 
-def _read_load(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Load:
-    """The load that the arguments describe.
-
-    Raises:
-        FinwhaleError: a value is out of range.
-    """
-    sized = ("input_tokens", "output_tokens", "shared_prefix")
-    given = {name: getattr(args, name) for name in sized if getattr(args, name) is not None}
-    if args.dataset == "chat" and given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        parser.error(f"--dataset chat has its own lengths: leave out {flags}")
-    sizes = AGENTS if args.dataset == "agents" else UNIFORM
-    values: dict[str, Any] = {name: getattr(sizes, name) for name in sized} | given
-    if args.num_requests is not None:
-        values["num_requests"] = args.num_requests
-    load = read_options(args, Load, **values)
-    load.check()
-    return load
-
-
-def _read_endpoint(url: str, model: str) -> Endpoint:
-    """An endpoint; its URL may end in /v1."""
-    root = url.rstrip("/").removesuffix("/v1")
-    return Endpoint(url=root, model=model, api_key=os.environ.get("OPENAI_API_KEY"))
-
-
-def _default(span: tuple[int, int]) -> str:
-    return str(span[0]) if span[0] == span[1] else f"{span[0]}:{span[1]}"
-
-
 def _span(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     span = int(low), int(high or low)
@@ -123,46 +94,39 @@ def _span(text: str) -> tuple[int, int]:
     return span
 
 
+def _default(name: str) -> str:
+    """The default sizes of the data sets, in words."""
+    sizes = [getattr(DATASETS[dataset], name) for dataset in ("uniform", "agents")]
+    spans = [s if isinstance(s, int) else ":".join(map(str, dict.fromkeys(s))) for s in sizes]
+    return f" (default: {spans[0]}; agents: {spans[1]})"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="finwhale bench serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="The API key is read from OPENAI_API_KEY.",
-    )
-    add_options(parser, Load)
+    parser = new_parser("serving", __doc__, "serving.jsonl")
+    parser.epilog = "The API key is read from OPENAI_API_KEY."
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="URL of the endpoint (default: %(default)s)")
+    add("--url", default="http://127.0.0.1:8000", help="URL of the endpoint")
     add("--model", required=True, help="the endpoint's name of the model")
-    about = f"number of requests (default: {Load().num_requests})"
-    add("--num-requests", type=int, metavar="N", help=about)
-    add(
-        "--input-tokens",
-        type=_span,
-        metavar="N[:M]",
-        help="length of a prompt, or a range of lengths; of agents: what each turn adds "
-        f"(default: {_default(UNIFORM.input_tokens)}; agents: {_default(AGENTS.input_tokens)})",
-    )
-    add(
-        "--output-tokens",
-        type=_span,
-        metavar="N[:M]",
-        help="length of an output, or a range of lengths "
-        f"(default: {_default(UNIFORM.output_tokens)}; agents: {_default(AGENTS.output_tokens)})",
-    )
-    add(
-        "--shared-prefix",
-        type=int,
-        metavar="N",
-        help="number of tokens with which all prompts begin; of agents: the system prompt "
-        f"(default: {UNIFORM.shared_prefix}; agents: {AGENTS.shared_prefix})",
-    )
-    add(
-        "--record",
-        type=record_path,
-        nargs="?",
-        const=str(RESULTS / "serving.jsonl"),
-        metavar="FILE",
-        help="append the results to this JSONL file (without FILE: %(const)s)",
-    )
+    about = "lengths of the requests: uniform in a range; or agents, which are sessions of growing "
+    about += "prompts with a shared system prompt"
+    add("--dataset", choices=DATASETS, default="uniform", help=about)
+    about = "use /v1/chat/completions, with words instead of token ids"
+    add("--chat", action="store_true", help=about)
+    add("--num-requests", type=int, default=256, metavar="N", help="number of requests")
+    about = "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: "
+    about += "all at once"
+    add("--request-rate", type=float, default=math.inf, metavar="R", help=about)
+    about = "maximum number of requests at once (default: no limit)"
+    add("--concurrency", type=int, metavar="N", help=about)
+    about = "length of a prompt, or a range of lengths; of agents: what each turn adds"
+    add("--input-tokens", type=_span, metavar="N[:M]", help=about + _default("input_tokens"))
+    about = "length of an output, or a range of lengths"
+    add("--output-tokens", type=_span, metavar="N[:M]", help=about + _default("output_tokens"))
+    about = "number of tokens with which all prompts begin; of agents: the system prompt"
+    add("--shared-prefix", type=int, metavar="N", help=about + _default("shared_prefix"))
+    about = "number of requests of an agent's session"
+    add("--turns", type=int, default=8, metavar="N", help=about)
+    about = "let the model end its output"
+    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help=about)
+    add("--seed", type=int, default=0, help="seed of prompts and arrival times")
     return parser

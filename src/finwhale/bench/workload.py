@@ -1,12 +1,8 @@
 """The requests of a load test: their lengths, prompts and arrival times.
 
-Three data sets are synthetic, so that nothing is downloaded:
+Two data sets are synthetic, so that nothing is downloaded:
 
 - `uniform`: each prompt and output draws its length from a range. Equal bounds give one length.
-- `chat`: lengths are log-normal, as those of the conversation trace of Azure's LLM inference traces
-  of 2023 (19,366 requests; https://github.com/Azure/AzurePublicDataset, described in "Splitwise",
-  ISCA 2024). CHAT_PROMPT and CHAT_OUTPUT are the means and standard deviations of the logarithms of
-  its lengths. They give prompts of 760 tokens in the median and outputs of 151.
 - `agents`: sessions of several turns that share a system prompt. A turn's prompt is the prompt of
   the turn before, an answer and new input, and is sent when the answer of the turn before is
   complete. With the default sizes, prompts have a mean of 8,596 tokens and outputs of 182, as the
@@ -23,13 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from finwhale.errors import FinwhaleError
-from finwhale.options import option
 
-Dataset = Literal["uniform", "chat", "agents"]
 WORDS = ("the", "a", "sea", "whale", "ship", "sky", "wind", "day", "fish", "sun", "boat", "deep")
-
-# The mean and the standard deviation of the logarithm of a length in tokens.
-CHAT_PROMPT, CHAT_OUTPUT = (math.log(760), 0.985), (math.log(151), 0.859)
+TOKEN_IDS = range(256, 4000)  # Low ids are often control tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,84 +33,53 @@ class Sizes:
     shared_prefix: int
 
 
-UNIFORM = Sizes((1024, 1024), (256, 256), 0)
-# The system prompt and 8 turns: 4096 + 4.5 * 858 + 3.5 * 182 is 8,596 tokens.
-AGENTS = Sizes((429, 1288), (91, 273), 4096)
+DATASETS = {
+    "uniform": Sizes((1024, 1024), (256, 256), 0),
+    # The system prompt and 8 turns: 4096 + 4.5 * 858 + 3.5 * 182 is 8,596 tokens.
+    "agents": Sizes((429, 1288), (91, 273), 4096),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests to send to an endpoint. The fields with a help text are options.
+    """The requests to send to an endpoint.
 
     Attributes:
+        chat: use /v1/chat/completions, with words instead of token ids.
         num_requests: total number of requests.
+        request_rate: requests (of agents: sessions) per second; infinite: all at once.
+        concurrency: maximum number of requests at once; None: no limit.
         input_tokens, output_tokens: least and largest length; each request draws its own. Of
-            agents: the tokens that a turn adds. `chat` does not use them.
+            agents: the tokens that a turn adds.
         shared_prefix: number of tokens with which all prompts begin, of input_tokens; of agents:
             the system prompt, which comes before input_tokens.
+        turns: number of requests of an agent's session.
+        ignore_eos: whether outputs have exactly the wanted length.
+        seed: of prompts and arrival times.
     """
 
-    dataset: Dataset = option(
-        "uniform",
-        "lengths of the requests: uniform in a range; log-normal as those of chats; or agents, "
-        "which are sessions of growing prompts with a shared system prompt",
-    )
-    chat: bool = option(False, "use /v1/chat/completions, with words instead of token ids")
+    dataset: Literal["uniform", "agents"] = "uniform"
+    chat: bool = False
     num_requests: int = 256
-    request_rate: float = option(
-        math.inf,
-        "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: all at "
-        "once",
-        metavar="R",
-    )
-    concurrency: int | None = option(
-        None, "maximum number of requests at once", unset="no limit", metavar="N"
-    )
-    input_tokens: tuple[int, int] = UNIFORM.input_tokens
-    output_tokens: tuple[int, int] = UNIFORM.output_tokens
-    shared_prefix: int = UNIFORM.shared_prefix
-    turns: int = option(8, "number of requests of an agent's session", metavar="N")
-    max_length: int | None = option(
-        None,
-        "cut prompts and outputs so that both together have at most this many tokens; of agents: "
-        "end a session before a prompt exceeds it",
-        unset="no limit",
-        metavar="N",
-    )
-    max_token_id: int = option(4000, "token ids of prompts are below this", metavar="N")
-    ignore_eos: bool = option(True, "let the model end its output", flag="--no-ignore-eos")
-    temperature: float = option(0.0, "sampling temperature")
-    seed: int = option(0, "seed of prompts and arrival times")
+    request_rate: float = math.inf
+    concurrency: int | None = None
+    input_tokens: tuple[int, int] = DATASETS["uniform"].input_tokens
+    output_tokens: tuple[int, int] = DATASETS["uniform"].output_tokens
+    shared_prefix: int = DATASETS["uniform"].shared_prefix
+    turns: int = 8
+    ignore_eos: bool = True
+    seed: int = 0
 
-    def check(self) -> None:
-        """Raises FinwhaleError if a value is out of range or contradicts another."""
+    def __post_init__(self) -> None:
         if self.num_requests < 1 or not self.request_rate > 0:
             raise FinwhaleError("--request-rate and --num-requests must be above 0")
         if self.turns < 1 or (self.concurrency is not None and self.concurrency < 1):
             raise FinwhaleError("--turns and --concurrency must be at least 1")
-        if self.max_length is not None and self.max_length < 2:
-            raise FinwhaleError(f"--max-length must be at least 2, got {self.max_length}")
-        least, first = self.input_tokens[0], self.shared_prefix
+        least = self.input_tokens[0]
         if self.dataset == "uniform" and self.shared_prefix >= least:
             raise FinwhaleError(
                 f"--shared-prefix must be below --input-tokens ({least}), got {self.shared_prefix}"
             )
-        if self.dataset == "agents" and self.max_length is not None:
-            first += self.input_tokens[1] + self.output_tokens[1]
-            if first > self.max_length:
-                raise FinwhaleError(
-                    f"an agent's first turn has up to {first} tokens, and --max-length is "
-                    f"{self.max_length}: lower --shared-prefix, --input-tokens or --output-tokens"
-                )
-
-
-def described(load: Load) -> dict[str, Any]:
-    """The load as a JSON object."""
-    found = {name: getattr(load, name) for name in load.__dataclass_fields__}
-    found |= {"request_rate": str(load.request_rate)}
-    for name in ("input_tokens", "output_tokens"):
-        found[name] = list(found[name])
-    return found
 
 
 def make_sessions(load: Load, model: str) -> list[list[bytes]]:
@@ -127,7 +88,7 @@ def make_sessions(load: Load, model: str) -> list[list[bytes]]:
     The requests of a session are sent one after the other. Only agents have more than one.
     """
     draw = random.Random(load.seed)
-    make = {"uniform": _uniform, "chat": _chat, "agents": _agents}[load.dataset]
+    make = _uniform if load.dataset == "uniform" else _agents
     sessions, left = [], load.num_requests
     for session in make(load, draw):
         sessions.append([_body(load, model, turns, output) for turns, output in session[:left]])
@@ -147,16 +108,7 @@ def _uniform(load: Load, draw: random.Random) -> Iterator[list[Request]]:
     while True:
         own = draw.randint(*load.input_tokens) - load.shared_prefix
         prompt = prefix + _tokens(draw, load, own)
-        output = draw.randint(*load.output_tokens)
-        size, output = _cut(load, len(prompt), output)
-        yield [([("user", prompt[:size])], output)]
-
-
-def _chat(load: Load, draw: random.Random) -> Iterator[list[Request]]:
-    while True:
-        lengths = (draw.lognormvariate(*CHAT_PROMPT), draw.lognormvariate(*CHAT_OUTPUT))
-        size, output = _cut(load, *(max(1, round(length)) for length in lengths))
-        yield [([("user", _tokens(draw, load, size))], output)]
+        yield [([("user", prompt)], draw.randint(*load.output_tokens))]
 
 
 def _agents(load: Load, draw: random.Random) -> Iterator[list[Request]]:
@@ -168,27 +120,16 @@ def _agents(load: Load, draw: random.Random) -> Iterator[list[Request]]:
             new = _tokens(draw, load, draw.randint(*load.input_tokens))
             output = draw.randint(*load.output_tokens)
             turns = [*turns, ("user", new)]
-            length = sum(len(tokens) for _, tokens in turns) + output
-            if load.max_length is not None and length > load.max_length:
-                break
             session.append((turns, output))
             turns = [*turns, ("assistant", _tokens(draw, load, output))]
         yield session
-
-
-def _cut(load: Load, prompt: int, output: int) -> tuple[int, int]:
-    """The lengths of a prompt and its output, which fit max_length together."""
-    if load.max_length is None or prompt + output <= load.max_length:
-        return prompt, output
-    output = min(output, load.max_length // 2)
-    return min(prompt, load.max_length - output), output
 
 
 def _body(load: Load, model: str, turns: Turns, output: int) -> bytes:
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": output,
-        "temperature": load.temperature,
+        "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -205,12 +146,7 @@ def _body(load: Load, model: str, turns: Turns, output: int) -> bytes:
 
 def _tokens(draw: random.Random, load: Load, count: int) -> list[Any]:
     """Draw `count` token ids or, for a chat, words."""
-    if load.chat:
-        return draw.choices(WORDS, k=count)
-    # Low ids are often control tokens.
-    return [
-        draw.randrange(min(256, load.max_token_id // 2), load.max_token_id) for _ in range(count)
-    ]
+    return draw.choices(WORDS if load.chat else TOKEN_IDS, k=count)
 
 
 def arrivals(load: Load, count: int) -> list[float]:

@@ -1,18 +1,20 @@
-"""The grammar of an answer with tools. It enforces what llguidance can of their schemas."""
+"""The grammar of an answer: what llguidance can enforce of the schemas of a format and of tools."""
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.grammar import Matcher, tool_guide
+from finwhale.chat.grammar import Matcher, json_lark, lark_guide, regex_guide, tool_guide
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.known_fields import printable
+from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
+from finwhale.errors import RequestError
 from finwhale.request import Guide
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,125 @@ _AT_LINE = re.compile(r"not valid: at (\d+)\(\d+\): (?:failed to compile JSON sc
 # Such a message says that a schema is wrong; any other, that llguidance cannot enforce it.
 _WRONG = re.compile(r"Invalid type|Expected |invalid multiple|[\w ]+ must be an? ")
 
+Format = tuple[Literal["json", "regex", "grammar"], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The tool calls that a request allows or requires in its answer.
+
+    Attributes:
+        required: the answer must be a tool call.
+        parallel: the answer may have several tool calls.
+    """
+
+    required: bool = False
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WantedFormat:
+    """The format that an answer must have.
+
+    Attributes:
+        name: what the request calls it.
+        strict: whether all of a schema must hold.
+    """
+
+    format: Format
+    name: str = "response_format"
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What an answer may be.
+
+    Attributes:
+        tokenizer: None: there are no tools.
+        wanted: the format of an answer without tool calls; None: any text.
+        after: the token after which the grammar begins.
+        hold: when tool calls are held to their schemas: if the request asks for that, as far as
+            possible otherwise, or always.
+    """
+
+    tokenizer: Tokenizer | None
+    wanted: WantedFormat | None
+    tools: Sequence[ToolSignature] = ()
+    choice: ToolChoice = ToolChoice()
+    after: int | None = None
+    hold: Literal["asked", "possible", "always"] = "asked"
+
+    @property
+    def asked(self) -> bool:
+        """Whether the request asks for a grammar."""
+        choice, strict = self.choice, any(tool.strict for tool in self.tools)
+        return self.wanted is not None or choice.required or not choice.parallel or strict
+
+    def grammar(self, relaxed: tuple[str, ...] = ()) -> "AnswerGrammar | None":
+        """The grammar of the answer; None: the answer may be anything.
+
+        Args:
+            relaxed: places of the request where only the types of values hold.
+
+        Raises:
+            RequestError: the format is not valid, or the grammar is too large.
+        """
+        if self.choice.required and not self.tools:
+            raise RequestError("tool_choice asks for a tool, but there are no tools")
+        if not self.asked and (self.hold == "asked" or not self.tools):
+            return None
+        try:
+            return self._of_calls(relaxed) if self.tools else self._of_content(relaxed)
+        except GrammarError as error:
+            return self.without(error)
+
+    def without(self, error: GrammarError) -> "AnswerGrammar":
+        """No grammar if the request does not ask for one; otherwise raises the error."""
+        if self.asked or self.hold == "always":
+            raise error
+        return AnswerGrammar(None, self, ignored=("tools",))
+
+    def _of_calls(self, relaxed: tuple[str, ...]) -> "AnswerGrammar":
+        assert self.tokenizer is not None
+        wanted, ignored = self.wanted, list[str]()
+        item = None if wanted is None else self._item(wanted, relaxed, ignored)
+        dsml = self.tokenizer.added_id(recipe.SpecialToken.Dsml.default_str())
+        grammar = ToolGrammar(self.tools, dsml, parallel=self.choice.parallel, relaxed=relaxed)
+        if self.choice.required:
+            text, ignored = grammar.required(), []
+        elif wanted is None or item is None:
+            text = grammar.after_text()
+        else:
+            text = grammar.instead_of(item, wanted.name)
+        ignored = [*grammar.ignored, *ignored]
+        guide = tool_guide(text, self.after)
+        return AnswerGrammar(guide, self, tuple(grammar.places), tuple(ignored), relaxed)
+
+    def _of_content(self, relaxed: tuple[str, ...]) -> "AnswerGrammar":
+        wanted, ignored = self.wanted, list[str]()
+        assert wanted is not None
+        kind, value = wanted.format
+        if kind != "json":
+            guide = (regex_guide if kind == "regex" else lark_guide)(value, self.after)
+            return AnswerGrammar(guide, self)
+        item = self._item(wanted, relaxed, ignored)
+        guide = tool_guide(f"start: {item}", self.after)
+        return AnswerGrammar(guide, self, (wanted.name,), tuple(ignored), relaxed)
+
+    @staticmethod
+    def _item(wanted: WantedFormat, relaxed: tuple[str, ...], ignored: list[str]) -> str:
+        """The Lark item of a format. Adds what of its schema it does not hold to `ignored`."""
+        kind, value = wanted.format
+        if kind != "json":
+            raise RequestError(f"a response_format of type {kind} cannot be combined with tools")
+        document = SchemaDocument(value, wanted.name)
+        part = document.part(value)
+        if wanted.strict:
+            document.check_strict()
+        ignored += [wanted.name] if wanted.name in relaxed else document.ignored
+        return json_lark(document.types() if wanted.name in relaxed else part)
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
@@ -31,66 +152,36 @@ class AnswerGrammar:
     Attributes:
         guide: None: the answer is free.
         places: the part of the request that each line of the grammar enforces, or "".
-        strict: the schemas of the request that must be enforced as a whole.
         ignored: parts of the request that the grammar does not enforce.
-        optional: the request did not ask for a grammar.
+        relaxed: the places whose schemas the grammar lacks.
     """
 
     guide: Guide | None
+    form: AnswerForm
     places: tuple[str, ...] = ()
-    strict: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    optional: bool = False
+    relaxed: tuple[str, ...] = ()
 
-    def place_beyond(self, error: GrammarError, relaxed: Collection[str]) -> str:
-        """The place whose schema llguidance cannot enforce.
+    def relax(self, error: GrammarError) -> "AnswerGrammar | None":
+        """The grammar without the schema that llguidance cannot enforce.
 
         Args:
-            relaxed: the places whose schemas the grammar lacks already.
+            error: what llguidance says of the grammar.
 
         Raises:
-            GrammarError: the schema is wrong, or must hold; or there is another reason.
+            GrammarError: the schema is wrong, or must hold; MAX_RELAXED are left out already; or
+                there is another reason.
         """
         found = _AT_LINE.search(str(error))
         place = "".join(self.places[int(found[1]) - 1 : int(found[1])]) if found else ""
-        if found is None or not place or place in relaxed or len(relaxed) == MAX_RELAXED:
-            raise error
-        if _WRONG.match(found[2]) or any(f"{place}.".startswith(f"{s}.") for s in self.strict):
-            raise GrammarError("invalid", f"{place}: {found[2]}") from error
-        return place
-
-
-def tools_grammar(
-    tokenizer: Tokenizer,
-    tools: Sequence[ToolSignature],
-    after: int | None,
-    relaxed: Collection[str],
-    *,
-    required: bool = False,
-    parallel: bool = True,
-    content: tuple[str, str] | None = None,
-    optional: bool = False,
-) -> AnswerGrammar:
-    """The grammar of an answer that may be, or must be, calls of tools.
-
-    Args:
-        after: the token after which the grammar begins.
-        relaxed: places of the request where only the types of values hold.
-        content: the form of an answer without calls, as a Lark item, and its place; None: any
-            text.
-
-    Raises:
-        GrammarError: the schemas are too large, or a strict one has what cannot be enforced.
-    """
-    dsml = tokenizer.added_id(recipe.SpecialToken.Dsml.default_str())
-    grammar = ToolGrammar(tools, dsml, parallel=parallel, relaxed=relaxed)
-    if required:
-        text = grammar.required()
-    else:
-        text = grammar.after_text() if content is None else grammar.instead_of(*content)
-    strict = tuple(f"tools.{printable(tool.name)}" for tool in tools if tool.strict)
-    guide = tool_guide(text, after)
-    return AnswerGrammar(guide, tuple(grammar.places), strict, tuple(grammar.ignored), optional)
+        if not found or not place or place in self.relaxed or len(self.relaxed) == MAX_RELAXED:
+            return self.form.without(error)
+        wanted = self.form.wanted
+        strict = [f"tools.{printable(tool.name)}" for tool in self.form.tools if tool.strict]
+        strict += [wanted.name] if wanted is not None and wanted.strict else []
+        if _WRONG.match(found[2]) or any(f"{place}.".startswith(f"{s}.") for s in strict):
+            return self.form.without(GrammarError("invalid", f"{place}: {found[2]}"))
+        return self.form.grammar((*self.relaxed, place))
 
 
 def tools_matcher(
@@ -101,19 +192,17 @@ def tools_matcher(
     Raises:
         GrammarError: a tool's schema is wrong or too large, or cannot be enforced and is strict.
     """
-    functions = [tool["function"] for tool in tools]
     signatures = [
         ToolSignature(f["name"], f.get("parameters") or {}, f.get("strict") is True)
-        for f in functions
+        for f in (tool["function"] for tool in tools)
     ]
-    relaxed: list[str] = []
+    grammar = AnswerForm(tokenizer, None, signatures, after=after, hold="always").grammar()
     while True:
-        grammar = tools_grammar(tokenizer, signatures, after, relaxed)
-        assert grammar.guide is not None
+        assert grammar is not None and grammar.guide is not None
         try:
             matcher = Matcher(tokenizer, grammar.guide)
         except GrammarError as error:
-            relaxed.append(grammar.place_beyond(error, relaxed))
+            grammar = grammar.relax(error)
             continue
         if grammar.ignored:
             logger.warning("tool calls need not hold %s", ", ".join(grammar.ignored))

@@ -21,7 +21,7 @@ from finwhale.options import Parser, add_options, read_options
 from finwhale.server.api.app import create_app
 from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
 from finwhale.server.batch.results import ResultFile
-from finwhale.server.batch.runner import MAX_HELD_BYTES, Job
+from finwhale.server.batch.runner import MAX_HELD_BYTES, BatchJob
 from finwhale.server.batch.runner import run as run_lines
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.bodies import max_items
@@ -55,7 +55,9 @@ def run(argv: Sequence[str]) -> int:
         found = scan(source, SCAN_BYTES, max_items(1 << 20), shares_cpu=False)
         _check(source, found)
         begun = output.with_name(f"{output.name}.begun")
-        job = Job(source, found, SCAN_BYTES, max_items(1 << 20), None, results, results, begun, 1)
+        job = BatchJob(
+            source, found, SCAN_BYTES, max_items(1 << 20), None, results, results, begun, 1
+        )
         job.recover()
         earlier = job.counts.completed + job.counts.failed
         if earlier < found.num_lines:
@@ -90,7 +92,7 @@ def _check(source: Path, found: Scan) -> None:
 
 
 def _answer(
-    args: argparse.Namespace, config: ServerConfig, placement: Placement | None, job: Job
+    args: argparse.Namespace, config: ServerConfig, placement: Placement | None, job: BatchJob
 ) -> None:
     """Opens the engine in a process of its own, and runs the lines that have no result."""
     tokenizer, ladder, load, defaults = open_checkpoint(args.model, args, config, placement)
@@ -108,7 +110,7 @@ def _answer(
         raise FinwhaleError(f"cannot write {job.begun}: {error}") from error
 
 
-async def _run(state: ServerState, job: Job) -> None:
+async def _run(state: ServerState, job: BatchJob) -> None:
     app = create_app(state)
     await state.grammars.start()
     try:
@@ -124,7 +126,7 @@ async def _run(state: ServerState, job: Job) -> None:
 
 
 @contextmanager
-def _progress(job: Job, state: ServerState) -> Iterator[Callable[[], None]]:
+def _progress(job: BatchJob, state: ServerState) -> Iterator[Callable[[], None]]:
     """Shows finished lines and tokens per second on a terminal. Yields what each result calls."""
     bar = progress_bar("lines")
     bar.disable = not sys.stderr.isatty()

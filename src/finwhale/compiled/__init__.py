@@ -6,9 +6,9 @@
 GraphStore compiles it with inductor or loads it, and a CompiledLayer calls it. Weights, caches and
 the step are arguments of the graph, so layers of one kind share it.
 
-An operator in a graph is either plain torch, which is compiled with the graph (cpu_ops.py), or a
-custom operator of torch.library, which the graph calls (custom_ops.py). Without the compiled mode,
-no custom operators are registered.
+An operator in a graph is a custom operator of torch.library, which the graph calls (custom_ops.py);
+on a CPU most are plain torch, which is compiled with the graph (cpu_ops.py). Without the compiled
+mode, no custom operators are registered.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,9 @@ from finwhale.compiled.cpu_ops import traced
 from finwhale.compiled.custom_ops import custom, namespace
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
-from finwhale.compiled.step_tensors import StepTensors
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.dspark import DsparkHead
-from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.mtp import MtpLayer
 from finwhale.models.protocol import Model
@@ -51,8 +49,7 @@ class CompiledMode:
         self.ops = replace(ops, grouped_form=grouped_form)
         self._namespace = namespace(self.ops)
         registered = custom(self.ops)
-        whole = ops.capabilities.compiled_layers == "whole"
-        self._traced = traced(registered) if whole else registered
+        self._traced = registered if ops.capabilities.packed_cache else traced(registered)
 
     def compile_layers(self, model: Model, cache: PagedCache, directory: Path) -> int:
         """Replace the decoder layers of a model and of its draft head by compiled ones.
@@ -79,12 +76,12 @@ class CompiledMode:
         (rows_per_page,) = (
             group.rows_per_page for group in cache_spec(model.config) if group.name == "window"
         )
-        step = StepTensors(self.ops.capabilities.packed_cache, rows_per_page)
-
-        def tracer(layer: Layer, first: bool) -> LayerTracer:
-            assert isinstance(layer, DecoderLayer)
-            return LayerTracer(model, self._traced, layer, cache, step, first=first)
-
         for part in (model, model.draft_head):
             if part is not None:
-                yield part, [tracer(layer, i == 0) for i, layer in enumerate(part.layers)]
+                yield (
+                    part,
+                    [
+                        LayerTracer(model, self._traced, layer, cache, rows_per_page, first=i == 0)
+                        for i, layer in enumerate(part.layers)
+                    ],
+                )

@@ -243,22 +243,16 @@ def make_push(
     nccl: Nccl,
     *,
     ordered: bool,
-    late: bool = False,
     sizes: PushSizes | None = None,
     timeout_seconds: float = 60.0,
 ) -> "Push":
-    """Make `Push` over symmetric memory. All ranks of `group` call this at once.
-
-    Args:
-        late: for benchmarks: kernels do not start early (Push.early), although the GPU could.
-    """
+    """Make `Push` over symmetric memory. All ranks of `group` call this at once."""
     from finwhale.distributed.push import Push, symmetric_memory
 
     def barrier() -> None:
         nccl.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
 
-    early = not late and torch.cuda.get_device_capability(device) >= HOPPER
     allocate = symmetric_memory(group, device)
     return Push(
         rank,
@@ -267,7 +261,7 @@ def make_push(
         barrier,
         nccl,
         ordered=ordered,
-        early=early,
+        early=torch.cuda.get_device_capability(device) >= HOPPER,
         sizes=sizes,
         timeout_seconds=timeout_seconds,
     )

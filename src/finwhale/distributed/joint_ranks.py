@@ -12,12 +12,12 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
-from finwhale.borrowed import without_holding
 from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.joint import Part
 from finwhale.distributed.cuda_ipc import IpcHandle, discard, export_handle, open_buffer, uuid_of
 from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError, OtherRankError, first_line
+from finwhale.non_owning import non_owning_view
 
 logger = logging.getLogger(__name__)
 
@@ -321,4 +321,4 @@ def _allocation(tensor: Tensor) -> Tensor:
     rank is lost, this process must end before it uses the memory again.
     """
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return without_holding(whole.set_(tensor.untyped_storage()))
+    return non_owning_view(whole.set_(tensor.untyped_storage()))

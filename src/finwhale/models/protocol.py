@@ -197,18 +197,10 @@ class Model(Protocol):
         """This rank's logits [M,X] float32 of residual streams [M,H,D]; no collective."""
         ...
 
-    @property
-    def writes_draft_context(self) -> bool:
-        """Whether a forward also writes rows that only the draft head reads."""
-        ...
-
     def forward_with_logits(
-        self, inputs: StepInputs, cache: PagedCache, segments: Segments, for_drafts: bool = True
+        self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """A call, then `compute_logits` of all tokens: logits [N,X] and residual streams.
-
-        for_drafts: False: leave out the rows of `writes_draft_context`.
-        """
+        """A call, then `compute_logits` of all tokens: logits [N,X] and residual streams."""
         ...
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:

@@ -23,26 +23,26 @@ class StepInputs:
         token_ids: [N] int64.
         tokens: the positions and sequences of the tokens.
         tables: the page table of each group of the cache.
-        further_slots: [N,K] int32: slots of rows of the window group that each token sees in
+        extra_kv_slots: [N,K] int32: slots of rows of the window group that each token sees in
             addition to its own window, in layers without compressed entries; unused slots are -1
             and come last. None: a token sees only its window.
-        own_tokens: in a model whose ranks divide the tokens of this step, those of this rank; the
+        local_tokens: in a model whose ranks divide the tokens of this step, those of this rank; the
             model sets it. None: the ranks do not divide them.
     """
 
     token_ids: Tensor
     tokens: Tokens
     tables: Mapping[str, PageTable]
-    further_slots: Tensor | None = None
-    own_tokens: Tokens | None = None
+    extra_kv_slots: Tensor | None = None
+    local_tokens: Tokens | None = None
 
     def bounded(self, max_len: int, max_query: int) -> "StepInputs":
         """The same inputs with other bounds of the tokens."""
-        own = self.own_tokens
+        own = self.local_tokens
         return replace(
             self,
             tokens=self.tokens.bounded(max_len, max_query),
-            own_tokens=None if own is None else own.bounded(max_len, max_query),
+            local_tokens=None if own is None else own.bounded(max_len, max_query),
         )
 
 

@@ -25,8 +25,9 @@ from finwhale.ops.drafts import (
     ScoreStreams,
 )
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
+from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
-from finwhale.ops.mhc import HcHead, MhcOfTerms, MhcPost, MhcPostPre, MhcPre
+from finwhale.ops.mhc import FusedReduceMhc, HcHead, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import (
     ExpertsCombine,
     ExpertsCompute,
@@ -79,8 +80,7 @@ class Capabilities:
         prefix_cache_tokens: With prefix caching, plan at least this cache capacity if the memory
             allows it, even if the sequences that run at once need less.
         side_streams: Independent projections of a layer run on their own CUDA streams.
-        compiled_layers: What a graph of the compiled mode contains: the "whole" layer, or the
-            layer "without attention" and experts. None: this table has no compiled mode.
+        compiles_layers: The compiled mode can trace the operators.
         expert_id_dtype: The dtype of the expert ids that routing returns.
     """
 
@@ -91,7 +91,7 @@ class Capabilities:
     bounded_workspace: bool
     prefix_cache_tokens: int
     side_streams: bool
-    compiled_layers: Literal["whole", "without attention"] | None
+    compiles_layers: bool
     expert_id_dtype: torch.dtype
 
 
@@ -99,11 +99,13 @@ class Capabilities:
 class Ops:
     """The operators of a table, one typed field each. The contracts' docstrings define them.
 
-    mhc_of_terms: None if the table's mHC operators read neither a `PartialSum` nor `ExpertTerms`.
+    mhc_of_terms: None if the mHC operators read neither a `PartialSum` nor `UnreducedExperts`.
+    launch_classes: of all kernels, which are built ahead.
     """
 
     capabilities: Capabilities
-    mhc_of_terms: MhcOfTerms | None
+    launch_classes: tuple[LaunchClasses, ...]
+    mhc_of_terms: FusedReduceMhc | None
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
     finish_experts: FinishExperts
@@ -154,7 +156,7 @@ class Ops:
         """(operator, "module.function(options)") for each field in order; `module` is below ops."""
         rows = []
         for field in fields(self):
-            if field.name in ("capabilities", "mhc_of_terms"):
+            if field.name in ("capabilities", "launch_classes", "mhc_of_terms"):
                 continue
             fn = getattr(self, field.name)
             module = fn.__module__.removeprefix(f"{__name__}.")

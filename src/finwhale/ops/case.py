@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from finwhale.errors import FinwhaleError
-from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer.layout import pack_keys
@@ -212,9 +212,9 @@ def _taken(arg: Any, rows: slice, sequences: slice) -> Any:
         )
     if isinstance(arg, PageTable):
         return PageTable(arg.pages[sequences], arg.first[sequences], arg.rows_per_page)
-    if isinstance(arg, Window | Complete):
+    if isinstance(arg, Window | AllEntries):
         return replace(arg, table=_taken(arg.table, rows, sequences))
-    if isinstance(arg, Selected):
+    if isinstance(arg, TopkEntries):
         return replace(arg, slots=arg.slots[rows])
     if isinstance(arg, tuple):
         return tuple(replace(part, projected=part.projected[rows]) for part in arg)

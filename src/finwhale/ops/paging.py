@@ -136,8 +136,6 @@ class StepCache:
             functions of slots.py with these names, by page table and further arguments.
         compress_counters: the compressor kernels' counters, 0 between launches.
         topk_counters: the indexer kernels' counters, 0 between launches.
-        graph_rotations, graph_windows, graph_keys, graph_entries: arguments of compiled graphs
-            (compiled/step_tensors.py).
     """
 
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -148,10 +146,6 @@ class StepCache:
     compress_steps: dict[tuple[PageTable, int], CompressStep] = field(default_factory=dict)
     compress_counters: Tensor | None = None
     topk_counters: Tensor | None = None
-    graph_rotations: dict[int, list[Tensor]] = field(default_factory=dict)
-    graph_windows: dict[tuple[PageTable, int], Tensor] = field(default_factory=dict)
-    graph_keys: dict[tuple[PageTable, int], list[Tensor]] = field(default_factory=dict)
-    graph_entries: dict[PageTable | None, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

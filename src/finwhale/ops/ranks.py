@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 
 # First and last phase of an exchange that a launch runs: all, except in tests on one GPU.
 Phases = tuple[int, int]
@@ -56,9 +56,9 @@ class PartialSum:
     same calls in the same order.
 
     Attributes:
-        x: this rank's term [N,D], float32 or bfloat16; the operator adds `ExpertTerms` first.
+        x: this rank's term [N,D], float32 or bfloat16; the operator adds `UnreducedExperts` first.
         channel: the channel for the exchange.
     """
 
-    x: Tensor | ExpertTerms
+    x: Tensor | UnreducedExperts
     channel: Channel

@@ -120,7 +120,7 @@ class ServerState:
         loading = self.client.ready is None and self.client.failure is None
         return self._loading() if loading else error
 
-    def told(self, error: Exception) -> ApiError:
+    def to_api_error(self, error: Exception) -> ApiError:
         """The error for the client, who learns no details of an unexpected one; that is logged."""
         if isinstance(error, TooManyItems):
             error = self.unless_loading(error)

@@ -105,9 +105,7 @@ class DraftLoop:
             propose=tuple([c.propose for c in chunks]),
             next_ids=tuple([0 if c.unresolved or c.completes else c.next_id for c in chunks]),
             on_device=on_device,
-            links=tuple([c.sequence.sampled_row for c in chunks]) if in_flight else None,
-            # The draft head always computes prompts, so that drafting can begin at any time.
-            head=step.kind.head or not all(c.decodes for c in chunks),
+            previous_rows=tuple([c.sequence.sampled_row for c in chunks]) if in_flight else None,
         )
         if rows.history_rows:
             # The host computes the masks while the forward runs.

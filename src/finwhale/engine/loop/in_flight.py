@@ -7,7 +7,7 @@ from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.engine.loop.metrics import Clock
 from finwhale.engine.loop.routed_experts import RoutedExperts
-from finwhale.engine.plan.draft_policy import PLAIN, StepKind
+from finwhale.engine.plan.draft_policy import NO_DRAFTS, StepKind
 from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk, SequenceState
@@ -136,7 +136,7 @@ class InFlightStep:
     routed: ExpertIds | None = None
     chunks: Sequence[Chunk] = ()
     histories: Sequence[History] = ()
-    kind: StepKind = PLAIN
+    kind: StepKind = NO_DRAFTS
     began: float = 0.0
     on_device: bool = False
     followed: bool = False

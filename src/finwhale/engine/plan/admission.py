@@ -114,7 +114,7 @@ class Admission:
 
     def remove_leader(self, sequence: SequenceState) -> None:
         """Release all followers of a sequence that will add no more blocks to the cache."""
-        for key in sequence.keys[len(sequence.chain) :]:
+        for key in sequence.keys[len(sequence.blocks) :]:
             self.release_followers(key, sequence)
 
     def _next_in_queue(self) -> SequenceState:
@@ -171,11 +171,11 @@ class Admission:
         """Assert that the queue is in order, and that every follower has a running leader."""
         assert self.waiting == sorted(self.waiting, key=in_order)
         for sequence in (*self.waiting, *(s for some in self.followers.values() for s in some)):
-            assert not sequence.running and not sequence.chain and not sequence.num_computed
+            assert not sequence.running and not sequence.blocks and not sequence.num_computed
             assert sequence.slot == -1
         assert self.followers.keys() <= self._leaders.keys()
         for key, sequence in self._leaders.items():
-            assert sequence.running and key in sequence.keys[len(sequence.chain) :]
+            assert sequence.running and key in sequence.keys[len(sequence.blocks) :]
 
 
 def in_order(sequence: SequenceState) -> tuple[int, int]:

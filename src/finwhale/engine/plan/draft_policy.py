@@ -23,49 +23,43 @@ TIMES = 9
 SAMPLES, PATIENCE = 3, 8
 # Choose the best kind again after this many steps.
 CHOOSE_STEPS = 16
-# A probe may begin PROBE_STEPS steps after the last one. While the draft head pauses, it may begin
-# only after PAUSE_PROBE_STEPS, because HEAD_STEPS steps must then precede it. A probe of a kind
-# that was never measured may begin at once.
-PROBE_STEPS, PAUSE_PROBE_STEPS = 256, 1024
+# A probe may begin PROBE_STEPS steps after the last one. A probe of a kind that was never measured
+# may begin at once.
+PROBE_STEPS = 256
 # Change to another kind only if its token rate is higher by at least this fraction.
 MARGIN = 0.01
 # Probes may cost this fraction of all time. Probes of kinds without a measured time may cost
 # GRANT_SECONDS more in total.
 PROBE_SHARE, GRANT_SECONDS = 0.01, 1.0
-# When drafting stops paying, HEAD_STEPS steps still fill the draft head's window. After a pause,
-# HEAD_STEPS steps must fill it before the head drafts, because the window is 128 tokens.
-HEAD_STEPS = 128
 
 
 class StepKind(NamedTuple):
-    """A kind of decode step.
+    """A kind of decode step. In every kind, the draft head processes the step's tokens.
 
     Attributes:
         width: the step's tokens for each sequence, on average and rounded up: the known token and
             the drafts that it verifies.
         drafts: number of drafts that each sequence gets after the step.
-        head: the step fills the draft head's window, so that the head can draft later.
     """
 
     width: int
     drafts: int
-    head: bool = True
 
 
-PLAIN, FILL = StepKind(1, 0, False), StepKind(1, 0)
+NO_DRAFTS = StepKind(1, 0)
 
 
 def step_kinds(max_drafts: int, *, block: bool) -> tuple[StepKind, ...]:
-    """The kinds of steps among which "auto" chooses, except PLAIN.
+    """The kinds of steps among which "auto" chooses.
 
     Args:
         max_drafts: the largest number of drafts.
         block: one pass of the head makes all drafts, so fewer drafts would cost as much.
     """
     if block:
-        return (FILL, *[StepKind(width, max_drafts) for width in range(2, max_drafts + 2)])
+        return (NO_DRAFTS, *[StepKind(width, max_drafts) for width in range(2, max_drafts + 2)])
     return (
-        FILL,
+        NO_DRAFTS,
         *[
             StepKind(width, drafts)
             for drafts in range(1, max_drafts + 1)
@@ -131,9 +125,9 @@ class _SizeMeasurements:
     """
 
     seconds: dict[StepKind, deque[float]] = field(default_factory=dict)
-    best: StepKind = FILL
+    best: StepKind = NO_DRAFTS
     steps: int = CHOOSE_STEPS
-    unprobed: int = PAUSE_PROBE_STEPS
+    unprobed: int = PROBE_STEPS
     turn: int = 0
 
     def time(self, kind: StepKind) -> float | None:
@@ -166,10 +160,7 @@ class DraftPolicy:
         self._measured: dict[int, _SizeMeasurements] = {}
         self._probe: _Probe | None = None
         self._grant, self._credit = GRANT_SECONDS, 0.0
-        # Numbers of consecutive steps: those that the head has computed, and those in which
-        # drafting does not pay.
-        self._filled, self._plain = HEAD_STEPS, 0
-        self.kind = FILL
+        self.kind = NO_DRAFTS
 
     def record_verified(self, chunk: Chunk, num_accepted: int) -> None:
         """Record how many of a chunk's drafts were accepted."""
@@ -192,9 +183,7 @@ class DraftPolicy:
             size.steps = 0
             survivals = [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
             self._choose_kind(size, survivals)
-        wanted = size.best if self._probe is None else self._probe.kind
-        self._plain = 0 if size.best.drafts else self._plain + 1
-        kind = self.kind = self._with_head(wanted)
+        kind = self.kind = size.best if self._probe is None else self._probe.kind
         rows = self._tokens(batch, kind) - batch
         if not kind.drafts:
             return DraftChoice(kind, [0] * batch)
@@ -246,18 +235,6 @@ class DraftPolicy:
                 size.best = self._measured[nearest].best
         return size
 
-    def _with_head(self, wanted: StepKind) -> StepKind:
-        """The kind itself, or FILL while the head has to fill its window."""
-        if wanted.drafts and self._filled < HEAD_STEPS:
-            self._filled += 1
-            return FILL
-        if wanted.drafts:
-            return wanted
-        if self._plain > HEAD_STEPS:
-            self._filled = 0
-            return PLAIN
-        return FILL
-
     def _continues(self, probe: _Probe) -> bool:
         if self.kind == probe.kind:
             probe.steps += 1
@@ -271,8 +248,6 @@ class DraftPolicy:
         rates: dict[StepKind, float] = {}
         for kind in self.kinds:
             time = size.time(kind)
-            if kind == FILL and (plain := size.time(PLAIN)) is not None:
-                time = plain if time is None else min(plain, time)
             if time is not None:
                 rates[kind] = tokens[kind] / time
         if not rates:
@@ -294,8 +269,7 @@ class DraftPolicy:
         if size.best not in rates:
             return
         rate = rates[size.best]
-        paused = self._filled < HEAD_STEPS
-        soon = size.unprobed < (PAUSE_PROBE_STEPS if paused else PROBE_STEPS)
+        soon = size.unprobed < PROBE_STEPS
         for _ in self.kinds:
             size.turn = (size.turn + 1) % len(self.kinds)
             kind = self.kinds[size.turn]
@@ -307,10 +281,6 @@ class DraftPolicy:
             if min(self._tokens(batch, kind), batch * (1 + kind.drafts)) <= rate * fastest:
                 continue
             lost = (SAMPLES + 1) * max(0.0, time - tokens[kind] / rate)
-            if paused:
-                fill, plain = size.time(FILL), size.time(PLAIN)
-                if fill is not None and plain is not None:
-                    lost += HEAD_STEPS * max(0.0, fill - plain)
             if kind not in rates and lost <= self._grant:
                 self._grant -= lost
             elif lost <= self._credit:

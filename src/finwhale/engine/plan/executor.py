@@ -263,8 +263,7 @@ class Executor(Protocol):
         """Call `work` on every rank with its executor, between two steps, and wait for the results.
 
         The engine can continue after an error of `work`. So `work` must not use the model's
-        collectives, in which the other ranks might wait forever: benchmarks and tests call such
-        functions with rank/call_ranks_or_die.py, where any error ends the engine.
+        collectives, in which the other ranks might wait forever.
 
         Args:
             work: picklable, as is its result.

@@ -7,6 +7,7 @@ settings that never change once, on admission.
 
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,10 @@ from finwhale.engine.plan.step_plan import AllowedRows, PenaltyRows, SamplingSet
 from finwhale.engine.plan.token_filter import TokenFilter, remove
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
+
+# The settings that a sequence takes from SamplingParams as they are.
+_CHANGED = {"top_p", "logit_bias", "seed"}
+_SAME = {one.name for one in fields(SamplingSettings)} & {*SamplingParams.__slots__} - _CHANGED
 
 
 class TokenMatcher(Protocol):
@@ -170,15 +175,9 @@ class RequestSampling:
         ends: Iterable[int] = (),
     ) -> None:
         self.settings = SamplingSettings(
-            temperature=params.temperature,
-            top_k=params.top_k,
+            **{name: getattr(params, name) for name in _SAME},
             top_p=max(params.top_p, 1e-9),  # in float32, a smaller number may be 0
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
             logit_bias=tuple((params.logit_bias or {}).items()),
-            logprobs=params.logprobs,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             index=index,
             # Ranks compute in float32, where the smallest temperatures are 0.

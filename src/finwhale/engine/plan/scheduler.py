@@ -216,15 +216,15 @@ class Scheduler:
         sequence.tables = self.pages.new_tables()
         sequence.slot = self._free_slots.pop()
         sequence.running = True
-        sequence.allocated_tokens = sequence.cache_or_trim_at = 0
-        sequence.newest = None
+        sequence.allocated_tokens = sequence.next_bookkeeping = 0
+        sequence.last_output_block = None
         sequence.sharing = True
         if self.prefix is not None:
             size = self.prefix.block_tokens
-            sequence.diverges_at = len(known) * size if len(known) > resumable else 0
+            sequence.shared_until = len(known) * size if len(known) > resumable else 0
             if resumable:
                 self.prefix.adopt(known[:resumable], sequence.tables)
-                sequence.chain.extend(known[:resumable])
+                sequence.blocks.extend(known[:resumable])
             sequence.num_computed = resumable * size
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
@@ -238,9 +238,9 @@ class Scheduler:
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.end
             sequence.num_computed = end
-            if end >= sequence.cache_or_trim_at:
+            if end >= sequence.next_bookkeeping:
                 known = end - chunk.pending
-                if known >= sequence.cache_or_trim_at:
+                if known >= sequence.next_bookkeeping:
                     self._cache_and_trim(sequence, known, decodes=chunk.decodes)
 
     def record_verified(self, chunk: Chunk, num_accepted: int) -> None:
@@ -253,7 +253,7 @@ class Scheduler:
         """
         sequence, end = chunk.sequence, chunk.known + num_accepted
         sequence.num_computed = end
-        if end >= sequence.cache_or_trim_at:
+        if end >= sequence.next_bookkeeping:
             self._cache_and_trim(sequence, end, decodes=chunk.known == chunk.start + 1)
 
     def _cache_and_trim(self, sequence: SequenceState, known: int, *, decodes: bool) -> None:
@@ -262,35 +262,35 @@ class Scheduler:
         Args:
             known: number of tokens that are in the cache and whose ids the host knows.
         """
-        sequence.cache_or_trim_at = sys.maxsize
+        sequence.next_bookkeeping = sys.maxsize
         if sequence.sharing and self.prefix is not None:
             size = self.prefix.block_tokens
-            for end in range((len(sequence.chain) + 1) * size, known + 1, size):
+            for end in range((len(sequence.blocks) + 1) * size, known + 1, size):
                 self._add_block(self.prefix, sequence, end)
-            sequence.cache_or_trim_at = (len(sequence.chain) + 1) * size
+            sequence.next_bookkeeping = (len(sequence.blocks) + 1) * size
         again = self.pages.trim(sequence.tables, known)
         if not decodes:
-            sequence.cache_or_trim_at = min(sequence.cache_or_trim_at, again)
+            sequence.next_bookkeeping = min(sequence.next_bookkeeping, again)
 
     def _add_block(self, prefix: PrefixIndex, sequence: SequenceState, end: int) -> None:
         """Add the block that ends at `end` to the prefix cache, with the state at its end."""
-        number = len(sequence.chain)
+        number = len(sequence.blocks)
         if number == len(sequence.keys):
             prefix.extend_keys(sequence.keys, sequence.token_ids[:end], sequence.prefix_owner)
         key = sequence.keys[number]
-        block = prefix.add(sequence.chain, key, sequence.tables)
+        block = prefix.add(sequence.blocks, key, sequence.tables)
         # A request with the same prompt computes at least its last token, so it resumes before that
         # token. A longer prompt may contain this one and resume at its end.
         ends_prompt = end <= sequence.num_prompt < end + prefix.block_tokens or (
             end < sequence.num_prompt <= end + prefix.block_tokens
         )
         is_output = end > sequence.num_prompt
-        lasting = ends_prompt or is_output or end == sequence.diverges_at
+        lasting = ends_prompt or is_output or end == sequence.shared_until
         prefix.add_state(block, end, sequence.tables, lasting=lasting)
         if is_output:
-            if sequence.newest is not None:
-                prefix.evict_early(sequence.newest)
-            sequence.newest = block
+            if sequence.last_output_block is not None:
+                prefix.evict_early(sequence.last_output_block)
+            sequence.last_output_block = block
         self.admission.release_followers(key, sequence)
 
     def _stop(self, sequence: SequenceState) -> None:
@@ -310,8 +310,8 @@ class Scheduler:
         if self.prefix is None:
             return
         self.admission.remove_leader(sequence)
-        self.prefix.release(sequence.chain)
-        sequence.newest = None
+        self.prefix.release(sequence.blocks)
+        sequence.last_output_block = None
 
     def take_freed(self) -> list[int]:
         """Return the slots that became free since the last call."""
@@ -342,7 +342,7 @@ class Scheduler:
         """Assert that no page, block or sequence is lost."""
         cached = None
         if self.prefix is not None:
-            self.prefix.check_integrity([s.chain for s in self.running])
+            self.prefix.check_integrity([s.blocks for s in self.running])
             cached = self.prefix.cached_pages()
         self.pages.check_integrity([s.tables for s in self.running], cached)
         slots = [s.slot for s in self.running]

@@ -35,14 +35,14 @@ class SequenceState:
         running: whether the sequence has pages.
         arrival: position in the order of arrival.
         allocated_tokens: the most tokens for which the sequence's pages are enough.
-        cache_or_trim_at: number of known tokens at which the sequence completes a block for the
+        next_bookkeeping: number of known tokens at which the sequence completes a block for the
             prefix cache, or no longer needs some pages of its prompt.
         prefix_owner: only sequences of the same owner share cached prefixes.
         keys: prefix-cache keys of its complete blocks.
-        chain: the cached blocks that it uses.
+        blocks: the cached blocks that it uses.
         sharing: whether the scheduler adds its blocks to the prefix cache.
-        diverges_at: number of tokens in common with cached blocks, if it could not resume there.
-        newest: the last block of output that it completed.
+        shared_until: number of tokens in common with cached blocks, if it could not resume there.
+        last_output_block: the last block of output that it completed.
         prompt_logprobs: number of most likely tokens to return with each prompt token's
             log-probability, while some are missing. Such a sequence computes its whole prompt,
             without cached prefixes. None: none are missing.
@@ -70,13 +70,13 @@ class SequenceState:
     running: bool = False
     arrival: int = -1
     allocated_tokens: int = 0
-    cache_or_trim_at: int = 0
+    next_bookkeeping: int = 0
     prefix_owner: str = ""
     keys: list[bytes] = field(default_factory=list)
-    chain: list[Block] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     sharing: bool = True
-    diverges_at: int = 0
-    newest: Block | None = None
+    shared_until: int = 0
+    last_output_block: Block | None = None
     prompt_logprobs: int | None = None
     num_routed: int | None = None
 

@@ -125,18 +125,16 @@ class DraftPlan(NamedTuple):
             token; otherwise 0.
         on_device: all chunks are decodes that get the same number of drafts. They run on the device
             without the host (rank/draft_decode.py).
-        links: None: the plan has all tokens. Otherwise the result of the previous step is not known
-            yet, and the entry is the chunk's row in that step. The chunk begins as many tokens
-            later as that row has accepted drafts, and its token and drafts are on the device.
-        head: the step fills the draft head's window. False: no chunk gets drafts.
+        previous_rows: row of each chunk in the previous step, whose result the host does not know
+            yet. The device shifts the chunk by the number of accepted drafts, and has its token and
+            drafts. None: all tokens are in the plan.
     """
 
     drafts: tuple[tuple[int, ...], ...]
     propose: tuple[int, ...]
     next_ids: tuple[int, ...]
     on_device: bool = False
-    links: tuple[int, ...] | None = None
-    head: bool = True
+    previous_rows: tuple[int, ...] | None = None
 
 
 class ScoredTokens(NamedTuple):

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.borrowed import without_holding
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.rank.draft_noise import StaticDraftNoise
@@ -149,8 +148,7 @@ class VerificationSteps:
         self._positions, self._chosen = integers(tokens), integers(tokens)
         self._noise = StaticDraftNoise(rows, longest - 1, device)
         self._ordinal = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        # By batch size, width, and whether the draft head may read the step's tokens later.
-        self._captured: dict[tuple[int, int, bool], _Step] = {}
+        self._captured: dict[tuple[int, int], _Step] = {}  # by batch size and width
         self._step: _Step | None = None
         self._lengths: tuple[int, ...] = ()
         if memory is not None:
@@ -210,15 +208,14 @@ class VerificationSteps:
         self._static.fill(plan, decode=False)
         self._send_layout(plan.lengths, plan.draft, size, num_tokens)
         self._noise.fill(plan.slots, settings)
-        for_drafts = plan.draft.head or not self._model.writes_draft_context
         if self._memory is None:
             self._step = None  # free its logits
-            further = 0 if plan.draft.links is None else self._longest - 1
+            further = 0 if plan.draft.previous_rows is None else self._longest - 1
             max_len = min(self._max_len, further + max(plan.ends))
             inputs = self._inputs(size, num_tokens, max_len)
-            self._step = _Step(inputs, None, {}, *self._verify(inputs, Inline(), for_drafts))
+            self._step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
         else:
-            self._step = self._captured[size, width, for_drafts]
+            self._step = self._captured[size, width]
             assert self._step.verifying is not None
             self._step.verifying.replay()
         return self._step.logits[: sum(plan.lengths)]
@@ -241,24 +238,19 @@ class VerificationSteps:
         step, count = self._step, len(self._lengths)
         assert step is not None
         num_drafts = self._num_drafts = plan.propose[0]
-        if not plan.head:
-            # Every sequence has one token.
-            self._advanced[:count].zero_()
-            self._carried[:count, 0].copy_(chosen)
+        _copied(chosen, out=self._chosen[: len(chosen)])
+        graph = step.drafting.get(num_drafts)
+        if graph is None:
+            self._draft(step, num_drafts, Inline())
         else:
-            _copied(chosen, out=self._chosen[: len(chosen)])
-            graph = step.drafting.get(num_drafts)
-            if graph is None:
-                self._draft(step, num_drafts, Inline())
-            else:
-                graph.replay()
+            graph.replay()
         return _copied(self._carried[:count, 1 : 1 + num_drafts])
 
     def _send_layout(
         self, lengths: Sequence[int], draft: DraftPlan, size: int, num_tokens: int
     ) -> None:
         """Send the indices of the step's tokens and drafts, if they differ from the last step's."""
-        layout = (lengths, draft.links, size, num_tokens)
+        layout = (lengths, draft.previous_rows, size, num_tokens)
         if layout == self._sent_layout:
             return
         most = self._longest
@@ -271,8 +263,8 @@ class VerificationSteps:
         missing = np.ones(token_indices.shape, bool)
         missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
         token_indices[missing] = len(self._positions)
-        if draft.links is not None:
-            rows = np.repeat(np.array(draft.links, np.int64) * most, lengths)
+        if draft.previous_rows is not None:
+            rows = np.repeat(np.array(draft.previous_rows, np.int64) * most, lengths)
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
             sources[: starts[-1]] = rows + offsets
         sent = send(self._device, sources, first, token_indices)
@@ -295,12 +287,10 @@ class VerificationSteps:
             tables={name: _first_rows(table, size) for name, table in given.tables.items()},
         )
 
-    def _verify(
-        self, inputs: StepInputs, segments: Segments, for_drafts: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _verify(self, inputs: StepInputs, segments: Segments) -> tuple[Tensor, Tensor]:
         """Run the model's forward after the last step; returns logits and residual streams."""
         self._take_over(inputs)
-        return self._model.forward_with_logits(inputs, self._cache, segments, for_drafts)
+        return self._model.forward_with_logits(inputs, self._cache, segments)
 
     def _take_over(self, inputs: StepInputs) -> None:
         """Take ids and positions from the host, or from the last step where a row is linked."""
@@ -361,12 +351,8 @@ class VerificationSteps:
         for size, width in self.description.captured():
             inputs = self._inputs(size, size * width, self._max_len)
             torch.cuda.synchronize(self._device)
-            # A step that verifies no draft may be one of a pause, in which the head reads nothing.
-            pauses = width == 1 and self._model.writes_draft_context
             with torch.cuda.stream(memory.stream):
-                for for_drafts in (True, False) if pauses else (True,):
-                    step = self._capture(inputs, width, memory, for_drafts)
-                    self._captured[size, width, for_drafts] = step
+                self._captured[size, width] = self._capture(inputs, width, memory)
         torch.cuda.synchronize(self._device)
         # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
         torch.cuda.empty_cache()
@@ -375,14 +361,10 @@ class VerificationSteps:
         self._advanced.zero_()
 
     @torch.inference_mode()
-    def _capture(
-        self, inputs: StepInputs, width: int, memory: GraphMemory, for_drafts: bool
-    ) -> _Step:
+    def _capture(self, inputs: StepInputs, width: int, memory: GraphMemory) -> _Step:
         numbers = [drafts for other, drafts in self.description.kinds if other == width]
-        if not for_drafts:
-            numbers = []
         for _ in range(WARM_UP_STEPS):
-            step = _Step(inputs, None, {}, *self._verify(inputs, Inline(), for_drafts))
+            step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
             for drafts in numbers:
                 self._draft(step, drafts, Inline())
         del step
@@ -391,12 +373,7 @@ class VerificationSteps:
             # A capture cannot use memory that torch cached during the warm-up.
             torch.cuda.empty_cache()
         verifying = Recorder(False, memory.pool)
-        verify = partial(self._verify, for_drafts=for_drafts)
-        logits, streams = verifying.record(verify, inputs)
-        if not for_drafts:
-            # No draft graph reads the results, so the next graph may use their memory.
-            logits, streams = without_holding(logits), without_holding(streams)
-        step = _Step(inputs, None, {}, logits, streams)
+        step = _Step(inputs, None, {}, *verifying.record(self._verify, inputs))
         graphs = {}
         for drafts in numbers:
             recorder = Recorder(False, memory.pool)

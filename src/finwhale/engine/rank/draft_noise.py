@@ -7,8 +7,8 @@ distributions with total variation distance TV then choose the same token with p
 (1 - TV) / (1 + TV). If the head chose its most likely token instead, the model would accept it only
 with the probability that the model gives it. Output tokens depend only on the model's draws.
 
-Drafts ignore min_p, top_k and top_p, which would need more kernels for each draft and, with several
-ranks, all logits. They also ignore penalties, biases and grammars.
+Drafts ignore top_k and the limits of probability, which would need more kernels for each draft and,
+with several ranks, all logits. They also ignore penalties, biases and grammars.
 """
 
 from collections.abc import Mapping, Sequence

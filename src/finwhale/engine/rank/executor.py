@@ -135,7 +135,7 @@ class LocalExecutor:
         assert step is not None, "no step waits for sampling"
         logits = step.logits if plan.rows is None else self.runner.rows(step.logits, plan.rows)
         ahead, steps = None, self.runner.verification_steps
-        if step.plan.draft is not None and step.plan.draft.links is not None:
+        if step.plan.draft is not None and step.plan.draft.previous_rows is not None:
             assert steps is not None
             ahead = steps.tokens_ahead
         sampled = self.sampler.sample(plan, logits, ahead) if plan.slots else None
@@ -177,8 +177,6 @@ class LocalExecutor:
             if not drafts.shape[1]:
                 return None
             return [drafts, *steps.confidences]
-        if not step.plan.draft.head:
-            return None
         drafter = self.runner.drafter
         assert drafter is not None
         found = drafter.propose(step.forward, step.plan, ids, self.sampler.settings)

@@ -19,10 +19,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from finwhale.borrowed import without_holding
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.step_inputs import Inline, Segments, StepInputs
+from finwhale.non_owning import non_owning_view
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -51,8 +51,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
     """Numbers of tokens to capture for steps with prefill of up to max_num_tokens.
 
-    No size is below PREFILL_SIZES[0]; smaller steps are padded to it. With fewer tokens, mHC may
-    leave work on a side stream until its next operator, which is in another segment.
+    No size is below PREFILL_SIZES[0]; smaller steps are padded to it.
     """
     sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
     within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1] * num_ranks
@@ -109,7 +108,7 @@ class Recorder:
         self._close()
         # Do not hold the tensors, so that the pool can reuse their memory. This is safe, because
         # replays run in the order of the capture.
-        held = (without_holding(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        held = (non_owning_view(arg) if isinstance(arg, Tensor) else arg for arg in args)
         self.parts.append((fn, tuple(held), kwargs))
         self._open()
 
@@ -195,7 +194,7 @@ class Graphs:
                     torch.cuda.empty_cache()
                 recorder = Recorder(not decode, memory.pool)
                 out = recorder.record(whole, inputs)
-            self._captured[size] = _Captured(inputs, recorder.parts, without_holding(out))
+            self._captured[size] = _Captured(inputs, recorder.parts, non_owning_view(out))
             del out
         torch.cuda.synchronize(device)
         # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.

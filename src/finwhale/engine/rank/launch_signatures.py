@@ -54,7 +54,7 @@ def build_configuration(
     }
 
 
-class _Bounds:
+class _BoundVariants:
     """Segments that run the eager part of a layer once for each of several bounds.
 
     Args:
@@ -70,7 +70,7 @@ class _Bounds:
             fn(*changed, **kwargs)  # type: ignore[arg-type]
 
 
-class SignatureRun:
+class LaunchEnumerator:
     """Calls a model's operators with arbitrary tensors, once for each launch signature.
 
     Args:
@@ -207,7 +207,7 @@ class SignatureRun:
         self, num_tokens: int, max_query: int, bounds: Sequence[tuple[int, int]]
     ) -> None:
         inputs = self._inputs(num_tokens, self.largest.max_len, max_query)
-        segments = _Bounds(bounds)
+        segments = _BoundVariants(bounds)
         streams = self.model.run_one_of_each(inputs, self.cache, segments)
         if self.drafts and self.model.draft_head is not None:
             self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, segments)

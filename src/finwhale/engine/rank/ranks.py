@@ -130,7 +130,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProce
 
 
 def first_rank(executor: Executor) -> LocalExecutor:
-    """The rank of this process: for benchmarks, which must not call collectives on it alone."""
+    """The rank of this process. It must not call collectives alone."""
     return executor.local if isinstance(executor, Ranks) else local_executor(executor)
 
 
@@ -167,7 +167,7 @@ class Ranks:
         except BaseException as error:
             raise self._die(error) from error
 
-    def call_ranks_or_die(self, work: Callable[[LocalExecutor], T]) -> list[T]:
+    def call_ranks_collectively(self, work: Callable[[LocalExecutor], T]) -> list[T]:
         """Call `work` on every rank at once. Any error on any rank is an EngineDeadError."""
         try:
             with self.workers.guard():
@@ -180,7 +180,7 @@ class Ranks:
         return [mine, *(pickle.loads(answer.pickled) for answer in others)]
 
     def call_ranks(self, work: Callable[[LocalExecutor], T]) -> list[T]:
-        found = self.call_ranks_or_die(partial(_or_error, work))
+        found = self.call_ranks_collectively(partial(_or_error, work))
         for one in found:
             if isinstance(one, Exception):
                 raise one

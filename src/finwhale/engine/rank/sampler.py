@@ -55,21 +55,17 @@ class Sampler:
     or on its slot.
 
     Args:
-        sample: samples from the model's logits (Model.sample).
+        sample_logits: samples from the model's logits (Model.sample).
         vocab_size: size of the whole vocabulary.
 
     Attributes:
         settings: the settings of each slot.
     """
 
-    def __init__(self, sample: Sample, vocab_size: int) -> None:
-        self._sample, self._vocab_size = sample, vocab_size
+    def __init__(self, sample_logits: Sample, vocab_size: int) -> None:
+        self.sample_logits, self._vocab_size = sample_logits, vocab_size
         self.settings: dict[int, SamplingSettings] = {}
         self._slot_inputs = _SlotInputs()
-
-    def choose_with(self, sample: Sample) -> None:
-        """Replace `sample`: for benchmarks and tests."""
-        self._sample = sample
 
     def admit(self, admitted: Sequence[SlotAdmission], freed: Sequence[int] = ()) -> None:
         """Free slots, then store the settings of new sequences."""
@@ -94,7 +90,7 @@ class Sampler:
                 the device. Called only if a row draws.
         """
         assert len(logits_SX) == len(plan.slots), "one row of logits for each row of the plan"
-        return self._sample(logits_SX, self._batch(plan, logits_SX.device, ahead))
+        return self.sample_logits(logits_SX, self._batch(plan, logits_SX.device, ahead))
 
     def score(self, logits_SX: Tensor, token_ids: Sequence[int], num_top: int) -> SampledTokens:
         """Find the log-probabilities of given tokens, one for each row.
@@ -114,7 +110,7 @@ class Sampler:
         )
         wanted = LogprobRows(rows_G=rows_N, num_top=min(num_top, self._vocab_size))
         bias = Bias(rows_N=rows_N, ids_N=ids_N, values_N=values_N)
-        return self._sample(logits_SX, SamplingBatch(bias=bias, logprobs=(wanted,)))
+        return self.sample_logits(logits_SX, SamplingBatch(bias=bias, logprobs=(wanted,)))
 
     def _batch(
         self, plan: SamplingPlan, device: torch.device, ahead: Callable[[], Tensor] | None

@@ -24,7 +24,7 @@ from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.host_transfer import hold_pinned_memory
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
-from finwhale.engine.rank.launch_signatures import SignatureRun, build_configuration
+from finwhale.engine.rank.launch_signatures import LaunchEnumerator, build_configuration
 from finwhale.engine.rank.memory import (
     LargestSteps,
     largest_transfer,
@@ -140,7 +140,8 @@ class _Start:
             storages=dict(self.stream.storages),
         )
         self.phases = Phases()
-        self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
+        cache = None if config.cache_dir is None else str(config.cache_dir)
+        self.builds = load_builds(self.ops, self.platform, self.device.index or 0, cache)
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
         self.groups = self.architecture.cache_groups(model_config)
@@ -187,7 +188,7 @@ class _Start:
             return None
         if self.peers.rank.size > 1:
             raise FinwhaleError("the compiled mode runs on one rank: leave out compile")
-        if self.ops.capabilities.compiled_layers is None:
+        if not self.ops.capabilities.compiles_layers:
             raise FinwhaleError(
                 "the compiled mode is for the platform's own operators, and here the plain "
                 "definitions would run"
@@ -298,8 +299,8 @@ class _Start:
             self._build_configuration(max_len), self._every_launch(model, max_len)
         )
 
-    def _every_launch(self, model: Model, max_len: int) -> SignatureRun:
-        return SignatureRun(
+    def _every_launch(self, model: Model, max_len: int) -> LaunchEnumerator:
+        return LaunchEnumerator(
             model,
             self.groups,
             self.ops,
@@ -384,10 +385,6 @@ class _Start:
         packed = self.capabilities.packed_cache
         arena = self.arenas.get("cache")
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed, arena)
-        if self.config.draft_tokens == "auto":
-            # "auto" skips the draft head where drafting does not pay. A later draft may then read
-            # rows that were never written, so these must be finite.
-            cache.pages["window"].zero_()
         runner = ModelRunner(
             platform=self.platform,
             device=self.device,
@@ -510,7 +507,7 @@ class _Start:
             start_seconds=dict(self.phases.seconds),
             routed_experts=_form(self.routed),
         )
-        # The compiled mode keeps copies of some weights, which an update could not replace.
+        # Weights under compiled layers were never updated.
         loader = self.loader if self.compiled_mode is None else None
         return LocalExecutor(
             runner,

@@ -10,7 +10,7 @@ from finwhale.chat.effort import effort_ladder
 from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.sharding import is_of_heads, rank_config
 from finwhale.models.deepseek_v4.weight_builder import WeightBuilder
@@ -23,7 +23,7 @@ from finwhale.ops import Ops
 WHOLE_ATTENTION_PART = 24
 
 
-def kernel_obstacles(config: ModelConfig, storages: Mapping[str, Storage]) -> list[str]:
+def kernel_obstacles(config: DeepseekV4Config, storages: Mapping[str, Storage]) -> list[str]:
     """The reasons why the kernels for packed weights cannot run this model.
 
     These kernels need FP4 experts, and sizes that are multiples of their rounding groups.
@@ -46,7 +46,7 @@ def kernel_obstacles(config: ModelConfig, storages: Mapping[str, Storage]) -> li
     return obstacles
 
 
-def describe(config: ModelConfig) -> dict[str, str]:
+def describe(config: DeepseekV4Config) -> dict[str, str]:
     """Describe the parts of the model, for `finwhale inspect`."""
     ratios = config.layer_ratios
     kinds = ", ".join(
@@ -75,7 +75,7 @@ def describe(config: ModelConfig) -> dict[str, str]:
     }
 
 
-def _draft_head(config: ModelConfig) -> str:
+def _draft_head(config: DeepseekV4Config) -> str:
     head = config.dspark
     if head is None:
         return "MTP, one layer" if config.draft_head == "mtp" else "none"
@@ -110,12 +110,14 @@ def part_of(name: str) -> str:
             return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
+def weight_bytes(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
     """Bytes of one rank's weights in the operator table's memory layout."""
     return _bytes_of(config, dtype, ops, Rank(0, ranks))
 
 
-def whole_attention_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
+def whole_attention_bytes(
+    config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, ranks: int = 1
+) -> int:
     """Bytes that `Rank.whole_attention` adds to the weights of one of several ranks."""
     # It does not depend on the experts, and fewer of them take less time.
     config = replace(config, n_routed_experts=config.num_experts_per_tok)
@@ -123,7 +125,7 @@ def whole_attention_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops, ran
     return both - part
 
 
-def _bytes_of(config: ModelConfig, dtype: torch.dtype, ops: Ops, rank: Rank) -> int:
+def _bytes_of(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, rank: Rank) -> int:
     return WeightBuilder(
         config,
         dtype=dtype,
@@ -134,7 +136,7 @@ def _bytes_of(config: ModelConfig, dtype: torch.dtype, ops: Ops, rank: Rank) -> 
     ).num_bytes
 
 
-def fits_whole_attention(config: ModelConfig, total: int) -> bool:
+def fits_whole_attention(config: DeepseekV4Config, total: int) -> bool:
     """Whether `Rank.whole_attention` adds little to a rank's weights, on GPUs of `total` bytes."""
     values = sum(
         math.prod(spec.shape)
@@ -145,8 +147,8 @@ def fits_whole_attention(config: ModelConfig, total: int) -> bool:
 
 
 DEEPSEEK_V4 = Architecture(
-    read_config=ModelConfig.from_dict,
-    check_rounding=ModelConfig.check_index_rotation,
+    read_config=DeepseekV4Config.from_dict,
+    check_rounding=DeepseekV4Config.check_index_rotation,
     rank_config=rank_config,
     weight_specs=weight_specs,
     ignored_prefixes=ignored_prefixes,

@@ -20,13 +20,13 @@ from finwhale.models.deepseek_v4.compressor import (
     C128Compressor,
     C128Weights,
 )
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.rank_links import RankLinks
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.indexer import IndexQueries
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
@@ -117,7 +117,7 @@ class Attention:
     """Maps x to [R,D], and writes the layer's window rows, entries and compressor state.
 
     x and the result are those of all tokens, and the result is the partial sum over the heads of
-    this rank. If `attends_own_tokens`, both are those of this rank's tokens, and the result is
+    this rank. If `is_token_parallel`, both are those of this rank's tokens, and the result is
     complete.
 
     Args:
@@ -126,16 +126,16 @@ class Attention:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: AttentionWeights,
         layer: int,
         round_activations: bool,
         side_streams: SideStreams,
-        links: RankLinks,
+        ranks: TensorParallel,
     ) -> None:
         self.linear, self.rms_norm = ops.linear, ops.rms_norm
-        self.links = links
+        self.ranks = ranks
         self.heads = Heads(ops, weights.heads, config.head_dim)
         self.all_heads: Heads | None = None
         if weights.all_heads is not None:
@@ -158,7 +158,7 @@ class Attention:
                 weights.compressor,
                 layer,
                 round_activations,
-                links,
+                ranks,
                 gathers=self.all_heads is None,
             )
         elif isinstance(weights.compressor, C128Weights):
@@ -177,7 +177,7 @@ class Attention:
         compressor, streams = self.compressor, self.side_streams
         heads, rotary = self.heads_of(inputs), self.rotary(tables)
         projected = None
-        if self.attends_own_tokens(inputs):
+        if self.is_token_parallel(inputs):
             projected = self.gather_and_store(x, inputs, rotary, cache)
             q_RX = self.own_queries(x)
         else:
@@ -199,13 +199,13 @@ class Attention:
         )
         return heads.output(o_RAC, scales_RS)
 
-    def attends_own_tokens(self, inputs: StepInputs) -> bool:
+    def is_token_parallel(self, inputs: StepInputs) -> bool:
         """Whether this rank computes all heads, for its own tokens."""
         return self.heads_of(inputs) is not self.heads
 
     def heads_of(self, inputs: StepInputs) -> Heads:
         """The heads that this rank computes in a step."""
-        if inputs.own_tokens is not None and self.all_heads is not None:
+        if inputs.local_tokens is not None and self.all_heads is not None:
             return self.all_heads
         return self.heads
 
@@ -273,15 +273,15 @@ class Attention:
         A rank projects its own tokens, and the ranks gather the results. For Flash, averaged over
         the layers, a token's results take about as many bytes as its x.
         """
-        compressor, links, num_tokens = self.compressor, self.links, len(inputs.token_ids)
+        compressor, ranks, num_tokens = self.compressor, self.ranks, len(inputs.token_ids)
         w, projected = self.weights, None
         both = w.wq_a_wkv
         kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
         if compressor is not None:
-            projected = links.all_gather_rows(compressor.project(x_RD), num_tokens)
+            projected = ranks.all_gather_rows(compressor.project(x_RD), num_tokens)
             write = partial(compressor.write, projected, inputs, rotary, cache)
             self.side_streams.start(COMPRESS_STREAM, write)
-        kv = links.all_gather_rows(kv_RC, num_tokens)
+        kv = ranks.all_gather_rows(kv_RC, num_tokens)
         # The operator also normalises a query's latent. There is none, so the result is not used.
         self.prepare(kv, w.kv_norm, kv, inputs, rotary, cache)
         return projected
@@ -307,7 +307,7 @@ class Attention:
         entries = self.select_entries(q_RX, projected, inputs, rotary, cache, index_q)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
         heads = self.heads_of(inputs)
-        tokens = inputs.own_tokens if self.attends_own_tokens(inputs) else inputs.tokens
+        tokens = inputs.local_tokens if self.is_token_parallel(inputs) else inputs.tokens
         assert tokens is not None
         self.attend(heads, q_RX, entries, tokens, rotary, window, out_RAC, scales_RS)
 
@@ -319,15 +319,15 @@ class Attention:
         rotary: Tensor,
         cache: PagedCache,
         index_q: IndexQueries | None = None,
-    ) -> Selected | Complete | None:
-        """Select the entries that each token sees; without entries, StepInputs.further_slots."""
+    ) -> TopkEntries | AllEntries | None:
+        """Select the entries that each token sees; without entries, StepInputs.extra_kv_slots."""
         if self.compressor is None or projected is None:
-            slots = inputs.further_slots
+            slots = inputs.extra_kv_slots
             if slots is None:
                 return None
             rows_per_page = inputs.tables["window"].rows_per_page
-            slots = self.links.own_rows(slots) if self.attends_own_tokens(inputs) else slots
-            return Selected(cache.pool("window", self.layer), slots, rows_per_page)
+            slots = self.ranks.own_rows(slots) if self.is_token_parallel(inputs) else slots
+            return TopkEntries(cache.pool("window", self.layer), slots, rows_per_page)
         if isinstance(self.compressor, C128Compressor):
             return self.compressor.visible(inputs, cache)
         if index_q is None:
@@ -339,7 +339,7 @@ class Attention:
         self,
         heads: Heads,
         q_RX: Tensor,
-        entries: Selected | Complete | None,
+        entries: TopkEntries | AllEntries | None,
         tokens: Tokens,
         rotary: Tensor,
         window: Window,

@@ -7,11 +7,11 @@ states of both compressors.
 from collections.abc import Iterable
 
 from finwhale.models.cache import CacheField, CacheGroup, FieldKind
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.ops.compressor import STATE_KEPT
 
 
-def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
+def cache_spec(config: DeepseekV4Config) -> tuple[CacheGroup, ...]:
     """The cache groups for a model of this configuration, including its draft head.
 
     A DSpark stage keeps its context rows in the window's pages, like any other layer. Its block

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.rank_links import RankLinks
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.attention import Complete, Selected
+from finwhale.ops.attention import AllEntries, TopkEntries
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.linear import LinearWeight
@@ -44,7 +44,7 @@ class C128Compressor:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: C128Weights,
         layer: int,
@@ -84,8 +84,8 @@ class C128Compressor:
             self.max_verify_tokens,
         )
 
-    def visible(self, inputs: StepInputs, cache: PagedCache) -> Complete:
-        return Complete(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
+    def visible(self, inputs: StepInputs, cache: PagedCache) -> AllEntries:
+        return AllEntries(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
 
 
 class C4Compressor:
@@ -102,15 +102,15 @@ class C4Compressor:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: C4Weights,
         layer: int,
         round_activations: bool,
-        links: RankLinks,
+        ranks: TensorParallel,
         gathers: bool = True,
     ) -> None:
-        self.links, self.gathers = links, gathers
+        self.ranks, self.gathers = ranks, gathers
         self.linear = ops.linear
         self.compress = ops.compress
         self.prepare_index_queries = ops.prepare_index_queries
@@ -171,7 +171,7 @@ class C4Compressor:
         """
         own = self._own_tokens(inputs)
         if own is not None and self.gathers:
-            index_q = self.links.own_rows(index_q)
+            index_q = self.ranks.own_rows(index_q)
         return self.prepare_index_queries(
             index_q.unflatten(1, (self.heads, self.head_dim)),
             rotary,
@@ -182,7 +182,7 @@ class C4Compressor:
 
     def _own_tokens(self, inputs: StepInputs) -> Tokens | None:
         """The tokens that this rank scores, if the ranks divide them."""
-        own = inputs.own_tokens
+        own = inputs.local_tokens
         if own is not None and self.gathers and own.max_len // RATIO <= self.topk:
             return None  # every token gets all entries that it sees, without scores
         return own
@@ -194,12 +194,12 @@ class C4Compressor:
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
-    ) -> Selected:
+    ) -> TopkEntries:
         """Select entries. queries: the result of `prepare`."""
         own, table = self._own_tokens(inputs), inputs.tables["c4"]
         num_tokens, weights = projected.shape[0], projected[:, -self.heads :]
         if own is not None:
-            weights = self.links.own_rows(weights)
+            weights = self.ranks.own_rows(weights)
         slots = self.select_entries(
             queries,
             weights,
@@ -215,9 +215,9 @@ class C4Compressor:
             # If a rank's tokens see few entries, its slots have fewer columns than other ranks'.
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
-            slots = self.links.all_gather_rows(slots, num_tokens)
+            slots = self.ranks.all_gather_rows(slots, num_tokens)
         scored_from = None
         if own is None and inputs.tokens.max_query <= MAX_DECODE_QUERY:
             # A token at this position sees topk + 1 entries.
             scored_from = RATIO * (self.topk + 1) - 1
-        return Selected(cache.pool("c4", self.layer), slots, table.rows_per_page, scored_from)
+        return TopkEntries(cache.pool("c4", self.layer), slots, table.rows_per_page, scored_from)

@@ -60,7 +60,7 @@ _LAYER_TYPES = {
     "compressed_sparse_attention": 4,
     "heavily_compressed_attention": 128,
 }
-# Integers with their own checks; every other number of a ModelConfig must be positive.
+# Integers with their own checks; every other number of a DeepseekV4Config must be positive.
 _OWN_CHECK = (
     "n_shared_experts",
     "hc_mult",
@@ -85,7 +85,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class DeepseekV4Config:
     """Sizes and constants of one model, under the checkpoint's names.
 
     Attributes:
@@ -264,12 +264,12 @@ class ModelConfig:
             return top, experts
         return self.dspark.num_experts_per_tok or top, self.dspark.n_routed_experts or experts
 
-    def of_stage(self) -> "ModelConfig":
+    def of_stage(self) -> "DeepseekV4Config":
         """The model's configuration with the experts of a DSpark stage."""
         top, experts = self.stage_experts
         return replace(self, num_experts_per_tok=top, n_routed_experts=experts)
 
-    def of_layer(self, layer: int) -> "ModelConfig":
+    def of_layer(self, layer: int) -> "DeepseekV4Config":
         """The configuration of a layer. The draft head's layers follow the model's."""
         return self if layer < self.num_hidden_layers else self.of_stage()
 
@@ -280,7 +280,7 @@ class ModelConfig:
     # --- Construction ---
 
     @classmethod
-    def preset(cls, name: str) -> "ModelConfig":
+    def preset(cls, name: str) -> "DeepseekV4Config":
         """The published "flash" or "pro" configuration."""
         if name not in _PRESETS:
             raise CheckpointError(
@@ -288,7 +288,7 @@ class ModelConfig:
             )
         return _PRESETS[name]
 
-    def with_layers(self, num_layers: int) -> "ModelConfig":
+    def with_layers(self, num_layers: int) -> "DeepseekV4Config":
         """The same model with its first layers only; it keeps the draft head."""
         if not 1 <= num_layers <= self.num_hidden_layers:
             raise CheckpointError(
@@ -315,7 +315,7 @@ class ModelConfig:
 
     @property
     def draft_block_tokens(self) -> int:
-        """See protocol.ModelConfig."""
+        """See protocol.DeepseekV4Config."""
         return 0 if self.dspark is None else self.dspark.num_rows
 
     @property
@@ -323,7 +323,7 @@ class ModelConfig:
         """The most tokens of a sequence in a step that verifies drafts."""
         return 1 + self.max_draft_tokens
 
-    def without_draft_head(self) -> "ModelConfig":
+    def without_draft_head(self) -> "DeepseekV4Config":
         """The same model without its draft head."""
         return replace(
             self,
@@ -334,7 +334,7 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+    def from_dict(cls, raw: Mapping[str, Any]) -> "DeepseekV4Config":
         """Read the contents of a config.json, in the official form or in transformers'.
 
         Raises:
@@ -402,8 +402,8 @@ class ModelConfig:
         return out
 
 
-_POSITIVE = [f.name for f in fields(ModelConfig) if f.type is int and f.name not in _OWN_CHECK]
-_POSITIVE_FLOATS = [f.name for f in fields(ModelConfig) if f.type is float]
+_POSITIVE = [f.name for f in fields(DeepseekV4Config) if f.type is int and f.name not in _OWN_CHECK]
+_POSITIVE_FLOATS = [f.name for f in fields(DeepseekV4Config) if f.type is float]
 
 
 # --- Reading a config.json ----------------------------------------------------------------------
@@ -581,7 +581,7 @@ def _quantisation(
 
 # --- The published configurations -----------------------------------------------------------------
 
-_FLASH = ModelConfig(
+_FLASH = DeepseekV4Config(
     vocab_size=129280,
     hidden_size=4096,
     num_hidden_layers=43,
@@ -624,7 +624,7 @@ _PRO = replace(
 )
 
 
-def _with_dspark(config: ModelConfig, markov_rank: int) -> ModelConfig:
+def _with_dspark(config: DeepseekV4Config, markov_rank: int) -> DeepseekV4Config:
     layers = config.num_hidden_layers
     head = DsparkConfig(
         block_size=5,

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, RunLayers, mhc_params
-from finwhale.models.deepseek_v4.rank_links import RankLinks
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
 from finwhale.ops import Ops
@@ -107,15 +107,15 @@ class DsparkContext:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: DsparkWeights,
         round_activations: bool,
-        links: RankLinks,
+        ranks: TensorParallel,
         tables: RotaryTables,
     ) -> None:
         assert config.dspark is not None
-        self.weights, self.links, self.tables = weights, links, tables
+        self.weights, self.ranks, self.tables = weights, ranks, tables
         self.linear, self.rms_norm, self.prepare_qkv = ops.linear, ops.rms_norm, ops.prepare_qkv
         self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
         self.round_kv = round_activations
@@ -126,7 +126,7 @@ class DsparkContext:
         """Write each stage's row kv = rope(kv_norm(wkv m)), m = main_norm(main_proj features)."""
         w = self.weights
         main = self.rms_norm(self.linear(features.values, w.main_proj), w.main_norm, self.eps)
-        kv = self.links.all_gather_rows(self.linear(main, w.context_kv), len(inputs.token_ids))
+        kv = self.ranks.all_gather_rows(self.linear(main, w.context_kv), len(inputs.token_ids))
         for stage, (layer, kv_NC) in enumerate(
             zip(w.layers, kv.split(self.head_dim, 1), strict=True)
         ):
@@ -156,18 +156,18 @@ class DsparkHead:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: DsparkWeights,
-        layers: Sequence[Layer],
-        links: RankLinks,
+        layers: Sequence[DecoderLayer],
+        ranks: TensorParallel,
         embed: Tensor,
         head: LinearWeight,
         run_layers: RunLayers,
         side_streams: SideStreams,
     ) -> None:
         assert config.dspark is not None
-        self.config, self.weights, self.links = config.dspark, weights, links
+        self.config, self.weights, self.ranks = config.dspark, weights, ranks
         self.layers, self.run_layers = layers, run_layers
         self.embed, self.head = embed, head
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
@@ -245,9 +245,9 @@ class DsparkHead:
         window = start.tables["window"]
         ids, tokens, further = self.make_blocks(start.newest_ids, start.tokens, window, self._shape)
         inputs = StepInputs(
-            token_ids=ids, tokens=tokens, tables=start.tables, further_slots=further
+            token_ids=ids, tokens=tokens, tables=start.tables, extra_kv_slots=further
         )
-        embedded = self.embed.index_select(0, self.links.own_rows(inputs.token_ids))
+        embedded = self.embed.index_select(0, self.ranks.own_rows(inputs.token_ids))
         streams = embedded[:, None].expand(-1, self.num_streams, -1)
         out = self.run_layers(self.layers, streams, inputs, cache, segments)
         return out.view(-1, self.config.num_rows, *out.shape[1:])

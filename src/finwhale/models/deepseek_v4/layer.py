@@ -1,7 +1,7 @@
 """One decoder layer. Legend: N tokens, R rows of this rank, H residual streams, D hidden."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -9,38 +9,21 @@ from torch import Tensor
 from finwhale.distributed.collectives import Alone
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
-from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import PartialSum
 
-ALONE = RankLinks(Alone())
+ALONE = TensorParallel(Alone())
 BlockInput = tuple[Tensor, Tensor, Tensor, Tensor]
-BlockOutput = Tensor | PartialSum | ExpertTerms
+BlockOutput = Tensor | PartialSum | UnreducedExperts
 LayerState = tuple[BlockOutput, Tensor, Tensor, Tensor]
-
-
-class Layer(Protocol):
-    """A decoder layer, compiled (finwhale.compiled) or not."""
-
-    def __call__(
-        self,
-        x: BlockOutput,
-        inputs: StepInputs,
-        tables: RotaryTables,
-        cache: PagedCache,
-        segments: Segments,
-        post_mix: Tensor | None = None,
-        res_mix: Tensor | None = None,
-        residual: Tensor | None = None,
-        on_residual: Callable[[Tensor], None] | None = None,
-    ) -> LayerState: ...
 
 
 class RunLayers(Protocol):
@@ -48,7 +31,7 @@ class RunLayers(Protocol):
 
     def __call__(
         self,
-        layers: Sequence[Layer],
+        layers: "Sequence[DecoderLayer]",
         streams_RHD: Tensor,
         inputs: StepInputs,
         cache: PagedCache,
@@ -76,10 +59,10 @@ class DecoderLayer:
     layers too.
 
     A block's output is a partial sum, except that of attention if the rank attends to its own
-    tokens with all heads (`Attention.attends_own_tokens`). The layer sums it over all ranks, or
+    tokens with all heads (`Attention.is_token_parallel`). The layer sums it over all ranks, or
     passes its terms to the next mHC operator: a `PartialSum`, or the experts' outputs
-    (`RankLinks`). In steps of many tokens, arguments and results have only this rank's rows, and
-    the ranks gather the blocks' inputs (`RankLinks`).
+    (`TensorParallel`). In steps of many tokens, arguments and results have only this rank's rows,
+    and the ranks gather the blocks' inputs.
 
     Args:
         config: the sizes of this rank's part.
@@ -87,25 +70,22 @@ class DecoderLayer:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: LayerWeights,
         layer: int,
         round_activations: bool,
         side_streams: SideStreams,
-        links: RankLinks = ALONE,
+        ranks: TensorParallel = ALONE,
     ) -> None:
         self.mhc_pre = ops.mhc_pre
         self.mhc_post_pre = ops.mhc_post_pre
         self.mhc_of_terms = ops.mhc_of_terms
         self.params = mhc_params(config)
-        # A side stream may compute attention's mixes beside attention. Those of the experts would
-        # delay the shared expert, which has a side stream already.
-        self.attention_params = replace(self.params, late_mixes=True)
         self.weights = weights
-        self.links = links
+        self.ranks = ranks
         self.attn = Attention(
-            config, ops, weights.attn, layer, round_activations, side_streams, links
+            config, ops, weights.attn, layer, round_activations, side_streams, ranks
         )
         self.ffn = Moe(config, ops, weights.ffn, side_streams)
 
@@ -121,19 +101,19 @@ class DecoderLayer:
         residual: Tensor | None = None,
         on_residual: Callable[[Tensor], None] | None = None,
     ) -> LayerState:
-        links, num_tokens = self.links, len(inputs.token_ids)
+        ranks, num_tokens = self.ranks, len(inputs.token_ids)
         y, post_mix, res_mix, residual = self.attention_input(x, post_mix, res_mix, residual)
         if on_residual is not None:
             on_residual(residual)
-        if self.attn.attends_own_tokens(inputs):
+        if self.attn.is_token_parallel(inputs):
             total: BlockOutput = self.attn(y, inputs, tables, cache, segments)
         else:
-            y = links.all_gather_rows(y, num_tokens)
-            total = links.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
+            y = ranks.all_gather_rows(y, num_tokens)
+            total = ranks.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.experts_input(total, post_mix, res_mix, residual)
-        y = links.all_gather_rows(y, num_tokens)
-        ffn = self.ffn.terms if links.takes_expert_terms(*y.shape) else self.ffn
-        return links.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
+        y = ranks.all_gather_rows(y, num_tokens)
+        ffn = self.ffn.terms if ranks.can_fuse_reduce(*y.shape) else self.ffn
+        return ranks.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 
     def attention_input(
         self,
@@ -146,15 +126,14 @@ class DecoderLayer:
         w = self.weights.hc_attn
         if residual is None or post_mix is None or res_mix is None:
             assert isinstance(x, Tensor)
-            return *self.mhc_pre(x, w, self.attention_params), x
-        return self._post_pre(x, post_mix, res_mix, residual, w, self.attention_params)
+            return *self.mhc_pre(x, w, self.params), x
+        return self._post_pre(x, post_mix, res_mix, residual, w)
 
     def experts_input(
         self, x: BlockOutput, post_mix: Tensor, res_mix: Tensor, residual: Tensor
     ) -> BlockInput:
         """Compute the experts' input and mixes from attention's output."""
-        w = self.weights.hc_ffn
-        return self._post_pre(x, post_mix, res_mix, residual, w, self.params)
+        return self._post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn)
 
     def _post_pre(
         self,
@@ -163,15 +142,14 @@ class DecoderLayer:
         res_mix: Tensor,
         residual: Tensor,
         w: MhcWeight,
-        params: MhcParams,
     ) -> BlockInput:
         if isinstance(x, Tensor):
-            return self.mhc_post_pre(x, post_mix, res_mix, residual, w, params)
+            return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
         assert self.mhc_of_terms is not None
-        return self.mhc_of_terms.mhc_post_pre(x, post_mix, res_mix, residual, w, params)
+        return self.mhc_of_terms.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
 
 
-def mhc_params(config: ModelConfig) -> MhcParams:
+def mhc_params(config: DeepseekV4Config) -> MhcParams:
     return MhcParams(
         num_iters=config.hc_sinkhorn_iters, eps=config.hc_eps, rms_eps=config.rms_norm_eps
     )

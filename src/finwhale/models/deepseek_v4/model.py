@@ -18,15 +18,15 @@ from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
-from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
-from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
 from finwhale.models.protocol import DividedSteps
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
@@ -73,7 +73,7 @@ class DeepseekV4:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: ModelWeights,
         *,
@@ -83,12 +83,12 @@ class DeepseekV4:
     ) -> None:
         self.config = config
         self.part = rank_config(config, collectives.rank.size, round_activations=round_activations)
-        self.links = RankLinks(collectives, ops.mhc_of_terms)
+        self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
         rank, width = collectives.rank, config.vocab_size // collectives.rank.size
         self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
         self.sample: Sample = ops.sample
         if rank.size > 1:
-            self.sample = SampleFromParts(ops, self.links, self.vocab_part.start)
+            self.sample = SampleFromParts(ops, self.ranks, self.vocab_part.start)
         self.weights = weights
         self.linear = ops.linear
         self.mhc_post = ops.mhc_post
@@ -97,7 +97,7 @@ class DeepseekV4:
         self.params = mhc_params(config)
         self.tables = RotaryTables(config, max_positions, weights.embed.device)
         self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
-        self.layers: Sequence[Layer] = [
+        self.layers: Sequence[DecoderLayer] = [
             self.new_layer(ops, layer_weights, i, round_activations)
             for i, layer_weights in enumerate(weights.layers)
         ]
@@ -112,7 +112,7 @@ class DeepseekV4:
                 ops,
                 weights.mtp,
                 layer,
-                self.links,
+                self.ranks,
                 weights.embed,
                 weights.head,
                 self.run_layers,
@@ -127,14 +127,14 @@ class DeepseekV4:
                 ops,
                 weights.dspark,
                 stages,
-                self.links,
+                self.ranks,
                 weights.embed,
                 weights.head,
                 self.run_layers,
                 self.side_streams,
             )
             self.draft_context = DsparkContext(
-                config, ops, weights.dspark, round_activations, self.links, self.tables
+                config, ops, weights.dspark, round_activations, self.ranks, self.tables
             )
 
     def new_layer(
@@ -147,7 +147,7 @@ class DeepseekV4:
             number,
             round_activations,
             self.side_streams,
-            self.links,
+            self.ranks,
         )
 
     @property
@@ -162,7 +162,7 @@ class DeepseekV4:
     @property
     def launch_sizes(self) -> ModelSizes:
         """The sizes that this rank's launch signatures depend on."""
-        return replace(launch_sizes(self.part), num_ranks=self.links.rank.size)
+        return replace(launch_sizes(self.part), num_ranks=self.ranks.rank.size)
 
     @property
     def divided_steps(self) -> DividedSteps | None:
@@ -170,7 +170,7 @@ class DeepseekV4:
         if self.weights.layers[0].attn.all_heads is None:
             return None
         return DividedSteps(
-            self.links.divided_tokens, self.links.rank.size, launch_sizes(self.config)
+            self.ranks.divided_tokens, self.ranks.rank.size, launch_sizes(self.config)
         )
 
     @property
@@ -188,13 +188,8 @@ class DeepseekV4:
         self.draft_context.write(features, inputs, cache)
         return streams
 
-    @property
-    def writes_draft_context(self) -> bool:
-        """See protocol.Model."""
-        return self.draft_context is not None
-
     def forward_with_logits(
-        self, inputs: StepInputs, cache: PagedCache, segments: Segments, for_drafts: bool = True
+        self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
         """See protocol.Model.
 
@@ -202,10 +197,7 @@ class DeepseekV4:
         context beside the LM head.
         """
         context = self.draft_context
-        if context is not None and not for_drafts:
-            streams = self.run_layers(self.layers, self._embedded(inputs), inputs, cache, segments)
-            return self.compute_logits(streams), streams
-        if context is None or self.links.divides_tokens(len(inputs.token_ids)):
+        if context is None or self.ranks.divides_tokens(len(inputs.token_ids)):
             streams = self(inputs, cache, segments)
             return self.compute_logits(streams), streams
         beside = partial(self.side_streams.start, FEATURE_STREAM)
@@ -238,14 +230,13 @@ class DeepseekV4:
             num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device
         )
         for layer in self._one_of_each():
-            compressor = layer.attn.compressor if isinstance(layer, DecoderLayer) else None
-            if compressor is not None:
+            if layer.attn.compressor is not None:
                 for rows in library_gemm_rows(num_tokens):
-                    compressor.project(x_ND[:rows])
+                    layer.attn.compressor.project(x_ND[:rows])
 
     def without_collectives(self) -> AbstractContextManager[None]:
         """Skip collectives inside this context (Model.without_collectives)."""
-        return self.links.without_collectives()
+        return self.ranks.without_collectives()
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         """Let the layers write the experts that they choose to the returned tensor."""
@@ -254,7 +245,6 @@ class DeepseekV4:
         dtype = torch.uint8 if config.n_routed_experts <= 256 else torch.int16
         routed = torch.zeros(shape, dtype=dtype, device=self.device)
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer), "compiled layers record nothing"
             layer.ffn.routed = routed[:, number]
         return routed
 
@@ -264,15 +254,15 @@ class DeepseekV4:
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
         """The residual streams of this rank's rows."""
-        embedded = self.weights.embed.index_select(0, self.links.own_rows(inputs.token_ids))
+        embedded = self.weights.embed.index_select(0, self.ranks.own_rows(inputs.token_ids))
         return embedded[:, None].expand(-1, self.config.hc_mult, -1)
 
-    def _one_of_each(self) -> list[Layer]:
+    def _one_of_each(self) -> list[DecoderLayer]:
         """One layer of each kind of attention and router.
 
         They include the first layer, which has no pending post step before it.
         """
-        found: list[Layer] = []
+        found: list[DecoderLayer] = []
         seen: set[object] = set()
         for i, layer in enumerate(self.layers):
             kinds = {
@@ -286,7 +276,7 @@ class DeepseekV4:
 
     def run_layers(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[DecoderLayer],
         streams_RHD: Tensor,
         inputs: StepInputs,
         cache: PagedCache,
@@ -296,16 +286,16 @@ class DeepseekV4:
         """Run residual streams through `layers` and the last post step.
 
         Args:
-            streams_RHD: only this rank's rows (`RankLinks.own_rows`).
+            streams_RHD: only this rank's rows (`TensorParallel.own_rows`).
             features: filled after their target layers, with this rank's rows.
 
         Returns:
             [N,H,D]: the residual streams of all tokens.
         """
         num_tokens = len(inputs.token_ids)
-        if self.links.divides_tokens(num_tokens):
-            own = inputs.tokens.part(self.links.rank.rows(num_tokens))
-            inputs = replace(inputs, own_tokens=own)
+        if self.ranks.divides_tokens(num_tokens):
+            own = inputs.tokens.part(self.ranks.rank.rows(num_tokens))
+            inputs = replace(inputs, local_tokens=own)
         first, *others = layers
         x, post_mix, res_mix, residual = first(streams_RHD, inputs, self.tables, cache, segments)
         for number, layer in enumerate(others):
@@ -323,7 +313,7 @@ class DeepseekV4:
             streams = self.mhc_of_terms.mhc_post(x, post_mix, res_mix, residual)
         if features is not None and features.wants(len(others)):
             features.add(len(others), streams)
-        return self.links.all_gather_rows(streams, num_tokens)
+        return self.ranks.all_gather_rows(streams, num_tokens)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of the residual streams [M,H,D]."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.moe import ExpertTerms, ExpertWeight
+from finwhale.ops.moe import ExpertWeight, UnreducedExperts
 
 SHARED_STREAM = 1
 
@@ -40,7 +40,7 @@ class Moe:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: MoeWeights,
         side_streams: SideStreams,
@@ -62,7 +62,7 @@ class Moe:
         terms = self.terms(x_ND, inputs)
         return self.combine(terms.each, terms.ids, terms.shared)
 
-    def terms(self, x_ND: Tensor, inputs: StepInputs) -> ExpertTerms:
+    def terms(self, x_ND: Tensor, inputs: StepInputs) -> UnreducedExperts:
         """The outputs of the experts, which `__call__` adds."""
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.run_shared_expert(x_ND))
         ids, weights = self.route(x_ND, inputs)
@@ -70,7 +70,7 @@ class Moe:
             self.routed[: len(ids)].copy_(ids)
         each = self.run_experts(x_ND, ids, weights)
         self.side_streams.join(SHARED_STREAM)
-        return ExpertTerms(each, ids, shared, each.dtype)
+        return UnreducedExperts(each, ids, shared, each.dtype)
 
     def run_shared_expert(self, x_ND: Tensor) -> Tensor:
         """The output of the shared expert: [N,D]."""

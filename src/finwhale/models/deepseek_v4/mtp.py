@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, RunLayers, mhc_params
-from finwhale.models.deepseek_v4.rank_links import RankLinks
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
 from finwhale.ops import Ops
@@ -45,17 +45,17 @@ class MtpLayer:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         ops: Ops,
         weights: MtpWeights,
-        layer: Layer,
-        links: RankLinks,
+        layer: DecoderLayer,
+        ranks: TensorParallel,
         embed: Tensor,
         head: LinearWeight,
         run_layers: RunLayers,
     ) -> None:
-        self.weights, self.links = weights, links
-        self.layers: Sequence[Layer] = [layer]
+        self.weights, self.ranks = weights, ranks
+        self.layers: Sequence[DecoderLayer] = [layer]
         self.run_layers = run_layers
         self.embed, self.head = embed, head
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
@@ -84,7 +84,7 @@ class MtpLayer:
         normed = self.rms_norm(streams_NHD, w.hnorm, self.eps)
         from_streams = self.linear(normed.flatten(0, 1), w.h_proj).view_as(streams_NHD)
         streams = from_streams + self.linear(embedded, w.e_proj)[:, None]
-        return self.run_layers(self.layers, self.links.own_rows(streams), inputs, cache, segments)
+        return self.run_layers(self.layers, self.ranks.own_rows(streams), inputs, cache, segments)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of this layer's residual streams."""

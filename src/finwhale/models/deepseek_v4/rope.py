@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from finwhale.models.deepseek_v4.config import ModelConfig, YarnScaling
+from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
 
 
 def inverse_frequencies(theta: float, width: int, yarn: YarnScaling | None) -> Tensor:
@@ -32,7 +32,7 @@ def inverse_frequencies(theta: float, width: int, yarn: YarnScaling | None) -> T
 class RotaryTables:
     """(cos, sin) of every position: [max_positions, R/2, 2] float32 for each kind of layer."""
 
-    def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
+    def __init__(self, config: DeepseekV4Config, max_positions: int, device: torch.device) -> None:
         self.plain = self._table(config, max_positions, device, compressed=False)
         self.compressed = self._table(config, max_positions, device, compressed=True)
 
@@ -44,7 +44,7 @@ class RotaryTables:
 
     @staticmethod
     def _table(
-        config: ModelConfig, max_positions: int, device: torch.device, *, compressed: bool
+        config: DeepseekV4Config, max_positions: int, device: torch.device, *, compressed: bool
     ) -> Tensor:
         inverse = inverse_frequencies(
             config.compress_rope_theta if compressed else config.rope_theta,

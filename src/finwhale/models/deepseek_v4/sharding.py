@@ -16,7 +16,7 @@ from finwhale.checkpoint.spec import Slice
 from finwhale.config import RANK_COUNTS
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 
 # Number of values that share a scale when activations are rounded.
 GROUP = FP8_BLOCK
@@ -59,7 +59,9 @@ def rank_slice(name: str, shape: tuple[int, ...], rank: Rank) -> Slice | None:
     return Slice(axis, rank.index * length, (rank.index + 1) * length)
 
 
-def rank_config(config: ModelConfig, size: int, *, round_activations: bool = False) -> ModelConfig:
+def rank_config(
+    config: DeepseekV4Config, size: int, *, round_activations: bool = False
+) -> DeepseekV4Config:
     """The sizes of one of `size` ranks. vocab_size stays whole: only the LM head is divided.
 
     Args:
@@ -85,7 +87,7 @@ def rank_config(config: ModelConfig, size: int, *, round_activations: bool = Fal
     )
 
 
-def _obstacle(config: ModelConfig, size: int, round_activations: bool) -> str | None:
+def _obstacle(config: DeepseekV4Config, size: int, round_activations: bool) -> str | None:
     """Why `size` ranks cannot divide the model; None: they can."""
     if size < 1:
         return f"the number of ranks must be at least 1, got {size}"

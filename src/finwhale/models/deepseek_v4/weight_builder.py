@@ -29,7 +29,7 @@ from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.attention import AttentionWeights, HeadWeights
 from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.dspark import DsparkWeights
 from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.deepseek_v4.layer import LayerWeights
@@ -113,7 +113,7 @@ class WeightBuilder:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         *,
         dtype: torch.dtype,
         device: torch.device,

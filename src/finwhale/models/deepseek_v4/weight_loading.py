@@ -13,7 +13,7 @@ from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import LayerWeights
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weight_builder import WeightBuilder
@@ -32,7 +32,7 @@ class WeightLoading:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DeepseekV4Config,
         *,
         storages: Mapping[str, Storage],
         dtype: torch.dtype,

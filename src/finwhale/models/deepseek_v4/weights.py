@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.deepseek_v4.sharding import loaded_slice, rank_config
 
@@ -17,7 +17,7 @@ from finwhale.models.deepseek_v4.sharding import loaded_slice, rank_config
 
 # A start asks for them several times.
 @lru_cache(maxsize=2)
-def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> Mapping[str, WeightSpec]:
+def weight_specs(config: DeepseekV4Config, rank: Rank = ALONE) -> Mapping[str, WeightSpec]:
     """Every tensor of a checkpoint of this configuration, in file order, by name.
 
     The table omits `.scale` tensors, which belong to their weights. If the configuration is not
@@ -49,14 +49,14 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> Mapping[str, Weight
     return {spec.name: spec for spec in specs}
 
 
-def ignored_prefixes(config: ModelConfig) -> dict[str, str]:
+def ignored_prefixes(config: DeepseekV4Config) -> dict[str, str]:
     """Name prefixes of tensors that the loader ignores, each with the reason."""
     if config.draft_head is None:
         return {"mtp.": "the model runs without its draft head"}
     return {}
 
 
-def _layer(layer: str, config: ModelConfig, ratio: int, hashed: bool) -> list[WeightSpec]:
+def _layer(layer: str, config: DeepseekV4Config, ratio: int, hashed: bool) -> list[WeightSpec]:
     D, H = config.hidden_size, config.hc_mult
     M = (2 + H) * H
     return [
@@ -73,7 +73,7 @@ def _layer(layer: str, config: ModelConfig, ratio: int, hashed: bool) -> list[We
     ]
 
 
-def _attention(attn: str, config: ModelConfig, ratio: int) -> list[WeightSpec]:
+def _attention(attn: str, config: DeepseekV4Config, ratio: int) -> list[WeightSpec]:
     D, A, C = config.hidden_size, config.num_attention_heads, config.head_dim
     Q, O, G = config.q_lora_rank, config.o_lora_rank, config.o_groups  # noqa: E741
     J, K = config.index_n_heads, config.index_head_dim
@@ -109,7 +109,7 @@ def _compressor(compressor: str, hidden: int, dim: int, ratio: int) -> list[Weig
     ]
 
 
-def _moe(ffn: str, config: ModelConfig, hashed: bool) -> list[WeightSpec]:
+def _moe(ffn: str, config: DeepseekV4Config, hashed: bool) -> list[WeightSpec]:
     D, V, E = config.hidden_size, config.vocab_size, config.n_routed_experts
     I, top = config.moe_intermediate_size, config.num_experts_per_tok  # noqa: E741
     fp8 = _quantised(config, "fp8_block")
@@ -133,7 +133,7 @@ def _moe(ffn: str, config: ModelConfig, hashed: bool) -> list[WeightSpec]:
     return specs
 
 
-def _mtp(mtp: str, config: ModelConfig) -> list[WeightSpec]:
+def _mtp(mtp: str, config: DeepseekV4Config) -> list[WeightSpec]:
     D = config.hidden_size
     fp8 = _quantised(config, "fp8_block")
     return [
@@ -147,7 +147,7 @@ def _mtp(mtp: str, config: ModelConfig) -> list[WeightSpec]:
     ]
 
 
-def _dspark(config: ModelConfig, head: DsparkConfig) -> list[WeightSpec]:
+def _dspark(config: DeepseekV4Config, head: DsparkConfig) -> list[WeightSpec]:
     D, V = config.hidden_size, config.vocab_size
     of_stage = config.of_stage()
     specs = [
@@ -173,7 +173,7 @@ def _dspark(config: ModelConfig, head: DsparkConfig) -> list[WeightSpec]:
     return specs
 
 
-def _hc_head(prefix: str, config: ModelConfig) -> list[WeightSpec]:
+def _hc_head(prefix: str, config: DeepseekV4Config) -> list[WeightSpec]:
     D, H = config.hidden_size, config.hc_mult
     return [
         WeightSpec(f"{prefix}hc_head_fn", (H, H * D), "f32"),
@@ -182,5 +182,5 @@ def _hc_head(prefix: str, config: ModelConfig) -> list[WeightSpec]:
     ]
 
 
-def _quantised(config: ModelConfig, storage: Storage) -> Storage:
+def _quantised(config: DeepseekV4Config, storage: Storage) -> Storage:
     return storage if config.quantised else "bf16"

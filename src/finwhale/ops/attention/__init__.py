@@ -30,7 +30,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class TopkEntries:
     """Entries that the indexer selected: slots [N,K] int32, -1 for none.
 
     scored_from: if given, a decode's `select_entries` selected the slots. It was called for the
@@ -46,7 +46,7 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class AllEntries:
     """Every complete entry: a token at position p sees entries w < (p + 1) // ratio."""
 
     pool: Tensor
@@ -92,7 +92,7 @@ class SparseAttention(Protocol):
         eps: float,
         tokens: Tokens,
         window: Window,
-        entries: Selected | Complete | None,
+        entries: TopkEntries | AllEntries | None,
         sink_A: Tensor,
         scale: float,
         out_NAC: Tensor,

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention.layout import page_bytes
 from finwhale.ops.case import (
     BF16_RATE,
@@ -132,18 +132,18 @@ def _attend(size: Size) -> OpCase:
     )
 
 
-def _entries(draw: Draw, size: Size, N: int) -> Selected | Complete | None:
+def _entries(draw: Draw, size: Size, N: int) -> TopkEntries | AllEntries | None:
     rows_per_page = size.rows_per_page[1]
     if size.entries is None:
         return None
     if isinstance(size.entries, str):
         table, num_rows = draw.page_table(entry_rows(size.chunks, 128), rows_per_page)
-        return Complete(draw.normal(num_rows, size.head_dim), table, 128)
+        return AllEntries(draw.normal(num_rows, size.head_dim), table, 128)
     counts = [size.entries * (n + 1) // N for n in range(N)]
     if N > 1:
         counts[0] = 0
     slots = selected_slots(draw, 10 * rows_per_page, counts, size.entries)
-    return Selected(draw.normal(10 * rows_per_page, size.head_dim), slots, rows_per_page)
+    return TopkEntries(draw.normal(10 * rows_per_page, size.head_dim), slots, rows_per_page)
 
 
 def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> Tensor:
@@ -264,15 +264,15 @@ def _model_attend(
             *out,
         )
 
-    def entries(tokens: Tokens) -> Selected | Complete | None:
+    def entries(tokens: Tokens) -> TopkEntries | AllEntries | None:
         if not ratio:
             return None
         table, num_rows = draw.page_table(entry_rows(chunks, ratio), ENTRY_ROWS[ratio])
         pool = draw.rows(num_rows, ENTRY_ROWS[ratio], C, R)
         if ratio == 128:
-            return Complete(pool, table, 128)
+            return AllEntries(pool, table, 128)
         slots = _spread_slots(tokens, table, K).to(draw.device)
-        return Selected(pool, slots, ENTRY_ROWS[ratio])
+        return TopkEntries(pool, slots, ENTRY_ROWS[ratio])
 
     read = token_positions(chunks) + 1
     seen = np.minimum(read, WINDOW)

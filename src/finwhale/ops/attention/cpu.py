@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.ops import cpu_math
-from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
+from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
 from finwhale.ops.attention.ref import visible_slots, write_rounded
 from finwhale.ops.cpu_math import F32, constant, view
 from finwhale.ops.paging import PageTable, Tokens
@@ -57,7 +57,7 @@ def sparse_attention(
     eps: float,
     tokens: Tokens,
     window: Window,
-    entries: Selected | Complete | None,
+    entries: TopkEntries | AllEntries | None,
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
@@ -82,7 +82,7 @@ def sparse_attention(
     if entries is not None and entry_slots is not None:
         slots = view(entry_slots)
         starts: tuple[int, ...] = (0,)
-        if isinstance(entries, Complete):
+        if isinstance(entries, AllEntries):
             starts = (0, FIRST_ENTRIES)
             if tokens.max_len // entries.ratio <= FIRST_ENTRIES:
                 slots = slots[:, :FIRST_ENTRIES]

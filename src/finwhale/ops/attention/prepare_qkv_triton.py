@@ -20,7 +20,7 @@ from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, up_to
 from finwhale.ops.paging import PageTable, Tokens
 
 VALUES_PER_WARP = 512
@@ -118,9 +118,7 @@ def _prepare_qkv_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return up_to(most, {NEXT_FIRST_TOKENS})
+LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, {NEXT_FIRST_TOKENS}))
 
 
 def prepare_qkv(

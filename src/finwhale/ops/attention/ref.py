@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
+from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.paging import PageTable, Tokens
@@ -72,7 +72,7 @@ def sparse_attention(
     eps: float,
     tokens: Tokens,
     window: Window,
-    entries: Selected | Complete | None,
+    entries: TopkEntries | AllEntries | None,
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
@@ -115,11 +115,11 @@ def write_rounded(o_NAC: Tensor, out_NAC: Tensor, scales_NS: Tensor) -> None:
     scales_NS.copy_(scales)
 
 
-def visible_slots(tokens: Tokens, entries: Selected | Complete | None) -> Tensor | None:
+def visible_slots(tokens: Tokens, entries: TopkEntries | AllEntries | None) -> Tensor | None:
     """Slots [N,K] of the entries that each token sees, filled with -1; None: no entry yet."""
     if entries is None:
         return None
-    if isinstance(entries, Selected):
+    if isinstance(entries, TopkEntries):
         slots = entries.slots
     else:
         slots = complete_slots(tokens, entries.table, entries.ratio)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from finwhale.ops.attention import Complete, Selected, Window, sparse_attention_triton
+from finwhale.ops.attention import AllEntries, TopkEntries, Window, sparse_attention_triton
 from finwhale.ops.attention.sparse_attention_hopper_few_heads import consume_few_heads, produce_half
 from finwhale.ops.attention.sparse_attention_hopper_parts import (
     LOG2_E,
@@ -57,7 +57,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
 )
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.gluon_names import reinterpret
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, up_to
 from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
@@ -324,7 +324,7 @@ def _fits(heads: int, head_dim: int, window: int) -> bool:
 def takes(p: Problem) -> bool:
     """Whether the kernel supports the problem's sizes and dtype."""
     rows = [p.window.table.rows_per_page]
-    if isinstance(p.entries, Selected):
+    if isinstance(p.entries, TopkEntries):
         rows.append(p.entries.rows_per_page)
     elif p.entries is not None:
         rows.append(p.entries.table.rows_per_page)
@@ -357,14 +357,14 @@ def _plan_of(model: ModelSizes) -> Callable[[int, int, int], AttendPlan]:
     return plan if fits else AttendPlan.of
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return up_to(most, shared_tokens(model, _plan_of(model)) | {EARLY_QUERY_TOKENS})
-
-
-def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return shared_contexts(model, num_tokens, longest, _plan_of(model))
+LAUNCH_CLASSES = LaunchClasses(
+    tokens=lambda model, most: up_to(
+        most, shared_tokens(model, _plan_of(model)) | {EARLY_QUERY_TOKENS}
+    ),
+    contexts=lambda model, num_tokens, longest: shared_contexts(
+        model, num_tokens, longest, _plan_of(model)
+    ),
+)
 
 
 def invariant_plan(p: Problem) -> AttendPlan:
@@ -388,7 +388,7 @@ def ready_from(p: Problem) -> int | None:
     # Another compilation might give other bits, so an invariant problem has only one.
     if p.invariant or len(p.q) > EARLY_QUERY_TOKENS:
         return None
-    if p.kind != SELECTED or not isinstance(p.entries, Selected):
+    if p.kind != SELECTED or not isinstance(p.entries, TopkEntries):
         return None
     return p.entries.scored_from
 
@@ -433,7 +433,7 @@ def sparse_attention(
     eps: float,
     tokens: Tokens,
     window: Window,
-    entries: Selected | Complete | None,
+    entries: TopkEntries | AllEntries | None,
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,

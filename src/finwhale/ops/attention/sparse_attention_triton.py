@@ -26,6 +26,7 @@ Operations: 4 A C per key. The floors for 640 keys of Flash at 4.39 TB/s and 0.7
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotation
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.paging import StepCache, Tokens
@@ -478,7 +479,7 @@ def num_splits(programs: int, tiles: int) -> int:
 
 
 def shared_tokens(model: ModelSizes, plan: Callable[[int, int, int], AttendPlan]) -> set[int]:
-    """`launch_tokens` (ops/launch/sizes.py) for a plan function."""
+    """`LaunchClasses.tokens` for a plan function."""
 
     def class_of(num_tokens: int) -> AttendPlan:
         return plan(num_tokens, model.num_heads, MANY_KEYS)
@@ -492,7 +493,7 @@ def shared_contexts(
     longest: int,
     plan: Callable[[int, int, int], AttendPlan],
 ) -> set[int]:
-    """`launch_contexts` (ops/launch/sizes.py) for a plan function, with complete entries."""
+    """`LaunchClasses.contexts` for a plan function, with complete entries."""
     most = plan(num_tokens, model.num_heads, MANY_KEYS)
     found: set[int] = set()
     for ratio in model.complete_ratios:
@@ -502,14 +503,10 @@ def shared_contexts(
     return up_to(longest, found)
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return up_to(most, shared_tokens(model, AttendPlan.of))
-
-
-def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return shared_contexts(model, num_tokens, longest, AttendPlan.of)
+LAUNCH_CLASSES = LaunchClasses(
+    tokens=lambda model, most: up_to(most, shared_tokens(model, AttendPlan.of)),
+    contexts=partial(shared_contexts, plan=AttendPlan.of),
+)
 
 
 def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
@@ -520,7 +517,7 @@ def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
     """
     if p.entries is None:
         return triton.cdiv(p.window.size, block_k), 1
-    if isinstance(p.entries, Selected):
+    if isinstance(p.entries, TopkEntries):
         most = p.entries.slots.shape[1]
     else:
         most = p.rotary.shape[0] // p.entries.ratio
@@ -537,11 +534,11 @@ def _columns(head_dim: int, rope: int) -> tuple[int, int]:
     return 0, triton.next_power_of_2(head_dim)
 
 
-def max_keys(tokens: Tokens, window: Window, entries: Selected | Complete | None) -> int:
+def max_keys(tokens: Tokens, window: Window, entries: TopkEntries | AllEntries | None) -> int:
     """An upper bound, known on the host, of the keys that a token of the step sees."""
     if entries is None:
         return window.size
-    if isinstance(entries, Selected):
+    if isinstance(entries, TopkEntries):
         return window.size + entries.slots.shape[1]
     return window.size + tokens.max_len // entries.ratio
 
@@ -561,7 +558,7 @@ class Problem:
     eps: float
     tokens: Tokens
     window: Window
-    entries: Selected | Complete | None
+    entries: TopkEntries | AllEntries | None
     sink: Tensor
     scale: float
     out: Tensor
@@ -580,9 +577,9 @@ class Problem:
 
     @property
     def kind(self) -> int:
-        if isinstance(self.entries, Selected) and self.entries.slots.shape[1]:
+        if isinstance(self.entries, TopkEntries) and self.entries.slots.shape[1]:
             return SELECTED
-        if isinstance(self.entries, Complete):
+        if isinstance(self.entries, AllEntries):
             seen = self.tokens.max_len >= self.entries.ratio
             return COMPLETE if seen or self.invariant else NO_ENTRIES
         return NO_ENTRIES
@@ -610,7 +607,7 @@ class Problem:
                 cache=StepCache(),
             )
             entries = self.entries
-            if isinstance(entries, Selected):
+            if isinstance(entries, TopkEntries):
                 entries = replace(entries, slots=entries.slots[part])
             yield replace(
                 self,
@@ -649,10 +646,10 @@ class Problem:
         window, entries, q = self.window, self.entries, self.q
         pool, rows, table, rows_per_page = window.pool, window.table.pages, window.table, 1
         num_slots, ratio = 0, 1
-        if isinstance(entries, Selected) and self.kind == SELECTED:
+        if isinstance(entries, TopkEntries) and self.kind == SELECTED:
             pool, rows, rows_per_page = entries.pool, entries.slots, entries.rows_per_page
             num_slots = rows.shape[1]
-        elif isinstance(entries, Complete) and self.kind == COMPLETE:
+        elif isinstance(entries, AllEntries) and self.kind == COMPLETE:
             pool, rows, table = entries.pool, entries.table.pages, entries.table
             rows_per_page, ratio = table.rows_per_page, entries.ratio
         return {
@@ -760,7 +757,7 @@ def check_problem(p: Problem) -> None:
     check_heads(p.out, p.rotary)
     width = p.q.shape[2]
     check_pool(p.window.pool, p.window.table.rows_per_page, width, p.rope)
-    if isinstance(p.entries, Selected):
+    if isinstance(p.entries, TopkEntries):
         check_pool(p.entries.pool, p.entries.rows_per_page, width, p.rope)
     elif p.entries is not None:
         check_pool(p.entries.pool, p.entries.table.rows_per_page, width, p.rope)
@@ -792,7 +789,7 @@ def sparse_attention(
     eps: float,
     tokens: Tokens,
     window: Window,
-    entries: Selected | Complete | None,
+    entries: TopkEntries | AllEntries | None,
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,

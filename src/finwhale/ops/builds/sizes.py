@@ -1,7 +1,5 @@
 """Chooses sizes of steps that together have every launch signature of a table's kernels."""
 
-import importlib
-
 from finwhale.ops import Ops
 from finwhale.ops.launch.sizes import ModelSizes
 
@@ -16,41 +14,34 @@ def _alignment(size: int) -> tuple[bool, ...]:
 
 
 class LaunchSizes:
-    """Sizes of every class of launches. The operators' modules publish where the classes end."""
+    """Sizes of every class of launches of a table (`Ops.launch_classes`)."""
 
     def __init__(self, ops: Ops, model: ModelSizes) -> None:
-        names = dict.fromkeys(getattr(ops, name).__module__ for name, _ in ops.implementations())
-        self._modules = [importlib.import_module(name) for name in names]
+        self._classes = ops.launch_classes
         self._model = model
 
     def tokens(self, first: int, last: int) -> list[int]:
         """Numbers of tokens of a step, from first to last."""
-        return _in_every_class(first, last, self._published("launch_tokens", last))
+        return _in_every_class(first, last, self._tokens(last))
 
     def rows(self, last: int) -> list[int]:
         """Numbers of rows of logits, from 1 to last."""
-        tokens, rows = (self._published(name, last) for name in ("launch_tokens", "launch_rows"))
-        return _in_every_class(1, last, tokens | rows)
+        rows = {size for c in self._classes for size in c.rows(self._model, last)}
+        return _in_every_class(1, last, self._tokens(last) | rows)
 
     def contexts(self, num_tokens: int, longest: int) -> list[int]:
         """Lengths, up to `longest`, of the longest sequence in a step of `num_tokens` tokens."""
-        found = self._published("launch_contexts", num_tokens, longest)
-        return sorted(length for length in {1, *(n + 1 for n in found)} if length <= longest)
+        publish = [c.contexts for c in self._classes if c.contexts is not None]
+        found = {n + 1 for of in publish for n in of(self._model, num_tokens, longest)}
+        return sorted(length for length in {1, *found} if length <= longest)
 
     def context_class(self, num_tokens: int) -> tuple[int, ...]:
         """A key that is equal for numbers of tokens with the same signatures at every context."""
-        found = []
-        for module in self._modules:
-            if hasattr(module, "launch_contexts"):
-                publish = getattr(module, "launch_tokens", None)
-                sizes = () if publish is None else publish(self._model, num_tokens)
-                found.append(sum(size < num_tokens for size in sizes))
-        return tuple(found)
+        found = (c.tokens(self._model, num_tokens) for c in self._classes if c.contexts is not None)
+        return tuple(sum(size < num_tokens for size in sizes) for sizes in found)
 
-    def _published(self, name: str, *args: int) -> set[int]:
-        """The last sizes of classes, from every module that has the function `name`."""
-        functions = (getattr(module, name, None) for module in self._modules)
-        return {size for publish in functions if publish for size in publish(self._model, *args)}
+    def _tokens(self, most: int) -> set[int]:
+        return {size for c in self._classes for size in c.tokens(self._model, most)}
 
 
 def _in_every_class(first: int, last: int, last_of_classes: set[int]) -> list[int]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-# Its hook is part of the kernels' keys, so all processes that share a cache need it.
-import finwhale.ops.launch.streamed_loads  # noqa: F401
+from finwhale.ops.launch.streamed_loads import install_hook
 
 
 class MovableCache(FileCacheManager):
@@ -31,3 +30,5 @@ def use_folder(folder: str) -> None:
     knobs.cache.manager_class = MovableCache
     # Do not store intermediate code, because each start would read it.
     knobs.compilation.store_binary_only = True
+    # The hook is part of the kernels' keys, so all processes that share a cache need it.
+    install_hook()

@@ -111,13 +111,13 @@ class DraftBlock(NamedTuple):
     Attributes:
         ids: [B*G] int64.
         tokens: their positions and sequences.
-        further_slots: [B*G,G] int32: the slots of the rows that a token sees beyond its window;
+        extra_kv_slots: [B*G,G] int32: the slots of the rows that a token sees beyond its window;
             -1: none.
     """
 
     ids: Tensor
     tokens: Tokens
-    further_slots: Tensor
+    extra_kv_slots: Tensor
 
 
 class MakeBlocks(Protocol):

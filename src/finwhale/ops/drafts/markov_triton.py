@@ -28,7 +28,7 @@ from torch import Tensor
 from finwhale.ops.drafts.ref import corrected_logits
 from finwhale.ops.launch.arguments import check_contiguous
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, up_to
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.linear.gemm_triton import dot_rows, load_rows, load_token
 from finwhale.ops.linear.linear_triton import (
@@ -135,9 +135,9 @@ def _tile_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def launch_rows(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return up_to(most, (1, ROW_TOKENS, MAX_TILE_DRAFTS))
+LAUNCH_CLASSES = LaunchClasses(
+    rows=lambda model, most: up_to(most, (1, ROW_TOKENS, MAX_TILE_DRAFTS))
+)
 
 
 def markov_logits(

@@ -55,7 +55,7 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
         max_query=rows,
     )
     first_B = positions_BG[:, 0]
-    seen_BGG = first_B[:, None, None] + further_offsets(shape, newest_B.device)
+    seen_BGG = first_B[:, None, None] + extra_offsets(shape, newest_B.device)
     page_indices = seen_BGG // table.rows_per_page - table.first[:, None, None]
     page_indices = page_indices.clamp_(0, table.pages.shape[1] - 1)
     pages = table.pages.gather(1, page_indices.flatten(1)).view_as(page_indices)
@@ -64,7 +64,7 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
     return DraftBlock(ids.flatten(), tokens, slots.masked_fill_(none, -1).flatten(0, 1).int())
 
 
-def further_offsets(shape: BlockShape, device: torch.device) -> Tensor:
+def extra_offsets(shape: BlockShape, device: torch.device) -> Tensor:
     """Return [G,G] int64: each token's further rows, counted from the block's first position."""
     rows = shape.num_tokens
     j = torch.arange(rows, device=device)

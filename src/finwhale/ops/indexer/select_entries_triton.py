@@ -31,7 +31,7 @@ from finwhale.ops.indexer.prepare_queries_triton import (
 )
 from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, up_to
+from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 
 PAGE_ROWS = (64, 128)
@@ -334,13 +334,8 @@ def _scores_kernel(
         before = own
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return up_to(most, (few.FEW_ROWS,))
-
-
 def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
-    """See ops/launch/sizes.py."""
+    """See LaunchClasses."""
     entries = {
         0,
         model.index_topk,
@@ -351,6 +346,11 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
         2 * few.TILE,
     }
     return up_to(longest, (count * RATIO + RATIO - 1 for count in entries))
+
+
+LAUNCH_CLASSES = LaunchClasses(
+    tokens=lambda model, most: up_to(most, (few.FEW_ROWS,)), contexts=launch_contexts
+)
 
 
 def _check(width: int, key_pool: Tensor, table: PageTable, round_query: bool) -> None:

@@ -1,15 +1,8 @@
 """Sizes at which the launches of kernels change.
 
 Triton compiles a kernel once for each launch signature: the constants of the launch, and for each
-integer argument whether it is 1 or a multiple of 16. A module of operators publishes the sizes at
-which its launch signatures change:
-
-- `launch_tokens(model, most)`: numbers of tokens up to `most`;
-- `launch_rows(model, most)`: numbers of rows of logits up to `most`;
-- `launch_contexts(model, num_tokens, longest)`: lengths of the longest sequence up to `longest`.
-
-Each function returns the last size of every class: the next size has other signatures.
-`ops/builds` compiles the kernels of every class at start.
+integer argument whether it is 1 or a multiple of 16. A table lists the `LaunchClasses` of its
+kernels, and `ops/builds` compiles the kernels of every class at start.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,6 +31,28 @@ class ModelSizes:
     experts_per_token: int
     linears: frozenset[tuple[int, int, int]]
     num_ranks: int = 1
+
+
+def _none(model: ModelSizes, *sizes: int) -> set[int]:
+    return set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchClasses:
+    """The sizes at which the launch signatures of an operator's kernels change.
+
+    Each function returns the last size of every class: the next size has other signatures.
+
+    Attributes:
+        tokens: (model, most) -> numbers of tokens up to `most`.
+        rows: (model, most) -> numbers of rows of logits up to `most`.
+        contexts: (model, num_tokens, longest) -> lengths of the longest sequence up to `longest`;
+            None: the context changes no signature.
+    """
+
+    tokens: Callable[[ModelSizes, int], set[int]] = _none
+    rows: Callable[[ModelSizes, int], set[int]] = _none
+    contexts: Callable[[ModelSizes, int, int], set[int]] | None = None
 
 
 def last_of_classes(class_of: Callable[[int], object], most: int) -> set[int]:

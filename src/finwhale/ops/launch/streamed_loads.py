@@ -4,11 +4,14 @@ A step of few tokens reads each weight once, and a layer's weights are several t
 L2 cache. Loaded as usual, they displace all that the next layers read again: the code of the
 kernels, page tables, activations. `tl.load` takes an eviction policy for that, but Gluon's TMA
 loads take none. So a kernel calls `stream_tma_loads`, which leaves a mark in its PTX, and a hook of
-Triton's compiler gives the policy to every TMA load of a kernel with the mark.
+Triton's compiler gives the policy to every TMA load of a kernel with the mark. Without the hook,
+the kernel computes the same bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from triton import knobs
@@ -43,23 +46,37 @@ def streamed(ptx: str) -> str:
     return _LOAD.sub(_STREAMED, ptx) if MARK in ptx else ptx
 
 
-def _hook(
-    backend: Any = None,
-    stages: dict[str, Any] | None = None,
-    options: Any = None,
-    language: Any = None,
-    capability: Any = None,
-) -> tuple[str, str] | None:
-    """See triton.knobs.runtime.add_stages_inspection_hook.
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """See triton.knobs.runtime.add_stages_inspection_hook. `before`: the hook that was there."""
 
-    Triton 3.7 calls it without arguments, too, for what the hook adds to a kernel's cache key.
+    before: Callable[..., Any] | None
+
+    def __call__(
+        self,
+        backend: Any = None,
+        stages: dict[str, Any] | None = None,
+        options: Any = None,
+        language: Any = None,
+        capability: Any = None,
+    ) -> tuple[str, str] | None:
+        """Triton 3.7 calls it without arguments, too, for what it adds to a kernel's cache key."""
+        if stages is None:
+            key, digest = ("", "") if self.before is None else self.before()
+            return f"{key}{KEY}", f"{digest}{KEY}"
+        if self.before is not None:
+            self.before(backend, stages, options, language, capability)
+        if "ptx" in stages:
+            make = stages["ptx"]
+            stages["ptx"] = lambda source, metadata: streamed(make(source, metadata))
+        return None
+
+
+def install_hook() -> None:
+    """Let Triton stream the loads of kernels with the mark that it compiles from now on.
+
+    Other kernels of the process change only in their cache keys.
     """
-    if stages is None:
-        return KEY, KEY
-    if "ptx" in stages:
-        make = stages["ptx"]
-        stages["ptx"] = lambda source, metadata: streamed(make(source, metadata))
-    return None
-
-
-knobs.runtime.add_stages_inspection_hook = _hook
+    before = knobs.runtime.add_stages_inspection_hook
+    if not isinstance(before, _Hook):
+        knobs.runtime.add_stages_inspection_hook = _Hook(before)

@@ -21,7 +21,7 @@ import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 import torch
 from torch import Tensor
 
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight, RoundedInput
 from finwhale.ops.linear import linear_triton as kernels
 from finwhale.ops.linear.linear_triton import DEFAULT, Options
@@ -59,9 +59,12 @@ def rows_of(num_tokens: int) -> int:
 
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
+    """See LaunchClasses."""
     found = last_of_classes(rows_of, min(most, MANY_TOKENS + 1))
     return found | kernels.launch_tokens(model, most)
+
+
+LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
 def _gemm(

@@ -36,7 +36,13 @@ import triton
 from torch import Tensor
 
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, last_of_classes, up_to
+from finwhale.ops.launch.sizes import (
+    NUM_MULTIPROCESSORS,
+    LaunchClasses,
+    ModelSizes,
+    last_of_classes,
+    up_to,
+)
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.gemm_triton import row_kernel, sum_kernel, tile_kernel
 from finwhale.ops.linear.quantise_triton import launch_tokens as quantise_tokens
@@ -262,13 +268,16 @@ def few_columns(num_tokens: int) -> int:
 
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
+    """See LaunchClasses."""
     rows = {1, ROW_TOKENS, PLAIN_TOKENS, ROUNDED_TOKENS, SPLIT_TOKENS}
     rows |= last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
     rows |= last_of_classes(few_columns, ROUNDED_TOKENS)
     each = {per_token for per_token, _, _ in model.linears}
     found = {row // per_token for row in rows for per_token in each}
     return up_to(most, found) | quantise_tokens(model, most)
+
+
+LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
 def _run_rows(p: Problem, plan: RowPlan) -> Tensor:

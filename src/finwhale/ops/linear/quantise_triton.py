@@ -144,7 +144,7 @@ def _programs(
 
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
+    """See LaunchClasses."""
     found: set[int] = set()
     for per_token, num_groups, width in model.linears:
         total = triton.cdiv(width, ACTIVATION_GROUP)

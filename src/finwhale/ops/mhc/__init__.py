@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import PartialSum
 
 
@@ -54,20 +54,11 @@ class HcHeadWeight:
 
 @dataclass(frozen=True, slots=True)
 class MhcParams:
-    """What mHC's operators need besides tensors.
-
-    Attributes:
-        num_iters: Sinkhorn iterations.
-        eps: for the mixes and Sinkhorn.
-        rms_eps: for the norms.
-        late_mixes: only the next mHC operator of the same table reads the post and res mixes, so a
-            side stream may compute them.
-    """
+    """num_iters: Sinkhorn iterations; eps: for the mixes and Sinkhorn; rms_eps: for the norms."""
 
     num_iters: int
     eps: float
     rms_eps: float
-    late_mixes: bool = False
 
 
 class MhcPre(Protocol):
@@ -123,7 +114,11 @@ class SumPost(Protocol):
     """MhcPost that adds the terms of x."""
 
     def __call__(
-        self, x_ND: PartialSum | ExpertTerms, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
+        self,
+        x_ND: PartialSum | UnreducedExperts,
+        post_NH: Tensor,
+        res_NHH: Tensor,
+        residual_NHD: Tensor,
     ) -> Tensor: ...
 
 
@@ -132,7 +127,7 @@ class SumPostPre(Protocol):
 
     def __call__(
         self,
-        x_ND: PartialSum | ExpertTerms,
+        x_ND: PartialSum | UnreducedExperts,
         post_NH: Tensor,
         res_NHH: Tensor,
         residual_NHD: Tensor,
@@ -142,7 +137,7 @@ class SumPostPre(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MhcOfTerms:
+class FusedReduceMhc:
     """mHC operators that add the terms of x in the kernel that reads them.
 
     The terms are the outputs of a token's experts, the partial sums of the ranks, or both. The sum
@@ -158,7 +153,7 @@ class MhcOfTerms:
     compiles one kernel for all numbers of tokens.
 
     Attributes:
-        expert_tokens: the most tokens for which the operators take `ExpertTerms`.
+        expert_tokens: the most tokens for which the operators take `UnreducedExperts`.
         num_programs: (N, D) -> the most programs of a launch that exchange words; 0: the operators
             do not take the partial sums of N tokens.
     """

@@ -294,9 +294,8 @@ def block_input_kernel(
 ):
     """Compute a token's normalised block input from its residual streams and `pre`.
 
-    KIND "block": compute pre from the parts; a second row of programs, if any, computes the other
-    gates. "gates": compute only these. "head": compute hc_head's gates from the parts. "given":
-    read pre.
+    KIND "block": compute pre from the parts; the second row of programs computes the other gates.
+    "head": compute hc_head's gates from the parts. "given": read pre.
     """
     if KIND == "given":
         # Process tokens from the last to the first, because the last written ones are still in L2.
@@ -304,7 +303,7 @@ def block_input_kernel(
     else:
         token = tl.program_id(0).to(tl.int64)
         parts_ptr += token * stride_t
-    if (KIND == "gates") | (tl.program_id(1) == 1):
+    if tl.program_id(1) == 1:
         if DEPENDENT:
             tl.extra.cuda.gdc_launch_dependents()
         _one_token_gates(

@@ -7,13 +7,11 @@ normalised input.
 
 - Up to FEW_TOKENS, `streams_few_kernel` and `block_input_kernel` run. A program of the former has
   32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
-  runs the Sinkhorn iterations in parallel with the block's input. If `late_mixes` allows it, those
-  of up to LATE_TOKENS tokens have a launch of their own on a side stream instead, and the next
-  kernel need not wait for them. With `early_launch`, both kernels start before the previous kernel
-  ends, and read only weights until it has ended. If x is `ExpertTerms`, each program adds its tile
-  of the experts' outputs. If x is a `PartialSum`, `sum_streams_few_kernel` replaces
-  `streams_few_kernel`: each program exchanges its tile of x with the same program on the other
-  ranks.
+  runs the Sinkhorn iterations in parallel with the block's input. With `early_launch`, both kernels
+  start before the previous kernel ends, and read only weights until it has ended. If x is
+  `UnreducedExperts`, each program adds its tile of the experts' outputs. If x is a `PartialSum`,
+  `sum_streams_few_kernel` replaces `streams_few_kernel`: each program exchanges its tile of x
+  with the same program on the other ranks.
 - With more tokens, `planes_kernel` rearranges fn, `streams_many_kernel` divides D into slots,
   `gates_kernel` computes the gates with a thread for each token, and `block_input_kernel` reads
   the residual streams a second time.
@@ -32,10 +30,7 @@ second pass), are: Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 26
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +38,7 @@ import triton
 from torch import Tensor
 
 from finwhale.ops.launch.arguments import check_contiguous
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc.gates_triton import block_input_kernel, gates_kernel
 from finwhale.ops.mhc.residual_streams_triton import (
@@ -52,14 +47,13 @@ from finwhale.ops.mhc.residual_streams_triton import (
     streams_many_kernel,
     sum_streams_few_kernel,
 )
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import Channel, PartialSum, Phases
 
 NUM_STREAMS = 4
 MAX_WIDTH = 16384
 MAX_GRID_Y = 65_535  # of a launch
 FEW_TOKENS = 128
-LATE_TOKENS = 2  # the most tokens whose mixes are computed on a side stream
 EXPERT_TOKENS = 128  # the most tokens whose experts' outputs these kernels add
 MOST_TOKENS = 4096  # from here on, tiles are largest
 ANY_NUMBER = 2**31  # for Options.few_tokens and most_tokens
@@ -74,21 +68,13 @@ class Options:
             always run, so that the bits of a token do not depend on the number of tokens.
         early_launch: launch these kernels early (`launch_options`).
         inline_asm: use PTX instructions (the kernels' COMPILED).
-        late_mixes: compute the mixes of up to LATE_TOKENS tokens on a side stream, which the next
-            operator joins, where `MhcParams.late_mixes` allows it. They take longer than the
-            block's input.
         most_tokens: from this number of tokens on, tiles are largest.
     """
 
     few_tokens: int = FEW_TOKENS
     early_launch: bool = False
     inline_asm: bool = False
-    late_mixes: bool = False
     most_tokens: int = MOST_TOKENS
-
-    def may_be_late(self, num_tokens: int) -> bool:
-        """Whether the mixes of this number of tokens may come from the side stream."""
-        return self.late_mixes and num_tokens <= min(LATE_TOKENS, self.few_tokens)
 
 
 DEFAULT = Options()
@@ -133,7 +119,7 @@ def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -
         raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
 
 
-def _check_terms(terms: ExpertTerms, num_tokens: int, options: Options) -> None:
+def _check_terms(terms: UnreducedExperts, num_tokens: int, options: Options) -> None:
     most = min(EXPERT_TOKENS, options.few_tokens)
     if num_tokens > most:
         raise ValueError(
@@ -155,13 +141,16 @@ POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
 
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
+    """See LaunchClasses."""
     last = MOST_TOKENS - 1
-    return up_to(most, (1, LATE_TOKENS, FEW_TOKENS, last, model.num_ranks * last, MAX_GRID_Y))
+    return up_to(most, (1, FEW_TOKENS, last, model.num_ranks * last, MAX_GRID_Y))
+
+
+LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
 def num_programs(num_tokens: int, width: int, *, options: Options = DEFAULT) -> int:
-    """See `MhcOfTerms`."""
+    """See `FusedReduceMhc`."""
     if not 0 < num_tokens <= options.few_tokens:
         return 0
     return max(math.prod(_few_grid(plan, num_tokens, width)) for plan in (FEW, POST_FEW))
@@ -174,65 +163,11 @@ def _few_grid(plan: Plan, num_tokens: int, width: int) -> tuple[int, int]:
 def _empty_parts(
     num_tokens: int, slots: int, rows: int, device: torch.device, *, few: bool
 ) -> Tensor:
-    """Allocate parts [N,S,rows] float32: contiguous by token for few tokens, else by value.
-
-    For few tokens, memory for `_res_behind` follows.
-    """
-    if not few:
-        shape = (slots, rows, num_tokens)
-        return torch.empty(shape, dtype=torch.float32, device=device).permute(2, 0, 1)
-    size, res = num_tokens * slots * rows, num_tokens * NUM_STREAMS**2
-    memory = torch.empty(size + res, dtype=torch.float32, device=device)
-    return memory[:size].view(num_tokens, slots, rows)
-
-
-def _res_behind(parts: Tensor) -> Tensor:
-    """The residual mixes [N,H,H], in memory after the parts of few tokens.
-
-    As long as they exist, so does the memory of the parts, which a side stream may read until the
-    next operator joins it.
-    """
-    shape = len(parts), NUM_STREAMS, NUM_STREAMS
-    return parts.as_strided(shape, (NUM_STREAMS**2, NUM_STREAMS, 1), parts.numel())
-
-
-@cache
-def _stream_beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The side stream of a CUDA stream.
-
-    An engine captures its graphs on a stream of its own. So captured work never shares this stream
-    with steps of another engine in this process.
-    """
-    return torch.cuda.Stream(stream.device)
-
-
-@contextmanager
-def _on_side_stream(device: torch.device) -> Iterator[None]:
-    """Launch on the side stream, after all work that is already on the current CUDA stream."""
-    if device.type != "cuda":
-        yield
-        return
-    current = torch.cuda.current_stream()
-    side = _stream_beside(current)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        yield
-
-
-def _join(device: torch.device) -> None:
-    """Make later work on the current CUDA stream wait for the side stream.
-
-    While a graph is captured, the side stream is captured too if this graph has work on it.
-    Otherwise there is nothing to wait for, and CUDA would refuse it.
-    """
-    if device.type != "cuda":
-        return
-    current = torch.cuda.current_stream()
-    side = _stream_beside(current)
-    with torch.cuda.stream(side):
-        is_captured = torch.cuda.is_current_stream_capturing()
-    if is_captured == torch.cuda.is_current_stream_capturing():
-        current.wait_stream(side)
+    """Allocate parts [N,S,rows] float32: contiguous by token for few tokens, else by value."""
+    if few:
+        return torch.empty((num_tokens, slots, rows), dtype=torch.float32, device=device)
+    shape = (slots, rows, num_tokens)
+    return torch.empty(shape, dtype=torch.float32, device=device).permute(2, 0, 1)
 
 
 def _planes(fn: Tensor, dtype: torch.dtype) -> Tensor:
@@ -253,7 +188,7 @@ class Post:
     Attributes:
         x: [N,D], or with topk > 0 the outputs [N,K,D] of each token's experts.
         mix, res: the mixes.
-        ids, shared, topk: see ExpertTerms. With topk = 0, the kernels read neither tensor.
+        ids, shared, topk: see UnreducedExperts. With topk = 0, the kernels read neither tensor.
         dtype: dtype of the sum that the ranks exchange.
         channel: the channel of a PartialSum; None: there is nothing to exchange.
     """
@@ -269,7 +204,7 @@ class Post:
 
     @staticmethod
     def of(
-        x_ND: Tensor | PartialSum | ExpertTerms,
+        x_ND: Tensor | PartialSum | UnreducedExperts,
         mix: Tensor,
         res: Tensor,
         streams_NHD: Tensor,
@@ -281,7 +216,7 @@ class Post:
             own, channel = x_ND.x, x_ND.channel
         assert not isinstance(own, PartialSum)
         x, ids, shared, topk = own, mix, mix, 0
-        if isinstance(own, ExpertTerms):
+        if isinstance(own, UnreducedExperts):
             _check_terms(own, streams_NHD.shape[0], options)
             x, ids, shared, topk = own.each, own.ids, own.shared, own.ids.shape[1]
         assert isinstance(x, Tensor)
@@ -319,7 +254,7 @@ class FirstPass:
 
 def _run_streams(
     streams_NHD: Tensor,
-    post: tuple[Tensor | PartialSum | ExpertTerms, Tensor, Tensor] | None,
+    post: tuple[Tensor | PartialSum | UnreducedExperts, Tensor, Tensor] | None,
     fn: Tensor | None,
     options: Options,
     phases: Phases = (0, 1),
@@ -337,8 +272,6 @@ def _run_streams(
     """
     _check_streams(streams_NHD)
     num_tokens, _, width = streams_NHD.shape
-    if post is not None and options.may_be_late(num_tokens):
-        _join(streams_NHD.device)
     step = None if post is None else Post.of(*post, streams_NHD, options)
     out_NHD = streams_NHD
     if step is not None:
@@ -437,12 +370,10 @@ def _run_block_input(
     check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
     y_ND = torch.empty((num_tokens, width), dtype=streams_NHD.dtype, device=device)
     is_head = isinstance(w, HcHeadWeight)
-    late = not is_head and params.late_mixes and options.may_be_late(num_tokens)
     post, res = y_ND, y_ND
     if not is_head:
         post = torch.empty((num_tokens, streams), dtype=torch.float32, device=device)
-        shape = (num_tokens, streams, streams)
-        res = _res_behind(parts) if late else torch.empty(shape, dtype=parts.dtype, device=device)
+        res = torch.empty((num_tokens, streams, streams), dtype=torch.float32, device=device)
     if num_tokens == 0:
         return y_ND, post, res
     _, slots, rows = parts.shape
@@ -472,7 +403,7 @@ def _run_block_input(
             BLOCK_N=32,
             num_warps=1,
         )
-    arguments = (
+    block_input_kernel[(num_tokens, 2 if kind == "block" else 1)](
         streams_NHD,
         parts,
         pre,
@@ -490,23 +421,16 @@ def _run_block_input(
         parts.stride(0),
         parts.stride(2),
         slots,
+        KIND=kind,
+        ITERS=params.num_iters,
+        COMPILED=options.inline_asm,
+        ROWS=rows,
+        BLOCK_S=triton.next_power_of_2(slots),
+        BLOCK_D=block_d,
+        DEPENDENT=bool(launch),
+        num_warps=num_warps,
+        **launch,
     )
-    constants = {
-        "ITERS": params.num_iters,
-        "COMPILED": options.inline_asm,
-        "ROWS": rows,
-        "BLOCK_S": triton.next_power_of_2(slots),
-        "BLOCK_D": block_d,
-        "num_warps": num_warps,
-    }
-    block_input_kernel[(num_tokens, 2 if kind == "block" and not late else 1)](
-        *arguments, KIND=kind, DEPENDENT=bool(launch), **constants, **launch
-    )
-    if late:
-        with _on_side_stream(device):
-            block_input_kernel[(num_tokens, 1)](
-                *arguments, KIND="gates", DEPENDENT=False, **constants
-            )
     return y_ND, post, res
 
 
@@ -518,7 +442,7 @@ def mhc_pre(
 
 
 def mhc_post(
-    x_ND: Tensor | PartialSum | ExpertTerms,
+    x_ND: Tensor | PartialSum | UnreducedExperts,
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,
@@ -529,7 +453,7 @@ def mhc_post(
 
 
 def mhc_post_pre(
-    x_ND: Tensor | PartialSum | ExpertTerms,
+    x_ND: Tensor | PartialSum | UnreducedExperts,
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,

@@ -274,7 +274,7 @@ def _words(x, BFLOAT16: tl.constexpr, WORDS: tl.constexpr):
         return tl.reshape(x, [WORDS]).to(tl.int32, bitcast=True)
 
 
-# Do not specialise on N: this kernel is not built at start (`MhcOfTerms`), so compile it only once.
+# Do not specialise on N: this kernel is not built at start (`FusedReduceMhc`): compile it once.
 @triton.jit(do_not_specialize=["N", "rank"])
 def sum_streams_few_kernel(
     x_ptr,

@@ -150,7 +150,7 @@ class ExpertsCombine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTerms:
+class UnreducedExperts:
     """Represents the result of `ExpertsCombine`, for an operator that adds the terms itself.
 
     Attributes:

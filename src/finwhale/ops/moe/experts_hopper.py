@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.gluon_names import async_load, reinterpret
-from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, ModelSizes, up_to
+from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
 from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_few
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS
@@ -603,8 +603,11 @@ def plan(num_pairs: int, num_experts: int) -> HopperPlan:
 
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
+    """See LaunchClasses."""
     return launch_tokens_of(plan, model, most) | up_to(most, range(1, FEW_TOKENS + 1))
+
+
+LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:

@@ -17,6 +17,7 @@ times the activations' scales, are added in float32, in the same order for every
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.ops.launch.sizes import ModelSizes
+from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3
 from finwhale.ops.moe import Dispatched, ExpertWeight
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_one_token, order_pairs
@@ -244,9 +245,7 @@ def plan(num_pairs: int, num_experts: int) -> Plan:
     return next(plan for most, plan in PLANS if num_pairs <= most * num_experts)
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return launch_tokens_of(plan, model, most)
+LAUNCH_CLASSES = LaunchClasses(tokens=partial(launch_tokens_of, plan))
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:

@@ -54,7 +54,7 @@ def route_by_hash(
     return ids_NK, _weights(_scores(x_ND, gate_ED), ids_NK, scaling)
 
 
-def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit) in float32; gate_up [...,2I]."""
     gate, up = gate_up.float().chunk(2, -1)
     gate = gate.clamp(max=limit)
@@ -64,7 +64,7 @@ def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
     x = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
-    hidden = _clamped_swiglu(F.linear(x.to(w.w13.dtype), w.w13), limit)
+    hidden = clamped_swiglu(F.linear(x.to(w.w13.dtype), w.w13), limit)
     if w.round_input:
         hidden = round_e4m3(hidden, ACTIVATION_GROUP)
     return F.linear(hidden.to(w.w2.dtype), w.w2)
@@ -85,7 +85,7 @@ def compute(
         if expert < 0:
             continue
         token, k = (pairs.ids == expert).nonzero(as_tuple=True)
-        hidden = _clamped_swiglu(F.linear(x[token], w.w13[expert]), limit)
+        hidden = clamped_swiglu(F.linear(x[token], w.w13[expert]), limit)
         hidden *= weights_NK[token, k, None]
         if w.round_input:
             hidden = round_e4m3(hidden, ACTIVATION_GROUP)

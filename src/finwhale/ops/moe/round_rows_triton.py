@@ -102,7 +102,7 @@ def _rounded_groups(num_rows: int) -> int:
 
 
 def launch_tokens_of(plan: Callable[[int, int], Any], model: ModelSizes, most: int) -> set[int]:
-    """`launch_tokens` (ops/launch/sizes.py) for a plan function of pairs and experts."""
+    """`LaunchClasses.tokens` for a plan function of pairs and experts."""
 
     def class_of(num_tokens: int) -> object:
         pairs, experts = num_tokens * model.experts_per_token, model.num_experts

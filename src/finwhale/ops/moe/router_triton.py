@@ -22,7 +22,7 @@ from torch import Tensor
 
 from finwhale.ops.launch.arguments import check_contiguous
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import ModelSizes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, up_to
 
 # Up to this number of tokens, the GEMM is split along D into chunks, to occupy the GPU.
 FEW_TOKENS = 128
@@ -261,9 +261,9 @@ def _hash_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
-    return up_to(most, (1, NARROW_TILE, FEW_TOKENS, MEDIUM_TOKENS))
+LAUNCH_CLASSES = LaunchClasses(
+    tokens=lambda model, most: up_to(most, (1, NARROW_TILE, FEW_TOKENS, MEDIUM_TOKENS))
+)
 
 
 def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
 from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, find_kept, finite, order
 from finwhale.ops.sampling.noise import HALF
@@ -212,10 +212,13 @@ def _parts_of_rank(num_rows: int, num_tokens: int) -> Parts:
 
 
 def launch_rows(model: ModelSizes, most: int) -> set[int]:
-    """See ops/launch/sizes.py."""
+    """See LaunchClasses."""
     num_tokens = model.vocab_size // model.num_ranks
     found = last_of_classes(lambda rows: _parts(rows, model.vocab_size), most)
     return found | last_of_classes(lambda rows: _parts_of_rank(rows, num_tokens), most)
+
+
+LAUNCH_CLASSES = LaunchClasses(rows=launch_rows)
 
 
 def _best(

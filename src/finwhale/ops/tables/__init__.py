@@ -18,7 +18,7 @@ KERNEL_CAPABILITIES = Capabilities(
     bounded_workspace=True,
     prefix_cache_tokens=2**24,  # Flash needs 65 GB for it.
     side_streams=True,
-    compiled_layers="without attention",
+    compiles_layers=True,
     expert_id_dtype=torch.int32,
 )
 

@@ -4,9 +4,11 @@ No kernel launches early or uses PTX. `ops/__init__.py` lists the architectures.
 """
 
 from finwhale.ops import Ops
+from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_triton
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
+from finwhale.ops.drafts import markov_triton
 from finwhale.ops.drafts.drafts_triton import (
     accept_drafts,
     continue_tokens,
@@ -15,17 +17,22 @@ from finwhale.ops.drafts.drafts_triton import (
     score_streams,
 )
 from finwhale.ops.drafts.markov_triton import markov_logits
+from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
+from finwhale.ops.linear import linear_triton
 from finwhale.ops.linear.linear_triton import DEFAULT, Options, grouped_linear, linear, swiglu_mlp
 from finwhale.ops.linear.ref import grouped_form, prepare_linear
+from finwhale.ops.mhc import mhc_triton
 from finwhale.ops.mhc.mhc_triton import hc_head, mhc_post, mhc_post_pre, mhc_pre
+from finwhale.ops.moe import experts_triton, router_triton
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_layout import finish_experts
 from finwhale.ops.moe.experts_triton import compute, dispatch
 from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
+from finwhale.ops.sampling import sample_triton
 from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
 from finwhale.ops.tables import KERNEL_CAPABILITIES, bind
 from finwhale.platform import Platform
@@ -37,6 +44,17 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
     options = Options(num_multiprocessors=num_multiprocessors, max_stages=max_stages)
     return Ops(
         capabilities=KERNEL_CAPABILITIES,
+        launch_classes=(
+            linear_triton.LAUNCH_CLASSES,
+            mhc_triton.LAUNCH_CLASSES,
+            prepare_qkv_triton.LAUNCH_CLASSES,
+            select_entries_triton.LAUNCH_CLASSES,
+            sparse_attention_triton.LAUNCH_CLASSES,
+            router_triton.LAUNCH_CLASSES,
+            experts_triton.LAUNCH_CLASSES,
+            sample_triton.LAUNCH_CLASSES,
+            markov_triton.LAUNCH_CLASSES,
+        ),
         prepare_linear=prepare_linear,
         prepare_experts=prepare_experts,
         finish_experts=finish_experts,

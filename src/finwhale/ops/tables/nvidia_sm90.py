@@ -8,9 +8,11 @@ choice (docs/notes/).
 from typing import Any
 
 from finwhale.ops import Ops
+from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_hopper
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
+from finwhale.ops.drafts import markov_triton
 from finwhale.ops.drafts.drafts_triton import (
     accept_drafts,
     continue_tokens,
@@ -19,20 +21,23 @@ from finwhale.ops.drafts.drafts_triton import (
     score_streams,
 )
 from finwhale.ops.drafts.markov_triton import markov_logits
+from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
-from finwhale.ops.launch.shared_memory import prefer_shared_memory
+from finwhale.ops.launch.streamed_loads import install_hook
 from finwhale.ops.linear import few_tokens_hopper, linear_triton
 from finwhale.ops.linear import ref as linear_ref
-from finwhale.ops.mhc import MhcOfTerms
+from finwhale.ops.mhc import FusedReduceMhc
 from finwhale.ops.mhc import mhc_triton as mhc
+from finwhale.ops.moe import experts_hopper, router_triton
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_hopper import compute, dispatch
 from finwhale.ops.moe.experts_layout import finish_experts
 from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.router_triton import CHOOSE_REGISTERS, route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
+from finwhale.ops.sampling import sample_triton
 from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
 from finwhale.ops.tables import KERNEL_CAPABILITIES, bind, optional
 from finwhale.platform import Platform
@@ -45,7 +50,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         batch_invariant: use operators that give a token the same bits for any number of tokens in
             its step. docs/numerics.md says what this costs.
     """
-    prefer_shared_memory()
+    install_hook()
     num_multiprocessors = platform.num_multiprocessors
     invariant: dict[str, Any] = {"invariant": True} if batch_invariant else {}
     few_tokens: dict[str, Any] = {"few_tokens": mhc.ANY_NUMBER} if batch_invariant else {}
@@ -60,17 +65,22 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         num_multiprocessors=num_multiprocessors,
         few_tokens=few_tokens_hopper.launch,
     )
-    mhc_options = mhc.Options(
-        # Two kernels may compute the same mixes with other last bits.
-        **few_tokens,
-        early_launch=True,
-        inline_asm=True,
-        late_mixes=not batch_invariant,
-    )
+    mhc_options = mhc.Options(**few_tokens, early_launch=True, inline_asm=True)
     mhc_post = bind(mhc.mhc_post, options=mhc_options)
     mhc_post_pre = bind(mhc.mhc_post_pre, options=mhc_options)
     return Ops(
         capabilities=KERNEL_CAPABILITIES,
+        launch_classes=(
+            linears.LAUNCH_CLASSES,
+            mhc.LAUNCH_CLASSES,
+            prepare_qkv_triton.LAUNCH_CLASSES,
+            select_entries_triton.LAUNCH_CLASSES,
+            sparse_attention_hopper.LAUNCH_CLASSES,
+            router_triton.LAUNCH_CLASSES,
+            experts_hopper.LAUNCH_CLASSES,
+            sample_triton.LAUNCH_CLASSES,
+            markov_triton.LAUNCH_CLASSES,
+        ),
         prepare_linear=linear_ref.prepare_linear,
         prepare_experts=prepare_experts,
         finish_experts=finish_experts,
@@ -78,7 +88,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         linear=bind(linears.linear, options=linear_options),
         grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
-        mhc_of_terms=MhcOfTerms(
+        mhc_of_terms=FusedReduceMhc(
             # Another number of tokens would take another kernel, perhaps with other last bits.
             0 if batch_invariant else mhc.EXPERT_TOKENS,
             bind(mhc.num_programs, options=mhc_options),

@@ -22,7 +22,7 @@ from finwhale.server.api.gate import (
     STATIC_PATH,
     Admitted,
     Bounded,
-    Refused,
+    RefusalAnswers,
     Reported,
     cors_options,
 )
@@ -31,7 +31,7 @@ from finwhale.server.api.rollouts import add_rollouts
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
 from finwhale.server.batch.store import Store
-from finwhale.server.edge.bodies import Parser, max_items
+from finwhale.server.edge.bodies import BodyParser, max_items
 from finwhale.server.errors import (
     ApiError,
     error_event,
@@ -112,11 +112,11 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.router.route_class = BodyRoute
-    app.state.parser = Parser(lambda: max_items(state.max_model_len))
+    app.state.parser = BodyParser(lambda: max_items(state.max_model_len))
     app.state.lenient = state.config.lenient
     if state.config.cors_origins:
         app.add_middleware(CORSMiddleware, **cors_options(state.config))
-    for layer in (Bounded, Admitted, Refused, Reported):  # from the inside outwards
+    for layer in (Bounded, Admitted, RefusalAnswers, Reported):  # from the inside outwards
         app.add_middleware(layer, state=state)
     _add_error_handlers(app, state)
     _add_generation(app, state)
@@ -261,7 +261,7 @@ def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
     log.user = request.scope["state"]["user"]
     log.cache_salt = getattr(body, "cache_salt", None)
     log.model = str(getattr(body, "model", None) or "")
-    log.batch = "inside_call" in request.scope["state"]
+    log.batch = "internal_request" in request.scope["state"]
     log.stream = bool(getattr(body, "stream", False))
     request.scope["state"]["log"] = log
     return log
@@ -310,7 +310,7 @@ async def _with_errors(
         async for piece in source:
             yield piece
     except Exception as error:
-        told = state.told(error)
+        told = state.to_api_error(error)
         note_refusal(request.scope, told, state.config.log_prompts)
         yield error_event(told, request.url.path, piece)
     finally:
@@ -321,7 +321,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     async def known(request: Request, error: Exception) -> Response:
         if isinstance(error, GrammarError):
             state.metrics.grammar(error.reason)
-        return _refused(request, state, state.told(error))
+        return _refused(request, state, state.to_api_error(error))
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -348,7 +348,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGone, gone)
-    # `gate.Refused` answers all other errors.
+    # `gate.RefusalAnswers` answers all other errors.
 
 
 def _refused(request: Request, state: ServerState, error: ApiError) -> Response:

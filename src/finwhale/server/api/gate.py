@@ -1,7 +1,7 @@
 """What every request passes before the application: ASGI middleware, here from the outside inwards.
 
 - `Reported` gives it an id, and tells of it in the log, the metrics and the traces.
-- `Refused` answers with the error that the middleware inside raises.
+- `RefusalAnswers` answers with the error that the middleware inside raises.
 - `Admitted` checks its host, its key and its user's share of requests.
 - `Bounded` passes its body on, up to a limit.
 
@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finwhale.server.api.page import PAGE_PATH
-from finwhale.server.batch.inside import InsideCall
+from finwhale.server.batch.internal_request import InternalRequest
 from finwhale.server.batch.upload import OVERHEAD_BYTES
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.bodies import Budget
@@ -114,7 +114,7 @@ class Reported:
         logger.log(level, "request", extra=extra | fields)
 
 
-class Refused:
+class RefusalAnswers:
     """Answers with the error that the application raises before it has begun to answer.
 
     Web pages of the allowed origins may read the answer.
@@ -136,7 +136,7 @@ class Refused:
         except Exception as error:
             if begun:
                 raise
-            told, config = self._state.told(error), self._state.config
+            told, config = self._state.to_api_error(error), self._state.config
             note_refusal(scope, told, config.log_prompts)
             answer: ASGIApp = error_response(told, scope["path"])
             # The middleware would accept each OPTIONS request of an allowed origin.
@@ -159,7 +159,7 @@ class Admitted:
         found, path = scope["state"], scope["path"]
         with ExitStack() as taken:
             found["taken"] = taken
-            call: InsideCall | None = found.get("inside_call")
+            call: InternalRequest | None = found.get("internal_request")
             key = self._find_key(scope, path) if call is None else call.key
             if key is not None:
                 found["key"] = key

@@ -9,14 +9,14 @@ from typing import Any
 from starlette.applications import Starlette
 
 from finwhale.errors import EngineDeadError, FinwhaleError
-from finwhale.server.batch.inside import InsideCall
+from finwhale.server.batch.internal_request import InternalRequest
 from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
 from finwhale.server.batch.results import ResultFile
-from finwhale.server.batch.runner import MAX_HELD_BYTES, Job, run, run_expired
+from finwhale.server.batch.runner import MAX_HELD_BYTES, BatchJob, run, run_expired
 from finwhale.server.batch.store import (
-    Batch,
     Owner,
     Store,
+    StoredBatch,
     StoredFile,
     new_id,
     no_space,
@@ -62,14 +62,14 @@ class Batches:
 
     def create(
         self, key: ApiKey | None, file_id: str, endpoint: str, metadata: dict[str, str] | None
-    ) -> Batch:
+    ) -> StoredBatch:
         """Raises ApiError (404, 429, 503: the model is loading)."""
         _ = self._state.ready
         owner = self.store.owner(key)
         owner.find_file(file_id)
         owner.make_room(self._state.config.max_files)
         now = int(time.time())
-        batch = Batch(
+        batch = StoredBatch(
             new_id("batch_"),
             endpoint,
             file_id,
@@ -86,7 +86,7 @@ class Batches:
         self._work(key)
         return batch
 
-    def cancel(self, key: ApiKey | None, batch_id: str) -> Batch:
+    def cancel(self, key: ApiKey | None, batch_id: str) -> StoredBatch:
         """Stops a batch, and keeps its results so far, even if this cannot be saved.
 
         Raises:
@@ -126,7 +126,7 @@ class Batches:
             logger.info("batch", extra={"batch": batch.id, "status": batch.status,
                                         "lines": batch.total, "failed": batch.failed})  # fmt: skip
 
-    async def _run(self, key: ApiKey | None, owner: Owner, batch: Batch) -> None:
+    async def _run(self, key: ApiKey | None, owner: Owner, batch: StoredBatch) -> None:
         state = self._state
         max_bytes = state.max_body_bytes + ENVELOPE_BYTES
         items = max_items(state.max_model_len)
@@ -144,13 +144,13 @@ class Batches:
             at_once = state.max_batch_sequences + 1
             if key is not None and key.concurrent is not None:
                 at_once = min(at_once, key.concurrent)
-            job = Job(source, found, max_bytes, items, batch.endpoint, good, bad,
-                      owner.begun(batch), at_once, InsideCall(key), self._alone)  # fmt: skip
+            job = BatchJob(source, found, max_bytes, items, batch.endpoint, good, bad,
+                      owner.begun(batch), at_once, InternalRequest(key), self._alone)  # fmt: skip
             await asyncio.to_thread(job.recover)
             ended = await self._run_job(owner, batch, job)
         self._finish(owner, batch, ended)
 
-    def _is_wrong(self, owner: Owner, batch: Batch, found: Scan) -> bool:
+    def _is_wrong(self, owner: Owner, batch: StoredBatch, found: Scan) -> bool:
         """Whether the whole input is refused."""
         if found.duplicate is not None:
             first, second = found.duplicate
@@ -160,7 +160,7 @@ class Batches:
             self._fail(owner, batch, "empty_file", "the input file has no line")
         return batch.ended
 
-    async def _run_job(self, owner: Owner, batch: Batch, job: Job) -> str:
+    async def _run_job(self, owner: Owner, batch: StoredBatch, job: BatchJob) -> str:
         """Runs lines until the batch has ended. Returns its last status."""
 
         def count() -> None:
@@ -195,7 +195,7 @@ class Batches:
             return "expired"
         return "completed"
 
-    def _finish(self, owner: Owner, batch: Batch, ended: str) -> None:
+    def _finish(self, owner: Owner, batch: StoredBatch, ended: str) -> None:
         """Makes files of the results, and ends the batch."""
         if ended == "completed":
             batch.enter("finalizing")
@@ -213,7 +213,7 @@ class Batches:
         owner.save(batch)
 
     def _fail(
-        self, owner: Owner, batch: Batch, code: str, message: str, line: int | None = None
+        self, owner: Owner, batch: StoredBatch, code: str, message: str, line: int | None = None
     ) -> None:
         """Ends a batch with an error, and removes its results unless they are files already.
 
@@ -232,7 +232,7 @@ class Batches:
         _save_if_possible(owner, batch)
 
 
-def _save_if_possible(owner: Owner, batch: Batch) -> None:
+def _save_if_possible(owner: Owner, batch: StoredBatch) -> None:
     """Saves a batch that has stopped. If that fails, it has stopped for this server alone."""
     try:
         owner.save(batch)

@@ -46,7 +46,7 @@ class RawLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """One parsed line.
 
     Attributes:
@@ -136,31 +136,31 @@ def _duplicate(names: bytearray, numbers: "array[int]") -> tuple[int, int] | Non
     return numbers[order[first]], numbers[order[first + 1]]
 
 
-def read_line(raw: RawLine, url: str | None, max_items: int) -> Line:
-    """Reads a line; `Line.error` names a mistake.
+def read_line(raw: RawLine, url: str | None, max_items: int) -> BatchLine:
+    """Reads a line; `BatchLine.error` names a mistake.
 
     Args:
         url: the only endpoint that it may name; None: any of URLS.
         max_items: as for `bodies.parse_body`.
     """
     if raw.text is None:
-        return Line(error=("line_too_long", "the line has too many bytes for a request"))
+        return BatchLine(error=("line_too_long", "the line has too many bytes for a request"))
     try:
         return check_line(parse_body(raw.text, max_items), url)
     except ApiError as error:
         message = error.message.replace("the body", "the line", 1)
-        return Line(error=(error.code or "invalid_line", message))
+        return BatchLine(error=(error.code or "invalid_line", message))
 
 
-def check_line(value: Any, url: str | None) -> Line:
+def check_line(value: Any, url: str | None) -> BatchLine:
     """Checks the parsed value of a line."""
     if not isinstance(value, dict):
-        return Line(error=("invalid_line", "a line must be a JSON object"))
+        return BatchLine(error=("invalid_line", "a line must be a JSON object"))
     name = value.get("custom_id")
     custom_id = name if isinstance(name, str) and 0 < len(name) <= MAX_CUSTOM_ID else None
 
-    def wrong(code: str, message: str) -> Line:
-        return Line(custom_id, error=(code, message))
+    def wrong(code: str, message: str) -> BatchLine:
+        return BatchLine(custom_id, error=(code, message))
 
     if custom_id is None:
         message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters"
@@ -179,4 +179,4 @@ def check_line(value: Any, url: str | None) -> Line:
         return wrong("invalid_body", "body must be a JSON object")
     if body.get("stream"):
         return wrong("stream_not_supported", "a request of a batch cannot stream")
-    return Line(custom_id, given, body)
+    return BatchLine(custom_id, given, body)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finwhale.errors import FinwhaleError
-from finwhale.server.batch.lines import Line, RawLine, Scan
+from finwhale.server.batch.lines import BatchLine, RawLine, Scan
 
 _RESULT = re.compile(
     rb'\{"id": "batch_req_(\d{1,15})_([0-9a-f]{16})", "custom_id": (?:null|"(?:[^"\\]|\\.)*"), '
@@ -35,7 +35,7 @@ class Counts:
 
 
 def result_of(
-    raw: RawLine, line: Line, status: int, request_id: str, body: bytes | bytearray
+    raw: RawLine, line: BatchLine, status: int, request_id: str, body: bytes | bytearray
 ) -> bytes:
     """The result of a line that was answered. `body` is JSON in one line."""
     assert b"\n" not in body
@@ -48,12 +48,12 @@ def result_of(
     return _result(raw, line, response, None)
 
 
-def error_of(raw: RawLine, line: Line, code: str, message: str) -> bytes:
+def error_of(raw: RawLine, line: BatchLine, code: str, message: str) -> bytes:
     """The result of a line that did not run."""
     return _result(raw, line, b"null", {"code": code, "message": f"line {raw.number}: {message}"})
 
 
-def _result(raw: RawLine, line: Line, response: bytes, error: dict[str, str] | None) -> bytes:
+def _result(raw: RawLine, line: BatchLine, response: bytes, error: dict[str, str] | None) -> bytes:
     result_id = f"batch_req_{raw.number}_{raw.digest:016x}"
     head = f'{{"id": "{result_id}", "custom_id": {json.dumps(line.custom_id)}, "response": '
     return head.encode() + response + f', "error": {json.dumps(error)}}}\n'.encode()

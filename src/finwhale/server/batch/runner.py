@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.batch.attempts import Attempts
-from finwhale.server.batch.inside import Answer, InsideCall, post
-from finwhale.server.batch.lines import Line, RawLine, Scan, check_line, read_line, read_lines
+from finwhale.server.batch.internal_request import InternalAnswer, InternalRequest, post
+from finwhale.server.batch.lines import BatchLine, RawLine, Scan, check_line, read_line, read_lines
 from finwhale.server.batch.results import Counts, ResultFile, error_of, result_of
 from finwhale.server.edge.room import Room
 from finwhale.server.errors import ApiError, StoppingError
@@ -29,7 +29,7 @@ _BUSY = frozenset({"overloaded", "loading"})
 
 
 @dataclass(slots=True)
-class Job:
+class BatchJob:
     """A running batch.
 
     Attributes:
@@ -51,7 +51,7 @@ class Job:
     bad: ResultFile
     begun: Path
     in_flight: int
-    call: InsideCall = field(default_factory=InsideCall)
+    call: InternalRequest = field(default_factory=InternalRequest)
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
     on_result: Callable[[], None] = lambda: None
     done: bytearray = field(init=False)
@@ -83,7 +83,7 @@ class Job:
         self.on_result()
 
 
-async def run(app: Starlette, job: Job, held: Room) -> None:
+async def run(app: Starlette, job: BatchJob, held: Room) -> None:
     """Runs each line that has no result, and writes its result.
 
     Args:
@@ -91,8 +91,8 @@ async def run(app: Starlette, job: Job, held: Room) -> None:
         held: room for the bytes of lines, which batches share.
 
     Raises:
-        EngineDeadError, StoppingError: the engine has died or stops; `Job.recover` continues.
-        FinwhaleError, OSError: the results or `Job.begun` cannot be written.
+        EngineDeadError, StoppingError: the engine has died or stops; `BatchJob.recover` continues.
+        FinwhaleError, OSError: the results or `BatchJob.begun` cannot be written.
     """
     attempts, ended = Attempts(job.begun), False
     try:
@@ -109,7 +109,7 @@ async def run(app: Starlette, job: Job, held: Room) -> None:
 
 
 async def _run_lines(
-    app: Starlette, job: Job, attempts: Attempts, lines: "_Lines", at_once: int
+    app: Starlette, job: BatchJob, attempts: Attempts, lines: "_Lines", at_once: int
 ) -> None:
     async def work() -> None:
         while (taken := await lines.next()) is not None:
@@ -130,7 +130,7 @@ async def _run_lines(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-def run_expired(job: Job, code: str, message: str) -> None:
+def run_expired(job: BatchJob, code: str, message: str) -> None:
     """Writes an error for each line that has no result."""
     for raw, _ in job.pending():
         line = read_line(raw, job.url, job.max_items)
@@ -170,7 +170,7 @@ class _Lines:
         self._ended = True
 
 
-async def _run_line(app: Starlette, job: Job, raw: RawLine, attempts: Attempts) -> None:
+async def _run_line(app: Starlette, job: BatchJob, raw: RawLine, attempts: Attempts) -> None:
     deaths = attempts.deaths[raw.number]
     attempts.begin(raw.number)
     line = await _read(app, job, raw)
@@ -186,7 +186,7 @@ async def _run_line(app: Starlette, job: Job, raw: RawLine, attempts: Attempts) 
     job.add(raw, result, ok=answer.status == 200)
 
 
-async def _read(app: Starlette, job: Job, raw: RawLine) -> Line:
+async def _read(app: Starlette, job: BatchJob, raw: RawLine) -> BatchLine:
     """Reads a line as the server reads bodies: large ones one at a time, with pauses."""
     if raw.text is None:
         return read_line(raw, job.url, job.max_items)
@@ -196,7 +196,7 @@ async def _read(app: Starlette, job: Job, raw: RawLine) -> Line:
         return read_line(raw, job.url, job.max_items)
 
 
-async def _ask(app: ASGIApp, line: Line, call: InsideCall) -> Answer:
+async def _ask(app: ASGIApp, line: BatchLine, call: InternalRequest) -> InternalAnswer:
     """The answer to a line; waits while the server is busy."""
     body = json.dumps(line.body).encode()
     wait_s = 0.05

@@ -42,7 +42,7 @@ class StoredFile:
 
 
 @dataclass(slots=True)
-class Batch:
+class StoredBatch:
     """The description of a batch, with the ids that its result files will have."""
 
     id: str
@@ -103,7 +103,7 @@ class Owner:
             folder.mkdir(mode=0o700, exist_ok=True)
         files = (StoredFile(**found) for found in _read(directory / "files"))
         self.files = {one.id: one for one in sorted(files, key=lambda one: one.created_at)}
-        batches = (Batch(**found) for found in _read(directory / "batches"))
+        batches = (StoredBatch(**found) for found in _read(directory / "batches"))
         self.batches = {one.id: one for one in sorted(batches, key=lambda one: one.created_at)}
         self.uploading = 0
         self._remove_incomplete()
@@ -111,7 +111,7 @@ class Owner:
     def content(self, file_id: str) -> Path:
         return self.directory / "files" / f"{file_id}.jsonl"
 
-    def begun(self, batch: Batch) -> Path:
+    def begun(self, batch: StoredBatch) -> Path:
         """The file of the lines that have begun."""
         return self.directory / "batches" / f"{batch.id}.begun"
 
@@ -121,7 +121,7 @@ class Owner:
             raise _missing("file_not_found", "file", file_id)
         return self.files[file_id]
 
-    def find_batch(self, batch_id: str) -> Batch:
+    def find_batch(self, batch_id: str) -> StoredBatch:
         """Raises ApiError (404)."""
         if batch_id not in self.batches:
             raise _missing("batch_not_found", "batch", batch_id)
@@ -142,11 +142,11 @@ class Owner:
         self.content(file_id).unlink(missing_ok=True)
         del self.files[file_id]
 
-    def save(self, batch: Batch) -> None:
+    def save(self, batch: StoredBatch) -> None:
         self._write("batches", batch)
         self.batches[batch.id] = batch
 
-    def _write(self, folder: str, described: StoredFile | Batch) -> None:
+    def _write(self, folder: str, described: StoredFile | StoredBatch) -> None:
         text = json.dumps(asdict(described)).encode()
         write_whole(self.directory / folder / f"{described.id}.json", text)
 
@@ -223,7 +223,9 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def page_of(found: Iterable[StoredFile | Batch], limit: int, after: str | None) -> dict[str, Any]:
+def page_of(
+    found: Iterable[StoredFile | StoredBatch], limit: int, after: str | None
+) -> dict[str, Any]:
     """A page of a list. Raises ApiError (400) if `after` is none of its ids."""
     every = list(found)
     begin = 0

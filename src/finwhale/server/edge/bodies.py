@@ -81,7 +81,7 @@ class Budget:
         self._shares.add(user, more)
 
 
-class Parser:
+class BodyParser:
     """Parses bodies on one event loop."""
 
     def __init__(self, max_items: Callable[[], int]) -> None:
@@ -139,7 +139,7 @@ def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
 
 
 def parse_body(body: bytes, max_items: int) -> Any:
-    """The JSON value of a body, at once. Raises ApiError, as `Parser.parse` does."""
+    """The JSON value of a body, at once. Raises ApiError, as `BodyParser.parse` does."""
     for marks, what, allowed, kind in (
         (b"[{:", "arrays, objects and members", MAX_STRUCTURES, ApiError),
         (b",", "items", max_items, TooManyItems),

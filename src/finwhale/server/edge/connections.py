@@ -5,6 +5,10 @@ client waits for the server. While it waits for the client it has a deadline, an
 to make room for another: the connection that has waited longest goes first. So clients that open
 connections and send nothing cannot keep out others, health checks among them. Each address has a
 share of the connections, so that one that keeps its connections busy cannot keep out others either.
+
+uvicorn documents no interface for these limits: `timeout_keep_alive` covers idle connections alone,
+and `limit_concurrency` refuses requests when their heads have come. So `Connection` extends its
+protocol class; tests/unit/test_uvicorn_interface.py names each attribute that it uses.
 """
 
 import asyncio

@@ -40,7 +40,7 @@ MAX_REMEMBERED = 4096
 CLOSE_S = 5.0  # time in which the process must end when the server closes
 
 
-class Observer(Protocol):
+class TrialObserver(Protocol):
     """Counts grammars and trials (the metrics do). The endpoints count refused grammars."""
 
     def grammar(self, result: str) -> None: ...
@@ -54,7 +54,7 @@ class GrammarChecker:
     def __init__(
         self,
         directory: Path | None,
-        observer: Observer,
+        observer: TrialObserver,
         *,
         num_trials: int = NUM_TRIALS,
         max_waiting: int = MAX_WAITING,

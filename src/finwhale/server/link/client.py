@@ -28,7 +28,7 @@ from finwhale.server.link.wire import (
     Cancel,
     Command,
     Delta,
-    Failed,
+    EngineFailed,
     Ready,
     Refused,
     Report,
@@ -45,7 +45,7 @@ MAX_TURNS = 1 << 48  # more sequences than a server can ever start
 MAX_TURNS_KEPT = 4096
 
 
-class Observer(Protocol):
+class ClientObserver(Protocol):
     """Receives each step and each compiled grammar (the metrics are an observer)."""
 
     def step(self, deltas: Sequence[Delta]) -> None: ...
@@ -143,7 +143,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.failure: str | None = None
         self.metrics: EngineMetrics | None = None
-        self.observer: Observer | None = None
+        self.observer: ClientObserver | None = None
         self.on_failure: Callable[[], None] | None = None
         self._connection = connection
         self._process = process
@@ -346,12 +346,12 @@ class EngineClient:
             try:
                 report = self._connection.recv()
             except (EOFError, OSError):
-                report = Failed(self._cause_of_death())
+                report = EngineFailed(self._cause_of_death())
             try:
                 self._loop.call_soon_threadsafe(self._take, report)
             except RuntimeError:  # the loop is closed
                 return
-            if isinstance(report, Failed):
+            if isinstance(report, EngineFailed):
                 return
 
     def _cause_of_death(self) -> str:

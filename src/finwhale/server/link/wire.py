@@ -212,10 +212,10 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class EngineFailed:
     """The engine has failed and sends nothing more; `message` says why."""
 
     message: str
 
 
-Report = Ready | Accepted | Refused | Step | Answered | Failed
+Report = Ready | Accepted | Refused | Step | Answered | EngineFailed

@@ -28,7 +28,7 @@ from finwhale.server.link.wire import (
     Cancel,
     Command,
     Delta,
-    Failed,
+    EngineFailed,
     LogprobColumns,
     Milestone,
     Ready,
@@ -57,7 +57,7 @@ def main(
     try:
         engine = load()
     except FinwhaleError as error:
-        connection.send(Failed(str(error)))
+        connection.send(EngineFailed(str(error)))
         return
     phases = whole_start(engine.start_seconds, began)
     freeze_heap()
@@ -92,7 +92,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serves until `Stop`, or until the other end is closed; then aborts all requests.
 
-        An exception of the engine is reported as `Failed` and raised again.
+        An exception of the engine is reported as `EngineFailed` and raised again.
         """
         config, rank = self._engine.model_config, self._engine.executor.description
         try:
@@ -115,7 +115,7 @@ class EngineLoop:
         except Exception as error:
             known = isinstance(error, EngineDeadError)
             message = str(error) if known else f"{type(error).__name__}: {error}"
-            self._send_unless_closed(Failed(message))
+            self._send_unless_closed(EngineFailed(message))
             raise
         finally:
             self._rollouts.close()
@@ -127,7 +127,7 @@ class EngineLoop:
 
     def _end_stuck(self, cause: str) -> None:
         """End this process, whose device waits for a rank that is gone."""
-        self._send_unless_closed(Failed(cause))
+        self._send_unless_closed(EngineFailed(cause))
         end_process(cause)
 
     def _take_commands(self) -> bool:

@@ -1,31 +1,22 @@
-"""The format of an answer and its tool calls: what a body says about them, and the grammar for it.
-
-This module writes grammars, within the limits of `chat.grammar_limits`, but compiles none:
-`ServerState.grammars` checks them in another process.
-"""
+"""The format of an answer and its tool calls: what a body says of them; trials of grammars."""
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.answer_grammar import AnswerGrammar, tools_grammar
-from finwhale.chat.grammar import json_lark, lark_guide, regex_guide, tool_guide
+from finwhale.chat.answer_grammar import AnswerGrammar, Format, ToolChoice, WantedFormat
 from finwhale.chat.grammar_limits import GrammarError
-from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.template import ProtocolName
-from finwhale.chat.tokenizer import Tokenizer
 from finwhale.chat.tool_grammar import ToolSignature
 from finwhale.errors import RequestError
-from finwhale.request import Guide
+from finwhale.server.observe.logs import RequestLog
 from finwhale.server.protocols.schemas import CompletionBody, OpenAIBody, StructuredOutputs
+from finwhale.server.state import ServerState
 
 Fields = dict[str, Any]
-Format = tuple[Literal["json", "regex", "grammar"], Any]
-# Tools that no grammar can hold, and that the request does not ask to hold.
-_NOT_HELD = AnswerGrammar(None, ignored=("tools",))
 _ANY_OBJECT = {"type": "object"}
 # The types of a tool choice that name one tool.
 _NAMES_A_TOOL: dict[ProtocolName, tuple[str, ...]] = {
@@ -35,142 +26,29 @@ _NAMES_A_TOOL: dict[ProtocolName, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """The tool calls that a request allows or requires in its answer.
-
-    Attributes:
-        required: the answer must be a tool call.
-        parallel: the answer may have several tool calls.
-    """
-
-    required: bool = False
-    parallel: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class WantedFormat:
-    """The format that an answer must have.
-
-    Attributes:
-        name: what the request calls it.
-        strict: whether all of a schema must hold.
-    """
-
-    format: Format
-    name: str = "response_format"
-    strict: bool = False
-
-
-def answer_grammar(
-    tokenizer: Tokenizer | None,
-    wanted: WantedFormat | None,
-    tools: list[recipe.ToolDefinition],
-    choice: ToolChoice,
-    after: int | None = None,
-    relaxed: Collection[str] = (),
-    *,
-    always: bool = False,
-) -> AnswerGrammar | None:
-    """The grammar of an answer; None: the answer may be anything.
-
-    Args:
-        tokenizer: None: there are no tools.
-        after: the token after which the grammar begins.
-        relaxed: places of the request where only the types of values hold.
-        always: hold tool calls to their schemas, even if the request does not ask for that.
-
-    Raises:
-        RequestError: the format is not valid, or the grammar is too large.
-    """
-    if not tools:
-        if choice.required:
-            raise RequestError("tool_choice asks for a tool, but there are no tools")
-        return None if wanted is None else _content_grammar(wanted, after, relaxed)
-    signatures = [ToolSignature(t.name, _parameters(t), bool(t.strict)) for t in tools]
-    asked = choice.required or not choice.parallel or any(one.strict for one in signatures)
-    optional = wanted is None and not asked
-    if optional and not always:
-        return None
-    item, ignored = (None, []) if wanted is None else _lark_item(wanted, relaxed)
-    assert tokenizer is not None
-    try:
-        grammar = tools_grammar(
-            tokenizer, signatures, after, relaxed, required=choice.required,
-            parallel=choice.parallel, optional=optional,
-            content=None if item is None or wanted is None else (item, wanted.name),
-        )  # fmt: skip
-    except GrammarError:
-        if not optional:
-            raise
-        return _NOT_HELD
-    if wanted is None or choice.required:
-        return grammar
-    strict = (*grammar.strict, *([wanted.name] if wanted.strict else ()))
-    return replace(grammar, strict=strict, ignored=(*grammar.ignored, *ignored))
-
-
 async def held_grammar(
-    grammar: AnswerGrammar | None,
-    make: Callable[[Collection[str]], Awaitable[AnswerGrammar | None]],
-    check: Callable[[Guide], Awaitable[None]],
+    state: ServerState, grammar: AnswerGrammar | None, log: RequestLog
 ) -> AnswerGrammar | None:
-    """A grammar that passes a check, of as much of the schemas as llguidance can enforce.
-
-    Args:
-        grammar: of all of them.
-        make: makes it without the schemas of some places.
-        check: raises GrammarError.
+    """A grammar that passes its trial, of as much of the schemas as llguidance can enforce.
 
     Raises:
         GrammarError: this needs more than MAX_RELAXED places, or there is another reason.
     """
-    relaxed: list[str] = []
     while grammar is not None and grammar.guide is not None:
         try:
-            await check(grammar.guide)
+            await state.grammars.check(grammar.guide, log.user)
             break
         except GrammarError as error:
-            try:
-                relaxed.append(grammar.place_beyond(error, relaxed))
-            except GrammarError:
-                if not grammar.optional:
-                    raise
-                return _NOT_HELD
-        grammar = await make(relaxed)
+            grammar = await state.in_thread(log.body_bytes, partial(grammar.relax, error))
     return grammar
 
 
-def _parameters(tool: recipe.ToolDefinition) -> Mapping[str, Any]:
-    return tool.parameters if isinstance(tool.parameters, Mapping) else {}
-
-
-def _content_grammar(
-    wanted: WantedFormat, after: int | None, relaxed: Collection[str]
-) -> AnswerGrammar:
-    kind, value = wanted.format
-    if kind != "json":
-        return AnswerGrammar((regex_guide if kind == "regex" else lark_guide)(value, after))
-    item, ignored = _lark_item(wanted, relaxed)
-    held = (wanted.name,) if wanted.strict else ()
-    return AnswerGrammar(tool_guide(f"start: {item}", after), (wanted.name,), held, tuple(ignored))
-
-
-def _lark_item(wanted: WantedFormat, relaxed: Collection[str]) -> tuple[str, list[str]]:
-    """The Lark item of a format, and what of its schema it does not hold."""
-    kind, value = wanted.format
-    if kind != "json":
-        raise RequestError(f"a response_format of type {kind} cannot be combined with tools")
-    document = SchemaDocument(value, wanted.name)
-    part = document.part(value)
-    if wanted.strict:
-        document.check_strict()
-    if wanted.name in relaxed:
-        return json_lark(document.types()), [wanted.name]
-    return json_lark(part), document.ignored
-
-
-# --- What a body says -----------------------------------------------------------------------------
+def tool_signatures(tools: Sequence[recipe.ToolDefinition]) -> list[ToolSignature]:
+    return [
+        ToolSignature(t.name, t.parameters if isinstance(t.parameters, Mapping) else {},
+                      bool(t.strict))
+        for t in tools
+    ]  # fmt: skip
 
 
 def _format(response_format: Fields) -> Format | None:

@@ -2,12 +2,12 @@
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.answer_grammar import AnswerGrammar
+from finwhale.chat.answer_grammar import AnswerForm, AnswerGrammar, ToolChoice, WantedFormat
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
@@ -15,15 +15,13 @@ from finwhale.server.errors import ApiError
 from finwhale.server.observe.logs import RequestLog
 from finwhale.server.protocols.answer_formats import (
     Fields,
-    ToolChoice,
-    WantedFormat,
-    answer_grammar,
     held_grammar,
     named_format,
     only_format,
     recipe_format,
     take_choice,
     take_own_format,
+    tool_signatures,
 )
 from finwhale.server.protocols.schemas import (
     LOGPROBS,
@@ -131,14 +129,8 @@ async def prepare(
 ) -> ChatRequest:
     """Checks a body, converts it and encodes its prompt. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    request, grammar, make = await state.in_thread(
-        log.body_bytes, lambda: _prepare(state, protocol, body)
-    )
-    grammar = await held_grammar(
-        grammar,
-        lambda relaxed: state.in_thread(log.body_bytes, lambda: make(relaxed)),
-        lambda guide: state.grammars.check(guide, log.user),
-    )
+    request, made = await state.in_thread(log.body_bytes, lambda: _prepare(state, protocol, body))
+    grammar = await held_grammar(state, made, log)
     if grammar is not None:
         request.params = replace(request.params, guide=grammar.guide)
         request.ignored = grammar.ignored
@@ -205,7 +197,7 @@ def convert_body(
 
 def _prepare(
     state: ServerState, protocol: ProtocolName, body: ChatProtocolBody
-) -> tuple[ChatRequest, AnswerGrammar | None, Callable[[Collection[str]], AnswerGrammar | None]]:
+) -> tuple[ChatRequest, AnswerGrammar | None]:
     template = state.need_template()
     read = convert_body(state, protocol, body)
     converted = read.converted
@@ -215,13 +207,11 @@ def _prepare(
     thinks = stage is not None and stage.starts_in_reasoning()
     end_of_thinking = template.end_of_thinking if thinks else None
 
-    def make(relaxed: Collection[str] = ()) -> AnswerGrammar | None:
-        return answer_grammar(
-            state.need_tokenizer(), read.wanted, conversation.tools, read.choice, end_of_thinking,
-            relaxed, always=state.ready.tool_grammar,
-        )  # fmt: skip
-
-    grammar = make()
+    form = AnswerForm(
+        state.need_tokenizer(), read.wanted, tool_signatures(conversation.tools), read.choice,
+        end_of_thinking, "possible" if state.ready.tool_grammar else "asked",
+    )  # fmt: skip
+    grammar = form.grammar()
     prompt = template.encode(converted, state.check_text)
     state.check_prompt(prompt.token_ids)
     max_tokens = options.max_tokens
@@ -250,7 +240,7 @@ def _prepare(
         AnswerOptions.of(body),
         f"{_ID_PREFIXES[protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
     )
-    return request, grammar, make
+    return request, grammar
 
 
 def plain_fields(body: ChatProtocolBody | CountTokensBody) -> Fields:

@@ -3,25 +3,20 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from finwhale.chat.answer_grammar import AnswerGrammar
+from finwhale.chat.answer_grammar import AnswerForm
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.errors import RequestError
 from finwhale.request import MAX_PROMPT_LOGPROBS, Logprob, SamplingParams
 from finwhale.server.link.client import Generation
 from finwhale.server.link.wire import Delta, LogprobTables
 from finwhale.server.observe.logs import RequestLog
-from finwhale.server.protocols.answer_formats import (
-    ToolChoice,
-    answer_grammar,
-    completion_format,
-    held_grammar,
-)
+from finwhale.server.protocols.answer_formats import completion_format, held_grammar
 from finwhale.server.protocols.chat_answers import prompt_logprobs, usage_of
 from finwhale.server.protocols.json_answer import in_turns, json_pieces
 from finwhale.server.protocols.routed_experts import RoutedExperts
@@ -84,14 +79,9 @@ async def prepare(state: ServerState, body: CompletionBody, log: RequestLog) -> 
     job = await state.in_thread(log.body_bytes, lambda: _prepare(state, body))
     wanted = None if job.params is None else completion_format(body)
 
-    def make(relaxed: Collection[str] = ()) -> AnswerGrammar | None:
-        return answer_grammar(None, wanted, [], ToolChoice(), None, relaxed)
-
-    grammar = await held_grammar(
-        await state.in_thread(log.body_bytes, make),
-        lambda relaxed: state.in_thread(log.body_bytes, lambda: make(relaxed)),
-        lambda guide: state.grammars.check(guide, log.user),
-    )
+    form = AnswerForm(None, wanted)
+    made = await state.in_thread(log.body_bytes, form.grammar)
+    grammar = await held_grammar(state, made, log)
     if grammar is not None and job.params is not None:
         job.params = replace(job.params, guide=grammar.guide)
         job.ignored = grammar.ignored

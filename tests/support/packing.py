@@ -19,8 +19,7 @@ from finwhale.checkpoint.formats import (
     quantise_fp8_block,
     scale_to_float32,
 )
-from finwhale.ops import Ops
-from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
 from finwhale.ops.case import Args
 from finwhale.ops.compressor import CompressPart
@@ -100,11 +99,11 @@ def _rope(rotary: Tensor) -> int:
     return 2 * rotary.shape[1]
 
 
-def _rows_per_page(arg: Window | Selected | Complete) -> int:
-    return arg.rows_per_page if isinstance(arg, Selected) else arg.table.rows_per_page
+def _rows_per_page(arg: Window | TopkEntries | AllEntries) -> int:
+    return arg.rows_per_page if isinstance(arg, TopkEntries) else arg.table.rows_per_page
 
 
-def _plain_rows(arg: Window | Selected | Complete | None, args: Args) -> Any:
+def _plain_rows(arg: Window | TopkEntries | AllEntries | None, args: Args) -> Any:
     if arg is None or arg.pool.dtype != torch.uint8:
         return arg
     rows = unpack_rows(arg.pool, _rows_per_page(arg), args[0].shape[2], _rope(args[1]))
@@ -187,7 +186,7 @@ def _bfloat16(x: Tensor) -> Tensor:
     return out.copy_(x)
 
 
-def _packed_rows(arg: Window | Selected | Complete | None, rope: int) -> Any:
+def _packed_rows(arg: Window | TopkEntries | AllEntries | None, rope: int) -> Any:
     return arg and replace(arg, pool=pack_rows(arg.pool, _rows_per_page(arg), rope))
 
 
@@ -232,22 +231,6 @@ def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 # --- Variants of a call ---------------------------------------------------------------------------
 
 
-def ready(ops: Ops, arg: Any) -> Any:
-    """Prepare a weight as loading does, for the table's operators. This may overwrite `arg`."""
-    if isinstance(arg, LinearWeight):
-        w = ops.prepare_linear(arg)
-        if w.weight is not arg.weight:
-            w.weight.copy_(arg.weight)
-        return w
-    if isinstance(arg, ExpertWeight):
-        e = ops.prepare_experts(arg)
-        if e.w13 is not arg.w13:
-            e.w13.copy_(arg.w13)
-            e.w2.copy_(arg.w2)
-        return ops.finish_experts(e) if e.w13.dim() == 3 else e
-    return arg
-
-
 def far_pages(args: Args, least_bytes: int) -> Args:
     """Move all pages after empty ones, so that their offsets are at least `least_bytes`."""
     extra: dict[int, int] = {}
@@ -264,9 +247,9 @@ def far_pages(args: Args, least_bytes: int) -> Args:
         return far
 
     def far(arg: Any) -> Any:
-        if isinstance(arg, Window | Complete):
+        if isinstance(arg, Window | AllEntries):
             return replace(arg, pool=moved(arg.pool, arg.table), table=shift(arg.table))
-        if isinstance(arg, Selected):
+        if isinstance(arg, TopkEntries):
             pool = moved(arg.pool, arg)
             slots = arg.slots + extra[id(arg)] * arg.rows_per_page
             return replace(arg, pool=pool, slots=slots.where(arg.slots >= 0, -1))
@@ -311,9 +294,9 @@ def padded(args: Args, by_token: Sequence[int], count: int) -> Args:
             )
         if isinstance(arg, PageTable):
             return table(arg)
-        if isinstance(arg, Window | Complete):
+        if isinstance(arg, Window | AllEntries):
             return replace(arg, table=table(arg.table))
-        if isinstance(arg, Selected):
+        if isinstance(arg, TopkEntries):
             return replace(arg, slots=F.pad(arg.slots, (0, 0, 0, count), value=-1))
         if isinstance(arg, tuple):
             return tuple(replace(part, projected=more(part.projected)) for part in arg)

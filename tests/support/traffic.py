@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+from tests.support.tiny import tiny_config
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import PrefixIndex
@@ -13,9 +14,8 @@ from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.batch import Batch, BatchBuilder
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.request import SamplingParams
-from finwhale.testing.tiny import tiny_config
 
 
 def planned(chunks: Sequence[Chunk]) -> tuple[StepPlan, SlotTables]:
@@ -45,7 +45,7 @@ class Traffic:
         prefix_caching: bool = False,
     ) -> None:
         self.prefix_caching = prefix_caching
-        self.config = ModelConfig.from_dict(tiny_config(seed))
+        self.config = DeepseekV4Config.from_dict(tiny_config(seed))
         self.groups = cache_spec(self.config)
         self.pages = PageManager(self.groups, {g.name: 2000 for g in self.groups})
         if prefix_caching:

@@ -1,4 +1,4 @@
-"""The model's links to the other ranks.
+"""How the model divides its work among ranks, and combines the results.
 
 A rank holds some of the heads, output groups and vocabulary rows, and a part of every expert's
 width. So the outputs of its blocks (after wo_b, after combine) are partial sums, and its logits are
@@ -22,8 +22,8 @@ from torch import Tensor
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.ops import Ops
-from finwhale.ops.mhc import MhcOfTerms
-from finwhale.ops.moe import ExpertTerms
+from finwhale.ops.mhc import FusedReduceMhc
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import Channel, PartialSum
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
@@ -32,7 +32,7 @@ from finwhale.ops.sampling import SampledTokens, SamplingBatch
 DIVIDED_TOKENS = 1152
 
 
-class RankLinks:
+class TensorParallel:
     """Combines the results of the ranks. All layers of a model share one object.
 
     Every call runs on the current CUDA stream, never on a side stream: all ranks must make the same
@@ -45,7 +45,7 @@ class RankLinks:
         divided_tokens: see DIVIDED_TOKENS.
     """
 
-    def __init__(self, collectives: Collectives, mhc: MhcOfTerms | None = None) -> None:
+    def __init__(self, collectives: Collectives, mhc: FusedReduceMhc | None = None) -> None:
         self.rank = collectives.rank
         self.divided_tokens = DIVIDED_TOKENS
         self._collectives = collectives
@@ -60,7 +60,7 @@ class RankLinks:
         num_tokens = len(x_NX)
         return x_NX[self.rank.rows(num_tokens)] if self.divides_tokens(num_tokens) else x_NX
 
-    def takes_expert_terms(self, num_tokens: int, width: int) -> bool:
+    def can_fuse_reduce(self, num_tokens: int, width: int) -> bool:
         """Whether `reduce` takes terms of partial sums [N,D], because the next operator adds them.
 
         The choice depends only on the shape, so all ranks make the same one.
@@ -70,20 +70,20 @@ class RankLinks:
         return self.rank.size == 1 or self._channel(num_tokens, width) is not None
 
     def reduce(
-        self, partial_ND: Tensor | ExpertTerms, dtype: torch.dtype
-    ) -> Tensor | PartialSum | ExpertTerms:
+        self, partial_ND: Tensor | UnreducedExperts, dtype: torch.dtype
+    ) -> Tensor | PartialSum | UnreducedExperts:
         """This rank's rows of the sum of the partial sums, rounded to `dtype`: [N,D] -> [R,D].
 
-        A `PartialSum`, or on one rank `ExpertTerms`, leaves the sum to the operators of
-        `MhcOfTerms`. The choice depends only on the shape, so all ranks make the same one. The call
-        may overwrite the partial sums.
+        A `PartialSum`, or on one rank `UnreducedExperts`, leaves the sum to the operators of
+        `FusedReduceMhc`. The choice depends only on the shape, so all ranks make the same one. The
+        call may overwrite the partial sums.
         """
         num_tokens, width = partial_ND.shape
         channel = None if self.divides_tokens(num_tokens) else self._channel(num_tokens, width)
         if channel is not None:
             return PartialSum(partial_ND, channel)
-        if isinstance(partial_ND, ExpertTerms):
-            assert self.rank.size == 1, "only the operators of MhcOfTerms add terms"
+        if isinstance(partial_ND, UnreducedExperts):
+            assert self.rank.size == 1, "only the operators of FusedReduceMhc add terms"
             return partial_ND
         if self.divides_tokens(num_tokens):
             return self._collectives.reduce_scatter_rows(partial_ND).to(dtype)
@@ -126,14 +126,14 @@ class SampleFromParts:
         first: the token id of this rank's first column.
     """
 
-    def __init__(self, ops: Ops, links: RankLinks, first: int) -> None:
-        self._ops, self._links, self._first = ops, links, first
+    def __init__(self, ops: Ops, ranks: TensorParallel, first: int) -> None:
+        self._ops, self._ranks, self._first = ops, ranks, first
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         if batch.needs_whole_rows:
-            return self._ops.sample(self._links.all_gather_columns(logits_SV), batch)
+            return self._ops.sample(self._ranks.all_gather_columns(logits_SV), batch)
         candidates_SC = self._ops.best_candidates(logits_SV, batch, self._first)
-        return self._ops.merge_candidates(self._links.all_gather_columns(candidates_SC))
+        return self._ops.merge_candidates(self._ranks.all_gather_columns(candidates_SC))
 
 
 @dataclass(frozen=True, slots=True)

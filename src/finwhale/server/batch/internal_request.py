@@ -10,7 +10,7 @@ from finwhale.server.keys import ApiKey
 
 
 @dataclass(frozen=True, slots=True)
-class InsideCall:
+class InternalRequest:
     """Marks a request of a batch in `scope["state"]`, where no client can put anything.
 
     Attributes:
@@ -26,7 +26,7 @@ class InsideCall:
 
 
 @dataclass(slots=True)
-class Answer:
+class InternalAnswer:
     """The status, headers and whole body of an answer."""
 
     status: int = 0
@@ -34,9 +34,9 @@ class Answer:
     body: bytearray = field(default_factory=bytearray)
 
 
-async def post(app: ASGIApp, path: str, body: bytes, call: InsideCall) -> Answer:
+async def post(app: ASGIApp, path: str, body: bytes, call: InternalRequest) -> InternalAnswer:
     """Posts a JSON body. Host, key and the number of requests at once are not checked again."""
-    answer, parts = Answer(), [body]
+    answer, parts = InternalAnswer(), [body]
     gone = asyncio.Event()  # never set: this client stays
 
     async def receive() -> Message:

@@ -22,7 +22,7 @@ class Stepper:
     Args:
         engine: an engine on one rank, or one rank of an engine without cached prefixes. In the
             second case every rank makes a stepper, and all run the same chunks
-            (call_ranks_or_die.py).
+            (bench/engine.py: call_ranks_collectively).
     """
 
     def __init__(self, engine: Engine | LocalExecutor) -> None:
@@ -78,37 +78,6 @@ class Stepper:
         plan = self.planner.plan(chunks)
         self.runner.tables.apply(plan)
         return plan
-
-    def prefilled(self, texts: Sequence[Sequence[int]]) -> list[Chunk]:
-        """Prefill all tokens of each text but the last; returns chunks that decode the last."""
-        chunks = []
-        for token_ids in texts:
-            sequence, end = self.sequence(token_ids), len(token_ids)
-            if end > 1:
-                self.step([(sequence, end - 1)])
-            self.pages.grow(sequence.tables, end - 1, end)
-            chunks.append(Chunk(sequence, end - 1, end))
-        return chunks
-
-    def moved(self, sequence: SequenceState) -> SequenceState:
-        """Move the sequence to other pages: copy the bytes page by page, overwrite every byte of
-        the old pages, and release `sequence`.
-        """
-        end = sequence.num_computed
-        other = self.sequence(sequence.token_ids)
-        self.pages.grow(other.tables, 0, end)
-        self.pages.trim(other.tables, end)
-        for name, pages in self.runner.cache.pages.items():
-            old, new = sequence.tables[name], other.tables[name]
-            assert old.first == new.first
-            for source, target in zip(old.pages, new.pages, strict=True):
-                assert bool(source) == bool(target) and (source != target or not source)
-                if source:
-                    pages[target] = pages[source]
-                    pages[source] = 255  # values become NaN
-        other.num_computed = end
-        self.release(sequence)
-        return other
 
     def release(self, sequence: SequenceState) -> None:
         """Free the sequence's pages."""

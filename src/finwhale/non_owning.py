@@ -19,7 +19,7 @@ class _Memory:
         }
 
 
-def without_holding(tensor: Tensor) -> Tensor:
+def non_owning_view(tensor: Tensor) -> Tensor:
     """A view of a GPU's tensor that does not own its memory: the caller must keep it as long."""
     if not tensor.numel():
         return tensor

@@ -1,1 +1,0 @@
-"""Support for tests and benchmarks. The engine never imports it."""

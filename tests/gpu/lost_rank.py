@@ -1,0 +1,82 @@
+"""Push on several GPUs, one of which makes no call; started by test_several_gpus.py."""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finwhale.bench.collectives import (
+    Line,
+    Mhc,
+    Ranks,
+    Send,
+    failed,
+    fused_sizes,
+    make_push,
+    run_ranks,
+)
+from finwhale.distributed.push import Push
+from finwhale.distributed.push_sizes import SIZES
+from finwhale.errors import EngineDeadError
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.ranks import PartialSum
+from finwhale.platform import Platform
+
+LOST_SECONDS = 1.0
+FUSED = "fused mhc_post_pre"
+
+
+def waits(ranks: Ranks, ops: Ops) -> dict[str, Callable[[Any], Tensor]]:
+    """Calls of a Push that wait for the other ranks."""
+    device = ranks.device
+    small, large = (torch.ones(num_bytes // 4, device=device) for num_bytes in (2**14, 2**22))
+    calls: dict[str, Callable[[Any], Tensor]] = {
+        "small all_reduce": lambda made: made.all_reduce(small),
+        "large all_reduce": lambda made: made.all_reduce(large),
+    }
+    if ops.mhc_of_terms is not None:
+        mhc, x = Mhc(ranks, ops, 1, 4096), torch.ones((1, 4096), device=device)
+
+        def fused(made: Any) -> Tensor:
+            return mhc.post_pre(PartialSum(x, made.channel(1, 128)))[0]
+
+        calls[FUSED] = fused
+    return calls
+
+
+def lose_a_rank(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
+    """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
+    assert isinstance(ranks.collectives, Push), "this tests GPUs that write each other's memory"
+    ops, lost = load_ops(Platform.detect()), ranks.rank.size - 1
+    for name, call in waits(ranks, ops).items():
+        fused = name == FUSED
+        sizes = fused_sizes(ranks) if fused else SIZES[ranks.rank.size]
+        made = make_push(ranks, sizes, fused=fused, seconds=LOST_SECONDS)
+        ranks.barrier()
+        start, named = time.perf_counter(), ranks.rank.index == lost
+        if not named:
+            total = call(made)
+            ranks.synchronise()
+            try:
+                made.check()
+            except EngineDeadError as error:
+                named = f"rank {lost}" in str(error) and bool(total.isnan().any())
+        seconds = time.perf_counter() - start
+        flags = ranks.gathered(torch.tensor([int(named)], device=ranks.device))
+        line = {"what": "lost rank", "call": name, "seconds": round(seconds, 3)}
+        send(line | {"right": bool(torch.cat(flags).all())})
+
+
+def main() -> int:
+    lines: list[Line] = []
+    args = argparse.Namespace(device="cuda", timeout=240)
+    run_ranks(2, args, lines.append, lose_a_rank)
+    print(*lines, sep="\n")
+    return int(any(map(failed, lines)) or sum(line["what"] == "lost rank" for line in lines) < 2)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
