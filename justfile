@@ -31,10 +31,9 @@ quick:
 test *args:
     pytest {{ args }}
 
-# What compiles kernels for GPUs, or whole layers: under ten minutes on two cores, after changes in ops/,
-# distributed/, compiled/ or the model.
+# What compiles kernels for GPUs: under ten minutes on two cores, after changes in ops/ or distributed/.
 kernels *args:
-    pytest tests/ops tests/engine/test_compiled.py -m kernels {{ args }}
+    pytest tests/ops -m kernels {{ args }}
 
 # Tests that take longer than CI's core job: about 90 minutes in all.
 long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long-hosts long-replicas long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour
@@ -145,7 +144,7 @@ release:
     version=$(python -c "import finwhale; print(finwhale.__version__)")
     grep -qx "## $version" CHANGELOG.md || fail "CHANGELOG.md has no section for $version"
     .ci/run
-    pytest tests/ops tests/engine/test_compiled.py -m kernels
+    pytest tests/ops -m kernels
     FINWHALE_LONG=1 pytest -n0 -m long tests/engine/test_compiled.py
     rm -rf dist
     python -m build

@@ -727,7 +727,7 @@ def _plain(prompt: Prompt) -> str | Sequence[int]:
     """A prompt's text or ids. A mapping has one of them: `prompt` or `prompt_token_ids`.
 
     Raises:
-        RequestError: a mapping has other keys.
+        RequestError: a mapping has other keys or values.
     """
     if not isinstance(prompt, Mapping):
         return prompt
@@ -736,7 +736,10 @@ def _plain(prompt: Prompt) -> str | Sequence[int]:
             'a prompt that is a mapping has one key, "prompt" or "prompt_token_ids", got '
             f"{sorted(map(str, prompt))}"
         )
-    (found,) = prompt.values()
+    ((key, found),) = prompt.items()
+    if not (isinstance(found, str) if key == "prompt" else _is_list(found)):
+        wanted = "a text" if key == "prompt" else "a list of token ids"
+        raise RequestError(f"{key} of a prompt must be {wanted}, got {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 

@@ -150,10 +150,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# Compiling takes two minutes. In the core suite, tests/process/test_regressions_by_name.py starts
-# with graphs that are not compiled. tests/ops/test_triton_amd.py also compiles layers as modules.
+# Compiling takes most of the time. tests/ops/test_triton_amd.py also compiles layers as modules.
 FORMS = [
-    pytest.param("", id="libraries", marks=pytest.mark.kernels),
+    pytest.param("", id="libraries"),
     pytest.param(MODULES, id="modules", marks=pytest.mark.long),
 ]
 

@@ -84,8 +84,10 @@ def test_params_one_for_all_or_one_each(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompts", [5, None, 1.5, {"prompt": TEXT}, [{"prompt": TEXT}], b"abc", [b"abc"], [None]]
-)
+    "prompts",
+    [5, None, 1.5, b"abc", [b"abc"], [None], {"text": TEXT}, {"prompt": 5}, [{"prompt": None}],
+     {"prompt": TEXT, "prompt_token_ids": TEXT}, {}],
+)  # fmt: skip
 def test_prompts_of_a_wrong_form_are_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError) as error:
         llm.generate(prompts, greedy(1))
