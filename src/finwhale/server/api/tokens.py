@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
+from finwhale.chat.template import ProtocolRequest, convert
 from finwhale.errors import RequestError
 from finwhale.server.protocols.chat_requests import convert_body
 from finwhale.server.protocols.schemas import (
@@ -64,5 +64,4 @@ async def count(state: ServerState, body: CountTokensBody | ResponsesBody, body_
 
 
 def _encode_body(state: ServerState, body: CountTokensBody | ResponsesBody) -> list[int]:
-    protocol: ProtocolName = "messages" if isinstance(body, CountTokensBody) else "responses"
-    return _encode_converted(state, convert_body(state, protocol, body).converted)
+    return _encode_converted(state, convert_body(state, body).converted)

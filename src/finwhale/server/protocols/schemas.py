@@ -5,10 +5,11 @@ them without being asked to, and this server has nothing that they could change.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
+from finwhale.chat.template import ProtocolName
 from finwhale.errors import RequestError
 from finwhale.options import Option, options_of
 from finwhale.request import MAX_LOGPROBS, SamplingParams
@@ -59,6 +60,7 @@ _BOS = "false puts no beginning-of-sequence token before a text"
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+    protocol: ClassVar[ProtocolName | None] = None  # whose conversation the body has
 
 
 class StreamOptions(Body):
@@ -252,6 +254,7 @@ class CompletionBody(OpenAIBody):
 
 
 class ChatBody(OpenAIBody):
+    protocol: ClassVar[ProtocolName] = "chat"
     messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = Field(
@@ -299,6 +302,7 @@ class ChatBody(OpenAIBody):
 
 
 class ResponsesBody(SamplingBody):
+    protocol: ClassVar[ProtocolName] = "responses"
     input: Text | Jsons
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
@@ -331,6 +335,7 @@ class ResponsesBody(SamplingBody):
 
 
 class CountTokensBody(Body):
+    protocol: ClassVar[ProtocolName] = "messages"
     model: Annotated[str, Field(max_length=512)]
     messages: Annotated[Jsons, Field(min_length=1)]
     system: Text | Jsons | None = None
@@ -344,6 +349,7 @@ class CountTokensBody(Body):
 
 
 class MessagesBody(SamplingBody):
+    protocol: ClassVar[ProtocolName] = "messages"
     messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens
     system: Text | Jsons | None = None
@@ -368,6 +374,7 @@ class MessagesBody(SamplingBody):
 
 
 class TokenizeBody(Body):
+    protocol: ClassVar[ProtocolName] = "chat"
     model: str | None = None
     prompt: Text | None = Field(default=None, description="text; or give messages")
     messages: Annotated[Jsons, Field(min_length=1)] | None = None
