@@ -12,6 +12,7 @@ from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.template import ProtocolName
 from finwhale.chat.tool_grammar import ToolSignature
 from finwhale.errors import RequestError
+from finwhale.request import Guide
 from finwhale.server.observe.logs import RequestLog
 from finwhale.server.protocols.schemas import SECOND_NAMES, CompletionBody, OpenAIBody
 from finwhale.server.state import ServerState
@@ -28,8 +29,9 @@ _NAMES_A_TOOL: dict[ProtocolName, tuple[str, ...]] = {
 
 async def held_grammar(
     state: ServerState, grammar: AnswerGrammar | None, log: RequestLog
-) -> AnswerGrammar | None:
-    """A grammar that passes its trial, of as much of the schemas as llguidance can enforce.
+) -> tuple[Guide | None, tuple[str, ...]]:
+    """A guide that passes its trial, of as much of the schemas as llguidance can enforce, and what
+    of them it does not enforce.
 
     Raises:
         GrammarError: this needs more than MAX_RELAXED places, or there is another reason.
@@ -40,7 +42,7 @@ async def held_grammar(
             break
         except GrammarError as error:
             grammar = await state.in_thread(log.body_bytes, partial(grammar.relax, error))
-    return grammar
+    return (None, ()) if grammar is None else (grammar.guide, grammar.ignored)
 
 
 def tool_signatures(tools: Sequence[recipe.ToolDefinition]) -> list[ToolSignature]:

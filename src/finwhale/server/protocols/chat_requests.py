@@ -128,10 +128,8 @@ async def prepare(state: ServerState, body: ChatProtocolBody, log: RequestLog) -
     """Checks a body, converts it and encodes its prompt. Raises RequestError, ApiError."""
     state.check_model(body.model)
     request, made = await state.in_thread(log.body_bytes, lambda: _prepare(state, body))
-    grammar = await held_grammar(state, made, log)
-    if grammar is not None:
-        request.params = replace(request.params, guide=grammar.guide)
-        request.ignored = grammar.ignored
+    guide, request.ignored = await held_grammar(state, made, log)
+    request.params = replace(request.params, guide=guide)
     return request
 
 
