@@ -17,29 +17,17 @@ from typing import Any
 import deepseek_recipe as recipe
 
 from finwhale.chat.effort import changed
+from finwhale.chat.grammar_limits import MAX_NESTING, levels
 from finwhale.errors import RequestError
-
-MAX_NESTING = 64
 
 _HOLDERS = ("tools", "response_format", "text")
 _SCHEMAS = ("parameters", "input_schema", "schema")
 _PLACEHOLDER = "x-schema"
 
 
-def is_nested_deeper(value: object, levels: int = MAX_NESTING) -> bool:
-    """Whether parsed JSON has more than `levels` levels of nesting."""
-    level: list[object] = [value]
-    for _ in range(levels):
-        level = [
-            item
-            for outer in level
-            if isinstance(outer, Mapping | list | tuple)
-            for item in (outer.values() if isinstance(outer, Mapping) else outer)
-            if isinstance(item, Mapping | list | tuple)
-        ]
-        if not level:
-            return False
-    return True
+def is_nested_deeper(value: object, most: int = MAX_NESTING) -> bool:
+    """Whether parsed JSON has more than `most` levels of nesting."""
+    return any(depth > most for depth, _ in enumerate(levels(value), start=1))
 
 
 class ClientSchemas:

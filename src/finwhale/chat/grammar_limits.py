@@ -8,7 +8,7 @@ therefore also tries each new grammar in a process of its own (`server/grammars/
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from finwhale.errors import RequestError
@@ -57,28 +57,34 @@ def check_text(text: str) -> None:
         ) from error
 
 
+def levels(value: object) -> Iterator[list[Any]]:
+    """The objects and arrays of parsed JSON, level by level, without recursion."""
+    level = [value] if isinstance(value, _CONTAINERS) else []
+    while level:
+        yield level
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, Mapping) else outer)
+            if isinstance(item, _CONTAINERS)
+        ]
+
+
 def check_schema(schema: Any) -> None:
     """Checks a JSON Schema without recursion, and without reading all of one that is too large.
 
     Raises:
         GrammarError: it has too many values or references, or is nested too deeply.
     """
-    level = [schema] if isinstance(schema, _CONTAINERS) else []
-    depth = values = references = 0
-    while level:
-        depth += 1
+    values = references = 0
+    for depth, level in enumerate(levels(schema), start=1):
         if depth > MAX_NESTING:
             raise _too_deep("the schema", "move inner schemas to $defs")
-        inner: list[Any] = []
         for container in level:
-            items: Collection[Any] = container
+            values += len(container)
+            check_chars(values)
             if isinstance(container, Mapping):
                 references += sum(keyword in container for keyword in _REFERENCES)
-                items = container.values()
-            values += len(items)
-            check_chars(values)
-            inner += [item for item in items if isinstance(item, _CONTAINERS)]
-        level = inner
     _check_references(references)
 
 

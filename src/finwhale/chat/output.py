@@ -4,7 +4,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import deepseek_recipe as recipe
 
@@ -18,6 +18,8 @@ FINISH_REASONS = {
     "stop": recipe.InferenceFinishReason.Stop,
     "length": recipe.InferenceFinishReason.Length,
 }
+TokenLogprobs = tuple[float, Sequence[tuple[int, float]]]
+Event = TypeVar("Event")
 _MARKUP = ("ThinkingStart", "ThinkingEnd", "Dsml")
 
 
@@ -39,7 +41,93 @@ class OutputEvent:
     tool_name: str | None = None
 
 
-class OutputParser:
+class TokenParser(Generic[Event]):
+    """Gives deepseek-recipe the tokens of one answer that the gate and the guard let pass."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        generator: Any,
+        options: recipe.ParsingOptions,
+        gate: StopGate | None,
+    ) -> None:
+        """
+        Args:
+            generator: deepseek-recipe's, which makes the chunks of the answer.
+            options: have the stop strings, unless the gate looks for them.
+        """
+        options.stop_sequences = [] if gate else longest_first(options.stop_sequences)
+        self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
+        self._guard = CallGuard(tokenizer, enabled=options.parse_tool_calls)
+        self._gate, self._dropped = gate, dropped_ids(tokenizer)
+        self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
+        self._unfinished = 0  # number of tokens of a character that is not complete
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer has ended: it met a stop string or a broken tool call, or `finish` was
+        called."""
+        return self._stream.finished
+
+    @property
+    def broken(self) -> bool:
+        """Whether a tool call is broken or does not end; the answer is then incomplete."""
+        return self._guard.broken
+
+    def finish(self, reason: Literal["stop", "length"] = "stop") -> list[Event]:
+        """Ends the answer and returns its last events; `reason` says why generation ended."""
+        events = self._release(len(self._withheld))
+        for chunk in self._guard.flush():
+            events += self._push(chunk)
+        if self.finished:
+            return events
+        # No protocol has a word for a broken call, but each has one for an incomplete answer.
+        reason = "length" if self.broken else reason
+        # The answer may end inside a character.
+        events += self._count(self._unfinished) if self._unfinished else []
+        events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
+        return events + self._take(self._stream.finish())
+
+    def _add(
+        self, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> tuple[list[Event], int, str | None]:
+        """Adds a token.
+
+        Returns:
+            The events of tokens that were withheld; their number; and the text that follows them
+            if the gate ends the answer here, else None.
+        """
+        self._withheld.append((token_id, logprobs))
+        released, end = (1, None) if self._gate is None else self._gate.feed(token_id)
+        return self._release(released), released, end
+
+    def _release(self, count: int) -> list[Event]:
+        """The events of the oldest tokens that the gate withheld."""
+        return [event for _ in range(count) for event in self._parse(*self._withheld.popleft())]
+
+    def _parse(self, token_id: int, logprobs: TokenLogprobs | None) -> list[Event]:
+        """The events of a token of the answer."""
+        raise NotImplementedError
+
+    def _take(self, chunks: Iterable[Any]) -> list[Event]:
+        """The events of deepseek-recipe's chunks."""
+        raise NotImplementedError
+
+    def _push_token(self, token_id: int, chunk: recipe.InferenceChunk) -> list[Event]:
+        chunks = self._guard.feed(token_id, chunk)
+        events = [event for one in chunks for event in self._push(one)]
+        return events + self.finish() if self.broken and not self.finished else events
+
+    def _push(self, chunk: recipe.InferenceChunk) -> list[Event]:
+        return [] if self.finished else self._take(self._stream.push(chunk))
+
+    def _count(self, num_tokens: int) -> list[Event]:
+        """Counts tokens that are no part of the answer. This may give an empty delta, so that the
+        numbers of events stay consecutive."""
+        return self._push(recipe.InferenceChunk.text("", token_count=num_tokens))
+
+
+class OutputParser(TokenParser[OutputEvent]):
     """Parses one answer, which may arrive in pieces of any size.
 
     Feed token ids if possible: then text that spells a control token remains text.
@@ -65,28 +153,12 @@ class OutputParser:
             gate: looks for stop strings instead, in token ids.
         """
         options = request.parsing_options
-        options.stop_sequences = longest_first(stop)
+        options.stop_sequences = list(stop)
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
-        self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
-        self._guard = CallGuard(tokenizer, enabled=options.parse_tool_calls)
-        self._dropped = dropped_ids(tokenizer)
+        super().__init__(tokenizer, generator, options, gate)
         self.num_tokens = self.num_before_stop = 0
-        self._gate, self._withheld = gate, deque[int]()
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._tool_calls: list[dict[str, Any]] = []
+        self._response = recipe.ChatCompletionResponse("", "", 0, 0, 0)
         self._push(recipe.InferenceChunk.ready())
-
-    @property
-    def finished(self) -> bool:
-        """Whether the answer has ended: it met a stop string or a broken tool call, or `finish` was
-        called."""
-        return self._stream.finished
-
-    @property
-    def broken(self) -> bool:
-        """Whether a tool call is broken or does not end; the answer is then incomplete."""
-        return self._guard.broken
 
     def feed(self, piece: str | Sequence[int]) -> list[OutputEvent]:
         """The events of more output, text or token ids; there may be none.
@@ -101,78 +173,35 @@ class OutputParser:
             if self.finished:
                 break
             self.num_tokens += 1
-            if self._gate is None:
-                events += self._push_token(token_id)
-                self.num_before_stop += not self.finished
-                continue
-            self._withheld.append(token_id)
-            released, end = self._gate.feed(token_id)
-            events += self._release(released)
-            if end is None:
-                self.num_before_stop += released
-            else:
+            more, released, end = self._add(token_id)
+            events += more
+            if end is not None:
                 self._withheld.clear()
                 events += self._push(recipe.InferenceChunk.text(end)) + self.finish("stop")
+            elif not self.finished:
+                self.num_before_stop += released
         return events
-
-    def finish(self, reason: Literal["stop", "length"] = "stop") -> list[OutputEvent]:
-        """Ends the answer and returns its last events; `reason` says why generation ended."""
-        events = self._release(len(self._withheld))
-        for chunk in self._guard.flush():
-            events += self._push(chunk)
-        reason = "length" if self.broken else reason
-        if self.finished:
-            return events
-        events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
-        return events + self._take(self._stream.finish())
 
     def message(self) -> dict[str, Any]:
         """The answer so far as an assistant message, which may be added to the conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
-        if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
-        if self._tool_calls:
-            message["tool_calls"] = [
-                {**call, "function": dict(call["function"])} for call in self._tool_calls
-            ]
-        return message
+        (choice,) = json.loads(str(self._response.to_json()))["choices"]
+        message = {k: v for k, v in choice["message"].items() if v}
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # only chunks of a stream have it
+        return {"content": "", **message}
 
-    def _release(self, count: int) -> list[OutputEvent]:
-        """Parses the oldest of the tokens that the gate withheld."""
-        return [event for _ in range(count) for event in self._push_token(self._withheld.popleft())]
-
-    def _push_token(self, token_id: int) -> list[OutputEvent]:
+    def _parse(self, token_id: int, logprobs: TokenLogprobs | None) -> list[OutputEvent]:
         if token_id in self._dropped:
             return []
-        chunks = self._guard.feed(token_id, recipe.InferenceChunk.tokens([token_id]))
-        events = [event for chunk in chunks for event in self._push(chunk)]
-        return events + self.finish() if self.broken and not self.finished else events
-
-    def _push(self, chunk: recipe.InferenceChunk) -> list[OutputEvent]:
-        return [] if self._stream.finished else self._take(self._stream.push(chunk))
+        return self._push_token(token_id, recipe.InferenceChunk.tokens([token_id]))
 
     def _take(self, chunks: Iterable[Any]) -> list[OutputEvent]:
         events: list[OutputEvent] = []
         for chunk in chunks:
             for choice in json.loads(chunk.to_json())["choices"]:
                 events += _events(choice["delta"])
-        for event in events:
-            self._add(event)
+            self._response.accumulate(chunk)
         return events
-
-    def _add(self, event: OutputEvent) -> None:
-        if event.kind == "reasoning":
-            self._reasoning.append(event.text)
-        elif event.kind == "content":
-            self._content.append(event.text)
-        else:
-            if event.tool_id is not None:
-                function = {"name": event.tool_name, "arguments": ""}
-                self._tool_calls.append(
-                    {"id": event.tool_id, "type": "function", "function": function}
-                )
-            assert event.tool_index is not None
-            self._tool_calls[event.tool_index]["function"]["arguments"] += event.text
 
 
 def new_gate(

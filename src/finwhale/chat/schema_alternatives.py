@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -10,6 +11,9 @@ from finwhale.chat.grammar_limits import GrammarError
 Schema = dict[str, Any]
 
 KINDS = frozenset({"string", "number", "boolean", "null", "array", "object"})
+_KIND_OF = {
+    str: "string", int: "number", float: "number", bool: "boolean", list: "array", dict: "object",
+}  # fmt: skip
 MAX_WORK = 1 << 17
 
 _REFERENCE, _UNIONS, _ALL = "$ref", ("anyOf", "oneOf"), "allOf"
@@ -103,9 +107,9 @@ class SchemaReader:
 
 def kinds(schema: Schema) -> frozenset[str]:
     """The JSON types of an alternative's values; an integer is a number."""
-    allowed = _types(schema)
-    values = _values(schema)
-    return allowed if values is None else allowed & {_kind_of(value) for value in values}
+    allowed, values = _types(schema), _values(schema)
+    listed = KINDS if values is None else {_KIND_OF.get(type(v), "null") for v in values}
+    return allowed & listed
 
 
 def types(alternatives: Iterable[Schema]) -> Schema:
@@ -234,14 +238,14 @@ def _property(schema: Schema, name: str) -> Any:
     return _properties(schema).get(name, others)
 
 
-def _properties(schema: Schema) -> Mapping[str, Any]:
-    found = schema.get("properties")
+def mapping(schema: Schema, key: str) -> Mapping[str, Any]:
+    """The schemas that an alternative has by name, or by pattern."""
+    found = schema.get(key)
     return found if isinstance(found, Mapping) else {}
 
 
-def _patterns(schema: Schema) -> Mapping[str, Any]:
-    found = schema.get("patternProperties")
-    return found if isinstance(found, Mapping) else {}
+_properties = partial(mapping, key="properties")
+_patterns = partial(mapping, key="patternProperties")
 
 
 def _list(value: Any) -> list[Any]:
@@ -260,17 +264,3 @@ def _values(schema: Schema) -> list[Any] | None:
         return [schema["const"]]
     values = schema.get("enum")
     return values if isinstance(values, list) else None
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    for kind, types in (
-        ("string", str),
-        ("number", (int, float)),
-        ("array", list),
-        ("object", dict),
-    ):
-        if isinstance(value, types):
-            return kind
-    return "null"

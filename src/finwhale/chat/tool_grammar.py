@@ -21,7 +21,15 @@ from finwhale.chat.grammar import json_lark
 from finwhale.chat.grammar_limits import GrammarError, check_chars
 from finwhale.chat.known_fields import printable
 from finwhale.chat.patterns import portable, whole
-from finwhale.chat.schema_alternatives import KINDS, Schema, SchemaReader, kinds, strings, types
+from finwhale.chat.schema_alternatives import (
+    KINDS,
+    Schema,
+    SchemaReader,
+    kinds,
+    mapping,
+    strings,
+    types,
+)
 from finwhale.chat.schema_document import FORMATS, SchemaDocument
 
 _ANY_VALUE = "/(?s:.*)<\\//"
@@ -134,7 +142,7 @@ class ToolGrammar:
 
     def _arguments(self, rule: str, schema: Schema, document: SchemaDocument) -> list[str] | None:
         """The items of a tool's rule for one alternative of its schema; None: none matches."""
-        properties, patterns = _mapping(schema, "properties"), _mapping(schema, "patternProperties")
+        properties, patterns = mapping(schema, "properties"), mapping(schema, "patternProperties")
         required = schema.get("required")
         required = [k for k in required if isinstance(k, str)] if isinstance(required, list) else []
         open_ = not ("properties" in schema or patterns)
@@ -217,11 +225,6 @@ class ToolGrammar:
             f'{d} "parameter>\\n"'
         )
         return True
-
-
-def _mapping(schema: Schema, key: str) -> Mapping[str, Any]:
-    found = schema.get(key)
-    return found if isinstance(found, Mapping) else {}
 
 
 def _without_string(schema: Mapping[str, Any]) -> Mapping[str, Any]:

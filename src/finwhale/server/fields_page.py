@@ -10,12 +10,7 @@ from finwhale.server.protocols.schemas import (
     UsageStreamOptions,
 )
 
-PROTOCOLS: dict[str, type[Body]] = {
-    "chat": ChatBody,
-    "completions": CompletionBody,
-    "responses": ResponsesBody,
-    "messages": MessagesBody,
-}
+COLUMNS: tuple[type[Body], ...] = (ChatBody, CompletionBody, ResponsesBody, MessagesBody)
 PAGE = """# Request fields
 
 This page is for those who write clients.
@@ -67,7 +62,7 @@ clients send unasked.
 
 def fields_page() -> str:
     """The whole page."""
-    names = dict.fromkeys(name for body in PROTOCOLS.values() for name in body.model_fields)
+    names = dict.fromkeys(name for body in COLUMNS for name in body.model_fields)
     return PAGE.format(
         fields="\n".join(map(_row, names)),
         stream_options=_list(UsageStreamOptions),
@@ -76,11 +71,9 @@ def fields_page() -> str:
 
 
 def _row(name: str) -> str:
-    having = [name in body.model_fields for body in PROTOCOLS.values()]
+    having = [name in body.model_fields for body in COLUMNS]
     meanings = dict.fromkeys(
-        body.model_fields[name].description or ""
-        for body in PROTOCOLS.values()
-        if name in body.model_fields
+        body.model_fields[name].description or "" for body in COLUMNS if name in body.model_fields
     )
     marks = " | ".join("x" if has else "" for has in having)
     meaning = "; ".join(filter(None, meanings)).replace("|", "\\|")

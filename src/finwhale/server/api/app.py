@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 
 import finwhale
 from finwhale.chat.grammar_limits import GrammarError
-from finwhale.chat.template import ProtocolName
 from finwhale.errors import FinwhaleError
 from finwhale.server.api import health, tokens
 from finwhale.server.api.gate import (
@@ -140,22 +139,20 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        return await _chat(state, "chat", body, request)
+        return await _chat(state, body, request)
 
     @app.post("/v1/responses", responses=_STREAMS, response_model=None)
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        return await _chat(state, "responses", body, request)
+        return await _chat(state, body, request)
 
     @app.post("/v1/messages", responses=_STREAMS, response_model=None)
     async def create_message(body: MessagesBody, request: Request) -> Response:
-        return await _chat(state, "messages", body, request)
+        return await _chat(state, body, request)
 
 
-async def _chat(
-    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, request: Request
-) -> Response:
+async def _chat(state: ServerState, body: ChatProtocolBody, request: Request) -> Response:
     log = _begin(state, request, body)
-    preparing = chat_requests.prepare(state, protocol, body, log)
+    preparing = chat_requests.prepare(state, body, log)
     prepared = await _prepared(request, state, log, preparing)
     if body.stream:
         return await _stream(request, state, chat_answers.stream(state, prepared, log))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
+from finwhale.chat.template import ProtocolRequest, convert
 from finwhale.errors import RequestError
 from finwhale.server.protocols.chat_requests import convert_body
 from finwhale.server.protocols.schemas import (
@@ -60,9 +60,8 @@ async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) 
 async def count(state: ServerState, body: CountTokensBody | ResponsesBody, body_bytes: int) -> int:
     """The number of tokens of a prompt of Messages or Responses. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    return len(await state.in_thread(body_bytes, lambda: _encode_body(state, body)))
 
+    def encode() -> list[int]:
+        return _encode_converted(state, convert_body(state, body).converted)
 
-def _encode_body(state: ServerState, body: CountTokensBody | ResponsesBody) -> list[int]:
-    protocol: ProtocolName = "messages" if isinstance(body, CountTokensBody) else "responses"
-    return _encode_converted(state, convert_body(state, protocol, body).converted)
+    return len(await state.in_thread(body_bytes, encode))

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from finwhale.chat.client_schemas import MAX_NESTING, is_nested_deeper
+from finwhale.chat.client_schemas import is_nested_deeper
+from finwhale.chat.grammar_limits import MAX_NESTING
 from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError
 

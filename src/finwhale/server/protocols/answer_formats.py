@@ -12,8 +12,9 @@ from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.template import ProtocolName
 from finwhale.chat.tool_grammar import ToolSignature
 from finwhale.errors import RequestError
+from finwhale.request import Guide
 from finwhale.server.observe.logs import RequestLog
-from finwhale.server.protocols.schemas import CompletionBody, OpenAIBody, StructuredOutputs
+from finwhale.server.protocols.schemas import SECOND_NAMES, CompletionBody, OpenAIBody
 from finwhale.server.state import ServerState
 
 Fields = dict[str, Any]
@@ -28,8 +29,9 @@ _NAMES_A_TOOL: dict[ProtocolName, tuple[str, ...]] = {
 
 async def held_grammar(
     state: ServerState, grammar: AnswerGrammar | None, log: RequestLog
-) -> AnswerGrammar | None:
-    """A grammar that passes its trial, of as much of the schemas as llguidance can enforce.
+) -> tuple[Guide | None, tuple[str, ...]]:
+    """A guide that passes its trial, of as much of the schemas as llguidance can enforce, and what
+    of them it does not enforce.
 
     Raises:
         GrammarError: this needs more than MAX_RELAXED places, or there is another reason.
@@ -40,7 +42,7 @@ async def held_grammar(
             break
         except GrammarError as error:
             grammar = await state.in_thread(log.body_bytes, partial(grammar.relax, error))
-    return grammar
+    return (None, ()) if grammar is None else (grammar.guide, grammar.ignored)
 
 
 def tool_signatures(tools: Sequence[recipe.ToolDefinition]) -> list[ToolSignature]:
@@ -94,31 +96,28 @@ def only_format(
 
 def _guided_formats(body: OpenAIBody) -> list[Format]:
     """The formats in vLLM's and SGLang's fields. Raises RequestError."""
-    given = body.structured_outputs or StructuredOutputs()
-    fields = (
-        ("json", body.guided_json),
-        ("json", given.json_schema),
-        ("json", _ANY_OBJECT if given.json_object else None),
-        ("regex", body.guided_regex),
-        ("regex", given.regex),
-        ("regex", body.regex),
-        ("grammar", body.guided_grammar),
-        ("grammar", given.grammar),
-        ("choice", body.guided_choice),
-        ("choice", given.choice),
-    )
-    found = [_guided_format(kind, value) for kind, value in fields if value is not None]
-    if body.structured_outputs is not None and not found:
-        raise RequestError("structured_outputs needs json, json_object, regex, choice or grammar")
-    return found
+    outputs = body.structured_outputs
+    given: list[tuple[str, Any]] = []
+    if outputs is not None:
+        sent = outputs.model_dump(by_alias=True, exclude_none=True)
+        given = [(kind, value) for kind, value in sent.items() if value is not False]
+        if not given:
+            raise RequestError(
+                "structured_outputs needs json, json_object, regex, choice or grammar"
+            )
+    for name, (first, _) in SECOND_NAMES.items():
+        kind = first.partition(".")[2]
+        if kind and getattr(body, name) is not None:
+            given.append((kind, getattr(body, name)))
+    return [_guided_format(kind, value) for kind, value in given]
 
 
 def _guided_format(kind: str, value: Any) -> Format:
-    if kind == "json":
-        return "json", _parsed_schema(value)
     if kind == "choice":
         return "grammar", f"start: {' | '.join(map(json.dumps, value))}"
-    return ("regex" if kind == "regex" else "grammar"), value
+    if kind in ("regex", "grammar"):
+        return ("regex" if kind == "regex" else "grammar"), value
+    return "json", _ANY_OBJECT if kind == "json_object" else _parsed_schema(value)
 
 
 def _parsed_schema(schema: str | Fields) -> Fields:

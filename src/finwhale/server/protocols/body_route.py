@@ -11,26 +11,11 @@ from starlette.responses import Response
 
 from finwhale.chat.history import readable
 from finwhale.chat.known_fields import MAX_NAMED, check_fields
-from finwhale.chat.template import ProtocolName
 from finwhale.server.errors import ApiError
 from finwhale.server.protocols.known_fields import shape_of
-from finwhale.server.protocols.schemas import (
-    ChatBody,
-    CountTokensBody,
-    MessagesBody,
-    ResponsesBody,
-    TokenizeBody,
-)
 
 logger = logging.getLogger(__name__)
 
-_PROTOCOLS: dict[Any, ProtocolName] = {
-    ChatBody: "chat",
-    TokenizeBody: "chat",
-    ResponsesBody: "responses",
-    MessagesBody: "messages",
-    CountTokensBody: "messages",
-}
 _JSON_SUFFIX = re.compile(r"application/[^/]+\+json")  # RFC 6839
 
 
@@ -62,7 +47,7 @@ class BodyRoute(APIRoute):
         if self.body_field is None:
             return handle
         kind: Any = self.body_field.field_info.annotation
-        shape, protocol = shape_of(kind), _PROTOCOLS.get(kind)
+        shape, protocol = shape_of(kind), getattr(kind, "protocol", None)
 
         async def parse_and_handle(request: Request) -> Response:
             body = await request.body()

@@ -5,17 +5,15 @@ import codecs
 import json
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.call_guard import CallGuard
 from finwhale.chat.history import pack_reasoning
-from finwhale.chat.output import FINISH_REASONS, dropped_ids, new_gate
+from finwhale.chat.output import TokenLogprobs, TokenParser, new_gate
 from finwhale.chat.stop_gate import StopGate
-from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Logprob
@@ -27,7 +25,8 @@ from finwhale.server.sse import event
 from finwhale.server.state import ServerState
 
 # Each event is its name, or None if the protocol has no names, and its data in JSON.
-Events = list[tuple[str | None, str]]
+Event = tuple[str | None, str]
+Events = list[Event]
 _LOGPROBS = '"logprobs":{"content":['  # no string of JSON contains such quotes
 # deepseek-recipe takes the time at which it makes an event. Quotes inside strings are escaped.
 _CREATED_AT = re.compile('"created_at":[0-9]+')
@@ -39,7 +38,6 @@ _DECODER = json.JSONDecoder()
 ENTRIES = 16  # log-probabilities of tokens that are parsed at once
 NO_EDITS: dict[str, Any] = {"applied_edits": []}  # Anthropic's answer about context management
 THINKING_END = recipe.SpecialToken.ThinkingEnd.default_str()
-TokenLogprobs = tuple[float, Sequence[tuple[int, float]]]
 
 _RESPONSE_KINDS: dict[ProtocolName, Any] = {
     "chat": recipe.ChatCompletionResponse,
@@ -224,7 +222,7 @@ def _sum(usages: list[dict[str, Any]]) -> dict[str, Any] | None:
     return total
 
 
-class AnswerStream:
+class AnswerStream(TokenParser[Event]):
     """One answer: turns token ids into the protocol's events and, at the end, the whole response.
 
     Token ids may come in any pieces: the cuts between events differ, their contents do not.
@@ -259,11 +257,7 @@ class AnswerStream:
         if converted.namespaces:
             generator = generator.with_namespace_tool_map(converted.namespaces)
         options = converted.parsing_options
-        options.stop_sequences = [] if gate else longest_first(options.stop_sequences)
-        self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
-        self._guard = CallGuard(tokenizer, enabled=options.parse_tool_calls)
-        self._gate = gate
-        self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
+        super().__init__(tokenizer, generator, options, gate)
         self._last_logprobs: list[Any] = []  # entries that deepseek-recipe's response lacks
         self._owed: deque[tuple[int, TokenLogprobs]] = deque()  # whose entries no event has yet
         self._owes_logprobs = converted.protocol == "chat" and options.parse_tool_calls
@@ -274,19 +268,11 @@ class AnswerStream:
         self._created = created
         self._packed: dict[str, str] = {}  # the reasoning of each item of Responses
         self._tokenizer = tokenizer
-        self._dropped = dropped_ids(tokenizer)
         self._special_tokens = special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._unfinished = 0  # number of tokens of a character that is not complete
         self._usage = recipe.PromptUsage(
             prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens
         )
-
-    @property
-    def finished(self) -> bool:
-        """Whether the answer has ended: it met a stop string or a broken tool call, or `finish` was
-        called."""
-        return self._stream.finished
 
     def begin(self) -> Events:
         """The events that open an answer."""
@@ -311,12 +297,8 @@ class AnswerStream:
             if unseen_last and position == last:
                 events += self._count(1)
                 continue
-            self._withheld.append((token_id, None if logprobs is None else logprobs[position]))
-            if self._gate is None:
-                events += self._release(1)
-                continue
-            released, end = self._gate.feed(token_id)
-            events += self._release(released)
+            more, _, end = self._add(token_id, None if logprobs is None else logprobs[position])
+            events += more
             if end is not None:
                 return events + self._end(end)
         return events
@@ -355,52 +337,20 @@ class AnswerStream:
         found = [json.loads(chunk.to_json())["choices"][0]["logprobs"] for chunk in chunks]
         return [entry for one in found if one for entry in one["content"]]
 
-    def _release(self, count: int) -> Events:
-        """The events of the oldest tokens that the gate withheld."""
-        events: Events = []
-        for _ in range(count):
-            token_id, logprobs = self._withheld.popleft()
-            if token_id in self._dropped:
-                # Push it as text, so that the parser does not take it for markup.
-                if self._special_tokens:
-                    text = self._tokenizer.token_text(token_id)
-                    chunk = recipe.InferenceChunk.text(text, token_count=1)
-                    events += self._push_token(token_id, chunk)
-                else:
-                    events += self._count(1)
-                continue
-            wanted = None if logprobs is None else [logprobs]
-            if logprobs is not None and self._owes_logprobs:
-                self._owed.append((token_id, logprobs))
-            events += self._push_token(token_id, recipe.InferenceChunk.tokens([token_id], wanted))
-            self._decoder.decode(self._tokenizer.token_bytes(token_id))
-            self._unfinished = self._unfinished + 1 if self._decoder.getstate()[0] else 0
+    def _parse(self, token_id: int, logprobs: TokenLogprobs | None) -> Events:
+        if token_id in self._dropped:
+            if not self._special_tokens:
+                return self._count(1)
+            # Push it as text, so that the parser does not take it for markup.
+            text = self._tokenizer.token_text(token_id)
+            return self._push_token(token_id, recipe.InferenceChunk.text(text, token_count=1))
+        wanted = None if logprobs is None else [logprobs]
+        if logprobs is not None and self._owes_logprobs:
+            self._owed.append((token_id, logprobs))
+        events = self._push_token(token_id, recipe.InferenceChunk.tokens([token_id], wanted))
+        self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._unfinished = self._unfinished + 1 if self._decoder.getstate()[0] else 0
         return events
-
-    def _push_token(self, token_id: int, chunk: recipe.InferenceChunk) -> Events:
-        chunks = self._guard.feed(token_id, chunk)
-        events = [event for one in chunks for event in self._push(one)]
-        broken = self._guard.broken and not self.finished
-        return events + self.finish("length") if broken else events
-
-    def _count(self, num_tokens: int) -> Events:
-        """Counts tokens that are no part of the answer. This may give an empty delta, so that the
-        numbers of events stay consecutive."""
-        return self._push(recipe.InferenceChunk.text("", token_count=num_tokens))
-
-    def finish(self, reason: Literal["stop", "length"]) -> Events:
-        """Ends the answer; `reason` says why generation ended."""
-        events = self._release(len(self._withheld))
-        for chunk in self._guard.flush():
-            events += self._push(chunk)
-        if self.finished:
-            return events
-        # No protocol has a word for a broken call, but each has one for an incomplete answer.
-        reason = "length" if self._guard.broken else reason
-        # The answer may end inside a character.
-        events += self._count(self._unfinished) if self._unfinished else []
-        events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
-        return events + self._take(self._stream.finish())
 
     async def response(self, turn: asyncio.Lock) -> dict[str, Any]:
         """The answer so far as the protocol's response object. Log-probabilities, of which there
@@ -457,10 +407,7 @@ class AnswerStream:
             )
         return text
 
-    def _push(self, chunk: recipe.InferenceChunk) -> Events:
-        return [] if self._stream.finished else self._take(self._stream.push(chunk))
-
-    def _take(self, chunks: Sequence[Any]) -> Events:
+    def _take(self, chunks: Iterable[Any]) -> Events:
         events = []
         for chunk in chunks:
             name, text = self._kind.sse_event_name(chunk), chunk.to_json()

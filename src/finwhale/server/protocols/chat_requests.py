@@ -124,16 +124,12 @@ class ChatRequest:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-async def prepare(
-    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, log: RequestLog
-) -> ChatRequest:
+async def prepare(state: ServerState, body: ChatProtocolBody, log: RequestLog) -> ChatRequest:
     """Checks a body, converts it and encodes its prompt. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    request, made = await state.in_thread(log.body_bytes, lambda: _prepare(state, protocol, body))
-    grammar = await held_grammar(state, made, log)
-    if grammar is not None:
-        request.params = replace(request.params, guide=grammar.guide)
-        request.ignored = grammar.ignored
+    request, made = await state.in_thread(log.body_bytes, lambda: _prepare(state, body))
+    guide, request.ignored = await held_grammar(state, made, log)
+    request.params = replace(request.params, guide=guide)
     return request
 
 
@@ -151,10 +147,9 @@ class ConvertedBody:
     choice: ToolChoice
 
 
-def convert_body(
-    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody | CountTokensBody
-) -> ConvertedBody:
+def convert_body(state: ServerState, body: ChatProtocolBody | CountTokensBody) -> ConvertedBody:
     """Converts a checked body to a conversation. Raises RequestError and ApiError."""
+    protocol = body.protocol
     fields = plain_fields(body)
     if isinstance(body, MessagesBody) and body.thread is not None:
         raise ApiError(
@@ -196,10 +191,10 @@ def convert_body(
 
 
 def _prepare(
-    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody
+    state: ServerState, body: ChatProtocolBody
 ) -> tuple[ChatRequest, AnswerGrammar | None]:
     template = state.need_template()
-    read = convert_body(state, protocol, body)
+    read = convert_body(state, body)
     converted = read.converted
     asked, conversation = converted.request, converted.conversation
     options = asked.inference_options
@@ -238,7 +233,7 @@ def _prepare(
         end_of_thinking,
         body.priority or 0,
         AnswerOptions.of(body),
-        f"{_ID_PREFIXES[protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
+        f"{_ID_PREFIXES[body.protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
     )
     return request, grammar
 

@@ -77,14 +77,11 @@ async def prepare(state: ServerState, body: CompletionBody, log: RequestLog) -> 
     """Checks a body and encodes its prompts. Raises RequestError, ApiError."""
     state.check_model(body.model)
     job = await state.in_thread(log.body_bytes, lambda: _prepare(state, body))
-    wanted = None if job.params is None else completion_format(body)
-
-    form = AnswerForm(None, wanted)
-    made = await state.in_thread(log.body_bytes, form.grammar)
-    grammar = await held_grammar(state, made, log)
-    if grammar is not None and job.params is not None:
-        job.params = replace(job.params, guide=grammar.guide)
-        job.ignored = grammar.ignored
+    if job.params is not None:
+        form = AnswerForm(None, completion_format(body))
+        made = await state.in_thread(log.body_bytes, form.grammar)
+        guide, job.ignored = await held_grammar(state, made, log)
+        job.params = replace(job.params, guide=guide)
     return job
 
 

@@ -5,10 +5,11 @@ them without being asked to, and this server has nothing that they could change.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
+from finwhale.chat.template import ProtocolName
 from finwhale.errors import RequestError
 from finwhale.options import Option, options_of
 from finwhale.request import MAX_LOGPROBS, SamplingParams
@@ -59,6 +60,7 @@ _BOS = "false puts no beginning-of-sequence token before a text"
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+    protocol: ClassVar[ProtocolName | None] = None  # whose conversation the body has
 
 
 class StreamOptions(Body):
@@ -145,15 +147,47 @@ class SamplingBody(_extensions(Body, all="extension")):  # type: ignore[misc]
             RequestError: a value is out of range.
         """
         given = {one.name: getattr(self, one.name, None) for one in options_of(SamplingParams)}
-        if getattr(self, "no_stop_trim", None):
-            given["include_stop_str_in_output"] = True
+        for name, (first, _) in SECOND_NAMES.items():
+            if first in given and getattr(self, name, None):
+                given[first] = getattr(self, name)
         given |= {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs}
         given["logit_bias"] = self.bias_of_ids() if isinstance(self, OpenAIBody) else None
         sent = {k: v for k, v in given.items() if v is not None}
         return SamplingParams(**{"max_tokens": None, **(defaults or {}), **sent})
 
 
-class OpenAIBody(_extensions(SamplingBody, vllm=_VLLM, sglang=_SGLANG)):  # type: ignore[misc]
+class _FirstNames(_extensions(SamplingBody, vllm=_VLLM, sglang=_SGLANG)):  # type: ignore[misc]
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description=f"{_VLLM}: the format of the answer"
+    )
+
+
+# Second names of fields, and where they come from.
+SECOND_NAMES = {
+    "no_stop_trim": ("include_stop_str_in_output", _SGLANG),
+    "guided_json": ("structured_outputs.json", _VLLM),
+    "guided_regex": ("structured_outputs.regex", _VLLM),
+    "guided_choice": ("structured_outputs.choice", _VLLM),
+    "guided_grammar": ("structured_outputs.grammar", _VLLM),
+    "regex": ("structured_outputs.regex", _SGLANG),
+}
+
+
+def _second_names(base: type[Body]) -> Any:
+    """A body with the second names of its fields."""
+    inner = {one.alias or name: one for name, one in StructuredOutputs.model_fields.items()}
+    known = base.model_fields | {f"structured_outputs.{name}": one for name, one in inner.items()}
+    found: dict[str, Any] = {
+        name: (
+            known[first].annotation,
+            Field(default=None, description=f"{text}: the same as {first}"),
+        )
+        for name, (first, text) in SECOND_NAMES.items()
+    }
+    return create_model("SecondNames", __base__=base, **found)
+
+
+class OpenAIBody(_second_names(_FirstNames)):  # type: ignore[misc]
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: str | Names | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -162,31 +196,12 @@ class OpenAIBody(_extensions(SamplingBody, vllm=_VLLM, sglang=_SGLANG)):  # type
     logit_bias: Bias | None = None
     stream_options: UsageStreamOptions | None = None
     user: str | None = Field(default=None, description="no effect")
-    no_stop_trim: bool | None = Field(
-        default=None, description=f"{_SGLANG}: the same as include_stop_str_in_output"
-    )
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description=f"{_VLLM}: the answer's id ends with it"
     )
     return_token_ids: bool | None = Field(
         default=None, description=f"{_VLLM}: prompt_token_ids and token_ids in the answer"
     )
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description=f"{_VLLM}: the format of the answer"
-    )
-    guided_json: str | Json | None = Field(
-        default=None, description=f"{_VLLM}: a JSON schema that the answer follows"
-    )
-    guided_regex: Text | None = Field(
-        default=None, description=f"{_VLLM}: a regular expression that the answer matches"
-    )
-    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
-        default=None, description=f"{_VLLM}: texts; the answer is one of them"
-    )
-    guided_grammar: Text | None = Field(
-        default=None, description=f"{_VLLM}: a grammar in Lark that the answer follows"
-    )
-    regex: Text | None = Field(default=None, description=f"{_SGLANG}: the same as guided_regex")
     return_hidden_states: Literal[False] | None = Field(default=None, description=_ROUTERS)
 
     @property
@@ -239,6 +254,7 @@ class CompletionBody(OpenAIBody):
 
 
 class ChatBody(OpenAIBody):
+    protocol: ClassVar[ProtocolName] = "chat"
     messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = Field(
@@ -286,6 +302,7 @@ class ChatBody(OpenAIBody):
 
 
 class ResponsesBody(SamplingBody):
+    protocol: ClassVar[ProtocolName] = "responses"
     input: Text | Jsons
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
@@ -318,6 +335,7 @@ class ResponsesBody(SamplingBody):
 
 
 class CountTokensBody(Body):
+    protocol: ClassVar[ProtocolName] = "messages"
     model: Annotated[str, Field(max_length=512)]
     messages: Annotated[Jsons, Field(min_length=1)]
     system: Text | Jsons | None = None
@@ -331,6 +349,7 @@ class CountTokensBody(Body):
 
 
 class MessagesBody(SamplingBody):
+    protocol: ClassVar[ProtocolName] = "messages"
     messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens
     system: Text | Jsons | None = None
@@ -355,6 +374,7 @@ class MessagesBody(SamplingBody):
 
 
 class TokenizeBody(Body):
+    protocol: ClassVar[ProtocolName] = "chat"
     model: str | None = None
     prompt: Text | None = Field(default=None, description="text; or give messages")
     messages: Annotated[Jsons, Field(min_length=1)] | None = None
