@@ -67,7 +67,7 @@ async def post(app: ASGIApp, path: str, body: bytes, call: InternalRequest) -> I
         ],
         "client": None,
         "server": None,
-        "state": {"inside_call": call},
+        "state": {"internal_request": call},
     }
     await app(scope, receive, send)
     return answer
