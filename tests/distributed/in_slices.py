@@ -6,7 +6,6 @@ of the ranks. One rank as it is adds in another order.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.step_inputs import StepInputs
+from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 
 
@@ -45,7 +45,9 @@ def _change_attention(attn: Attention, size: int, whole_from: int | None) -> Non
     whole = attn.heads
     whole_output = whole.output
     w, heads = whole.weights, whole.number // size
-    columns = [replace(w.wo_b, weight=part.clone()) for part in w.wo_b.weight.chunk(size, 1)]
+    columns = [
+        LinearWeight(part.clone(), w.wo_b.round_input) for part in w.wo_b.weight.chunk(size, 1)
+    ]
     sinks = [part.clone() for part in w.attn_sink.chunk(size)]
     attend = attn.sparse_attention
 
@@ -104,6 +106,6 @@ def _slices(w: ExpertWeight, size: int) -> list[ExpertWeight]:
     w1, w3 = (half.chunk(size, -2) for half in w.w13.chunk(2, -2))
     w2 = w.w2.chunk(size, -1)
     return [
-        replace(w, w13=torch.cat((gate, up), -2), w2=down.clone())
+        ExpertWeight(torch.cat((gate, up), -2), down.clone(), w.round_input)
         for gate, up, down in zip(w1, w3, w2, strict=True)
     ]

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.weight_protocol import _parts, tensors_of
-from finwhale.ops.linear.cpu import HostLinear
+from finwhale.models.weight_protocol import tensors_of
 
 
 def bits_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[object]:
@@ -22,17 +21,6 @@ def bits_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[
 
 def weights_of(llm: LLM) -> list[Tensor]:
     return tensors_of(local_executor(llm._engine.executor).runner.model.weights)
-
-
-def linears_of(llm: LLM) -> list[HostLinear]:
-    """The weights of linear layers of the CPU table."""
-    found, left = [], [local_executor(llm._engine.executor).runner.model.weights]
-    while left:
-        part = left.pop()
-        left.extend(_parts(part))
-        if isinstance(part, HostLinear):
-            found.append(part)
-    return found
 
 
 def in_one_buffer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

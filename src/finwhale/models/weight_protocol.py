@@ -13,7 +13,6 @@ from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops import Ops
-from finwhale.ops.host_forms import HostForms
 
 
 class WeightStream(Protocol):
@@ -126,18 +125,9 @@ def tensors_of(value: object) -> list[Tensor]:
     """The tensors in nested data classes, tuples and lists, in a fixed order."""
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for part in _parts(value) for tensor in tensors_of(part)]
-
-
-def forget_forms(weights: object) -> None:
-    """Let operators derive the forms again that they keep of weights in nested data classes."""
-    if isinstance(weights, HostForms):
-        weights.forget_forms()
-    for part in _parts(weights):
-        forget_forms(part)
-
-
-def _parts(value: object) -> Sequence[object]:
+    parts: Sequence[object] = ()
     if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
-    return value if isinstance(value, tuple | list) else ()
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, tuple | list):
+        parts = value
+    return [tensor for part in parts for tensor in tensors_of(part)]

@@ -1,6 +1,6 @@
 """GEMMs x @ weight^T of the CPU table: no bit of a row depends on the other rows.
 
-`gemm` chooses one of two implementations for a weight:
+The first use of a weight chooses one of two implementations:
 
 - FBGEMM of torch, with the weight packed as float16 and float32 accumulation. Checkpoints store
   FP8, FP4 and bfloat16, whose values float16 usually holds exactly, for some weights after the
@@ -36,7 +36,7 @@ _TOP = 15
 class Gemm(Protocol):
     """A GEMM with one weight: x [N,K] float32 -> x @ weight^T [N,M] float32."""
 
-    def __call__(self, x_NK: F32) -> Tensor: ...
+    def __call__(self, x_NK: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,18 @@ class _Half:
     width: int
     scale: F32 | None
 
-    def __call__(self, x_NK: F32) -> Tensor:
+    def __call__(self, x_NK: Tensor) -> Tensor:
         if self.scale is not None:
-            x_NK = x_NK * self.scale
+            x_NK = torch.from_numpy(x_NK.numpy() * self.scale)
         num_rows = x_NK.shape[0]
         if num_rows > 0 and num_rows * self.numel < 2 * cpu_math.PARALLEL_WORK:
-            out: Tensor = _MULTIPLY(torch.from_numpy(x_NK), self.packed, None)
+            out: Tensor = _MULTIPLY(x_NK, self.packed, None)
             return out
         out_NM = np.empty((num_rows, self.width), np.float32)
 
         def run(rows: slice) -> None:
             if num_rows:
-                x = torch.from_numpy(x_NK[rows])
-                out_NM[rows] = _MULTIPLY(x, self.packed, None).numpy()
+                out_NM[rows] = _MULTIPLY(x_NK[rows], self.packed, None).numpy()
 
         cpu_math.split_rows(num_rows, self.numel, run)
         return torch.from_numpy(out_NM)
@@ -79,18 +78,26 @@ class _Rows:
 
     matrix_KM: F32
 
-    def __call__(self, x_NK: F32) -> Tensor:
-        return torch.from_numpy(cpu_math.matmul_rows(x_NK, self.matrix_KM))
+    def __call__(self, x_NK: Tensor) -> Tensor:
+        return torch.from_numpy(cpu_math.matmul_rows(x_NK.numpy(), self.matrix_KM))
 
 
 def gemm(weight_MK: Tensor) -> Gemm:
-    """The GEMM with a weight whose values no longer change."""
-    return _half(weight_MK) or _Rows(weight_MK.mT.numpy())
+    """The GEMM with a weight that no longer changes. The tensor object stores it."""
+    kept: Gemm | None = getattr(weight_MK, "_host_gemm", None)
+    if kept is None:
+        kept = _half(weight_MK) or _Rows(weight_MK.mT.numpy())
+        setattr(weight_MK, "_host_gemm", kept)  # noqa: B010
+    return kept
 
 
-def gemms(weight: Tensor) -> tuple[Gemm, ...]:
-    """The GEMMs with each matrix of a weight [G,M,K], or with a weight [M,K]."""
-    return tuple(map(gemm, weight if weight.dim() == 3 else (weight,)))
+def gemms(weight_GMK: Tensor) -> tuple[Gemm, ...]:
+    """The GEMMs with G matrices that no longer change. The tensor object stores them."""
+    kept: tuple[Gemm, ...] | None = getattr(weight_GMK, "_host_gemms", None)
+    if kept is None:
+        kept = tuple(gemm(weight_MK) for weight_MK in weight_GMK)
+        setattr(weight_GMK, "_host_gemms", kept)  # noqa: B010
+    return kept
 
 
 def _half(weight_MK: Tensor) -> Gemm | None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.number_formats import E4M3_MAX
-from finwhale.ops.paging import Tokens, contiguous_rows
+from finwhale.ops.paging import contiguous_rows
 from finwhale.ops.rounding import MIN_AMAX
 
 F32 = NDArray[np.float32]
@@ -87,13 +87,22 @@ def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) 
         part.result()
 
 
+def view(tensor: Tensor) -> Any:
+    """The tensor's memory as an array. The tensor object stores it, because many calls read it."""
+    array = getattr(tensor, "_host_view", None)
+    if array is None:
+        array = tensor.numpy()
+        setattr(tensor, "_host_view", array)  # noqa: B010
+    return array
+
+
 def rows(pool: Tensor) -> tuple[Any, int]:
     """A dense pool as a contiguous array and a step (see `paging.contiguous_rows`).
 
     To gather rows of a strided array, numpy would first copy the whole array.
     """
     flat, step = contiguous_rows(pool)
-    return flat.numpy(), step
+    return view(flat), step
 
 
 @lru_cache(maxsize=256)
@@ -201,17 +210,13 @@ def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
 
 
 def turns(rotation_NR: Tensor) -> C64:
-    """cos + i sin [N,R/2] of a rotation [N,R/2,2] of (cos, sin)."""
-    turn: C64 = rotation_NR.numpy().view(np.complex64)[..., 0]
-    return turn
-
-
-def turns_of(tokens: Tokens, rotary_LR: Tensor) -> C64:
-    """The turns at the tokens' positions, computed once per step."""
-    found = tokens.cache.turns.get(id(rotary_LR))
-    if found is None:
-        found = tokens.cache.turns[id(rotary_LR)] = turns(tokens.rotation(rotary_LR))
-    return found
+    """cos + i sin [N,R/2] of a rotation [N,R/2,2] of (cos, sin). The tensor object stores it."""
+    turn = getattr(rotation_NR, "_host_turns", None)
+    if turn is None:
+        turn = rotation_NR.numpy().view(np.complex64)[..., 0]
+        setattr(rotation_NR, "_host_turns", turn)  # noqa: B010
+    result: C64 = turn
+    return result
 
 
 def rotate(x: F32, turn_NR: C64) -> None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from finwhale.ops.host_forms import HostForms
 
 Ints = NDArray[np.int64]
 
@@ -27,12 +26,18 @@ def contiguous_rows(pool: Tensor) -> tuple[Tensor, int]:
     """View a dense pool [rows, width] as contiguous rows [X, width]; returns (view, step).
 
     Row r of the pool is row step * r of the view; the rows between belong to other layers. The
-    stride of a cache's rows is a multiple of their width (models/cache.py, PageLayout).
+    stride of a cache's rows is a multiple of their width (models/cache.py, PageLayout). The pool
+    object stores the result, because every step reads it.
     """
-    num_rows, width = pool.shape
-    step, rest = divmod(pool.stride(0), width)
-    assert rest == 0 and pool.stride(1) == 1
-    return pool.as_strided(((num_rows - 1) * step + 1, width), (width, 1)), step
+    found: tuple[Tensor, int] | None = getattr(pool, "_contiguous_rows", None)
+    if found is None:
+        width = pool.shape[1]
+        step, rest = divmod(pool.stride(0), width)
+        assert rest == 0 and pool.stride(1) == 1
+        shape = (len(pool) - 1) * step + 1, width
+        found = torch.as_strided(pool, shape, (width, 1)), step
+        setattr(pool, "_contiguous_rows", found)  # noqa: B010
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +86,8 @@ class PageTable:
         return slots
 
 
-@dataclass(frozen=True)
-class CompressStep(HostForms):
+@dataclass(frozen=True, slots=True)
+class CompressStep:
     """The entries that complete in a step, with slots. All layers of a ratio share it.
 
     Attributes:
@@ -102,8 +107,8 @@ class CompressStep(HostForms):
     state_slots: Tensor
 
 
-@dataclass(frozen=True)
-class IndexStep(HostForms):
+@dataclass(frozen=True, slots=True)
+class IndexStep:
     """The slots of each sequence's C4 entries. All layers with an indexer share this object.
 
     Attributes:
@@ -131,7 +136,6 @@ class StepCache:
             functions of slots.py with these names, by page table and further arguments.
         compress_counters: the compressor kernels' counters, 0 between launches.
         topk_counters: the indexer kernels' counters, 0 between launches.
-        turns: by id of a rotary table: its rows at the tokens' positions for `cpu_math.rotate`.
     """
 
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -142,7 +146,6 @@ class StepCache:
     compress_steps: dict[tuple[PageTable, int], CompressStep] = field(default_factory=dict)
     compress_counters: Tensor | None = None
     topk_counters: Tensor | None = None
-    turns: dict[int, NDArray[np.complex64]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,8 +42,7 @@ def _once(results: dict[K, T], key: K, make: Callable[[], T]) -> T:
 
 
 def _tensor(array: Ints, tokens: Tokens) -> Tensor:
-    tensor, positions = torch.from_numpy(array), tokens.positions
-    return tensor if positions.is_cpu else tensor.to(positions.device)
+    return torch.from_numpy(array).to(tokens.positions.device)
 
 
 def write_slots(tokens: Tokens, table: PageTable) -> Tensor:

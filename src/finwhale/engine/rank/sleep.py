@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finwhale.engine.rank.memory_checks import check_host_memory, check_temporary_disk
-from finwhale.models.weight_protocol import forget_forms, tensors_of
+from finwhale.models.weight_protocol import tensors_of
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
@@ -32,7 +32,8 @@ def free_memory(executor: "LocalExecutor", *, tags: Sequence[str], save_weights:
         tags: "weights", "cache" or both.
     """
     if "weights" in tags:
-        forget_forms(executor.runner.model.weights)
+        for tensor in tensors_of(executor.runner.model.weights):
+            vars(tensor).clear()  # forms that operators have derived from it
     for tag in tags:
         executor.arenas[tag].release(keep=save_weights and tag == "weights")
     gc.collect()
@@ -48,8 +49,8 @@ def free_for_good(executor: "LocalExecutor") -> None:
     runner, device = executor.runner, executor.runner.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    forget_forms(runner.model.weights)
     for tensor in (*tensors_of(runner.model.weights), *runner.cache.pages.values()):
+        vars(tensor).clear()
         storage = tensor.untyped_storage()
         if storage.resizable():
             storage.resize_(0)

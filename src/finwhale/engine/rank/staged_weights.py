@@ -20,7 +20,7 @@ from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.registry import parse_config
-from finwhale.models.weight_protocol import WeightLoading, forget_forms, tensors_of
+from finwhale.models.weight_protocol import WeightLoading, tensors_of
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
@@ -124,7 +124,8 @@ class StagedWeights:
         """Write the staged weights into the memory of the current ones."""
         for old, new in self._staged:
             old.copy_(new)
-        forget_forms(self._weights)
+            # Operators keep derived forms of a weight as attributes of its tensor.
+            vars(old).clear()
         if self._loader.device.type == "cuda":
             torch.cuda.synchronize(self._loader.device)
 

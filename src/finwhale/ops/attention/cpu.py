@@ -11,7 +11,7 @@ from torch import Tensor
 from finwhale.ops import cpu_math
 from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
 from finwhale.ops.attention.ref import visible_slots, write_rounded
-from finwhale.ops.cpu_math import F32, constant
+from finwhale.ops.cpu_math import F32, constant, view
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.slots import window_slots, write_slots
 
@@ -36,13 +36,13 @@ def prepare_qkv(
     pool: Tensor,
     table: PageTable,
 ) -> Tensor:
-    turn = cpu_math.turns_of(tokens, rotary_LR)
-    row = cpu_math.rms_norm(kv_NC.numpy(), kv_norm_C.numpy(), eps)
+    turn = cpu_math.turns(tokens.rotation(rotary_LR))
+    row = cpu_math.rms_norm(kv_NC.numpy(), view(kv_norm_C), eps)
     cpu_math.rotate(row, turn)
     if round_nope:
         round_nope_part(row, 2 * turn.shape[1])
-    pool.numpy()[write_slots(tokens, table).numpy()] = row
-    return torch.from_numpy(cpu_math.rms_norm(q_lora_NQ.numpy(), q_norm_Q.numpy(), eps))
+    view(pool)[view(write_slots(tokens, table))] = row
+    return torch.from_numpy(cpu_math.rms_norm(q_lora_NQ.numpy(), view(q_norm_Q), eps))
 
 
 def round_nope_part(row_NC: F32, rope_width: int) -> None:
@@ -68,19 +68,19 @@ def sparse_attention(
         sparse_attention(q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, whole_NAC)
         write_rounded(whole_NAC, out_NAC, scales_NS)
         return
-    turn = cpu_math.turns_of(tokens, rotary_LR)
+    turn = cpu_math.turns(tokens.rotation(rotary_LR))
     raw: F32 = q_NAC.numpy()
     q = np.multiply(raw, cpu_math.inverse_rms(raw, eps))
     cpu_math.rotate(q, turn)
     np.multiply(q, constant(scale), q)
     out: F32 = out_NAC.numpy()
-    sink: F32 = sink_A.numpy()
+    sink: F32 = view(sink_A)
     rows, row_step = cpu_math.rows(window.pool)
-    indices = window_slots(tokens, window.table, window.size).numpy() * row_step
+    indices = view(window_slots(tokens, window.table, window.size)) * row_step
     blocks = [(rows, part) for part in _split(indices, (0,))]
     entry_slots = visible_slots(tokens, entries)
     if entries is not None and entry_slots is not None:
-        slots = entry_slots.numpy()
+        slots = view(entry_slots)
         starts: tuple[int, ...] = (0,)
         if isinstance(entries, AllEntries):
             starts = (0, FIRST_ENTRIES)

@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from finwhale.ops.host_forms import HostForms
 from finwhale.ops.paging import PageTable, Tokens
 
 Rounding = Literal["none", "nope", "key"]
@@ -24,8 +23,8 @@ Rounding = Literal["none", "nope", "key"]
 STATE_KEPT = {4: (4, 4), 128: (128, 0)}
 
 
-@dataclass(frozen=True)
-class CompressorWeight(HostForms):
+@dataclass(frozen=True, slots=True)
+class CompressorWeight:
     """The weights that turn projected rows into entries.
 
     Attributes:

@@ -7,7 +7,7 @@ from torch import Tensor
 from finwhale.ops import cpu_math
 from finwhale.ops.attention.cpu import round_nope_part
 from finwhale.ops.compressor import CompressPart
-from finwhale.ops.cpu_math import F32, I64
+from finwhale.ops.cpu_math import F32, I64, view
 from finwhale.ops.indexer.cpu import rotate_to_fp4
 from finwhale.ops.paging import CompressStep, PageTable, Tokens
 from finwhale.ops.slots import compress_step
@@ -50,12 +50,12 @@ def compress(
         ratio = part.weight.ratio
         step = compress_step(tokens, state_table, entry_table, ratio, max_verify_tokens)
         projected: F32 = part.projected.numpy()
-        _, _, entry_slots, _, state_sources, state_slots = step.arrays
-        if entry_slots.shape[0]:
+        if step.entry_slots.shape[0]:
             entry = _entries(part, projected, step, rotary_LR, eps)
-            part.entry_pool.numpy()[entry_slots] = entry
-        if state_slots.shape[0]:
-            part.state_pool.numpy()[state_slots] = projected.take(state_sources, 0)
+            view(part.entry_pool)[view(step.entry_slots)] = entry
+        if step.state_slots.shape[0]:
+            kept = projected.take(view(step.state_sources), 0)
+            view(part.state_pool)[view(step.state_slots)] = kept
 
 
 def _entries(
@@ -63,12 +63,11 @@ def _entries(
 ) -> F32:
     """The entries that complete, rotated and rounded: [M,C]."""
     rows = projected
-    sources: I64
-    history_slots, sources, _, positions, _, _ = step.arrays
-    if history_slots.shape[0]:
-        rows = np.concatenate((part.state_pool.numpy()[history_slots], rows))
-    turn = cpu_math.turns(rotary_LR)[positions]
-    ape, norm = part.weight.arrays
+    if step.history_slots.shape[0]:
+        rows = np.concatenate((view(part.state_pool)[view(step.history_slots)], rows))
+    sources: I64 = view(step.entry_sources)
+    turn = cpu_math.turns(rotary_LR)[view(step.entry_positions)]
+    ape, norm = view(part.weight.ape), view(part.weight.norm)
     entry = np.empty((sources.shape[0], norm.shape[0]), np.float32)
     block = max(1, MAX_GATHERED // (sources.shape[1] * rows.shape[1]))
     for start in range(0, sources.shape[0], block):

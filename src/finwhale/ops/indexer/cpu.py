@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import cpu_math
-from finwhale.ops.cpu_math import F32, I32, I64
+from finwhale.ops.cpu_math import F32, I32, I64, view
 from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import MIN_FP4_AMAX, fp4_group, hadamard
@@ -34,7 +34,7 @@ def prepare_index_queries(
     if tokens.max_len // RATIO <= topk:
         return IndexQueries(q_NIC)
     q: F32 = q_NIC.numpy().copy()
-    cpu_math.rotate(q, cpu_math.turns_of(tokens, rotary_LR))
+    cpu_math.rotate(q, cpu_math.turns(tokens.rotation(rotary_LR)))
     return IndexQueries(torch.from_numpy(rotate_to_fp4(q) if round_query else q))
 
 
@@ -55,9 +55,8 @@ def select_entries(
     step = index_step(tokens, table)
     longest = max(step.max_entries, default=0)
     width = min(topk, padded(longest))
-    entry_slots: I64
-    num_entries: I64
-    entry_slots, num_entries = step.arrays
+    entry_slots: I64 = view(step.entry_slots)
+    num_entries: I64 = view(step.num_entries)
     out = np.full((len(q), width), -1, np.int32)
     weights = np.multiply(weights_NI.numpy(), cpu_math.constant(scale))
     for some, sequences in token_groups(step.query_start):

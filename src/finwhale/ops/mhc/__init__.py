@@ -14,13 +14,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from finwhale.ops.host_forms import HostForms
 from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import PartialSum
 
 
-@dataclass(frozen=True)
-class MhcWeight(HostForms):
+@dataclass(frozen=True, slots=True)
+class MhcWeight:
     """The projection that computes a block's mixes.
 
     Attributes:
@@ -36,8 +35,8 @@ class MhcWeight(HostForms):
     norm: Tensor
 
 
-@dataclass(frozen=True)
-class HcHeadWeight(HostForms):
+@dataclass(frozen=True, slots=True)
+class HcHeadWeight:
     """The weights that collapse the residual streams after the last layer.
 
     Attributes:

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import cpu_math
-from finwhale.ops.cpu_math import F32, F64, constant
+from finwhale.ops.cpu_math import F32, F64, constant, view
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 
-def _mixes(flat_NK: F32, w: MhcWeight | HcHeadWeight, rms_eps: float) -> F32:
-    fn, scale, base, _ = w.arrays
-    mixes_NM = cpu_math.matmul_rows(flat_NK, fn.T)
+def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float) -> F32:
+    mixes_NM = cpu_math.matmul_rows(flat_NK, view(fn).T)
     rows, mixes = (flat_NK[0], mixes_NM[0]) if len(flat_NK) == 1 else (flat_NK, mixes_NM)
     np.multiply(mixes, cpu_math.inverse_rms(rows, rms_eps), mixes)
-    np.multiply(mixes, scale, mixes)
-    np.add(mixes, base, mixes)
+    np.multiply(mixes, view(scale), mixes)
+    np.add(mixes, view(base), mixes)
     return mixes_NM
 
 
@@ -100,7 +99,7 @@ def _iterate(mix_NHH: F32, num_iters: int, eps: float, factors_N2H: F64) -> None
 
 def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, F32]:
     N, H, D = residual_NHD.shape
-    mixes = _mixes(residual_NHD.reshape(N, H * D), w, params.rms_eps)
+    mixes = _mixes(residual_NHD.reshape(N, H * D), w.fn, w.scale, w.base, params.rms_eps)
     gates, res_NHH = mixes[:, : 2 * H], mixes[:, 2 * H :].reshape(N, H, H)
     np.negative(gates, gates)
     np.minimum(gates, constant(80.0), out=gates)  # e^80 is finite, and 1 / e^80 is 0 in any sum
@@ -114,7 +113,7 @@ def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, 
     np.add(mix_NHH, constant(params.eps), mix_NHH)
     res_NHH = sinkhorn(mix_NHH, params.num_iters, params.eps)
     collapsed = cpu_math.matmul(pre_NH[:, None], residual_NHD)[:, 0]
-    return cpu_math.rms_norm(collapsed, w.arrays[-1], params.rms_eps), post_NH, res_NHH
+    return cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps), post_NH, res_NHH
 
 
 def _post(x_ND: F32, post_NH: F32, res_NHH: F32, residual_NHD: F32) -> F32:
@@ -156,7 +155,8 @@ def mhc_post_pre(
 def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
     streams: F32 = np.ascontiguousarray(streams_NHD.numpy())
     N, H, D = streams.shape
-    pre = _mixes(streams.reshape(N, H * D), w, params.rms_eps)
+    flat = streams.reshape(N, H * D)
+    pre = _mixes(flat, w.fn, w.scale, w.base, params.rms_eps)
     np.negative(pre, pre)
     np.minimum(pre, constant(80.0), out=pre)
     np.exp(pre, pre)
@@ -164,4 +164,4 @@ def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
     np.reciprocal(pre, pre)
     np.add(pre, constant(params.eps), pre)
     collapsed = cpu_math.matmul(pre[:, None], streams)[:, 0]
-    return torch.from_numpy(cpu_math.rms_norm(collapsed, w.arrays[-1], params.rms_eps))
+    return torch.from_numpy(cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps))

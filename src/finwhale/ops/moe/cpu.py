@@ -1,43 +1,30 @@
 """Mixture of experts on a CPU. Legend in the package's docstring."""
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.ops import cpu_math
-from finwhale.ops.cpu_gemm import Gemm, gemms
-from finwhale.ops.cpu_math import F32, I64, constant
-from finwhale.ops.host_forms import HostForms
+from finwhale.ops.cpu_gemm import Gemm, gemm, gemms
+from finwhale.ops.cpu_math import F32, I64, constant, view
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.moe import Dispatched, ExpertWeight
 
 
-@dataclass(frozen=True)
-class HostExperts(HostForms, ExpertWeight):
-    """The weights of experts with their GEMMs, which the first use packs."""
-
-    @cached_property
-    def gemms(self) -> tuple[tuple[Gemm, ...], tuple[Gemm, ...]]:
-        """Those of w13 and those of w2."""
-        return gemms(self.w13), gemms(self.w2)
-
-
-def prepare_experts(w: ExpertWeight) -> HostExperts:
+def prepare_experts(w: ExpertWeight) -> ExpertWeight:
     """Store the weights as [E,D,2I] and [E,I,D], the order in which a GEMV reads them."""
     w13, w2 = (
         torch.empty_like(weight.mT, memory_format=torch.contiguous_format)
         for weight in (w.w13, w.w2)
     )
-    return HostExperts(w13.mT, w2.mT, w.round_input)
+    return ExpertWeight(w13.mT, w2.mT, w.round_input)
 
 
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> F32:
     """sqrt(softplus(x gate^T)); softplus(z) = log(e^0 + e^z)."""
-    scores = cpu_math.matmul_rows(x_ND.numpy(), gate_ED.numpy().T)
+    scores = cpu_math.matmul_rows(x_ND.numpy(), view(gate_ED).T)
     np.logaddexp(scores, constant(0.0), scores)
     np.sqrt(scores, scores)
     return scores
@@ -65,7 +52,7 @@ def route_by_score(
     positions_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(x_ND, gate_ED)
-    order = np.add(scores, bias_E.numpy())
+    order = np.add(scores, view(bias_E))
     np.negative(order, order)
     ids = np.ascontiguousarray(order.argsort(axis=-1, kind="stable")[:, :topk])
     return torch.from_numpy(ids), torch.from_numpy(_weights(scores, ids, scaling))
@@ -79,7 +66,7 @@ def route_by_hash(
     scaling: float,
     positions_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    ids: I64 = tid2eid_VK.numpy().take(token_ids_N.numpy(), 0)
+    ids: I64 = view(tid2eid_VK).take(view(token_ids_N), 0)
     weights = _weights(_scores(x_ND, gate_ED), ids, scaling)
     return torch.from_numpy(ids), torch.from_numpy(weights)
 
@@ -100,23 +87,22 @@ def _clamped_swiglu(gate_up: F32, limit: float) -> F32:
     return hidden
 
 
-def _swiglu(gate_up: Tensor, w: ExpertWeight, limit: float, weights_P1: F32 | None = None) -> F32:
+def _swiglu(
+    gate_up: Tensor, w: ExpertWeight, limit: float, weights_P1: F32 | None = None
+) -> Tensor:
     """The input of w2: the hidden values, times each row's routing weight, then rounded."""
     hidden = _clamped_swiglu(gate_up.numpy(), limit)
     if weights_P1 is not None:
         np.multiply(hidden, weights_P1, hidden)
     if w.round_input:
         hidden = cpu_math.round_e4m3(hidden, ACTIVATION_GROUP)
-    return hidden
+    return torch.from_numpy(hidden)
 
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
-    assert isinstance(w, HostExperts)
-    (gate_up,), (down,) = w.gemms
-    x: F32 = x_ND.numpy()
     if w.round_input:
-        x = cpu_math.round_e4m3(x, ACTIVATION_GROUP)
-    return down(_swiglu(gate_up(x), w, limit))
+        x_ND = torch.from_numpy(cpu_math.round_e4m3(x_ND.numpy(), ACTIVATION_GROUP))
+    return gemm(w.w2)(_swiglu(gemm(w.w13)(x_ND), w, limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +119,12 @@ class OrderedPairs(Dispatched):
     experts: list[int]
     counts: list[int]
 
-    def multiply(self, rows_PX: F32, matrices: tuple[Gemm, ...]) -> Tensor:
+    def multiply(self, rows_PX: Tensor, matrices: tuple[Gemm, ...]) -> Tensor:
         """Each pair's row times its expert's matrix."""
-        ends = accumulate(self.counts or (0,))
-        parts = zip(self.experts or (0,), self.counts or (0,), ends, strict=True)
-        return torch.cat([matrices[e](rows_PX[end - count : end]) for e, count, end in parts])
+        parts = rows_PX.split(self.counts) if self.counts else (rows_PX,)
+        return torch.cat(
+            [matrices[e](part) for e, part in zip(self.experts or (0,), parts, strict=True)]
+        )
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
@@ -155,17 +142,16 @@ def compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
     """Gather one row for each pair, with the rows of an expert adjacent."""
-    assert isinstance(pairs, OrderedPairs) and isinstance(w, HostExperts)
-    gate_up, down = w.gemms
+    assert isinstance(pairs, OrderedPairs)
     x: F32 = x_ND.numpy()
     if w.round_input:
         x = cpu_math.round_e4m3(x, ACTIVATION_GROUP)
     num_tokens, width = x.shape
-    rows = x.take(pairs.order % num_tokens, 0)
+    rows = torch.from_numpy(x.take(pairs.order % num_tokens, 0))
     weights: F32 = weights_NK.numpy().T.ravel().take(pairs.order)
-    hidden = _swiglu(pairs.multiply(rows, gate_up), w, limit, weights[:, None])
+    hidden = _swiglu(pairs.multiply(rows, gemms(w.w13)), w, limit, weights[:, None])
     each = np.empty((pairs.ids.numel(), width), np.float32)
-    each[pairs.order] = pairs.multiply(hidden, down).numpy()
+    each[pairs.order] = pairs.multiply(hidden, gemms(w.w2)).numpy()
     return torch.from_numpy(each.reshape(pairs.ids.shape[1], num_tokens, width)).transpose(0, 1)
 
 

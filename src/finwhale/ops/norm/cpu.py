@@ -7,4 +7,4 @@ from finwhale.ops import cpu_math
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return torch.from_numpy(cpu_math.rms_norm(x_ND.numpy(), weight_D.numpy(), eps))
+    return torch.from_numpy(cpu_math.rms_norm(x_ND.numpy(), cpu_math.view(weight_D), eps))
