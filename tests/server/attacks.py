@@ -439,7 +439,12 @@ def honest_client(target: Target) -> Iterator[Honest]:
     seen, context = Honest(), multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     client = context.Process(target=_be_honest, args=(target.port, target.process.pid, theirs))
-    client.start()
+    root = str(Path(__file__).parents[2])  # pytest does not put it where the process looks
+    sys.path.append(root)
+    try:
+        client.start()
+    finally:
+        sys.path.remove(root)
     theirs.close()
     assert ours.poll(120), "the honest client does not start"
     ours.recv()
