@@ -225,6 +225,11 @@ class SamplingParams(_Given):
             raise RequestError(f"guide must be a Guide, got {self.guide!r}")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
+    @property
+    def filters_tokens(self) -> bool:
+        """Whether allowed_token_ids or bad_words restrict the output."""
+        return bool(self.allowed_token_ids or self.bad_words)
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
         """The same, with these values of the fields that were left out. Raises RequestError."""
         if not defaults:

@@ -87,7 +87,13 @@ def test_min_tokens_and_kept_stops(server: RunningServer) -> None:
     assert "at most max_tokens" in refusal(server, min_tokens=9, max_tokens=8)
 
 
-def test_allowed_tokens_and_bad_words(server: RunningServer) -> None:
+def test_allowed_tokens_and_bad_words(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def beside_the_step_loop(params: SamplingParams, *_: Any) -> None:
+        assert not params.filters_tokens, "the step loop encodes the words"
+
+    monkeypatch.setattr("finwhale.engine.loop.engine.new_filter", beside_the_step_loop)
     tokenizer = server.state.need_tokenizer()
     allowed = tokenizer.encode(ANSWER)[:2]
     made = chat(server, allowed_token_ids=allowed, max_tokens=9, return_token_ids=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.engine.loop.request_checks import new_filter
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.config import ServerConfig
@@ -249,6 +250,11 @@ class ServerState:
         """
         log.num_sequences = len(prompts) * params.n
         self.check_choices(log.num_sequences)
+        filter = None
+        if params.filters_tokens:
+            filter = await self.in_thread(
+                log.body_bytes, lambda: new_filter(params, self.tokenizer, self.ready.vocab_size)
+            )
         async with AsyncExitStack() as stack:
             if log.batch:
                 await stack.enter_async_context(self.batch_sequences.taken(log.num_sequences))
@@ -260,7 +266,7 @@ class ServerState:
                 owner += f"/{log.cache_salt}"
             user, grammar_bytes = log.user, self.grammars.bytes_of(params.guide, log.user)
             generation = self.client.submit(
-                prompts, params, stop_after, priority, owner, user, grammar_bytes
+                prompts, params, stop_after, priority, owner, user, grammar_bytes, filter
             )
             # Count the request only now: a dead or stopping engine makes `submit` raise.
             log.params = params

@@ -42,6 +42,7 @@ from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
+from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.engine.rank.sleep import allocate_memory, check_can_save, free_for_good, free_memory
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
@@ -178,12 +179,14 @@ class Engine:
         priority: int = 0,
         matcher: TokenMatcher | None = None,
         prefix_owner: str = "",
+        filter: TokenFilter | None = None,
     ) -> RequestOutput:
         """Begin a request; `step` fills the returned object.
 
         Args:
             matcher: the compiled `params.guide`; None: this method compiles it, while other threads
                 may call `step`.
+            filter: from `new_filter`; None: this method makes it, in the same way.
             stop_after: look for stop strings only after this token, which ends the reasoning.
             priority: requests with a lower value run first; equal values in order of arrival.
             prefix_owner: only requests of the same owner share cached prefixes.
@@ -195,6 +198,8 @@ class Engine:
         """
         if matcher is None:
             matcher = new_matcher(params, self.tokenizer)
+        if filter is None:
+            filter = new_filter(params, self.tokenizer, self.model_config.vocab_size)
         with self._lock:
             return self._add(
                 request_id,
@@ -205,6 +210,7 @@ class Engine:
                 priority,
                 matcher,
                 prefix_owner,
+                filter,
             )
 
     def _add(
@@ -217,6 +223,7 @@ class Engine:
         priority: int,
         matcher: TokenMatcher | None,
         prefix_owner: str,
+        filter: TokenFilter | None,
     ) -> RequestOutput:
         self._check_usable()
         if self._asleep:
@@ -248,7 +255,6 @@ class Engine:
         scored = params.prompt_logprobs if len(prompt_token_ids) > 1 else None
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt_token_ids)
-        filter = new_filter(params, self.tokenizer, self.model_config.vocab_size)
         began = time.monotonic()
         running = Request(request, params.n)
         ends = frozenset(params.stop_token_ids)

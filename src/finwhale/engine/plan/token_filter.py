@@ -22,13 +22,16 @@ class TokenFilter:
     def __init__(
         self, allowed: Sequence[int], bad: Sequence[Sequence[int]], vocab_size: int
     ) -> None:
-        self._allowed: Words | None = None
-        if allowed:
-            bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-            bits[list(allowed)] = 1
-            self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
-        self._bad = [tuple(sequence) for sequence in bad]
-        self._longest = max(map(len, self._bad), default=1) - 1
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        bits[list(allowed) or slice(None)] = 1
+        bits[[sequence[0] for sequence in bad if len(sequence) == 1]] = 0
+        self._allowed: Words = np.packbits(bits, bitorder="little").view(np.int32)
+        # The longer sequences, by the token before the last.
+        self._bad: dict[int, list[tuple[int, ...]]] = {}
+        for sequence in bad:
+            if len(sequence) > 1:
+                self._bad.setdefault(sequence[-2], []).append(tuple(sequence))
+        self._longest = max(map(len, bad), default=1) - 1
         self._last: tuple[int, ...] = ()  # of the output, as many as a bad sequence may begin with
 
     def copy(self) -> "TokenFilter":
@@ -40,17 +43,15 @@ class TokenFilter:
 
     def restrict(self, words: Words) -> None:
         """Removes tokens from a mask (AllowedRows.words), in place."""
-        if self._allowed is not None:
-            words &= self._allowed
-        remove(words, (bad[-1] for bad in self._bad if self._ends_with(bad[:-1])))
+        words &= self._allowed
+        if self._last:
+            found = self._bad.get(self._last[-1], ())
+            remove(words, (b[-1] for b in found if self._last[-len(b) + 1 :] == b[:-1]))
 
     def accept(self, token_id: int) -> None:
         """Continues the output."""
         if self._longest:
             self._last = (*self._last, token_id)[-self._longest :]
-
-    def _ends_with(self, tokens: tuple[int, ...]) -> bool:
-        return not tokens or self._last[-len(tokens) :] == tokens
 
 
 def remove(words: Words, token_ids: Iterable[int]) -> None:

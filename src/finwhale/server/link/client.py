@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.errors import EngineDeadError, QueueFullError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.errors import StoppingError
@@ -212,12 +213,14 @@ class EngineClient:
         prefix_owner: str = "",
         user: str = "",
         grammar_bytes: int = 0,
+        filter: TokenFilter | None = None,
     ) -> Generation:
         """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
 
         Args:
             user: whose sequences and grammars take turns with those of other users.
             grammar_bytes: memory that the grammar takes, as its trial measured.
+            filter: as for `Engine.add_request`.
 
         Raises:
             EngineDeadError: the engine is not ready or has died.
@@ -239,6 +242,7 @@ class EngineClient:
                     prefix_owner,
                     user,
                     grammar_bytes,
+                    filter,
                 )
             )
         return generation

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.request import ExpertIds, FinishReason, Logprob, RequestTimes, SamplingParams
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Add:
     prefix_owner: str = ""
     user: str = ""
     grammar_bytes: int = 0
+    filter: TokenFilter | None = None
 
 
 @dataclass(frozen=True, slots=True)

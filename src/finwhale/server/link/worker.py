@@ -186,6 +186,7 @@ class EngineLoop:
                 priority=command.priority,
                 matcher=matcher,
                 prefix_owner=command.prefix_owner,
+                filter=command.filter,
             )
         except RequestError as error:
             self._send(Refused(command.request_id, str(error)))
