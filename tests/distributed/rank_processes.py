@@ -5,16 +5,15 @@ takes seconds.
 """
 
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from tests.support.processes import importable_tests
 from torch._C._distributed_c10d import FileStore
 
 from finwhale.distributed.collectives import Collectives
@@ -23,8 +22,6 @@ from finwhale.distributed.rank import Rank
 
 from .rank_engines import SCENARIOS, Given
 
-# The processes import this package, which pytest imports without a path.
-ROOT = str(Path(__file__).parents[2])
 PRELOADED = ["torch.distributed", "finwhale.llm", "finwhale.bench.stepping"]
 
 
@@ -42,11 +39,8 @@ class RankProcesses:
             process = context.Process(
                 target=serve, args=(theirs, index, self._directory.name), daemon=True
             )
-            sys.path.append(ROOT)
-            try:
+            with importable_tests():
                 process.start()
-            finally:
-                sys.path.remove(ROOT)
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)

@@ -8,14 +8,13 @@ FINWHALE_MIXED_DEVICE names other devices, for example cuda:0,0 for two ranks th
 import json
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from tests.support.processes import importable_tests
 
 from finwhale import RequestOutput, SamplingParams
 from finwhale.config import EngineConfig
@@ -28,7 +27,6 @@ from finwhale.models.weight_sources import DummyWeights
 pytestmark = pytest.mark.alone
 SECONDS = float(os.environ.get("FINWHALE_MIXED_SECONDS", "15"))
 DEVICE = os.environ.get("FINWHALE_MIXED_DEVICE")
-ROOT = Path(__file__).parents[2]
 LONGEST, AT_ONCE = 12_000, 24
 FREE = {"ignore_eos": True}
 SHARED = 700  # tokens with which the prompts of every third request begin
@@ -54,23 +52,22 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    sys.path.insert(0, str(ROOT))  # the ranks import this module
-    model = DeepseekV4Config.preset("flash").with_layers(4)
-    config = EngineConfig(
-        device=DEVICE,
-        tensor_parallel_size=None if DEVICE else min(2, torch.cuda.device_count()),
-        draft_tokens=2,
-        batch_invariant=True,
-        max_num_seqs=16,
-        max_model_len=16_384,
-        max_num_batched_tokens=1024,
-        cache_memory_bytes=57 * 10**6,  # 26,000 tokens: some sequences are preempted
-    )
-    engine = start_engine(config, model, DummyWeights(model), None)
-    yield engine
-    if isinstance(engine.executor, Ranks):
-        engine.executor.close()
-    sys.path.remove(str(ROOT))
+    with importable_tests():  # the ranks import this module
+        model = DeepseekV4Config.preset("flash").with_layers(4)
+        config = EngineConfig(
+            device=DEVICE,
+            tensor_parallel_size=None if DEVICE else min(2, torch.cuda.device_count()),
+            draft_tokens=2,
+            batch_invariant=True,
+            max_num_seqs=16,
+            max_model_len=16_384,
+            max_num_batched_tokens=1024,
+            cache_memory_bytes=57 * 10**6,  # 26,000 tokens: some sequences are preempted
+        )
+        engine = start_engine(config, model, DummyWeights(model), None)
+        yield engine
+        if isinstance(engine.executor, Ranks):
+            engine.executor.close()
 
 
 def tokens(result: RequestOutput) -> list[list[int]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.processes import importable_tests
 from tests.support.stepping import Stepper
 
 from finwhale import SamplingParams
@@ -97,12 +98,11 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Engine]:
-    sys.path.insert(0, str(ROOT))  # the ranks import this module
-    engine = new_engine(2)
-    yield engine
-    assert isinstance(engine.executor, Ranks)
-    engine.executor.close()
-    sys.path.remove(str(ROOT))
+    with importable_tests():  # the ranks import this module
+        engine = new_engine(2)
+        yield engine
+        assert isinstance(engine.executor, Ranks)
+        engine.executor.close()
 
 
 @pytest.fixture(scope="module")

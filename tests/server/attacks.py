@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import importable_tests
+
 MODEL = "finwhale-demo"
 MIB = 1 << 20
 
@@ -439,12 +441,8 @@ def honest_client(target: Target) -> Iterator[Honest]:
     seen, context = Honest(), multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     client = context.Process(target=_be_honest, args=(target.port, target.process.pid, theirs))
-    root = str(Path(__file__).parents[2])  # pytest does not put it where the process looks
-    sys.path.append(root)
-    try:
+    with importable_tests():
         client.start()
-    finally:
-        sys.path.remove(root)
     theirs.close()
     assert ours.poll(120), "the honest client does not start"
     ours.recv()
