@@ -13,7 +13,7 @@ from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBacken
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.weight_updates import WeightsSource
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.llm import LoadedModel, Messages, PreparedPrompt, Prompt, add_job
+from finwhale.llm import LoadedModel, Messages, PreparedPrompt, Prompt, add_job, plain_prompt
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 
 # Time limit for the thread's current step when the thread ends: a device may never finish.
@@ -67,7 +67,8 @@ class AsyncLLM(LoadedModel):
         Raises:
             RequestError: the prompt cannot be served.
         """
-        job = await asyncio.to_thread(self._job, prompt, sampling_params or SamplingParams())
+        plain = plain_prompt(prompt)
+        job = await asyncio.to_thread(self._job, plain, sampling_params or SamplingParams())
         request = _Request(self._new_id(), job, streams=True)
         result: RequestOutput | None = None
         try:

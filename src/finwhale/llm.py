@@ -46,7 +46,8 @@ from finwhale.request import (
     SamplingParams,
 )
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping as in vLLM: see `_plain`
+PlainPrompt = str | Sequence[int]
+Prompt = PlainPrompt | Mapping[str, Any]  # a mapping as in vLLM: see `plain_prompt`
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
 
@@ -226,20 +227,20 @@ class LoadedModel:
         params = _as_params(sampling_params, len(listed))
         return (self._prepare(prompt, one) for prompt, one in zip(listed, params, strict=True))
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt | RequestOutput:
+    def _prepare(
+        self, prompt: PlainPrompt, params: SamplingParams
+    ) -> PreparedPrompt | RequestOutput:
         try:
             return self._job(prompt, params)
         except RequestError as error:
-            plain = _plain(prompt)
-            text, token_ids = (plain, []) if isinstance(plain, str) else (None, list(plain))
+            text, token_ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
             return self._error_result(error, text, token_ids)
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+    def _job(self, prompt: PlainPrompt, params: SamplingParams) -> PreparedPrompt:
         """Prepare one prompt. Raises RequestError."""
         params = params.with_defaults(self._defaults)
-        plain = _plain(prompt)
-        text = plain if isinstance(plain, str) else None
-        token_ids = self.encode(plain) if isinstance(plain, str) else plain
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return PreparedPrompt(token_ids, params, text, new_matcher(params, self._engine.tokenizer))
 
     def _prepared_chats(
@@ -458,7 +459,8 @@ class LLM(LoadedModel):
         Raises:
             RequestError: the prompt cannot be served.
         """
-        engine, job = self._engine, self._job(prompt, sampling_params or SamplingParams())
+        engine = self._engine
+        job = self._job(plain_prompt(prompt), sampling_params or SamplingParams())
         request_id = self._new_id()  # before it begins, so that an interrupt aborts it
         shown, finished = 0, False
         try:
@@ -703,9 +705,9 @@ def has_tokenizer(directory: Path) -> bool:
     return is_file(directory / "tokenizer.json")
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
     if isinstance(prompts, str | Mapping):
-        return [_plain(prompts)]
+        return [plain_prompt(prompts)]
     if not _is_list(prompts):
         raise RequestError(
             f"prompts must be a text, a list of token ids or a list of these, got "
@@ -714,7 +716,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
-    items = [_plain(item) if isinstance(item, Mapping) else item for item in items]
+    items = [plain_prompt(item) if isinstance(item, Mapping) else item for item in items]
     for i, item in enumerate(items):
         if not (isinstance(item, str) or _is_list(item)):
             raise RequestError(
@@ -723,7 +725,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
-def _plain(prompt: Prompt) -> str | Sequence[int]:
+def plain_prompt(prompt: Prompt) -> PlainPrompt:
     """A prompt's text or ids. A mapping has one of them: `prompt` or `prompt_token_ids`.
 
     Raises:

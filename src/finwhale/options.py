@@ -6,13 +6,13 @@ arguments into the dataclass. `cli/options_page.py` writes docs/options.md from 
 
 import argparse
 import difflib
-import functools
 import math
 import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from finwhale.errors import FinwhaleError
@@ -99,10 +99,7 @@ class Option:
             return {**found, "default": None, "action": "append", "help": f"{text}; repeatable"}
         if self.kind == tuple[int, ...]:
             return {**found, "type": _integers}
-        return {
-            **found,
-            "type": functools.partial(_word_or_number, self.words) if self.words else self.kind,
-        }
+        return {**found, "type": partial(_word_or_number, self.words) if self.words else self.kind}
 
 
 def options_of(config: type) -> tuple[Option, ...]:
@@ -110,7 +107,7 @@ def options_of(config: type) -> tuple[Option, ...]:
     return _options_of(config)
 
 
-@functools.cache
+@cache  # mypy refuses `type[T]` as an argument of a cached function
 def _options_of(config: type) -> tuple[Option, ...]:
     hints = typing.get_type_hints(config)
     found = []

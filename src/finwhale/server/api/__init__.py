@@ -1,1 +1,1 @@
-"""The application: its gate, its paths and what they answer."""
+"""The HTTP application: its middleware, its paths, health and the page."""

@@ -1,6 +1,6 @@
 """What every request passes before the application: ASGI middleware, here from the outside inwards.
 
-- `Reported` gives it an id, and tells of it in the log, the metrics and the traces.
+- `Reported` gives it an id, and reports it to the log, the metrics and the traces.
 - `RefusalAnswers` answers with the error that the middleware inside raises.
 - `Admitted` checks its host, its key and its user's share of requests.
 - `Bounded` passes its body on, up to a limit.
@@ -208,13 +208,17 @@ class Bounded:
         state, config = self._state, self._state.config
         budget: Budget | None = state.budget
         max_bytes = state.max_body_bytes
-        too_large = _too_large(max_bytes)
-        if config.max_body_bytes is None:  # the limit follows from the context
-            too_large = state.unless_loading(too_large)
-        if scope["path"] == "/v1/files" and scope["method"] == "POST" and config.batch_dir:
-            # An upload goes to the disk as it arrives: the server does not hold it.
+        if (
+            scope["path"] == "/v1/files"
+            and scope["method"] == "POST"
+            and config.batch_dir is not None
+        ):
+            # An upload goes to the disk as it arrives.
             max_bytes, budget = config.max_file_bytes + OVERHEAD_BYTES, None
-            too_large = _too_large(max_bytes)
+        text = f"the body has more than {max_bytes} bytes"
+        too_large = ApiError(413, text, code="body_too_large")
+        if budget is not None and config.max_body_bytes is None:  # it follows from the context
+            too_large = state.unless_loading(too_large)
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length[:20]) > max_bytes:
             raise too_large
@@ -282,10 +286,6 @@ class _Body:
     def _resize(self, num_bytes: int) -> None:
         if self._budget is not None:
             self._budget.resize(self._seen, num_bytes, self._user)
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
 
 
 def _given_key(headers: Headers) -> str:

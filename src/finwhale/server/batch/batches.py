@@ -144,8 +144,19 @@ class Batches:
             at_once = state.max_batch_sequences + 1
             if key is not None and key.concurrent is not None:
                 at_once = min(at_once, key.concurrent)
-            job = BatchJob(source, found, max_bytes, items, batch.endpoint, good, bad,
-                      owner.begun(batch), at_once, InternalRequest(key), self._alone)  # fmt: skip
+            job = BatchJob(
+                source,
+                found,
+                max_bytes,
+                items,
+                batch.endpoint,
+                good,
+                bad,
+                owner.begun(batch),
+                at_once,
+                InternalRequest(key),
+                self._alone,
+            )
             await asyncio.to_thread(job.recover)
             ended = await self._run_job(owner, batch, job)
         self._finish(owner, batch, ended)

@@ -1,1 +1,1 @@
-"""Who may come in, and how much: connections, hosts, keys, shares, bodies."""
+"""Who may come in, and how much: connections, hosts, sizes of bodies, shares."""

@@ -1,1 +1,1 @@
-"""What is told of a server: its log, metrics and traces."""
+"""The log, the metrics and the traces of a server."""

@@ -40,8 +40,9 @@ _ID_PREFIXES: dict[ProtocolName, str] = {
     "responses": "resp_",
     "messages": "msg_",
 }
-# deepseek-recipe does not know these fields, or accepts fewer values than this server.
+# deepseek-recipe reads these fields as this server does.
 _SHARED_FIELDS = {"stream", "temperature", "top_p", "stop", "stream_options", "user"}
+# deepseek-recipe does not know these fields, or accepts fewer values than this server.
 _OWN_FIELDS = frozenset(OpenAIBody.model_fields) - _SHARED_FIELDS | {
     "previous_response_id",
     "background",
