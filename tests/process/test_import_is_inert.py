@@ -73,7 +73,7 @@ print(json.dumps(report))
 """
 
 
-# What a module could change in Triton: the knobs, the hooks in them, and how kernels are launched.
+# A module could change these parts of Triton: the knobs, their hooks, and the launch of kernels.
 KERNEL_PROBE = """
 import inspect
 from triton import knobs

@@ -48,7 +48,7 @@ def held(
 
 
 def events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yields the name and the data of each event; a comment has the data None."""
+    """Yields (name, data) for each event. The data of a comment is None."""
     name = ""
     for line in lines:
         if line.startswith(":"):

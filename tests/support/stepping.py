@@ -8,7 +8,7 @@ from finwhale.engine.plan.sequences import Chunk, SequenceState
 
 class Stepper(stepping.Stepper):
     def prefilled(self, texts: Sequence[Sequence[int]]) -> list[Chunk]:
-        """Prefill all tokens of each text but the last; returns chunks that decode the last."""
+        """Prefill each text without its last token. Returns chunks that decode the last tokens."""
         chunks = []
         for token_ids in texts:
             sequence, end = self.sequence(token_ids), len(token_ids)

@@ -37,7 +37,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 
 
 def prompt_of(protocol: ProtocolName, body: dict[str, Any]) -> tuple[list[Any], list[str]]:
-    """Converts a body: role, text, reasoning and calls of each message, and what was left out."""
+    """Converts a body. Returns (role, text, reasoning, calls) for each message, and left_out."""
     body, left_out = readable(protocol, body)
     found = convert(protocol, body, default_thinking=True).conversation
     return [

@@ -45,7 +45,7 @@ QUANTISED = ("quantization_config", "expert_dtype")  # fields that an unquantise
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' ways to run experts
 
 Prompts = list[list[int]]
-# Milliseconds of each step, by contender.
+# The name of a contender, and how many milliseconds each of its steps took.
 Times = dict[str, list[float]]
 
 

@@ -57,7 +57,7 @@ class WantedFormat:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer may be.
+    """The texts and tool calls that a request allows as its answer.
 
     Attributes:
         tokenizer: None: there are no tools.
@@ -133,7 +133,7 @@ class AnswerForm:
 
     @staticmethod
     def _item(wanted: WantedFormat, relaxed: tuple[str, ...], ignored: list[str]) -> str:
-        """The Lark item of a format. Adds what of its schema it does not hold to `ignored`."""
+        """The Lark item of a format. Adds to `ignored` what it leaves out of the schema."""
         kind, value = wanted.format
         if kind != "json":
             raise RequestError(f"a response_format of type {kind} cannot be combined with tools")

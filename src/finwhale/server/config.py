@@ -185,7 +185,7 @@ class ServerConfig:
     )
     max_files: int = option(
         200,
-        "maximum number of uploaded files, and of batches, of each API key",
+        "each API key may have at most so many uploaded files, and so many batches",
         metavar="N",
         above=0,
     )

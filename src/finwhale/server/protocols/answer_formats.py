@@ -1,4 +1,4 @@
-"""The format of an answer and its tool calls: what a body says of them; trials of grammars."""
+"""Reads the wanted format and the tools of a body, and tries the grammar of its answer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,10 @@ _NAMES_A_TOOL: dict[ProtocolName, tuple[str, ...]] = {
 async def held_grammar(
     state: ServerState, grammar: AnswerGrammar | None, log: RequestLog
 ) -> tuple[Guide | None, tuple[str, ...]]:
-    """A guide that passes its trial, of as much of the schemas as llguidance can enforce, and what
-    of them it does not enforce.
+    """Tries the grammar, and relaxes it until its trial succeeds.
+
+    Returns:
+        Its guide (None: the answer is free), and the parts of the request that it does not enforce.
 
     Raises:
         GrammarError: this needs more than MAX_RELAXED places, or there is another reason.
