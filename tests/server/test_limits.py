@@ -1,5 +1,7 @@
 """What stands before the endpoints, and what a request leaves behind: nothing."""
 
+import asyncio
+import contextlib
 import http.client
 import json
 import logging
@@ -8,14 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 import torch
+from starlette.types import Message, Receive, Scope, Send
 
 from finwhale import LLM
-from finwhale.server.edge.bodies import parse_body
+from finwhale.server.api.gate import Bounded
+from finwhale.server.edge.bodies import Budget, parse_body
 from finwhale.server.errors import ApiError
 
 from .running import MODEL, RunningServer
@@ -419,3 +424,25 @@ def test_engine_failure_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(openai.InternalServerError) as refused:
         server.openai().completions.create(model=MODEL, prompt="a")
     assert refused.value.status_code == 503 and refused.value.code == "engine_dead"
+
+
+def test_an_application_that_swallows_a_refused_body_answers_nothing() -> None:
+    async def careless(scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ApiError):
+            await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"12345", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    sent: list[Message] = []
+    config = SimpleNamespace(max_body_bytes=4, batch_dir=None)
+    budget = Budget(1 << 20, 1)
+    state: Any = SimpleNamespace(config=config, max_body_bytes=4, budget=budget)
+    scope = {"path": "/x", "method": "POST", "headers": [], "state": {"user": ""}}
+    with pytest.raises(ApiError, match="more than 4 bytes"):
+        asyncio.run(Bounded(careless, state)(scope, receive, send))
+    assert not sent and budget.bytes == 0
