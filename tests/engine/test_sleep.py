@@ -19,7 +19,7 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.sleep import check_can_save
 from finwhale.errors import ResourceError
 
-from .weights import bits_of, weights_of
+from .weights import bits_of, forms_of, weights_of
 
 LONG = [7 * i % 400 for i in range(300)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
@@ -69,7 +69,7 @@ def test_sleep_changes_nothing(tags: tuple[str, ...], engine: LLM, before: list[
     engine.sleep(tags, drop_weights="weights" not in tags)  # type: ignore[arg-type]
     for tag, size in held.items():
         assert size > 2**17 and resident(engine, tag) < size // 20
-    assert "weights" not in tags or not any(hasattr(t, "_host_gemm") for t in weights_of(engine))
+    assert "weights" not in tags or not forms_of(engine)
     (refused,) = engine.generate([1, 2, 3], PARAMS)
     assert "is asleep" in str(refused.error)
     engine.wake(tags)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ from finwhale.ops import Ops, load_ops
 from finwhale.ops.cpu_gemm import _Half, _rows_are_independent
 from finwhale.ops.moe import ExpertWeight
 
-from .weights import bits_of, in_one_buffer, weights_of
+from .weights import bits_of, forms_of, in_one_buffer, weights_of
 
 LONG = [7 * i % 400 for i in range(300)]  # more than a block
 PROMPTS = [LONG, [1, 2, 3], [5] * 40]
@@ -164,7 +164,7 @@ def test_updated_quantised_weights_give_the_bits_of_a_fresh_start(
     assert before != expected
     engine = start(paths[0])
     assert tokens(engine) == before
-    packed = any(isinstance(kept, _Half) for t in weights_of(engine) for kept in vars(t).values())
+    packed = any(isinstance(form, _Half) for form in forms_of(engine))
     assert packed == _rows_are_independent()  # true on every CPU with AVX2
     engine.update_weights(paths[1])
     assert tokens(engine) == expected

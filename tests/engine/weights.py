@@ -8,6 +8,7 @@ from torch import Tensor
 from finwhale import LLM, SamplingParams
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.weight_protocol import tensors_of
+from finwhale.ops.host_forms import _FORMS
 
 
 def bits_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[object]:
@@ -21,6 +22,12 @@ def bits_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[
 
 def weights_of(llm: LLM) -> list[Tensor]:
     return tensors_of(local_executor(llm._engine.executor).runner.model.weights)
+
+
+def forms_of(llm: LLM) -> list[object]:
+    """What the CPU table has derived from the weights."""
+    kept = [_FORMS[id(t)][1] for t in weights_of(llm) if id(t) in _FORMS]
+    return [form for forms in kept for form in forms.values()]
 
 
 def in_one_buffer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

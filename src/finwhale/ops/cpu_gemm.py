@@ -24,6 +24,7 @@ from torch import Tensor
 
 from finwhale.ops import cpu_math
 from finwhale.ops.cpu_math import F32
+from finwhale.ops.host_forms import once_per_tensor
 
 # torch has deprecated these functions since 1.11 and still has them in 2.15. Without them, every
 # weight uses the GEMVs.
@@ -82,22 +83,16 @@ class _Rows:
         return torch.from_numpy(cpu_math.matmul_rows(x_NK.numpy(), self.matrix_KM))
 
 
+@once_per_tensor
 def gemm(weight_MK: Tensor) -> Gemm:
-    """The GEMM with a weight that no longer changes. The tensor object stores it."""
-    kept: Gemm | None = getattr(weight_MK, "_host_gemm", None)
-    if kept is None:
-        kept = _half(weight_MK) or _Rows(weight_MK.mT.numpy())
-        setattr(weight_MK, "_host_gemm", kept)  # noqa: B010
-    return kept
+    """The GEMM with a weight that no longer changes."""
+    return _half(weight_MK) or _Rows(weight_MK.mT.numpy())
 
 
+@once_per_tensor
 def gemms(weight_GMK: Tensor) -> tuple[Gemm, ...]:
-    """The GEMMs with G matrices that no longer change. The tensor object stores them."""
-    kept: tuple[Gemm, ...] | None = getattr(weight_GMK, "_host_gemms", None)
-    if kept is None:
-        kept = tuple(gemm(weight_MK) for weight_MK in weight_GMK)
-        setattr(weight_GMK, "_host_gemms", kept)  # noqa: B010
-    return kept
+    """The GEMMs with G matrices that no longer change."""
+    return tuple(gemm(weight_MK) for weight_MK in weight_GMK)
 
 
 def _half(weight_MK: Tensor) -> Gemm | None:

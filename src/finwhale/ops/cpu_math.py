@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.number_formats import E4M3_MAX
+from finwhale.ops.host_forms import once_per_tensor
 from finwhale.ops.paging import contiguous_rows
 from finwhale.ops.rounding import MIN_AMAX
 
@@ -87,22 +88,20 @@ def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) 
         part.result()
 
 
+@once_per_tensor
 def view(tensor: Tensor) -> Any:
-    """The tensor's memory as an array. The tensor object stores it, because many calls read it."""
-    array = getattr(tensor, "_host_view", None)
-    if array is None:
-        array = tensor.numpy()
-        setattr(tensor, "_host_view", array)  # noqa: B010
-    return array
+    """The tensor's memory as an array."""
+    return tensor.numpy()
 
 
+@once_per_tensor
 def rows(pool: Tensor) -> tuple[Any, int]:
     """A dense pool as a contiguous array and a step (see `paging.contiguous_rows`).
 
     To gather rows of a strided array, numpy would first copy the whole array.
     """
     flat, step = contiguous_rows(pool)
-    return view(flat), step
+    return flat.numpy(), step
 
 
 @lru_cache(maxsize=256)
@@ -209,14 +208,11 @@ def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
     return out.reshape(x.shape)
 
 
+@once_per_tensor
 def turns(rotation_NR: Tensor) -> C64:
-    """cos + i sin [N,R/2] of a rotation [N,R/2,2] of (cos, sin). The tensor object stores it."""
-    turn = getattr(rotation_NR, "_host_turns", None)
-    if turn is None:
-        turn = rotation_NR.numpy().view(np.complex64)[..., 0]
-        setattr(rotation_NR, "_host_turns", turn)  # noqa: B010
-    result: C64 = turn
-    return result
+    """cos + i sin [N,R/2] of a rotation [N,R/2,2] of (cos, sin)."""
+    turn: C64 = rotation_NR.numpy().view(np.complex64)[..., 0]
+    return turn
 
 
 def rotate(x: F32, turn_NR: C64) -> None:

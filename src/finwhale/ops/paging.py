@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,18 +25,12 @@ def contiguous_rows(pool: Tensor) -> tuple[Tensor, int]:
     """View a dense pool [rows, width] as contiguous rows [X, width]; returns (view, step).
 
     Row r of the pool is row step * r of the view; the rows between belong to other layers. The
-    stride of a cache's rows is a multiple of their width (models/cache.py, PageLayout). The pool
-    object stores the result, because every step reads it.
+    stride of a cache's rows is a multiple of their width (models/cache.py, PageLayout).
     """
-    found: tuple[Tensor, int] | None = getattr(pool, "_contiguous_rows", None)
-    if found is None:
-        width = pool.shape[1]
-        step, rest = divmod(pool.stride(0), width)
-        assert rest == 0 and pool.stride(1) == 1
-        shape = (len(pool) - 1) * step + 1, width
-        found = torch.as_strided(pool, shape, (width, 1)), step
-        setattr(pool, "_contiguous_rows", found)  # noqa: B010
-    return found
+    num_rows, width = pool.shape
+    step, rest = divmod(pool.stride(0), width)
+    assert rest == 0 and pool.stride(1) == 1
+    return pool.as_strided(((num_rows - 1) * step + 1, width), (width, 1)), step
 
 
 @dataclass(frozen=True, eq=False)

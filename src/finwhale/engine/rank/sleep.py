@@ -8,6 +8,7 @@ import torch
 
 from finwhale.engine.rank.memory_checks import check_host_memory, check_temporary_disk
 from finwhale.models.weight_protocol import tensors_of
+from finwhale.ops.host_forms import forget_forms
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
@@ -33,7 +34,7 @@ def free_memory(executor: "LocalExecutor", *, tags: Sequence[str], save_weights:
     """
     if "weights" in tags:
         for tensor in tensors_of(executor.runner.model.weights):
-            vars(tensor).clear()  # forms that operators have derived from it
+            forget_forms(tensor)
     for tag in tags:
         executor.arenas[tag].release(keep=save_weights and tag == "weights")
     gc.collect()
@@ -50,7 +51,7 @@ def free_for_good(executor: "LocalExecutor") -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for tensor in (*tensors_of(runner.model.weights), *runner.cache.pages.values()):
-        vars(tensor).clear()
+        forget_forms(tensor)
         storage = tensor.untyped_storage()
         if storage.resizable():
             storage.resize_(0)

@@ -21,6 +21,7 @@ from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.registry import parse_config
 from finwhale.models.weight_protocol import WeightLoading, tensors_of
+from finwhale.ops.host_forms import forget_forms
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
@@ -124,8 +125,7 @@ class StagedWeights:
         """Write the staged weights into the memory of the current ones."""
         for old, new in self._staged:
             old.copy_(new)
-            # Operators keep derived forms of a weight as attributes of its tensor.
-            vars(old).clear()
+            forget_forms(old)
         if self._loader.device.type == "cuda":
             torch.cuda.synchronize(self._loader.device)
 
