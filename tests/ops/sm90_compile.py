@@ -36,7 +36,6 @@ from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.compressor import compress_triton as compressor
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight, PlannedTokens, VerifiedStep
 from finwhale.ops.drafts import drafts_triton as drafts
-from finwhale.ops.drafts import markov_triton as markov
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import select_entries_triton as indexer
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
@@ -395,7 +394,7 @@ def call_drafts(D: int, B: int, K: int) -> None:
     newest, last = ids(B, W)[:, 0], step_tokens(B, 2**20, 1)
     drafts.make_blocks(newest, last, page_table(B, 64), BlockShape(K, 2**17, 128))
     for early in (False, True):
-        call_markov(newest, K, linear.Options(early_launch=early))
+        call_markov(B, linear.Options(early_launch=early))
     head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
     streams = meta(B, K + 1, 4, D)[:, 1:]
     for w1 in (None, meta(129280, 256)):
@@ -405,14 +404,12 @@ def call_drafts(D: int, B: int, K: int) -> None:
         drafts.draft_confidences(scores, newest, ids(B, K), w)
 
 
-def call_markov(newest: Tensor, K: int, options: linear.Options) -> None:
-    """The Markov head's correction on one of 1, 2 and 4 ranks."""
+def call_markov(B: int, options: linear.Options) -> None:
+    """The product of the Markov head's correction on one of 1, 2 and 4 ranks."""
     for X in (129280, 64640, 32320):
-        logits = f32(len(newest), K, X)[:, 1]
         for dtype in (torch.bfloat16, torch.float32):
-            w1 = meta(129280, 256, dtype=dtype)
             w2 = LinearWeight(meta(X, 256, dtype=dtype), out_dtype=torch.float32)
-            markov.markov_logits(logits, newest, w1, w2, options=options)
+            linear.linear(meta(B, 256, dtype=dtype), w2, options=options)
 
 
 def step_tokens(N: int, max_len: int, max_query: int) -> Tokens:

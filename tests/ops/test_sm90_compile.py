@@ -65,7 +65,6 @@ if triton.__version__.startswith("3.9"):
         "attention.sparse_attention_hopper._attend_kernel": 120,
     }
 STREAMING = {
-    "drafts.markov_triton._rows_kernel",
     "linear.gemm_triton.row_kernel",
     "mhc.residual_streams_triton.streams_few_kernel",
     "moe.router_triton._gate_few_kernel",

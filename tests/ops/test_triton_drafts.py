@@ -1,7 +1,6 @@
 """The Triton kernels of the operators around drafts in the interpreter, against the definitions."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, DraftBlock, ref
 from finwhale.ops.drafts import drafts_triton as kernels
-from finwhale.ops.drafts import markov_triton as kernels_markov
-from finwhale.ops.linear import LinearWeight
-from finwhale.ops.linear.linear_triton import DEFAULT, Options, linear
+from finwhale.ops.linear.linear_triton import linear
 from finwhale.ops.paging import PageTable
 
 from ..engine.dspark_steps import Proposal, Proposals  # noqa: TID252
@@ -118,66 +115,13 @@ def test_confidences(
         assert torch.equal(alone, found[last])
 
 
-def composed(args: tuple[Tensor, Tensor, Tensor, LinearWeight], options: Options) -> Tensor:
-    return ref.corrected_logits(*args, partial(linear, options=options))
-
-
-@pytest.mark.parametrize(
-    "num_tokens, width, dtype",
-    [
-        (8450, 256, torch.bfloat16),
-        (333, 300, torch.float32),
-        *(
-            pytest.param(*sizes, marks=pytest.mark.long)
-            for sizes in (
-                (8450, 256, torch.float32),
-                (333, 300, torch.bfloat16),
-                (450, 12, torch.float32),
-                (450, 12, torch.bfloat16),
-            )
-        ),
-    ],
-)
-def test_markov_logits(num_tokens: int, width: int, dtype: torch.dtype) -> None:
-    """The bits of a gather, a linear layer and a sum, in one launch for few drafts."""
-    # With few multiprocessors, as with a large vocabulary, no plan splits K.
-    options = Options(num_multiprocessors=1)
-    for rows in (1, 2, 3, 16, 17):
-        args = markov(rows, num_tokens, width, dtype)
-        found = kernels_markov.markov_logits(*args, options=options)
-        assert found.dtype == torch.float32 and found.is_contiguous()
-        assert torch.equal(found, composed(args, options)), rows
-        plan = kernels_markov._plan(rows, *args[2:], options)
-        assert (plan is not None) is (rows < 17)
+def test_markov_logits() -> None:
+    """With the Triton kernels' linear layer, in one kernel for few drafts and in others."""
+    for rows in (1, 2, 3, 17):
+        args = markov(rows, 450, 256, torch.bfloat16)
+        found = ref.markov_logits(*args, linear=linear)
+        assert found.dtype == torch.float32
         torch.testing.assert_close(found, ref.markov_logits(*args), rtol=1e-5, atol=1e-4)
-
-
-def test_markov_logits_that_no_kernel_has() -> None:
-    """A split of K, products that are not float32, rows of many blocks, and no row."""
-    for options in (Options(), Options(invariant=True)):
-        for rows in (0, 1, 5):
-            args = markov(rows, 70, 256, torch.bfloat16)
-            found = kernels_markov.markov_logits(*args, options=options)
-            assert torch.equal(found, composed(args, options))
-    logits, newest, w1, w2 = markov(2, 70, 64, torch.bfloat16)
-    args = logits, newest, w1, replace(w2, out_dtype=None)
-    assert kernels_markov._plan(2, *args[2:], DEFAULT) is None
-    assert torch.equal(kernels_markov.markov_logits(*args), composed(args, DEFAULT))
-    w1, w2 = torch.zeros(3, 4096), LinearWeight(torch.zeros(2048, 4096))
-    assert kernels_markov._plan(1, w1, w2, DEFAULT) is None
-
-
-def test_markov_weights_that_are_refused() -> None:
-    logits, newest, w1, w2 = markov(2, 70, 64, torch.bfloat16)
-    for wrong, message in (
-        ((logits, newest, w1[:, ::2], w2), "contiguous"),
-        ((logits, newest, w1[:, :32].contiguous(), w2), "rows of 32 values"),
-        ((logits, newest, w1, replace(w2, round_input=True)), "no rounding"),
-        ((logits.half(), newest, w1, w2), "float32"),
-        ((logits[:1], newest, w1, w2), r"\[2, 70\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            kernels_markov.markov_logits(*wrong)
 
 
 def test_unsupported_arguments_are_refused() -> None:

@@ -74,19 +74,14 @@ def extra_offsets(shape: BlockShape, device: torch.device) -> Tensor:
 
 
 def markov_logits(
-    logits_BX: Tensor, newest_B: Tensor, markov_w1: Tensor, markov_w2: LinearWeight
-) -> Tensor:
-    return corrected_logits(logits_BX, newest_B, markov_w1, markov_w2, linear)
-
-
-def corrected_logits(
     logits_BX: Tensor,
     newest_B: Tensor,
     markov_w1: Tensor,
     markov_w2: LinearWeight,
-    linear: Linear,
+    *,
+    linear: Linear = linear,
 ) -> Tensor:
-    """`markov_logits` with the linear layer of any table."""
+    """linear: the linear layer of any table."""
     return logits_BX + linear(markov_w1.index_select(0, newest_B), markov_w2).float()
 
 

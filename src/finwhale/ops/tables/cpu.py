@@ -5,12 +5,12 @@ import torch
 from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.cpu import compress
-from finwhale.ops.drafts.cpu import markov_logits
 from finwhale.ops.drafts.ref import (
     accept_drafts,
     continue_tokens,
     draft_confidences,
     make_blocks,
+    markov_logits,
     score_streams,
 )
 from finwhale.ops.indexer.cpu import prepare_index_queries, select_entries
@@ -30,6 +30,7 @@ from finwhale.ops.moe.ref import finish_experts
 from finwhale.ops.norm.cpu import rms_norm
 from finwhale.ops.sampling.cpu import best_candidates, sample
 from finwhale.ops.sampling.ref import merge_candidates
+from finwhale.ops.tables import bind
 
 OPS = Ops(
     capabilities=Capabilities(
@@ -74,6 +75,6 @@ OPS = Ops(
     accept_drafts=accept_drafts,
     make_blocks=make_blocks,
     score_streams=score_streams,
-    markov_logits=markov_logits,
+    markov_logits=bind(markov_logits, linear=linear),
     draft_confidences=draft_confidences,
 )

@@ -8,7 +8,6 @@ from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_triton
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
-from finwhale.ops.drafts import markov_triton
 from finwhale.ops.drafts.drafts_triton import (
     accept_drafts,
     continue_tokens,
@@ -16,12 +15,12 @@ from finwhale.ops.drafts.drafts_triton import (
     make_blocks,
     score_streams,
 )
-from finwhale.ops.drafts.markov_triton import markov_logits
+from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear import linear_triton
-from finwhale.ops.linear.linear_triton import DEFAULT, Options, grouped_linear, linear, swiglu_mlp
+from finwhale.ops.linear.linear_triton import DEFAULT, Options, grouped_linear, swiglu_mlp
 from finwhale.ops.linear.ref import grouped_form, prepare_linear
 from finwhale.ops.mhc import mhc_triton
 from finwhale.ops.mhc.mhc_triton import hc_head, mhc_post, mhc_post_pre, mhc_pre
@@ -42,6 +41,7 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
     """max_stages: see the linear layers' `Options`."""
     num_multiprocessors = platform.num_multiprocessors
     options = Options(num_multiprocessors=num_multiprocessors, max_stages=max_stages)
+    linear = bind(linear_triton.linear, options=options)
     return Ops(
         capabilities=KERNEL_CAPABILITIES,
         launch_classes=(
@@ -53,13 +53,12 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
             router_triton.LAUNCH_CLASSES,
             experts_triton.LAUNCH_CLASSES,
             sample_triton.LAUNCH_CLASSES,
-            markov_triton.LAUNCH_CLASSES,
         ),
         prepare_linear=prepare_linear,
         prepare_experts=prepare_experts,
         finish_experts=finish_experts,
         rms_norm=rms_norm,
-        linear=bind(linear, options=options),
+        linear=linear,
         grouped_form=grouped_form,
         grouped_linear=bind(grouped_linear, options=options),
         mhc_of_terms=None,
@@ -85,6 +84,6 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
         score_streams=score_streams,
-        markov_logits=bind(markov_logits, options=options),
+        markov_logits=bind(markov_logits, linear=linear),
         draft_confidences=draft_confidences,
     )

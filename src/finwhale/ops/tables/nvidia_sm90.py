@@ -12,7 +12,6 @@ from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_hopper
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
-from finwhale.ops.drafts import markov_triton
 from finwhale.ops.drafts.drafts_triton import (
     accept_drafts,
     continue_tokens,
@@ -20,7 +19,7 @@ from finwhale.ops.drafts.drafts_triton import (
     make_blocks,
     score_streams,
 )
-from finwhale.ops.drafts.markov_triton import markov_logits
+from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
@@ -65,6 +64,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         num_multiprocessors=num_multiprocessors,
         few_tokens=few_tokens_hopper.launch,
     )
+    linear = bind(linears.linear, options=linear_options)
     mhc_options = mhc.Options(**few_tokens, early_launch=True, inline_asm=True)
     mhc_post = bind(mhc.mhc_post, options=mhc_options)
     mhc_post_pre = bind(mhc.mhc_post_pre, options=mhc_options)
@@ -79,13 +79,12 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
             router_triton.LAUNCH_CLASSES,
             experts_hopper.LAUNCH_CLASSES,
             sample_triton.LAUNCH_CLASSES,
-            markov_triton.LAUNCH_CLASSES,
         ),
         prepare_linear=linear_ref.prepare_linear,
         prepare_experts=prepare_experts,
         finish_experts=finish_experts,
         rms_norm=rms_norm,
-        linear=bind(linears.linear, options=linear_options),
+        linear=linear,
         grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
         mhc_of_terms=FusedReduceMhc(
@@ -126,6 +125,6 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
         score_streams=score_streams,
-        markov_logits=bind(markov_logits, options=linear_options),
+        markov_logits=bind(markov_logits, linear=linear),
         draft_confidences=draft_confidences,
     )
