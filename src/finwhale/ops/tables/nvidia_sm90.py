@@ -34,7 +34,7 @@ from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_hopper import compute, dispatch
 from finwhale.ops.moe.experts_layout import finish_experts
 from finwhale.ops.moe.ref import prepare_experts
-from finwhale.ops.moe.router_triton import CHOOSE_REGISTERS, route_by_hash, route_by_score
+from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling import sample_triton
 from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
@@ -110,9 +110,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
             few_warps=NUM_WARPS,
         ),
         sparse_attention=bind(sparse_attention, **invariant) if invariant else sparse_attention,
-        route_by_score=bind(
-            route_by_score, **few_tokens, early_launch=True, registers=CHOOSE_REGISTERS
-        ),
+        route_by_score=bind(route_by_score, **few_tokens, early_launch=True),
         route_by_hash=bind(route_by_hash, **few_tokens, early_launch=True),
         experts_dispatch=dispatch,
         experts_compute=bind(compute, num_multiprocessors=num_multiprocessors),
