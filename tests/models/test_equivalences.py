@@ -142,28 +142,6 @@ def test_a_decode_prepares_the_indexer_s_queries_while_the_compressors_run(
     model.stepper.release(sequence)
 
 
-def test_a_decode_says_which_tokens_entries_were_scored(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels of attention that start early rely on it. A prefill does not say it."""
-    layers: Any = model.stepper.runner.model
-    attn = next(a.attn for a in layers.layers if isinstance(a.attn.compressor, C4Compressor))
-    found: list[int | None] = []
-    run = attn.sparse_attention
-
-    def noted(*args: Any) -> None:
-        found.append(args[5].scored_from)
-        run(*args)
-
-    monkeypatch.setattr(attn, "sparse_attention", noted)
-    sequence = model.stepper.sequence(model.text(12))
-    model.stepper.step([(sequence, 11)])
-    model.stepper.step([(sequence, 1)])
-    # The first position that sees more than topk entries of four tokens.
-    assert found == [None, 4 * attn.compressor.topk + 3]
-    model.stepper.release(sequence)
-
-
 @pytest.mark.parametrize("size", [1, *LONG])
 def test_chunks_of_one_size(model: Model, size: int) -> None:
     """Size 1 is decode, token by token from the first."""

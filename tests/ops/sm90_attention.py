@@ -25,8 +25,7 @@ TYPES = {
     "scale_log2": "fp32",
 }
 # kind of entries, splits, heads of the model's rank, heads a program, keys a step, whether the
-# output is rounded; slots that a program loads, if they are not 512 (DSpark's blocks need 5); from
-# which position on queries are prepared before the wait.
+# output is rounded; slots that a program loads, if they are not 512 (DSpark's blocks need 5).
 VARIANTS = (
     (0, 4, 64, 64, 64, False),
     (1, 1, 64, 64, 64, True),
@@ -34,8 +33,7 @@ VARIANTS = (
     (2, 20, 64, 16, 32, False),
     (1, 1, 8, 8, 64, True),
     (1, 3, 64, 64, 64, False, 32),
-    (1, 20, 64, 16, 32, False, 512, 2051),
-    (1, 1, 8, 8, 64, True, 512, 2051),
+    (1, 20, 64, 16, 32, False),
 )
 # The same kinds of entries with other numbers of heads and splits, or another output.
 MORE_VARIANTS = (
@@ -45,10 +43,6 @@ MORE_VARIANTS = (
     (0, 1, 16, 16, 64, True),
     (2, 10, 8, 8, 64, False),
     (1, 3, 32, 32, 64, False, 32),
-    (1, 1, 64, 64, 64, True, 512, 2051),
-    (1, 20, 64, 16, 32, False),
-    (1, 5, 64, 64, 64, False, 512, 2051),
-    (1, 1, 32, 32, 64, True, 512, 2051),
 )
 
 
@@ -60,7 +54,6 @@ def call(
     block_k: int,
     rounds: bool,
     num_slots: int = 512,
-    ready_from: int | None = None,
 ) -> None:
     rows = 2 if kind == 2 else 64
     few = heads <= hopper.FEW_HEADS
@@ -71,7 +64,6 @@ def call(
         "ENTRY_ROWS": rows,
         "ENTRIES": kind,
         "RATIO": 128,
-        "READY_FROM": ready_from,
         "SPLITS": splits,
         "BLOCK_K": block_k,
         "BLOCK_S": num_slots,

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from finwhale.distributed.rank import Rank
@@ -258,37 +257,6 @@ def test_long_rows_of_few_tokens_and_of_many(monkeypatch: pytest.MonkeyPatch) ->
         for case in cases if few_rows else cases[-2:]:
             assert agree(*selected(case.args())), str(case)
         assert (len(taken) > before) == (few_rows > 0)
-
-
-def test_scores_of_long_rows_wait_before_the_next_kernel_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Attention reads queries early only because of this order. Short rows, and a prefill, let the
-    next kernel start first.
-    """
-    calls: list[str] = []
-    for name in ("gdc_launch_dependents", "gdc_wait"):
-        monkeypatch.setattr(tl.extra.cuda, name, partial(calls.append, name))
-    monkeypatch.setattr(kernels, "select_topk", lambda *_: None)
-    case = next(c for c in CASES if c.args()[-1] and c.args()[4].max_query == 8)
-    q, weights, keys, rotary, tokens, table, topk, scale, _ = case.args()
-    pool = strided(pack_keys(keys, table.rows_per_page))
-    values = torch.zeros((1, *q.shape[1:]), dtype=torch.uint8)
-    queries = IndexQueries(values, torch.zeros(1, q.shape[1]))
-    first, wait = "gdc_launch_dependents", "gdc_wait"
-    for max_query, seen, order in (
-        (1, topk, [first, wait]),
-        (1, topk + 1, [wait, first]),
-        (MAX_DECODE_QUERY + 1, topk + 1, [first, wait]),
-    ):
-        calls.clear()
-        position = torch.full_like(tokens.positions[:1], 4 * seen + 3 - 4)
-        given = replace(tokens, positions=position, sequence=tokens.sequence[:1])
-        given = replace(given, max_len=4 * topk + 4, max_query=max_query, cache=StepCache())
-        rest = (pool, rotary, given, table, topk, scale, True)
-        kernels.select_entries(queries, weights[:1], *rest, early_launch=True)
-        assert calls[:2] == order
-        assert calls == order * (len(calls) // 2)
 
 
 def one_row(length: int) -> tuple[Tokens, PageTable]:

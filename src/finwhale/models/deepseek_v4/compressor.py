@@ -17,7 +17,7 @@ from finwhale.ops.attention import AllEntries, TopkEntries
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
+from finwhale.ops.paging import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +216,4 @@ class C4Compressor:
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
             slots = self.ranks.all_gather_rows(slots, num_tokens)
-        scored_from = None
-        if own is None and inputs.tokens.max_query <= MAX_DECODE_QUERY:
-            # A token at this position sees topk + 1 entries.
-            scored_from = RATIO * (self.topk + 1) - 1
-        return TopkEntries(cache.pool("c4", self.layer), slots, table.rows_per_page, scored_from)
+        return TopkEntries(cache.pool("c4", self.layer), slots, table.rows_per_page)

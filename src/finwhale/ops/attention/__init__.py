@@ -31,18 +31,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class TopkEntries:
-    """Entries that the indexer selected: slots [N,K] int32, -1 for none.
-
-    scored_from: if given, a decode's `select_entries` selected the slots. It was called for the
-    same tokens after their queries were computed, and tokens from this position on see more than
-    topk entries. A kernel that starts early may then read the queries of these tokens before the
-    slots are complete. Other kernels ignore it.
-    """
+    """Entries that the indexer selected: slots [N,K] int32, -1 for none."""
 
     pool: Tensor
     slots: Tensor
     rows_per_page: int
-    scored_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ from finwhale.ops.attention.sparse_attention_hopper_parts import (
     store_heads,
 )
 from finwhale.ops.attention.sparse_attention_triton import (
-    SELECTED,
     AttendPlan,
     Problem,
     check_problem,
@@ -67,9 +66,6 @@ NUM_WARPS = 8
 # time.
 FEW_TOKENS, FEW_ROWS, FEW_KEYS = 2, 16, 32
 STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
-# A step of at most this many tokens prepares its queries early (see `ready_from`). Six tokens at a
-# context of 65,536 are slower that way: 9.6 us after the selection, not 8.1 (H200).
-EARLY_QUERY_TOKENS = 1
 # Up to FEW_HEADS heads, keys are the rows of the MMA, with these warps and producers' registers.
 FEW_HEADS, FEW_HEADS_WARPS, FEW_HEADS_REGISTERS = 32, 4, 136
 
@@ -92,7 +88,7 @@ def _consume(
     (
         q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
         position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss, is_prepared,
+        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
     ) = work
     # fmt: on
     H: gl.constexpr = 64
@@ -103,8 +99,7 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16]
     )
-    if not is_prepared:
-        prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa, False)
+    prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
 
     stat_head = head0 + gl.arange(0, H, gl.SliceLayout(1, SCORES))
     is_stat = stat_head < num_heads
@@ -202,7 +197,6 @@ def _attend_kernel(
     ENTRY_ROWS: gl.constexpr,
     ENTRIES: gl.constexpr,
     RATIO: gl.constexpr,
-    READY_FROM: gl.constexpr,  # see `ready_from`
     SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_S: gl.constexpr,
@@ -239,12 +233,6 @@ def _attend_kernel(
     rotary_ptr += gl.maximum(position, 0).to(gl.int64) * 64
     q_ptr += token * stride_qn
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, C], SHARED)
-    is_prepared = False
-    if READY_FROM is not None:
-        is_prepared = position >= READY_FROM
-        if is_prepared:
-            # Load from the L2 cache: this kernel has not waited, so L1 may hold old values.
-            prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa, True)
     if ENTRIES == 1:
         # An earlier kernel of this step wrote the slots.
         wait_for_last(PDL)
@@ -278,7 +266,7 @@ def _attend_kernel(
     heads = (
         q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
         position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss, is_prepared,
+        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
     )  # fmt: skip
     keys = (
         words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
@@ -358,9 +346,7 @@ def _plan_of(model: ModelSizes) -> Callable[[int, int, int], AttendPlan]:
 
 
 LAUNCH_CLASSES = LaunchClasses(
-    tokens=lambda model, most: up_to(
-        most, shared_tokens(model, _plan_of(model)) | {EARLY_QUERY_TOKENS}
-    ),
+    tokens=lambda model, most: up_to(most, shared_tokens(model, _plan_of(model))),
     contexts=lambda model, num_tokens, longest: shared_contexts(
         model, num_tokens, longest, _plan_of(model)
     ),
@@ -376,23 +362,6 @@ def invariant_plan(p: Problem) -> AttendPlan:
     )
 
 
-def ready_from(p: Problem) -> int | None:
-    """From which position on the kernel prepares queries before it waits; None: all after it.
-
-    This is safe for each token by itself. For a token from this position on, the kernel of the
-    scores has programs that let the next kernel start only after their own wait. A kernel starts
-    once every program of the previous kernel allows it. So the selection, and then this kernel,
-    start after such a wait, when all kernels before the scores have ended, including those that
-    write the queries.
-    """
-    # Another compilation might give other bits, so an invariant problem has only one.
-    if p.invariant or len(p.q) > EARLY_QUERY_TOKENS:
-        return None
-    if p.kind != SELECTED or not isinstance(p.entries, TopkEntries):
-        return None
-    return p.entries.scored_from
-
-
 def attend(p: Problem, plan: AttendPlan) -> None:
     """Like sparse_attention_triton.attend, for heads of 512 with rope 64.
 
@@ -404,7 +373,6 @@ def attend(p: Problem, plan: AttendPlan) -> None:
     part, stats = p.workspace(plan.splits)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
         **p.arguments(part, stats),
-        READY_FROM=ready_from(p),
         SPLITS=plan.splits,
         BLOCK_K=plan.block_k,
         ROWS=rows,

@@ -54,7 +54,7 @@ def consume_few_heads(
     (
         q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
         position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss, is_prepared,
+        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
     ) = work
     # fmt: on
     H: gl.constexpr = q_shared.shape[0]
@@ -63,8 +63,7 @@ def consume_few_heads(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, H, 16]
     )
-    if not is_prepared:
-        prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa, False)
+    prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
 
     stat_head = head0 + gl.arange(0, H, gl.SliceLayout(0, MMA))
     is_stat = stat_head < num_heads

@@ -177,13 +177,12 @@ def _rope_words(
     stride_qa,
     rotary_ptr,
     PAIRS: gl.constexpr,
-    L2: gl.constexpr,
 ):
     """The rope part of a token's heads times rstd [H,1], rotated: [H,32] words of one pair each."""
     head = gl.expand_dims(head0 + gl.arange(0, rstd.shape[0], gl.SliceLayout(1, PAIRS)), 1)
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
     words = (q_ptr + head * stride_qa + 448).to(gl.pointer_type(gl.int32))
-    word = gl.load(words + pair, mask=head < num_heads, other=0, cache_modifier=".cg" if L2 else "")
+    word = gl.load(words + pair, mask=head < num_heads, other=0)
     even = (word << 16).to(gl.float32, bitcast=True) * rstd
     odd = (word & -65536).to(gl.float32, bitcast=True) * rstd
     cos, sin = gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
@@ -210,11 +209,8 @@ def _round_heads(x):
 
 
 @gluon.jit
-def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa, L2: gl.constexpr):
-    """Write the query to q_shared: RMSNorm per head without weight, nope times 2^64, then rope.
-
-    L2: load the query from the L2 cache.
-    """
+def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa):
+    """Write the query to q_shared: RMSNorm per head without weight, nope times 2^64, then rope."""
     H: gl.constexpr = q_shared.shape[0]
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -223,7 +219,7 @@ def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa,
     column = gl.arange(0, C, gl.SliceLayout(0, HEADS))
     q_at = q_ptr + gl.expand_dims(head, 1) * stride_qa + gl.expand_dims(column, 0)
     is_head = gl.expand_dims(head < num_heads, 1)
-    q = gl.load(q_at, mask=is_head, other=0.0, cache_modifier=".cg" if L2 else "")
+    q = gl.load(q_at, mask=is_head, other=0.0)
     q = q.to(gl.float32)
     rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
     q_shared.store((q * gl.expand_dims(rstd * UP, 1)).to(gl.bfloat16))
@@ -231,7 +227,7 @@ def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa,
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     q_words = reinterpret(q_shared, gl.int32, [H, C // 2], layout)
     q_words.slice(224, 32, dim=1).store(
-        _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS, L2)
+        _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS)
     )
     fence_async_shared()
 

@@ -245,7 +245,7 @@ def _scores_kernel(
     DECODE: no sequence has more than MAX_QUERY tokens in the step, and BLOCK_Q is 1.
     LARGEST_OF: see `_store_scores`.
     """
-    if PDL and not DECODE:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # The last tokens of a chunk see the most entries, so process them first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
@@ -259,9 +259,6 @@ def _scores_kernel(
     most = tl.max(visible_Q, axis=0)
     is_wanted = (most > topk) & (split * ROWS < most)
     if DECODE:
-        if PDL:  # noqa: SIM102 (a constant)
-            if most <= topk:
-                tl.extra.cuda.gdc_launch_dependents()
         # The step writes no entry that ends before the sequence's first token in it, so the keys of
         # such entries are complete before the wait.
         complete = (tl.max(position_Q, axis=0) - (MAX_QUERY - 1)) // RATIO
@@ -272,10 +269,6 @@ def _scores_kernel(
         codes, word = _load_keys(keys_ptr, page, is_complete, stride_page, C, ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if DECODE:  # noqa: SIM102 (a constant)
-            # Attention relies on this order (ops/launch/early_launch.py).
-            if most > topk:
-                tl.extra.cuda.gdc_launch_dependents()
     if not is_wanted:
         return
 

@@ -16,8 +16,7 @@ def launch_options(early: bool) -> dict[str, Any]:
     - A kernel that calls gdc_wait before gdc_launch_dependents guarantees more: all writes of
       earlier kernels are visible when the next kernel starts. The experts' GEMMs rely on that when
       they read the order of the tokens. One program that calls them in this order is enough, and
-      the guarantee extends to all later kernels. Attention relies on that when it reads the queries
-      of tokens whose entries were scored.
+      the guarantee extends to all later kernels.
     - A kernel that has started early occupies registers and shared memory while it waits. So a
       kernel before a large one calls gdc_launch_dependents late, if kernels on a side stream should
       start first.
