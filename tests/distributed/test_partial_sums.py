@@ -161,7 +161,7 @@ def test_a_missing_rank_is_named_and_the_results_are_nan() -> None:
 
 def test_the_shape_decides_which_kernel_adds() -> None:
     def links(fused_tokens: int, fused_programs: int, few_tokens: int = 128) -> TensorParallel:
-        options = mhc_triton.Options(few_tokens=few_tokens)
+        options = mhc_triton.MhcOptions(few_tokens=few_tokens)
 
         def num_programs(num_tokens: int, width: int) -> int:
             return mhc_triton.num_programs(num_tokens, width, options=options)

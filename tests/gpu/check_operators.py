@@ -23,11 +23,11 @@ from tests.support.packing import ACTIVATIONS
 
 from finwhale.bench.ops import PLATFORMS, RANKS, kernels
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import CONFIGS, ModelDraw, Sizes
+from finwhale.ops.case import CONFIGS, ModelDraw, OpSizes
 from finwhale.platform import Platform
 
 
-def run_check(sizes: Sizes, ops: Ops, operators: Sequence[str], *, invariant: bool) -> int:
+def run_check(sizes: OpSizes, ops: Ops, operators: Sequence[str], *, invariant: bool) -> int:
     """Run all checks and print a line for each; returns the number of failed checks."""
     reference = load_ops(Platform.detect(), reference=True)
     sizes = replace(sizes, n_routed_experts=min(sizes.n_routed_experts, CHECKED_EXPERTS))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from finwhale.bench import ops as bench
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import CONFIGS, Draw, ModelDraw, Sizes, results, to_device
+from finwhale.ops.case import CONFIGS, Draw, ModelDraw, OpSizes, results, to_device
 from finwhale.ops.drafts import BlockShape
 from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import dispatch_triton
@@ -51,7 +51,7 @@ def run_cases(operator: str, table: Ops, reference: Ops) -> tuple[int, int]:
     return len(ran), sum(verdict.fault is not None for verdict in ran)
 
 
-def run_sizes(operator: str, table: Ops, sizes: Sizes) -> int:
+def run_sizes(operator: str, table: Ops, sizes: OpSizes) -> int:
     calls = 0
     sizes = replace(sizes, n_routed_experts=min(EXPERTS, sizes.n_routed_experts), vocab_size=4096)
     kernel = bench.implementation(table, operator)

@@ -11,7 +11,7 @@ import torch
 from finwhale.ops.linear import few_tokens_hopper
 from finwhale.ops.linear import linear_triton as kernels
 
-TILES = kernels.Options(early_launch=True)
+TILES = kernels.LinearOptions(early_launch=True)
 FEW = replace(TILES, few_tokens=few_tokens_hopper.launch)
 FLASH = [(1, 1536, 4096), (1, 40960, 1024), (1, 24576, 1024), (1, 16384, 1024), (4, 1024, 4096)]
 FLASH += [(2, 1024, 4096), (1, 1024, 4096), (1, 4096, 4096), (1, 4096, 2048), (1, 4096, 1024)]
@@ -38,7 +38,7 @@ def test_same_bits(
     taken = 0
     for count in TOKENS:
         weights = (weight.to(torch.float8_e4m3fn), scale, True, out_dtype, limit)
-        p = kernels.Problem(x[:count], *weights, options=FEW)
+        p = kernels.LinearProblem(x[:count], *weights, options=FEW)
         taken += kernels.few_plan(p) is not None
         found = kernels.run(p)
         assert torch.equal(found, kernels.run(replace(p, options=TILES)))
@@ -54,12 +54,12 @@ def test_plain_weights(rows: int, width: int) -> None:
     weight = torch.randn(1, rows, width, device="cuda", generator=draw).bfloat16()
     x = torch.randn(16, 1, width + 64, device="cuda", generator=draw).bfloat16()[..., :width]
     for count in range(3, 9):
-        p = kernels.Problem(x[:count], weight, None, False, torch.float32, options=FEW)
+        p = kernels.LinearProblem(x[:count], weight, None, False, torch.float32, options=FEW)
         plan = kernels.few_plan(p)
         assert plan is not None and plan.steps(p) == kernels.PLAIN_STEPS
         found = kernels.run(p)
         assert torch.equal(found, kernels._run_tiles(replace(p, options=TILES), plan))
         exact = x[:count, 0].double() @ weight[0].double().T
         torch.testing.assert_close(found[:, 0].double(), exact, rtol=0, atol=1e-4 * width**0.5)
-    p = kernels.Problem(x[:9], weight, None, False, torch.float32, options=FEW)
+    p = kernels.LinearProblem(x[:9], weight, None, False, torch.float32, options=FEW)
     assert kernels.few_plan(p) is None

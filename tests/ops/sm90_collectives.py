@@ -69,7 +69,7 @@ def call_partial_sums(size: int) -> None:
     sizes = ((24, 4 * width), (24,), (24,), (width,))
     w = MhcWeight(*(meta(*shape, dtype=torch.float32) for shape in sizes))
     params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
-    how = mhc_triton.Options(inline_asm=True, early_launch=True)
+    how = mhc_triton.MhcOptions(inline_asm=True, early_launch=True)
     each = meta(rows, 6, width, dtype=torch.bfloat16)
     shared = meta(rows, width, dtype=torch.bfloat16)
     ids = meta(rows, 6, dtype=torch.int32)

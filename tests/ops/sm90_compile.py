@@ -299,7 +299,7 @@ def call_mhc(D: int, N: int) -> None:
     w = MhcWeight(f32(24, 4 * D), f32(24), f32(24), f32(D))
     head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
     post, res, streams = f32(N, 4), f32(N, 4, 4), meta(N, 4, D)
-    how = mhc.Options(inline_asm=True)
+    how = mhc.MhcOptions(inline_asm=True)
     mhc.mhc_pre(meta(N, D)[:, None].expand(-1, 4, -1), w, params, options=how)
     mhc.mhc_post(meta(N, D), post, res, streams, options=how)
     mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params, options=how)
@@ -334,7 +334,7 @@ def e4m3(*shape: int) -> LinearWeight:
     return LinearWeight(meta(*shape, dtype=torch.float8_e4m3fn), True, f32(*blocks))
 
 
-FEW = linear.Options(early_launch=True, few_tokens=few_tokens_hopper.launch)
+FEW = linear.LinearOptions(early_launch=True, few_tokens=few_tokens_hopper.launch)
 
 
 def call_e4m3(
@@ -343,7 +343,7 @@ def call_e4m3(
     Q: int,
     I: int,  # noqa: E741
     N: int,
-    options: linear.Options = linear.DEFAULT,
+    options: linear.LinearOptions = linear.DEFAULT,
 ) -> None:
     """The linear layers of one model that have E4M3 weights and rounded inputs, for N tokens."""
     groups = A // 8
@@ -394,7 +394,7 @@ def call_drafts(D: int, B: int, K: int) -> None:
     newest, last = ids(B, W)[:, 0], step_tokens(B, 2**20, 1)
     drafts.make_blocks(newest, last, page_table(B, 64), BlockShape(K, 2**17, 128))
     for early in (False, True):
-        call_markov(B, linear.Options(early_launch=early))
+        call_markov(B, linear.LinearOptions(early_launch=early))
     head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
     streams = meta(B, K + 1, 4, D)[:, 1:]
     for w1 in (None, meta(129280, 256)):
@@ -404,7 +404,7 @@ def call_drafts(D: int, B: int, K: int) -> None:
         drafts.draft_confidences(scores, newest, ids(B, K), w)
 
 
-def call_markov(B: int, options: linear.Options) -> None:
+def call_markov(B: int, options: linear.LinearOptions) -> None:
     """The product of the Markov head's correction on one of 1, 2 and 4 ranks."""
     for X in (129280, 64640, 32320):
         for dtype in (torch.bfloat16, torch.float32):

@@ -16,7 +16,7 @@ from finwhale.ops.moe import (
 )
 from finwhale.ops.moe.experts_hopper import HopperPlan
 from finwhale.ops.moe.experts_layout import tile_experts
-from finwhale.ops.moe.experts_triton import Plan
+from finwhale.ops.moe.experts_triton import ExpertsPlan
 
 from .sm90_compile import f32, meta
 
@@ -41,7 +41,7 @@ PLANS = (
     HopperPlan(64, 1, (1, 3), (1, 4)),
     HopperPlan(128, 4, (2, 4), (2, 4)),
     HopperPlan(256, 2, (1, 4), (4, 4)),
-    Plan(16, (128, 4, 8), (64, 4, 4)),
+    ExpertsPlan(16, (128, 4, 8), (64, 4, 4)),
 )
 
 
@@ -49,7 +49,7 @@ def u8(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.uint8)
 
 
-def call(D: int, I: int, E: int, K: int, N: int, plan: HopperPlan | Plan) -> None:  # noqa: E741
+def call(D: int, I: int, E: int, K: int, N: int, plan: HopperPlan | ExpertsPlan) -> None:  # noqa: E741
     w = ExpertWeight(u8(E, 2 * I, D // 2), u8(E, D, I // 2), True)
     w = ExpertWeight(w.w13, w.w2, True, u8(E, 2 * I, D // 32), u8(E, D, I // 32))
     tiled, _ = tile_experts(w)

@@ -30,7 +30,7 @@ from finwhale.ops.mhc import cases as mhc_cases
 from finwhale.ops.mhc import cpu as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import cases as moe_cases
-from finwhale.ops.moe.cpu import OrderedPairs
+from finwhale.ops.moe.cpu import HostPairs
 from finwhale.ops.norm import cases as norm_cases
 from finwhale.ops.paging import PageTable
 from finwhale.ops.rounding import round_e4m3
@@ -128,7 +128,7 @@ def test_pairs_are_dispatched_by_expert(case: OpCase) -> None:
     """Every pair that is not skipped once, those of an expert together, by k and then by token."""
     x, ids, weights, w, limit, *_ = lay_out(CPU, case.args())
     pairs = CPU.experts_dispatch(ids, len(w.w2))
-    assert isinstance(pairs, OrderedPairs)
+    assert isinstance(pairs, HostPairs)
     flat = ids.T.reshape(-1)
     used = [pair for pair in flat.argsort(stable=True).tolist() if flat[pair] >= 0]
     assert pairs.order.tolist() == used

@@ -12,7 +12,7 @@ from finwhale.ops.attention import prepare_qkv_triton as kernels
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
 from finwhale.ops.attention.sparse_attention_triton import (
     AttendPlan,
-    Problem,
+    AttentionProblem,
     attend,
     sparse_attention,
 )
@@ -120,7 +120,7 @@ class Case:
         tokens: Tokens | None,
         invariant: bool,
     ) -> None:
-        problem = Problem(
+        problem = AttentionProblem(
             q=self.q,
             rotary=self.rotary,
             eps=EPS,

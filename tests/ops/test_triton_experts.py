@@ -143,7 +143,9 @@ def test_sums_in_float32() -> None:
     assert torch.equal(found.bfloat16(), combine(each, ids, shared))
 
 
-def summed(x: Tensor, ids: Tensor, weights: Tensor, w: TiledExperts, plan: kernels.Plan) -> Tensor:
+def summed(
+    x: Tensor, ids: Tensor, weights: Tensor, w: TiledExperts, plan: kernels.ExpertsPlan
+) -> Tensor:
     pairs = dispatch_triton.order_pairs(ids, len(w.w2), plan.block_rows, early_launch=False)
     each = x.new_empty(*ids.shape, x.shape[1])
     kernels.launch(x, weights, pairs, w, LIMIT, plan, each)
@@ -197,7 +199,7 @@ def test_many_tokens_give_a_token_the_bits_it_has_alone(
     x, ids, weights = pairs_of(40, 128, 3, 2)
     ids[7] = -1
     monkeypatch.setattr(dispatch_triton, "FEW_PAIRS", 32)
-    plan = kernels.Plan(16, (block_i, 2, 8), (128, 2, 4))
+    plan = kernels.ExpertsPlan(16, (block_i, 2, 8), (128, 2, 4))
     monkeypatch.setattr(dispatch_triton, "CHUNK", 32)
     together = summed(x, ids, weights, w, plan)
     assert together[7].count_nonzero() == 0

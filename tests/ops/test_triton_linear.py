@@ -18,7 +18,7 @@ from finwhale.ops.rounding import round_e4m3, unscaled_e4m3
 
 from .kernels_support import DTYPES, Inputs, assert_close
 
-INVARIANT = kernels.Options(invariant=True, num_multiprocessors=8)
+INVARIANT = kernels.LinearOptions(invariant=True, num_multiprocessors=8)
 # By rows (two if the weight is unscaled), by tiles, by tiles of tokens rounded before.
 TOKENS = (0, 1, 2, 20, 70)
 
@@ -28,7 +28,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU wants hundreds at once; the interpreter runs one after the other."""
     monkeypatch.setattr(kernels, "MIN_PROGRAMS", 4)
     for name in ("linear", "grouped_linear", "swiglu_mlp"):
-        few = partial(getattr(kernels, name), options=kernels.Options(num_multiprocessors=8))
+        few = partial(getattr(kernels, name), options=kernels.LinearOptions(num_multiprocessors=8))
         monkeypatch.setattr(kernels, name, few)
 
 
@@ -166,7 +166,7 @@ def test_programs_hold_a_weight_that_fits_the_registers(
     weight = torch.empty(groups, rows, width, dtype=torch.float8_e4m3fn, device="meta")
     scale = torch.empty(groups, rows // 128, width // 128, device="meta")
     x = torch.empty(1, groups, width, dtype=torch.bfloat16, device="meta")
-    plan = kernels.RowPlan.of(kernels.Problem(x, weight, scale, True, torch.bfloat16))
+    plan = kernels.RowPlan.of(kernels.LinearProblem(x, weight, scale, True, torch.bfloat16))
     assert (plan.blocks, plan.block_m) == (blocks, block_m)
 
 
@@ -347,12 +347,12 @@ def few_tokens(
         out[part, ..., :num_tokens] = result
 
 
-def few_options(called: list[tuple[int, ...]], **options: Any) -> kernels.Options:
+def few_options(called: list[tuple[int, ...]], **options: Any) -> kernels.LinearOptions:
     def launch(*args: Any) -> None:
         called.append((*args[1].shape, *args[4:7]))
         few_tokens(*args)
 
-    return kernels.Options(num_multiprocessors=8, few_tokens=launch, **options)
+    return kernels.LinearOptions(num_multiprocessors=8, few_tokens=launch, **options)
 
 
 @pytest.mark.parametrize("num_tokens, columns", [(2, 8), (8, 8), (9, 16), (16, 16)])
@@ -439,10 +439,10 @@ def test_small_plain_weights_of_few_tokens(
     def few_tokens(x: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, *how: Any) -> None:
         launched.append({"scale": scale, "parts": out.shape, "how": how})
 
-    options = kernels.Options(few_tokens=few_tokens, early_launch=False)
+    options = kernels.LinearOptions(few_tokens=few_tokens, early_launch=False)
     x = torch.empty(num_tokens, 1, width, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(1, rows, width, dtype=torch.bfloat16, device="meta")
-    p = kernels.Problem(x, weight, None, False, torch.float32, options=options)
+    p = kernels.LinearProblem(x, weight, None, False, torch.float32, options=options)
     plan = kernels.few_plan(p)
     if split is None:
         assert plan is None

@@ -15,7 +15,7 @@ from finwhale.ops.moe.combine_triton import combine
 
 from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
 
-FEW = kernels.Options(few_tokens=4)
+FEW = kernels.MhcOptions(few_tokens=4)
 PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
 # x, post, res and residual of mhc_post_pre.
 State: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -95,7 +95,7 @@ def test_experts_outputs_of_many_tokens_are_refused() -> None:
     most = kernels.EXPERT_TOKENS
     x = terms(inputs, most + 1, 32, torch.bfloat16)
     _, post, res, residual = state(inputs, most + 1, 32, torch.bfloat16)
-    any_number = kernels.Options(few_tokens=kernels.ANY_NUMBER)
+    any_number = kernels.MhcOptions(few_tokens=kernels.ANY_NUMBER)
     with pytest.raises(ValueError, match=f"at most {most} tokens, got {most + 1}"):
         kernels.mhc_post(x, post, res, residual, options=any_number)
 
@@ -157,7 +157,7 @@ def test_more_tokens_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> No
     """With batch_invariant, the kernels for few tokens take any number."""
     inputs = Inputs()
     args = state(inputs, 20, 100, torch.bfloat16)
-    always = kernels.Options(few_tokens=kernels.ANY_NUMBER)
+    always = kernels.MhcOptions(few_tokens=kernels.ANY_NUMBER)
     wanted = kernels.mhc_post(*args, options=always)
     few_grid, grids = kernels._few_grid, []
 

@@ -37,7 +37,7 @@ from finwhale.ops.case import (
     Chunks,
     ModelDraw,
     OpCase,
-    Sizes,
+    OpSizes,
     results,
     take_tokens,
     to_device,
@@ -68,12 +68,12 @@ PAGED = {
 AtStep = Callable[[Chunks], OpCase]  # makes a case for a step
 
 
-def model_case(sizes: Sizes, draw: ModelDraw, operator: str, name: str, chunks: Chunks) -> OpCase:
+def model_case(sizes: OpSizes, draw: ModelDraw, operator: str, name: str, chunks: Chunks) -> OpCase:
     cases = model_cases(sizes, draw, chunks)
     return next(case for case in cases if (case.operator, case.name) == (operator, name))
 
 
-def at_steps(sizes: Sizes, draw: ModelDraw, operator: str) -> list[AtStep]:
+def at_steps(sizes: OpSizes, draw: ModelDraw, operator: str) -> list[AtStep]:
     """The model's cases of an operator, each as a function of the step."""
     names = [case.name for case in model_cases(sizes, draw, ()) if case.operator == operator]
     return [partial(model_case, sizes, draw, operator, name) for name in names]
@@ -324,7 +324,7 @@ def check_large(at_step: AtStep, kernel: Implementation, values_a_token: int) ->
 
 def check_operator(
     operator: str,
-    sizes: Sizes,
+    sizes: OpSizes,
     draws: Sequence[ModelDraw],
     ops: Ops,
     reference: Ops,

@@ -20,7 +20,7 @@ from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import warm_up
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import CONFIGS, READ_RATE, Chunks, ModelDraw, OpCase, Sizes, num_tokens
+from finwhale.ops.case import CONFIGS, READ_RATE, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.platform import Platform
@@ -58,7 +58,7 @@ PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx94
 Implementation = Callable[..., Any]
 
 
-def model_cases(sizes: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(sizes: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     """The cases of one step: every operator of a layer, the LM head and sampling."""
     for family in (*FAMILIES, "sampling"):
         yield from family_cases(family).model_cases(sizes, draw, chunks)
@@ -170,7 +170,7 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops) -> dict[str, Any]:
 
 
 def run_timing(
-    sizes: Sizes, ops: Ops, operators: Sequence[str], batches: Sequence[int], context: int
+    sizes: OpSizes, ops: Ops, operators: Sequence[str], batches: Sequence[int], context: int
 ) -> list[Any]:
     """Measure each kernel at each batch, and print a line for it; returns the lines as dicts."""
     draw = ModelDraw("cuda")
@@ -197,7 +197,7 @@ def run_timing(
     return lines
 
 
-def least_bytes(sizes: Sizes, draw: ModelDraw, args: argparse.Namespace) -> float:
+def least_bytes(sizes: OpSizes, draw: ModelDraw, args: argparse.Namespace) -> float:
     """Bytes that the measured cases need at least; makes no tensor."""
     steps = [step(batch, args.context) for batch in args.batches]
     cases = (case for chunks in steps for case in model_cases(sizes, draw, chunks))

@@ -91,7 +91,7 @@ class OpCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class OpSizes:
     """The sizes of a model that determine its operators' shapes. The names are the checkpoint's.
 
     head_rows: number of the LM head's rows on this rank; 0: the whole vocabulary.
@@ -113,7 +113,7 @@ class Sizes:
     index_head_dim: int = 128
     head_rows: int = 0
 
-    def of_rank(self, tensor_parallel_size: int) -> "Sizes":
+    def of_rank(self, tensor_parallel_size: int) -> "OpSizes":
         """The sizes on one rank. Raises FinwhaleError if a size does not divide evenly."""
         cut = {
             "num_attention_heads": (self.num_attention_heads, 1),
@@ -137,9 +137,9 @@ class Sizes:
 
 
 CONFIGS = {
-    "flash": Sizes(4096, 64, 512, 1024, 8, 1024, 64, 512, 256, 6, 2048),
-    "pro": Sizes(7168, 128, 512, 1536, 16, 1024, 64, 1024, 384, 6, 3072),
-    "demo": Sizes(256, 8, 128, 128, 4, 128, 16, 64, 6, 2, 512, vocab_size=4096),
+    "flash": OpSizes(4096, 64, 512, 1024, 8, 1024, 64, 512, 256, 6, 2048),
+    "pro": OpSizes(7168, 128, 512, 1536, 16, 1024, 64, 1024, 384, 6, 3072),
+    "demo": OpSizes(256, 8, 128, 128, 4, 128, 16, 64, 6, 2, 512, vocab_size=4096),
 }
 
 

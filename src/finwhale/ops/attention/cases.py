@@ -17,7 +17,7 @@ from finwhale.ops.case import (
     Draw,
     ModelDraw,
     OpCase,
-    Sizes,
+    OpSizes,
     entry_rows,
     num_tokens,
     rounded_heads,
@@ -208,12 +208,12 @@ CASES = (
 )
 
 
-def row_bytes(s: Sizes) -> float:
+def row_bytes(s: OpSizes) -> float:
     """Bytes of a row in packed pages."""
     return page_bytes(64, s.head_dim, s.qk_rope_head_dim) / 64
 
 
-def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     yield _model_prepare(s, draw, chunks)
     yield _model_attend(s, draw, chunks, "window", 0)
     yield _model_attend(s, draw, chunks, "C4", 4)
@@ -221,7 +221,7 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     yield _model_attend(s, draw, chunks, "C128 rounded", 128, rounded=True)
 
 
-def _model_prepare(s: Sizes, draw: ModelDraw, chunks: Chunks) -> OpCase:
+def _model_prepare(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> OpCase:
     N, C, Q, R = num_tokens(chunks), s.head_dim, s.q_lora_rank, s.qk_rope_head_dim
     return OpCase(
         operator="prepare_qkv",
@@ -237,7 +237,7 @@ def _model_prepare(s: Sizes, draw: ModelDraw, chunks: Chunks) -> OpCase:
 
 
 def _model_attend(
-    s: Sizes, draw: ModelDraw, chunks: Chunks, name: str, ratio: int, rounded: bool = False
+    s: OpSizes, draw: ModelDraw, chunks: Chunks, name: str, ratio: int, rounded: bool = False
 ) -> OpCase:
     A, C, R, K = s.num_attention_heads, s.head_dim, s.qk_rope_head_dim, s.index_topk
     N = num_tokens(chunks)

@@ -45,7 +45,7 @@ from finwhale.ops.attention.sparse_attention_hopper_parts import (
 )
 from finwhale.ops.attention.sparse_attention_triton import (
     AttendPlan,
-    Problem,
+    AttentionProblem,
     check_problem,
     combine,
     fixed_shares,
@@ -309,7 +309,7 @@ def _fits(heads: int, head_dim: int, window: int) -> bool:
     return head_dim == HEAD_DIM and whole and window % BLOCK_K == 0
 
 
-def takes(p: Problem) -> bool:
+def takes(p: AttentionProblem) -> bool:
     """Whether the kernel supports the problem's sizes and dtype."""
     rows = [p.window.table.rows_per_page]
     if isinstance(p.entries, TopkEntries):
@@ -353,7 +353,7 @@ LAUNCH_CLASSES = LaunchClasses(
 )
 
 
-def invariant_plan(p: Problem) -> AttendPlan:
+def invariant_plan(p: AttentionProblem) -> AttendPlan:
     """Like AttendPlan.invariant, for this kernel."""
     block_h, num_warps = _tiles(p.q.shape[1])
     share, splits = fixed_shares(p, BLOCK_K)
@@ -362,7 +362,7 @@ def invariant_plan(p: Problem) -> AttendPlan:
     )
 
 
-def attend(p: Problem, plan: AttendPlan) -> None:
+def attend(p: AttentionProblem, plan: AttendPlan) -> None:
     """Like sparse_attention_triton.attend, for heads of 512 with rope 64.
 
     block_k is BLOCK_K, or FEW_KEYS with FEW_ROWS heads a program.
@@ -388,7 +388,7 @@ def attend(p: Problem, plan: AttendPlan) -> None:
         combine(p, plan.splits, part, stats)
 
 
-def plan_for(p: Problem) -> AttendPlan:
+def plan_for(p: AttentionProblem) -> AttendPlan:
     if p.invariant:
         return invariant_plan(p)
     num_tokens, heads, _ = p.q.shape
@@ -410,7 +410,7 @@ def sparse_attention(
     invariant: bool = False,
 ) -> None:
     """Use sparse_attention_triton's kernels for sizes that this one does not support (`takes`)."""
-    problem = Problem(
+    problem = AttentionProblem(
         q=q_NAC,
         rotary=rotary_LR,
         eps=eps,

@@ -461,7 +461,7 @@ class AttendPlan:
         return cls(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
 
     @classmethod
-    def invariant(cls, problem: "Problem") -> "AttendPlan":
+    def invariant(cls, problem: "AttentionProblem") -> "AttendPlan":
         """A plan that is the same for every step of a model."""
         block_k = 32
         share, splits = fixed_shares(problem, block_k)
@@ -509,7 +509,7 @@ LAUNCH_CLASSES = LaunchClasses(
 )
 
 
-def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
+def fixed_shares(p: "AttentionProblem", block_k: int) -> tuple[int, int]:
     """(tiles of a share, number of shares) for the longest sequence of the model.
 
     Two compilations of a kernel may give different bits, so not even the number of shares may
@@ -544,7 +544,7 @@ def max_keys(tokens: Tokens, window: Window, entries: TopkEntries | AllEntries |
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class AttentionProblem:
     """The arguments of `sparse_attention`, with values that every kernel derives from them.
 
     Attributes:
@@ -584,7 +584,7 @@ class Problem:
             return COMPLETE if seen or self.invariant else NO_ENTRIES
         return NO_ENTRIES
 
-    def launches(self) -> Iterator["Problem"]:
+    def launches(self) -> Iterator["AttentionProblem"]:
         """Yield the problems to launch, one after the other; none if the step has no tokens.
 
         A batch-invariant problem is split into parts of INVARIANT_TOKENS tokens.
@@ -596,7 +596,7 @@ class Problem:
         else:
             yield self
 
-    def slices(self, size: int) -> Iterator["Problem"]:
+    def slices(self, size: int) -> Iterator["AttentionProblem"]:
         """Split the problem into parts of `size` tokens."""
         for start in range(0, self.q.shape[0], size):
             part = slice(start, start + size)
@@ -687,14 +687,14 @@ class Problem:
         }
 
 
-def plan_for(p: Problem) -> AttendPlan:
+def plan_for(p: AttentionProblem) -> AttendPlan:
     if p.invariant:
         return AttendPlan.invariant(p)
     num_tokens, heads, _ = p.q.shape
     return AttendPlan.of(num_tokens, heads, max_keys(p.tokens, p.window, p.entries))
 
 
-def attend(p: Problem, plan: AttendPlan) -> None:
+def attend(p: AttentionProblem, plan: AttendPlan) -> None:
     """Launch the kernels of a problem by a given plan."""
     num_tokens, heads, width = p.q.shape
     first, rest = _columns(width, p.rope)
@@ -718,7 +718,7 @@ def attend(p: Problem, plan: AttendPlan) -> None:
         combine(p, plan.splits, part, stats)
 
 
-def combine(p: Problem, splits: int, part: Tensor, stats: Tensor) -> None:
+def combine(p: AttentionProblem, splits: int, part: Tensor, stats: Tensor) -> None:
     num_tokens, heads, width = p.q.shape
     block_c = min(COMBINE_COLUMNS, triton.next_power_of_2(width))
     _combine_kernel[(num_tokens, heads, triton.cdiv(width, block_c))](
@@ -751,7 +751,7 @@ def check_pool(pool: Tensor, rows_per_page: int, head_dim: int, rope: int) -> No
         raise ValueError(f"a pool's pages must begin at multiples of 16, got {pool.stride()}")
 
 
-def check_problem(p: Problem) -> None:
+def check_problem(p: AttentionProblem) -> None:
     """Raise ValueError for a problem that no kernel supports."""
     check_heads(p.q, p.rotary)
     check_heads(p.out, p.rotary)
@@ -796,14 +796,14 @@ def sparse_attention(
     scales_NS: Tensor | None = None,
     *,
     invariant: bool = False,
-    plan: Callable[[Problem], AttendPlan] = plan_for,
+    plan: Callable[[AttentionProblem], AttendPlan] = plan_for,
 ) -> None:
     """Supports only packed pools, and scales only with bfloat16 queries, on GPUs with E4M3.
 
-    invariant: see Problem.
+    invariant: see AttentionProblem.
     plan: gives tile sizes, with the splits of `plan_for`.
     """
-    problem = Problem(
+    problem = AttentionProblem(
         q=q_NAC,
         rotary=rotary_LR,
         eps=eps,

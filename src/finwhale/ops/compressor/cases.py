@@ -15,7 +15,7 @@ from finwhale.ops.case import (
     Draw,
     ModelDraw,
     OpCase,
-    Sizes,
+    OpSizes,
     entry_rows,
     num_tokens,
 )
@@ -164,7 +164,7 @@ CASES = tuple(
 )
 
 
-def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     """A C4 layer, whose second part has the index keys, and a C128 layer."""
 
     def case(ratio: Literal[4, 128], widths: tuple[int, ...], behind: int, size: float) -> OpCase:

@@ -15,7 +15,7 @@ from finwhale.ops.case import (
     Draw,
     ModelDraw,
     OpCase,
-    Sizes,
+    OpSizes,
     entry_rows,
     num_tokens,
     step_tokens,
@@ -84,12 +84,12 @@ CASES = tuple(
 )
 
 
-def key_bytes(s: Sizes) -> float:
+def key_bytes(s: OpSizes) -> float:
     """Bytes of an entry's key in packed pages."""
     return page_bytes(ROWS_PER_PAGE, s.index_head_dim) / ROWS_PER_PAGE
 
 
-def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     """Integers and quarter turns, as in CASES: the scores are exact in any order."""
     I, J, K = s.index_n_heads, s.index_head_dim, s.index_topk  # noqa: E741
     N = num_tokens(chunks)

@@ -17,7 +17,7 @@ from finwhale.ops.case import (
     Draw,
     ModelDraw,
     OpCase,
-    Sizes,
+    OpSizes,
     num_tokens,
     strided,
 )
@@ -79,7 +79,7 @@ CASES = (
 )
 
 
-def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     N, D, Q = num_tokens(chunks), s.hidden_size, s.q_lora_rank
     A, C = s.num_attention_heads, s.head_dim
     I, J, G, O = s.index_n_heads, s.index_head_dim, s.o_groups, s.o_lora_rank  # noqa: E741

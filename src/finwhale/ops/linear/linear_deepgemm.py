@@ -6,7 +6,7 @@ input in DeepGEMM's layout. A token's bits do not depend on the other tokens. Th
 number of tokens only by its class: one (or two with an unscaled weight), up to ROUNDED_TOKENS, or
 more.
 
-With `Options.invariant`, the bits do not depend on the number of tokens at all: one token is
+With `LinearOptions.invariant`, the bits do not depend on the number of tokens at all: one token is
 computed as two, and DeepGEMM runs every number of tokens. Up to ROUNDED_TOKENS rows, a short K uses
 our tiles instead, without a split, which gives the same bits.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight, RoundedInput
 from finwhale.ops.linear import linear_triton as kernels
-from finwhale.ops.linear.linear_triton import DEFAULT, Options
+from finwhale.ops.linear.linear_triton import DEFAULT, LinearOptions
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise, swiglu_quantise
 from finwhale.ops.moe import ExpertWeight
 
@@ -40,13 +40,13 @@ def _enable_early_launch() -> None:
     deep_gemm.set_pdl(True)
 
 
-def _supports(p: kernels.Problem) -> bool:
+def _supports(p: kernels.LinearProblem) -> bool:
     """Whether DeepGEMM supports a weight: scales, a rounded input, bfloat16 rows of 16 bytes."""
     even = p.weight.shape[1] % 8 == 0 and p.out_dtype == torch.bfloat16
     return p.scale is not None and p.round_input and even
 
 
-def _runs_deepgemm(p: kernels.Problem) -> bool:
+def _runs_deepgemm(p: kernels.LinearProblem) -> bool:
     """Whether DeepGEMM runs a GEMM: with many tokens, or `invariant`, and a supported weight."""
     return (p.options.invariant or len(p.x) > kernels.ROUNDED_TOKENS) and _supports(p)
 
@@ -68,7 +68,7 @@ LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
 def _gemm(
-    x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens: int, options: Options
+    x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens: int, options: LinearOptions
 ) -> Tensor:
     """Run DeepGEMM on x [rows, K] and scales from `quantise`; bfloat16 [num_tokens, M]."""
     rows, width = x[0].shape
@@ -80,7 +80,7 @@ def _gemm(
     return out[:num_tokens]
 
 
-def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
+def linear(x_NK: Tensor, w: LinearWeight, *, options: LinearOptions = DEFAULT) -> Tensor:
     num_tokens = x_NK.shape[0]
     if options.invariant and w.scale is not None and w.round_input:
         x_NK = kernels.two_or_more(x_NK)
@@ -114,7 +114,11 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def grouped_linear(
-    x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None, *, options: Options = DEFAULT
+    x_NGK: Tensor,
+    w: LinearWeight,
+    scales_NS: Tensor | None = None,
+    *,
+    options: LinearOptions = DEFAULT,
 ) -> Tensor:
     num_tokens, groups, _ = x_NGK.shape
     if options.invariant and w.scale is not None and w.round_input and scales_NS is None:
@@ -135,7 +139,7 @@ def grouped_linear(
 
 
 def swiglu_mlp(
-    x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
+    x_ND: Tensor, w: ExpertWeight, limit: float, *, options: LinearOptions = DEFAULT
 ) -> Tensor:
     """Like linear_triton.swiglu_mlp, but rounds gate and up to bfloat16 if DeepGEMM runs."""
     num_tokens = x_ND.shape[0]

@@ -95,7 +95,7 @@ class FewTokens(Protocol):
         steps: 128 values of K each, of a part of K; all steps if `out` is not in parts.
         columns: number of tokens that the kernel computes: a multiple of 8, at least N. Those past
             N have no meaning.
-        early_steps: see `Options`.
+        early_steps: see `LinearOptions`.
         early_launch: see `launch_options`.
     """
 
@@ -113,7 +113,7 @@ class FewTokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LinearOptions:
     """A table's options for the linear layers.
 
     Attributes:
@@ -134,11 +134,11 @@ class Options:
     max_stages: int = 6
 
 
-DEFAULT = Options()
+DEFAULT = LinearOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class LinearProblem:
     """out[n, g] = x[n, g] @ weight[g]^T, or the SwiGLU of its two halves if `limit` is given."""
 
     x: Tensor  # [N, G, K]; values of a row are contiguous
@@ -147,7 +147,7 @@ class Problem:
     round_input: bool
     out_dtype: torch.dtype
     limit: float | None = None
-    options: Options = DEFAULT
+    options: LinearOptions = DEFAULT
 
     @property
     def M(self) -> int:
@@ -168,7 +168,7 @@ class RowPlan:
     num_warps: int
 
     @staticmethod
-    def of(p: Problem) -> "RowPlan":
+    def of(p: LinearProblem) -> "RowPlan":
         groups, rows, width = p.weight.shape
         block_k = max(ACTIVATION_GROUP, triton.next_power_of_2(width))
         if block_k > width and width < LONG_ROW // 2:
@@ -203,7 +203,7 @@ class TilePlan:
     tokens_first: bool = False
 
     @staticmethod
-    def of(p: Problem, num_tokens: int | None = None) -> "TilePlan":
+    def of(p: LinearProblem, num_tokens: int | None = None) -> "TilePlan":
         """The plan for num_tokens, by default those of the problem."""
         (groups, rows, width), most_stages = p.weight.shape, p.options.max_stages
         num_tokens, block_k = num_tokens or p.x.shape[0], ACTIVATION_GROUP
@@ -230,7 +230,7 @@ class TilePlan:
         split, stages = max(1, min(steps, split)), min(stages, most_stages)
         return TilePlan(block_m, block_n, block_k, split, stages, num_warps)
 
-    def steps(self, p: Problem) -> int:
+    def steps(self, p: LinearProblem) -> int:
         """Number of steps of a part of K."""
         steps: int = triton.cdiv(triton.cdiv(p.x.shape[2], self.block_k), self.split)
         return steps
@@ -242,7 +242,7 @@ def tile_tokens(num_tokens: int) -> int:
     return tokens
 
 
-def few_plan(p: Problem) -> TilePlan | None:
+def few_plan(p: LinearProblem) -> TilePlan | None:
     """The plan with which `FewTokens` computes this problem; None: it does not."""
     options, num_tokens = p.options, p.x.shape[0]
     if options.few_tokens is None or options.invariant or p.x.dtype != torch.bfloat16:
@@ -280,7 +280,7 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
-def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
+def _run_rows(p: LinearProblem, plan: RowPlan) -> Tensor:
     out = p.empty()
     num_tokens, groups, width = p.x.shape
     row_kernel[(triton.cdiv(p.M, plan.blocks * plan.block_m), groups)](
@@ -306,7 +306,7 @@ def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
     return out
 
 
-def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Tensor:
+def _run_tiles(p: LinearProblem, plan: TilePlan, x_scale: Tensor | None = None) -> Tensor:
     num_tokens, groups, width = p.x.shape
     rows = p.weight.shape[1]
     blocks = triton.cdiv(num_tokens, plan.block_n)
@@ -344,7 +344,7 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
     return out
 
 
-def _empty_parts(p: Problem, plan: TilePlan, columns: int) -> Tensor | None:
+def _empty_parts(p: LinearProblem, plan: TilePlan, columns: int) -> Tensor | None:
     """Allocate the parts [split, G, rows of the weight, columns]; None: the output has no parts."""
     if plan.split == 1 and p.limit is None:
         return None
@@ -353,7 +353,7 @@ def _empty_parts(p: Problem, plan: TilePlan, columns: int) -> Tensor | None:
     return torch.empty(shape, dtype=torch.float32, device=p.x.device)
 
 
-def _run_few_tokens(p: Problem, plan: TilePlan) -> Tensor:
+def _run_few_tokens(p: LinearProblem, plan: TilePlan) -> Tensor:
     options = p.options
     assert options.few_tokens is not None
     out, columns = p.empty(), few_columns(p.x.shape[0])
@@ -374,7 +374,7 @@ def _run_few_tokens(p: Problem, plan: TilePlan) -> Tensor:
     return out
 
 
-def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
+def _sum(p: LinearProblem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
     """Add the parts. In parts and output, the rows of the groups are adjacent."""
     width, padded = out.shape[1] * out.shape[2], parts.shape[-1]
     block_n = min(16, padded)
@@ -397,7 +397,7 @@ def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
     )
 
 
-def _check(p: Problem) -> None:
+def _check(p: LinearProblem) -> None:
     if p.x.stride(2) != 1 or not p.weight.is_contiguous():
         raise ValueError(
             f"an input's rows and the weight must be contiguous, got strides {p.x.stride()} and"
@@ -422,7 +422,7 @@ def _check(p: Problem) -> None:
         raise ValueError(f"E4M3 weights must be multiples of {ACTIVATION_GROUP} wide, got {width}")
 
 
-def run(p: Problem) -> Tensor:
+def run(p: LinearProblem) -> Tensor:
     """Run the kernel for this number of tokens; returns [N, G, M]."""
     _check(p)
     num_tokens = p.x.shape[0]
@@ -441,7 +441,7 @@ def run(p: Problem) -> Tensor:
     return _round_and_run_tiles(p, TilePlan.of(p)) if few is None else _run_few_tokens(p, few)
 
 
-def _round_and_run_tiles(p: Problem, plan: TilePlan) -> Tensor:
+def _round_and_run_tiles(p: LinearProblem, plan: TilePlan) -> Tensor:
     """Run the tiles' kernel, after a kernel that rounds the tokens if `_rounded_before`."""
     if p.scale is None or not _rounded_before(p):
         return _run_tiles(p, plan)
@@ -449,7 +449,7 @@ def _round_and_run_tiles(p: Problem, plan: TilePlan) -> Tensor:
     return _run_tiles(replace(p, x=x), plan, x_scale)
 
 
-def _rounded_before(p: Problem) -> bool:
+def _rounded_before(p: LinearProblem) -> bool:
     """Whether a separate kernel rounds the tokens first (for E4M3 weights)."""
     in_tiles = p.x.shape[0] <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP
     return p.round_input and not in_tiles
@@ -460,7 +460,7 @@ def two_or_more(x: Tensor) -> Tensor:
     return x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x
 
 
-def by_rows(p: Problem) -> bool:
+def by_rows(p: LinearProblem) -> bool:
     """Whether `row_kernel` computes this problem, without `invariant`."""
     num_tokens, _, width = p.x.shape
     if p.scale is None:
@@ -468,14 +468,16 @@ def by_rows(p: Problem) -> bool:
     return num_tokens == 1 and width <= MAX_ROW
 
 
-def unsplit(x: tuple[Tensor, Tensor], weight_MK: Tensor, scale: Tensor, options: Options) -> Tensor:
+def unsplit(
+    x: tuple[Tensor, Tensor], weight_MK: Tensor, scale: Tensor, options: LinearOptions
+) -> Tensor:
     """Rounded x [N, K] and its scales times an E4M3 weight; [N, M] bfloat16, not split over K."""
     weight, dtype = weight_MK[None], torch.bfloat16
-    p = Problem(x[0][:, None], weight, scale[None], True, dtype, options=options)
+    p = LinearProblem(x[0][:, None], weight, scale[None], True, dtype, options=options)
     return _run_tiles(p, replace(TilePlan.of(p), split=1), x[1][:, None]).squeeze(1)
 
 
-def _run_many(p: Problem) -> Tensor:
+def _run_many(p: LinearProblem) -> Tensor:
     """Multiply many tokens by an unscaled weight with torch."""
     x = round_input(p.x, early_launch=p.options.early_launch) if p.round_input else p.x
     x_GNK, weight_GKM = x.to(p.weight.dtype).transpose(0, 1), p.weight.mT
@@ -486,28 +488,34 @@ def _run_many(p: Problem) -> Tensor:
     return torch.bmm(x_GNK, weight_GKM, out_dtype=p.out_dtype).transpose(0, 1)
 
 
-def problem(x_NGK: Tensor, w: LinearWeight, options: Options) -> Problem:
+def problem(x_NGK: Tensor, w: LinearWeight, options: LinearOptions) -> LinearProblem:
     weight, scale, dtype = w.weight, w.scale, w.out_dtype
     if weight.dim() == 2:
         weight, scale = weight[None], None if scale is None else scale[None]
     if dtype is None:
         dtype = weight.dtype if scale is None else torch.bfloat16
-    return Problem(x_NGK, weight, scale, w.round_input, dtype, options=options)
+    return LinearProblem(x_NGK, weight, scale, w.round_input, dtype, options=options)
 
 
-def gated_problem(x_ND: Tensor, w: ExpertWeight, limit: float, options: Options) -> Problem:
+def gated_problem(
+    x_ND: Tensor, w: ExpertWeight, limit: float, options: LinearOptions
+) -> LinearProblem:
     x_N1D, w13 = x_ND.unsqueeze(1), w.w13[None]
     scale = None if w.scale13 is None else w.scale13[None]
-    return Problem(x_N1D, w13, scale, w.round_input, x_ND.dtype, limit, options)
+    return LinearProblem(x_N1D, w13, scale, w.round_input, x_ND.dtype, limit, options)
 
 
-def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
+def linear(x_NK: Tensor, w: LinearWeight, *, options: LinearOptions = DEFAULT) -> Tensor:
     """x [N, K] with strided rows -> [N, M]."""
     return run(problem(x_NK.unsqueeze(1), w, options)).squeeze(1)
 
 
 def grouped_linear(
-    x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None, *, options: Options = DEFAULT
+    x_NGK: Tensor,
+    w: LinearWeight,
+    scales_NS: Tensor | None = None,
+    *,
+    options: LinearOptions = DEFAULT,
 ) -> Tensor:
     """x [N, G, K] with strided tokens and groups, weight [G, M, K] -> [N, G, M]."""
     assert scales_NS is None, "this table's input is not rounded"
@@ -515,7 +523,7 @@ def grouped_linear(
 
 
 def swiglu_mlp(
-    x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
+    x_ND: Tensor, w: ExpertWeight, limit: float, *, options: LinearOptions = DEFAULT
 ) -> Tensor:
     """x [N, D], w13 [2I, D], w2 [D, I], with scale13 and scale2 if E4M3; returns [N, D].
 

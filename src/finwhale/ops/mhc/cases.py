@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finwhale.ops.case import MODEL_TOLERANCE, Chunks, Draw, ModelDraw, OpCase, Sizes, num_tokens
+from finwhale.ops.case import MODEL_TOLERANCE, Chunks, Draw, ModelDraw, OpCase, OpSizes, num_tokens
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
@@ -80,7 +80,7 @@ def _cases(N: int, D: int, scale: float) -> tuple[OpCase, ...]:
 CASES = tuple(case for size in SIZES for case in _cases(*size))
 
 
-def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     N, D, size = num_tokens(chunks), s.hidden_size, draw.dtype.itemsize
     fn_bytes = 24 * 4 * D * 4
 

@@ -56,11 +56,11 @@ MAX_GRID_Y = 65_535  # of a launch
 FEW_TOKENS = 128
 EXPERT_TOKENS = 128  # the most tokens whose experts' outputs these kernels add
 MOST_TOKENS = 4096  # from here on, tiles are largest
-ANY_NUMBER = 2**31  # for Options.few_tokens and most_tokens
+ANY_NUMBER = 2**31  # for MhcOptions.few_tokens and most_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class MhcOptions:
     """A table's options for mHC.
 
     Attributes:
@@ -77,11 +77,11 @@ class Options:
     most_tokens: int = MOST_TOKENS
 
 
-DEFAULT = Options()
+DEFAULT = MhcOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MhcPlan:
     """Tile sizes of the first pass.
 
     Attributes:
@@ -107,7 +107,7 @@ def _check_streams(streams_NHD: Tensor) -> None:
         raise ValueError(f"a stream's values must be contiguous, got {streams_NHD.stride()}")
 
 
-def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -> None:
+def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: MhcOptions) -> None:
     x, channel = partial.x, partial.channel
     num_tokens, _, width = streams_NHD.shape
     if x.dtype not in (torch.float32, torch.bfloat16):
@@ -119,7 +119,7 @@ def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -
         raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
 
 
-def _check_terms(terms: UnreducedExperts, num_tokens: int, options: Options) -> None:
+def _check_terms(terms: UnreducedExperts, num_tokens: int, options: MhcOptions) -> None:
     most = min(EXPERT_TOKENS, options.few_tokens)
     if num_tokens > most:
         raise ValueError(
@@ -131,13 +131,13 @@ def _check_terms(terms: UnreducedExperts, num_tokens: int, options: Options) -> 
 
 
 # Plans of the first pass, then the plan of `mhc_post`, which has no GEMM.
-FEW = Plan(block_n=16, block_d=32, num_warps=4)
-MANY = Plan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
+FEW = MhcPlan(block_n=16, block_d=32, num_warps=4)
+MANY = MhcPlan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
 MOST = replace(MANY, block_n=128, num_warps=8)  # the same bits
-MANY_FLOAT32 = Plan(block_n=32, block_d=16, slots=8, num_warps=8)
-POST_FEW = Plan(block_n=1, block_d=512, num_warps=4)
+MANY_FLOAT32 = MhcPlan(block_n=32, block_d=16, slots=8, num_warps=8)
+POST_FEW = MhcPlan(block_n=1, block_d=512, num_warps=4)
 TILE_VALUES = 512  # of x, in a program for few tokens
-POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
+POST_MANY = MhcPlan(block_n=4, block_d=512, slots=4, num_warps=4)
 
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
@@ -149,14 +149,14 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
 
 
-def num_programs(num_tokens: int, width: int, *, options: Options = DEFAULT) -> int:
+def num_programs(num_tokens: int, width: int, *, options: MhcOptions = DEFAULT) -> int:
     """See `FusedReduceMhc`."""
     if not 0 < num_tokens <= options.few_tokens:
         return 0
     return max(math.prod(_few_grid(plan, num_tokens, width)) for plan in (FEW, POST_FEW))
 
 
-def _few_grid(plan: Plan, num_tokens: int, width: int) -> tuple[int, int]:
+def _few_grid(plan: MhcPlan, num_tokens: int, width: int) -> tuple[int, int]:
     return triton.cdiv(width, plan.block_d), triton.cdiv(num_tokens, plan.block_n)
 
 
@@ -208,7 +208,7 @@ class Post:
         mix: Tensor,
         res: Tensor,
         streams_NHD: Tensor,
-        options: Options,
+        options: MhcOptions,
     ) -> "Post":
         own, channel = x_ND, None
         if isinstance(x_ND, PartialSum):
@@ -244,7 +244,7 @@ class FirstPass:
         num_tokens, _, width = self.streams.shape
         return num_tokens, width, self.streams.stride(0), self.streams.stride(1)
 
-    def constants(self, options: Options) -> dict[str, Any]:
+    def constants(self, options: MhcOptions) -> dict[str, Any]:
         return {
             "M": 0 if self.fn is None else self.fn.shape[0],
             "ROWS": 16 if self.fn is None else self.parts.shape[2],
@@ -256,7 +256,7 @@ def _run_streams(
     streams_NHD: Tensor,
     post: tuple[Tensor | PartialSum | UnreducedExperts, Tensor, Tensor] | None,
     fn: Tensor | None,
-    options: Options,
+    options: MhcOptions,
     phases: Phases = (0, 1),
 ) -> tuple[Tensor, Tensor]:
     """Run the first pass.
@@ -292,7 +292,7 @@ def _run_streams(
     return out_NHD, parts
 
 
-def _launch_few(p: FirstPass, options: Options, phases: Phases) -> None:
+def _launch_few(p: FirstPass, options: MhcOptions, phases: Phases) -> None:
     num_tokens, _, width = p.streams.shape
     launch = {"launch_pdl": True} if options.early_launch else {}
     plan = POST_FEW if p.fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
@@ -332,7 +332,7 @@ def _launch_few(p: FirstPass, options: Options, phases: Phases) -> None:
     )
 
 
-def _launch_many(p: FirstPass, options: Options) -> None:
+def _launch_many(p: FirstPass, options: MhcOptions) -> None:
     num_tokens, _, width = p.streams.shape
     tensors = p.tensors()
     if p.fn is not None:
@@ -362,7 +362,7 @@ def _run_block_input(
     parts: Tensor,
     w: MhcWeight | HcHeadWeight,
     params: MhcParams,
-    options: Options,
+    options: MhcOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the second pass; returns (block input, post, res). hc_head has no post and res."""
     num_tokens, streams, width = streams_NHD.shape
@@ -435,7 +435,7 @@ def _run_block_input(
 
 
 def mhc_pre(
-    residual_NHD: Tensor, w: MhcWeight, params: MhcParams, *, options: Options = DEFAULT
+    residual_NHD: Tensor, w: MhcWeight, params: MhcParams, *, options: MhcOptions = DEFAULT
 ) -> tuple[Tensor, Tensor, Tensor]:
     streams, parts = _run_streams(residual_NHD, None, w.fn, options)
     return _run_block_input(streams, parts, w, params, options)
@@ -447,7 +447,7 @@ def mhc_post(
     res_NHH: Tensor,
     residual_NHD: Tensor,
     *,
-    options: Options = DEFAULT,
+    options: MhcOptions = DEFAULT,
 ) -> Tensor:
     return _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), None, options)[0]
 
@@ -460,14 +460,14 @@ def mhc_post_pre(
     w: MhcWeight,
     params: MhcParams,
     *,
-    options: Options = DEFAULT,
+    options: MhcOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams, parts = _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, options)
     return *_run_block_input(streams, parts, w, params, options), streams
 
 
 def hc_head(
-    streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, *, options: Options = DEFAULT
+    streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, *, options: MhcOptions = DEFAULT
 ) -> Tensor:
     streams, parts = _run_streams(streams_NHD, None, w.fn, options)
     return _run_block_input(streams, parts, w, params, options)[0]

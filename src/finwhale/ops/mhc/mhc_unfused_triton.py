@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.mhc.mhc_triton import DEFAULT, Options, mhc_post, mhc_pre
+from finwhale.ops.mhc.mhc_triton import DEFAULT, MhcOptions, mhc_post, mhc_pre
 
 
 def mhc_post_pre(
@@ -14,7 +14,7 @@ def mhc_post_pre(
     w: MhcWeight,
     params: MhcParams,
     *,
-    options: Options = DEFAULT,
+    options: MhcOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams = mhc_post(x_ND, post_NH, res_NHH, residual_NHD, options=options)
     return *mhc_pre(streams, w, params, options=options), streams

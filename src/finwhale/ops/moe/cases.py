@@ -16,7 +16,7 @@ from finwhale.ops.case import (
     Draw,
     ModelDraw,
     OpCase,
-    Sizes,
+    OpSizes,
     num_tokens,
 )
 from finwhale.ops.moe import ExpertWeight
@@ -101,12 +101,12 @@ CASES = (
 )
 
 
-def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     yield from _model_routes(s, draw, chunks)
     yield from _model_experts(s, draw, chunks)
 
 
-def _model_routes(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def _model_routes(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     D, E, K = s.hidden_size, s.n_routed_experts, s.num_experts_per_tok
     N, size = num_tokens(chunks), draw.dtype.itemsize
 
@@ -138,7 +138,7 @@ def _model_routes(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
     )
 
 
-def _model_experts(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def _model_experts(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     D, E, K = s.hidden_size, s.n_routed_experts, s.num_experts_per_tok
     I, N = s.moe_intermediate_size, num_tokens(chunks)  # noqa: E741
 

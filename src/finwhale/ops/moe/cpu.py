@@ -106,7 +106,7 @@ def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedPairs(Dispatched):
+class HostPairs(Dispatched):
     """Pairs in order of the experts, without pairs of id -1.
 
     Attributes:
@@ -127,10 +127,10 @@ class OrderedPairs(Dispatched):
         )
 
 
-def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
+def dispatch(ids_NK: Tensor, num_experts: int) -> HostPairs:
     flat = ids_NK.numpy().T.ravel()
     skipped, *counts = np.bincount(flat + 1, minlength=1).tolist()
-    return OrderedPairs(
+    return HostPairs(
         ids_NK,
         order=flat.argsort(kind="stable")[skipped:],
         experts=[e for e, count in enumerate(counts) if count],
@@ -142,7 +142,7 @@ def compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
     """Gather one row for each pair, with the rows of an expert adjacent."""
-    assert isinstance(pairs, OrderedPairs)
+    assert isinstance(pairs, HostPairs)
     x: F32 = x_ND.numpy()
     if w.round_input:
         x = cpu_math.round_e4m3(x, ACTIVATION_GROUP)

@@ -218,7 +218,7 @@ def _down_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExpertsPlan:
     """Tile sizes of one launch.
 
     Attributes:
@@ -234,14 +234,14 @@ class Plan:
 
 # (largest average number of pairs per expert, plan)
 PLANS = (
-    (6, Plan(16, (128, 4, 8), (64, 4, 4))),
-    (20, Plan(32, (128, 4, 8), (64, 4, 4))),
-    (64, Plan(64, (128, 3, 8), (128, 3, 8))),
-    (math.inf, Plan(128)),
+    (6, ExpertsPlan(16, (128, 4, 8), (64, 4, 4))),
+    (20, ExpertsPlan(32, (128, 4, 8), (64, 4, 4))),
+    (64, ExpertsPlan(64, (128, 3, 8), (128, 3, 8))),
+    (math.inf, ExpertsPlan(128)),
 )
 
 
-def plan(num_pairs: int, num_experts: int) -> Plan:
+def plan(num_pairs: int, num_experts: int) -> ExpertsPlan:
     return next(plan for most, plan in PLANS if num_pairs <= most * num_experts)
 
 
@@ -263,7 +263,7 @@ def compute(
     w: ExpertWeight,
     limit: float,
     *,
-    plan: Callable[[int, int], Plan] = plan,
+    plan: Callable[[int, int], ExpertsPlan] = plan,
 ) -> Tensor:
     """x bfloat16 with strided rows. Returns bfloat16 [N,K,D].
 
@@ -283,7 +283,7 @@ def launch(
     pairs: OrderedPairs,
     w: TiledExperts,
     limit: float,
-    plan: Plan,
+    plan: ExpertsPlan,
     each_NKD: Tensor,
 ) -> None:
     """`compute` with a given plan; `dispatch` must have used its block_rows."""
@@ -306,7 +306,7 @@ def _gate_up(
     pairs: OrderedPairs,
     w: TiledExperts,
     limit: float,
-    plan: Plan,
+    plan: ExpertsPlan,
 ) -> tuple[Tensor, Tensor]:
     """Hidden values E4M3 [P,I] and their scales."""
     (num_rows, width), inner = x_PD.shape, w.w2.shape[2] * 2
@@ -342,7 +342,7 @@ def _down(
     hidden_scale: Tensor,
     pairs: OrderedPairs,
     w: TiledExperts,
-    plan: Plan,
+    plan: ExpertsPlan,
     each_NKD: Tensor,
 ) -> None:
     width, inner = each_NKD.shape[2], hidden_PI.shape[1]

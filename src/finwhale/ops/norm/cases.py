@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from finwhale.ops.case import MODEL_TOLERANCE, Chunks, Draw, ModelDraw, OpCase, Sizes, num_tokens
+from finwhale.ops.case import MODEL_TOLERANCE, Chunks, Draw, ModelDraw, OpCase, OpSizes, num_tokens
 
 EPS = 1e-6
 SHAPES = ((0, 64), (1, 1), (1, 256), (3, 100), (2, 3, 7), (5, 130), (33, 128), (2, 4096))
@@ -20,7 +20,7 @@ def _case(shape: tuple[int, ...]) -> OpCase:
 CASES = tuple(_case(shape) for shape in SHAPES)
 
 
-def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     N, D = num_tokens(chunks), s.hidden_size
     yield OpCase(
         operator="rms_norm",

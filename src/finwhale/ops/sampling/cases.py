@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.ops.case import MODEL_TOLERANCE, Chunks, ModelDraw, OpCase, Sizes
+from finwhale.ops.case import MODEL_TOLERANCE, Chunks, ModelDraw, OpCase, OpSizes
 from finwhale.ops.sampling import (
     AllowedTokens,
     Bias,
@@ -172,7 +172,7 @@ def _words(row: Row, vocab_size: int) -> Tensor:
     return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
 
 
-def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     yield OpCase(
         operator="sample",
         name="greedy",

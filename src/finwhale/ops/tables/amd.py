@@ -19,23 +19,23 @@ from finwhale.platform import Platform
 MAX_STAGES = 2
 
 
-def attention_plan(p: attention.Problem) -> attention.AttendPlan:
+def attention_plan(p: attention.AttentionProblem) -> attention.AttendPlan:
     """Tiles of which 4 warps of 64 lanes hold all values in registers."""
     plan = attention.plan_for(p)
     return replace(plan, block_h=32, block_k=32, num_warps=4) if plan.block_h > 32 else plan
 
 
-def experts_plan(num_pairs: int, num_experts: int) -> experts_triton.Plan:
+def experts_plan(num_pairs: int, num_experts: int) -> experts_triton.ExpertsPlan:
     """Tiles for registers, as those of attention."""
     block_rows = experts_triton.plan(num_pairs, num_experts).block_rows
     gate_up_rows = 32 if block_rows == 128 else 64
     tiles = (gate_up_rows, MAX_STAGES, 4), (64, MAX_STAGES, 4)
-    return experts_triton.Plan(block_rows, *tiles)
+    return experts_triton.ExpertsPlan(block_rows, *tiles)
 
 
 def table(platform: Platform) -> Ops:
     portable = nvidia.table(platform, MAX_STAGES)
-    mhc_options = mhc.Options(most_tokens=mhc.ANY_NUMBER)
+    mhc_options = mhc.MhcOptions(most_tokens=mhc.ANY_NUMBER)
     return replace(
         portable,
         capabilities=replace(portable.capabilities, side_streams=False),

@@ -20,7 +20,7 @@ from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear import linear_triton
-from finwhale.ops.linear.linear_triton import DEFAULT, Options, grouped_linear, swiglu_mlp
+from finwhale.ops.linear.linear_triton import DEFAULT, LinearOptions, grouped_linear, swiglu_mlp
 from finwhale.ops.linear.ref import grouped_form, prepare_linear
 from finwhale.ops.mhc import mhc_triton
 from finwhale.ops.mhc.mhc_triton import hc_head, mhc_post, mhc_post_pre, mhc_pre
@@ -38,9 +38,9 @@ from finwhale.platform import Platform
 
 
 def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
-    """max_stages: see the linear layers' `Options`."""
+    """max_stages: see the linear layers' `LinearOptions`."""
     num_multiprocessors = platform.num_multiprocessors
-    options = Options(num_multiprocessors=num_multiprocessors, max_stages=max_stages)
+    options = LinearOptions(num_multiprocessors=num_multiprocessors, max_stages=max_stages)
     linear = bind(linear_triton.linear, options=options)
     return Ops(
         capabilities=KERNEL_CAPABILITIES,

@@ -58,14 +58,14 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
     grouped_form = (deepgemm or linear_ref).grouped_form
     if deepgemm is not None and batch_invariant:
         grouped_form = bind(grouped_form, min_tokens=1)
-    linear_options = linear_triton.Options(
+    linear_options = linear_triton.LinearOptions(
         **invariant,
         early_launch=True,
         num_multiprocessors=num_multiprocessors,
         few_tokens=few_tokens_hopper.launch,
     )
     linear = bind(linears.linear, options=linear_options)
-    mhc_options = mhc.Options(**few_tokens, early_launch=True, inline_asm=True)
+    mhc_options = mhc.MhcOptions(**few_tokens, early_launch=True, inline_asm=True)
     mhc_post = bind(mhc.mhc_post, options=mhc_options)
     mhc_post_pre = bind(mhc.mhc_post_pre, options=mhc_options)
     return Ops(
