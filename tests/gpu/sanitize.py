@@ -96,8 +96,7 @@ def confidences(count: int, width: int, markov: int, ops: Ops) -> tuple[Tensor]:
     streams = draw.normal(count, 5, 4, width, scale=2.0).bfloat16()
     ids = draw.integers(40, count), draw.integers(40, count, 5)
     streams, newest, ids, w = to_device((streams, *ids, w), "cuda")
-    scores = ops.score_streams(streams, w, drafts.PARAMS)
-    return (ops.draft_confidences(scores, newest, ids, w),)
+    return (ops.draft_confidences(streams, newest, ids, w, drafts.PARAMS),)
 
 
 def draft_calls() -> Iterator[Callable[[Ops], tuple[Tensor, ...]]]:

@@ -400,8 +400,7 @@ def call_drafts(D: int, B: int, K: int) -> None:
     for w1 in (None, meta(129280, 256)):
         proj = f32(1, D + (0 if w1 is None else 256))
         w = ConfidenceWeight(head, proj, w1)
-        scores = drafts.score_streams(streams, w, MhcParams(20, 1e-6, 1e-6))
-        drafts.draft_confidences(scores, newest, ids(B, K), w)
+        drafts.draft_confidences(streams, newest, ids(B, K), w, MhcParams(20, 1e-6, 1e-6))
 
 
 def call_markov(B: int, options: linear.LinearOptions) -> None:

@@ -108,7 +108,7 @@ def test_confidences(markov: int) -> None:
     width, draw = 10, Draw()
     streams, w = 2 * draw.normal(3, 2, 4, width), confidence_weight(width, markov)
     newest, ids = draw.integers(40, 3), draw.integers(40, 3, 2)
-    found = ref.draft_confidences(ref.score_streams(streams, w, PARAMS), newest, ids, w)
+    found = ref.draft_confidences(streams, newest, ids, w, PARAMS)
     assert found.shape == (3, 2) and found.dtype == torch.float32
     for b in range(3):
         for k in range(2):

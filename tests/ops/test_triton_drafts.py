@@ -103,15 +103,13 @@ def test_confidences(
     streams = draw.normal(count, num_drafts + 2, 4, width, scale=2.0).to(dtype)
     streams = streams[:, 1 : 1 + num_drafts]
     newest, ids = draw.integers(40, count, 3)[:, 0], draw.integers(40, count, num_drafts)
-    scores = kernels.score_streams(streams, w, PARAMS)
-    found = kernels.draft_confidences(scores, newest, ids, w)
-    wanted = ref.draft_confidences(ref.score_streams(streams, w, PARAMS), newest, ids, w)
+    found = kernels.draft_confidences(streams, newest, ids, w, PARAMS)
+    wanted = ref.draft_confidences(streams, newest, ids, w, PARAMS)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
     if count > 1:
         assert len(found.unique()) > 2
         last = slice(count - 1, count)
-        scores = kernels.score_streams(streams[last], w, PARAMS)
-        alone = kernels.draft_confidences(scores, newest[last], ids[last], w)
+        alone = kernels.draft_confidences(streams[last], newest[last], ids[last], w, PARAMS)
         assert torch.equal(alone, found[last])
 
 
@@ -133,9 +131,7 @@ def test_unsupported_arguments_are_refused() -> None:
         kernels.accept_drafts(chosen, step, next_ids[:, :3].contiguous(), advanced)
     w, ids = confidence_weight(8, 0), torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="contiguous"):
-        kernels.score_streams(torch.zeros(1, 1, 8, 4).mT, w, PARAMS)
-    with pytest.raises(ValueError, match="contiguous"):
-        kernels.draft_confidences(torch.zeros(2, 2).T, ids[0], ids, w)
+        kernels.draft_confidences(torch.zeros(1, 1, 8, 4).mT, ids[0], ids, w, PARAMS)
     table = PageTable(torch.zeros(4, 1, dtype=torch.int32).T[:, ::2], torch.zeros(1).int(), 64)
     with pytest.raises(ValueError, match="contiguous"):
         kernels.make_blocks(ids[0], one_each((3,)), table, BlockShape(2, 1, 128))
@@ -143,10 +139,7 @@ def test_unsupported_arguments_are_refused() -> None:
 
 KERNELS = {
     name: getattr(kernels, name)
-    for name in (
-        *("continue_tokens", "accept_drafts", "make_blocks"),
-        *("score_streams", "draft_confidences"),
-    )
+    for name in ("continue_tokens", "accept_drafts", "make_blocks", "draft_confidences")
 }
 
 

@@ -48,7 +48,6 @@ DRAFTS = (
     "accept_drafts",
     "make_blocks",
     "markov_logits",
-    "score_streams",
     "draft_confidences",
 )
 # These are timed and checked as one operator: their intermediate results differ between tables.

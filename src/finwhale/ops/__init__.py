@@ -22,7 +22,6 @@ from finwhale.ops.drafts import (
     DraftConfidences,
     MakeBlocks,
     MarkovLogits,
-    ScoreStreams,
 )
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
 from finwhale.ops.launch.sizes import LaunchClasses
@@ -134,7 +133,6 @@ class Ops:
     continue_tokens: ContinueTokens
     accept_drafts: AcceptDrafts
     make_blocks: MakeBlocks
-    score_streams: ScoreStreams
     markov_logits: MarkovLogits
     draft_confidences: DraftConfidences
 

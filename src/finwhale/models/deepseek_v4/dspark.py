@@ -28,7 +28,6 @@ from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
@@ -36,9 +35,6 @@ from finwhale.ops import Ops
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
-
-# The side stream of the drafts' scores, beside the LM head.
-SCORE_STREAM = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +160,6 @@ class DsparkHead:
         embed: Tensor,
         head: LinearWeight,
         run_layers: RunLayers,
-        side_streams: SideStreams,
     ) -> None:
         assert config.dspark is not None
         self.config, self.weights, self.ranks = config.dspark, weights, ranks
@@ -174,8 +169,7 @@ class DsparkHead:
         self.params = mhc_params(config)
         self.num_streams = config.hc_mult
         self.make_blocks, self.markov_logits = ops.make_blocks, ops.markov_logits
-        self.score_streams, self.draft_confidences = ops.score_streams, ops.draft_confidences
-        self.side_streams = side_streams
+        self.draft_confidences = ops.draft_confidences
         self._shape = BlockShape(
             num_tokens=self.config.num_rows,
             noise_id=self.config.noise_token_id,
@@ -221,11 +215,6 @@ class DsparkHead:
         streams_BGHD = self.run_block(start, cache, segments)
         first = self.config.num_rows - self.config.block_size
         streams = streams_BGHD[:, first : first + num_drafts]
-        confidence, scores = self._confidence, None
-        if confidence is not None:
-            scores = self.side_streams.start(
-                SCORE_STREAM, lambda: self.score_streams(streams, confidence, self.params)
-            )
         logits = self.compute_logits(streams.flatten(0, 1)).unflatten(0, streams.shape[:2])
         ids: list[Tensor] = []
         for k in range(num_drafts):
@@ -235,9 +224,10 @@ class DsparkHead:
             )
             ids.append(choose(corrected, k))
         ids_BK, confidences = torch.stack(ids, 1), None
-        if confidence is not None and scores is not None:
-            self.side_streams.join(SCORE_STREAM)
-            confidences = self.draft_confidences(scores, start.newest_ids, ids_BK, confidence).T
+        if self._confidence is not None:
+            confidences = self.draft_confidences(
+                streams, start.newest_ids, ids_BK, self._confidence, self.params
+            ).T
         return Drafts(ids=ids_BK.T, confidences=confidences)
 
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:

@@ -131,7 +131,6 @@ class DeepseekV4:
                 weights.embed,
                 weights.head,
                 self.run_layers,
-                self.side_streams,
             )
             self.draft_context = DsparkContext(
                 config, ops, weights.dspark, round_activations, self.ranks, self.tables

@@ -15,10 +15,10 @@ PRIORITIES = (0, 0, -1)
 class SideStreams:
     """Three side CUDA streams. Without a GPU, or unless `wanted`, all work runs in order.
 
-    The first runs compressors, and the features and scores of the draft head (attention.py,
-    model.py, dspark.py), the second the shared expert (moe.py). The third has a high priority: it
-    writes the draft head's context, which would otherwise wait until all programs of the LM head
-    have started. CUDA graphs can capture all of them.
+    The first runs compressors and the draft head's features (attention.py, model.py), the second
+    the shared expert (moe.py). The third has a high priority: it writes the draft head's context,
+    which would otherwise wait until all programs of the LM head have started. CUDA graphs can
+    capture all of them.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True) -> None:

@@ -178,35 +178,25 @@ class ConfidenceWeight:
     markov_w1: Tensor | None
 
 
-class ScoreStreams(Protocol):
-    """proj[:D] . sum_i (sigmoid(m_i * scale + base_i) + eps) X_i, with m as in HcHead.
-
-    This is the part of the drafts' confidences that does not depend on the drafts. On a GPU, a
-    score's bits depend only on its residual streams, never on the batch.
-    """
-
-    def __call__(self, streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Tensor:
-        """Returns the scores [B,K] float32.
-
-        Args:
-            streams_BKHD: the residual streams that predict each draft.
-        """
-        ...
-
-
 class DraftConfidences(Protocol):
-    """sigmoid(score + proj[D:] . markov_w1[before]), where `before` is the token before the draft.
+    """sigmoid(proj[:D] . sum_i (sigmoid(m_i * scale + base_i) + eps) X_i + proj[D:] . markov row).
 
-    On a GPU, a confidence's bits depend only on its draft, never on the batch.
+    m is as in HcHead, and the Markov row is markov_w1[before], where `before` is the token before
+    the draft. On a GPU, a confidence's bits depend only on its draft, never on the batch.
     """
 
     def __call__(
-        self, scores_BK: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight
+        self,
+        streams_BKHD: Tensor,
+        newest_B: Tensor,
+        ids_BK: Tensor,
+        w: ConfidenceWeight,
+        params: MhcParams,
     ) -> Tensor:
         """Returns the confidences [B,K] float32.
 
         Args:
-            scores_BK: the result of `ScoreStreams`.
+            streams_BKHD: the residual streams that predict each draft.
             newest_B: int64: the token before the first draft.
             ids_BK: int64: the drafts.
         """

@@ -335,7 +335,8 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
     return DraftBlock(ids, tokens, slots)
 
 
-def score_streams(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Tensor:
+def _scores(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Tensor:
+    """The part [B,K] of the drafts' confidences that does not depend on their tokens."""
     count, num_drafts, streams, width = streams_BKHD.shape
     head = w.hc_head
     check_contiguous(fn=head.fn, base=head.base, proj=w.proj)
@@ -359,9 +360,14 @@ def score_streams(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) 
 
 
 def draft_confidences(
-    scores_BK: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight
+    streams_BKHD: Tensor,
+    newest_B: Tensor,
+    ids_BK: Tensor,
+    w: ConfidenceWeight,
+    params: MhcParams,
 ) -> Tensor:
-    check_contiguous(scores_BK=scores_BK, ids_BK=ids_BK, proj=w.proj)
+    scores_BK = _scores(streams_BKHD, w, params)
+    check_contiguous(ids_BK=ids_BK)
     markov, rank = w.markov_w1, 0
     if markov is not None:
         check_contiguous(markov_w1=markov)

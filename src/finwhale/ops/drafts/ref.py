@@ -85,7 +85,13 @@ def markov_logits(
     return logits_BX + linear(markov_w1.index_select(0, newest_B), markov_w2).float()
 
 
-def score_streams(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Tensor:
+def draft_confidences(
+    streams_BKHD: Tensor,
+    newest_B: Tensor,
+    ids_BK: Tensor,
+    w: ConfidenceWeight,
+    params: MhcParams,
+) -> Tensor:
     head = w.hc_head
     streams = streams_BKHD.float()
     flat = streams.flatten(2)
@@ -93,12 +99,7 @@ def score_streams(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) 
     mixes = flat @ head.fn.T * scale
     shares = torch.sigmoid(mixes * head.scale + head.base) + params.eps
     hidden = torch.einsum("bkh,bkhd->bkd", shares, streams)
-    return torch.matmul(hidden, w.proj[0, : hidden.shape[2]])
-
-
-def draft_confidences(
-    scores_BK: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight
-) -> Tensor:
+    scores_BK = torch.matmul(hidden, w.proj[0, : hidden.shape[2]])
     if w.markov_w1 is not None:
         width = w.proj.shape[1] - w.markov_w1.shape[1]
         before_BK = torch.cat((newest_B[:, None], ids_BK[:, :-1]), 1)

@@ -11,7 +11,6 @@ from finwhale.ops.drafts.ref import (
     draft_confidences,
     make_blocks,
     markov_logits,
-    score_streams,
 )
 from finwhale.ops.indexer.cpu import prepare_index_queries, select_entries
 from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
@@ -74,7 +73,6 @@ OPS = Ops(
     continue_tokens=continue_tokens,
     accept_drafts=accept_drafts,
     make_blocks=make_blocks,
-    score_streams=score_streams,
     markov_logits=bind(markov_logits, linear=linear),
     draft_confidences=draft_confidences,
 )

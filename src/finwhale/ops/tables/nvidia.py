@@ -13,7 +13,6 @@ from finwhale.ops.drafts.drafts_triton import (
     continue_tokens,
     draft_confidences,
     make_blocks,
-    score_streams,
 )
 from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer import select_entries_triton
@@ -83,7 +82,6 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
         continue_tokens=continue_tokens,
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
-        score_streams=score_streams,
         markov_logits=bind(markov_logits, linear=linear),
         draft_confidences=draft_confidences,
     )

@@ -17,7 +17,6 @@ from finwhale.ops.drafts.drafts_triton import (
     continue_tokens,
     draft_confidences,
     make_blocks,
-    score_streams,
 )
 from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer import select_entries_triton
@@ -122,7 +121,6 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         continue_tokens=continue_tokens,
         accept_drafts=accept_drafts,
         make_blocks=make_blocks,
-        score_streams=score_streams,
         markov_logits=bind(markov_logits, linear=linear),
         draft_confidences=draft_confidences,
     )

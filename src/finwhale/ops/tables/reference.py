@@ -11,7 +11,6 @@ from finwhale.ops.drafts.ref import (
     draft_confidences,
     make_blocks,
     markov_logits,
-    score_streams,
 )
 from finwhale.ops.indexer.ref import prepare_index_queries, select_entries
 from finwhale.ops.linear.ref import grouped_form, grouped_linear, linear, prepare_linear
@@ -71,7 +70,6 @@ OPS = Ops(
     continue_tokens=continue_tokens,
     accept_drafts=accept_drafts,
     make_blocks=make_blocks,
-    score_streams=score_streams,
     markov_logits=markov_logits,
     draft_confidences=draft_confidences,
 )
