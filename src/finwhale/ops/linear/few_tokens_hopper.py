@@ -33,6 +33,9 @@ from finwhale.ops.rounding import MIN_AMAX
 
 # One mbarrier announces the weights of this many steps.
 STEPS_AT_ONCE = 4
+# Number of steps whose E4M3 weights are requested before the wait. If all were, the loads of the
+# kernels before it would take longer.
+EARLY_STEPS = 6
 E4M3_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 BFLOAT16_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -220,7 +223,6 @@ def launch(
     out: Tensor,
     steps: int,
     columns: int,
-    early_steps: int,
     early_launch: bool,
 ) -> None:
     """See linear_triton.FewTokens."""
@@ -259,7 +261,7 @@ def launch(
         AT_ONCE=STEPS_AT_ONCE,
         COLUMNS=columns,
         PARTS=in_parts,
-        EARLY=early_steps,
+        EARLY=EARLY_STEPS,
         TOP=E4M3_MAX,
         LEAST=MIN_AMAX,
         num_warps=4,
