@@ -356,7 +356,7 @@ def call_e4m3(
 
 
 def call_few(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
-    """The linear layers of one model that FewTokens computes, for N tokens."""
+    """The linear layers of one model that few_tokens_hopper.py computes, for N tokens."""
     call_e4m3(D, A, Q, I, N, FEW)
     for rows in (2624, 1024):
         w = LinearWeight(meta(rows, D), out_dtype=torch.float32)

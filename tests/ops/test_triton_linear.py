@@ -330,7 +330,7 @@ def few_tokens(
     columns: int,
     early_launch: bool,
 ) -> None:
-    """A stand-in for few_tokens_hopper.py: the contract of `FewTokens` with torch."""
+    """A stand-in for few_tokens_hopper.py: its contract with torch."""
     num_tokens, _, width = x_NGK.shape
     assert num_tokens <= columns and columns % 8 == 0
     scale = scale.repeat_interleave(128, 1)[:, : weight_GMK.shape[1]].repeat_interleave(128, 2)
@@ -431,7 +431,7 @@ def test_small_plain_weights_of_few_tokens(
     split: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which unscaled weights FewTokens computes, and in how many parts."""
+    """Which unscaled weights `few_tokens` computes, and in how many parts."""
     launched: list[dict[str, Any]] = []
 
     def few_tokens(x: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, *how: Any) -> None:

@@ -225,7 +225,18 @@ def launch(
     columns: int,
     early_launch: bool,
 ) -> None:
-    """See linear_triton.FewTokens."""
+    """Launch a kernel that has room for all weights of its programs.
+
+    Args:
+        x_NGK: bfloat16, with strided tokens and groups.
+        weight_GMK, scale: E4M3, and a float32 for each block of 128x128; or bfloat16 and None: then
+            `out` is in parts, and they divide K evenly.
+        out: float32 parts [split, G, M, columns], or [N, G, M].
+        steps: 128 values of K each, of a part of K; all steps if `out` is not in parts.
+        columns: number of tokens that the kernel computes: a multiple of 8, at least N. Those past
+            N have no meaning.
+        early_launch: see `launch_options`.
+    """
     (num_tokens, groups, width), rows = x_NGK.shape, weight_GMK.shape[1]
     in_parts = out.dim() == 4
     weight = weight_GMK.view(-1, width)

@@ -7,7 +7,7 @@
    It rounds up to ROUNDED_TOKENS itself; for more, a separate kernel rounds first. Up to
    SPLIT_TOKENS, K is split into parts, which `sum_kernel` adds in order. With more tokens, torch
    multiplies unscaled weights.
-3. `FewTokens`, where a table has one, replaces `tile_kernel` for up to ROUNDED_TOKENS tokens and
+3. `few_tokens`, where a table has it, replaces `tile_kernel` for up to ROUNDED_TOKENS tokens and
    E4M3 weights whose parts have at most FEW_STEPS steps. Its bits are the same. For up to
    PLAIN_TOKENS tokens, it also computes unscaled weights that are small enough. It splits K into
    shorter parts then, so its last bits may differ from those of `tile_kernel`.
@@ -28,8 +28,8 @@ multiplied on FP8 tensor cores. If `round_input` is false, the input is bfloat16
 the weight is converted to bfloat16, which is exact.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import triton
@@ -71,42 +71,16 @@ MAX_ROW = 8192
 SPLIT_TOKENS = 64
 ROUNDED_TOKENS = 16
 SHORT_STEPS = 12
-# `FewTokens`: a part has at most FEW_STEPS steps, and a program computes FEW_ROWS rows.
+# `few_tokens`: a part has at most FEW_STEPS steps, and a program computes FEW_ROWS rows.
 FEW_STEPS = 8
 FEW_ROWS = 64
-# `FewTokens` with a bfloat16 weight, up to PLAIN_TOKENS tokens: a part has PLAIN_STEPS steps, and
+# `few_tokens` with a bfloat16 weight, up to PLAIN_TOKENS tokens: a part has PLAIN_STEPS steps, and
 # three programs fit a multiprocessor. All of them must run at once.
 PLAIN_TOKENS = 8
 PLAIN_STEPS = 4
 PLAIN_PROGRAMS = 3
 MANY_ROWS = 16384  # with this many rows of a plain weight, 64 tokens use tiles of 128 rows
 SUM_ROWS = 32
-
-
-class FewTokens(Protocol):
-    """Launch a kernel for few tokens that has room for all weights of its programs.
-
-    Args:
-        x: [N, G, K] bfloat16, with strided tokens and groups.
-        weight, scale: [G, M, K] E4M3, and a float32 for each block of 128x128; or bfloat16 and
-            None: then `out` is in parts, and they divide K evenly.
-        out: float32 parts [split, G, M, columns], or [N, G, M].
-        steps: 128 values of K each, of a part of K; all steps if `out` is not in parts.
-        columns: number of tokens that the kernel computes: a multiple of 8, at least N. Those past
-            N have no meaning.
-        early_launch: see `launch_options`.
-    """
-
-    def __call__(
-        self,
-        x_NGK: Tensor,
-        weight_GMK: Tensor,
-        scale: Tensor | None,
-        out: Tensor,
-        steps: int,
-        columns: int,
-        early_launch: bool,
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +91,15 @@ class LinearOptions:
         invariant: the bits of a token do not depend on the number of tokens.
         early_launch: launch kernels early (`launch_options`).
         num_multiprocessors: number in the GPU; work is split over this many programs.
-        few_tokens: computes what `tile_kernel` computes, for few tokens; None: `tile_kernel` does.
+        few_tokens: few_tokens_hopper.launch, which computes what `tile_kernel` computes, for few
+            tokens; None: `tile_kernel` does.
         max_stages: most stages in which `tile_kernel` loads. Each takes shared memory.
     """
 
     invariant: bool = False
     early_launch: bool = False
     num_multiprocessors: int = NUM_MULTIPROCESSORS
-    few_tokens: FewTokens | None = None
+    few_tokens: Callable[..., None] | None = None
     max_stages: int = 6
 
 
@@ -237,7 +212,7 @@ def tile_tokens(num_tokens: int) -> int:
 
 
 def few_plan(p: LinearProblem) -> TilePlan | None:
-    """The plan with which `FewTokens` computes this problem; None: it does not."""
+    """The plan with which `few_tokens` computes this problem; None: it does not."""
     options, num_tokens = p.options, p.x.shape[0]
     if options.few_tokens is None or options.invariant or p.x.dtype != torch.bfloat16:
         return None
@@ -257,7 +232,7 @@ def few_plan(p: LinearProblem) -> TilePlan | None:
 
 
 def few_columns(num_tokens: int) -> int:
-    """Number of tokens that `FewTokens` computes."""
+    """Number of tokens that `few_tokens` computes."""
     return 8 if num_tokens <= 8 else ROUNDED_TOKENS
 
 
