@@ -1,8 +1,9 @@
 """The operator table: every operator that the model calls, chosen once per process.
 
-`Ops` has no defaults, so each platform's table names an implementation for every operator. An
-implementation may choose among functions, by size for example, but never uses another table. Each
-family's package has the contract and a reference (`ref.py`).
+`Ops` has no defaults. A platform's table names an implementation for every operator, or replaces
+some of another table: the CPU's those of the references, Hopper's and AMD's those of the portable
+Triton kernels. An implementation may choose among functions, by size for example. Each family's
+package has the contract and a reference (`ref.py`).
 """
 
 import logging

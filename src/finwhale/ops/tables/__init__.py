@@ -5,23 +5,6 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any
 
-import torch
-
-from finwhale.ops import Capabilities
-
-# The tables of Triton and Gluon kernels.
-KERNEL_CAPABILITIES = Capabilities(
-    quantised_weights=True,
-    packed_cache=True,
-    captures_steps=True,
-    builds_kernels=True,
-    bounded_workspace=True,
-    prefix_cache_tokens=2**24,  # Flash needs 65 GB for it.
-    side_streams=True,
-    compiles_layers=True,
-    expert_id_dtype=torch.int32,
-)
-
 
 def bind(fn: Callable[..., Any], **options: Any) -> Any:
     """Bind keyword arguments to an operator. `__qualname__` has them for `finwhale ops`."""

@@ -1,20 +1,15 @@
-"""Operators on a CPU in float32: numpy, and torch for sampling with filters or penalties."""
+"""Operators on a CPU in float32: numpy where that is faster than the references.
 
-import torch
+Sampling with filters or penalties, and the operators around drafts, are the references.
+"""
 
-from finwhale.ops import Capabilities, Ops
+from dataclasses import replace
+
 from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.cpu import compress
-from finwhale.ops.drafts.ref import (
-    accept_drafts,
-    continue_tokens,
-    draft_confidences,
-    make_blocks,
-    markov_logits,
-)
+from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer.cpu import prepare_index_queries, select_entries
 from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
-from finwhale.ops.linear.ref import grouped_form
 from finwhale.ops.mhc.cpu import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.cpu import (
     combine,
@@ -25,33 +20,18 @@ from finwhale.ops.moe.cpu import (
     route_by_score,
     swiglu_mlp,
 )
-from finwhale.ops.moe.ref import finish_experts
 from finwhale.ops.norm.cpu import rms_norm
 from finwhale.ops.sampling.cpu import best_candidates, sample
-from finwhale.ops.sampling.ref import merge_candidates
-from finwhale.ops.tables import bind
+from finwhale.ops.tables import bind, reference
 
-OPS = Ops(
-    capabilities=Capabilities(
-        quantised_weights=False,
-        packed_cache=False,
-        captures_steps=False,
-        builds_kernels=False,
-        bounded_workspace=False,
-        prefix_cache_tokens=0,
-        side_streams=False,
-        compiles_layers=True,
-        expert_id_dtype=torch.int64,
-    ),
-    launch_classes=(),
+OPS = replace(
+    reference.OPS,
+    capabilities=replace(reference.OPS.capabilities, side_streams=False, compiles_layers=True),
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
-    finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=linear,
-    grouped_form=grouped_form,
     grouped_linear=grouped_linear,
-    mhc_of_terms=None,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,
     mhc_post=mhc_post,
@@ -69,10 +49,5 @@ OPS = Ops(
     swiglu_mlp=swiglu_mlp,
     sample=sample,
     best_candidates=best_candidates,
-    merge_candidates=merge_candidates,
-    continue_tokens=continue_tokens,
-    accept_drafts=accept_drafts,
-    make_blocks=make_blocks,
     markov_logits=bind(markov_logits, linear=linear),
-    draft_confidences=draft_confidences,
 )

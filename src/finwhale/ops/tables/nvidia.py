@@ -3,7 +3,9 @@
 No kernel launches early or uses PTX. `ops/__init__.py` lists the architectures.
 """
 
-from finwhale.ops import Ops
+import torch
+
+from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_triton
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
@@ -32,7 +34,7 @@ from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling import sample_triton
 from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
-from finwhale.ops.tables import KERNEL_CAPABILITIES, bind
+from finwhale.ops.tables import bind
 from finwhale.platform import Platform
 
 
@@ -42,7 +44,17 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
     options = LinearOptions(num_multiprocessors=num_multiprocessors, max_stages=max_stages)
     linear = bind(linear_triton.linear, options=options)
     return Ops(
-        capabilities=KERNEL_CAPABILITIES,
+        capabilities=Capabilities(
+            quantised_weights=True,
+            packed_cache=True,
+            captures_steps=True,
+            builds_kernels=True,
+            bounded_workspace=True,
+            prefix_cache_tokens=2**24,  # Flash needs 65 GB for it.
+            side_streams=True,
+            compiles_layers=True,
+            expert_id_dtype=torch.int32,
+        ),
         launch_classes=(
             linear_triton.LAUNCH_CLASSES,
             mhc_triton.LAUNCH_CLASSES,

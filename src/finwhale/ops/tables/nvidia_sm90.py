@@ -5,6 +5,7 @@ DeepGEMM (extra "nvidia") for linear layers of many tokens. Measurements on an H
 choice (docs/notes/).
 """
 
+from dataclasses import replace
 from typing import Any
 
 from finwhale.ops import Ops
@@ -12,12 +13,6 @@ from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_hopper
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
-from finwhale.ops.drafts.drafts_triton import (
-    accept_drafts,
-    continue_tokens,
-    draft_confidences,
-    make_blocks,
-)
 from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
@@ -31,13 +26,10 @@ from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import experts_hopper, router_triton
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_hopper import compute, dispatch
-from finwhale.ops.moe.experts_layout import finish_experts
-from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
-from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling import sample_triton
 from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
-from finwhale.ops.tables import KERNEL_CAPABILITIES, bind, optional
+from finwhale.ops.tables import bind, nvidia, optional
 from finwhale.platform import Platform
 
 
@@ -67,8 +59,8 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
     mhc_options = mhc.MhcOptions(**few_tokens, early_launch=True, inline_asm=True)
     mhc_post = bind(mhc.mhc_post, options=mhc_options)
     mhc_post_pre = bind(mhc.mhc_post_pre, options=mhc_options)
-    return Ops(
-        capabilities=KERNEL_CAPABILITIES,
+    return replace(
+        nvidia.table(platform),
         launch_classes=(
             linears.LAUNCH_CLASSES,
             mhc.LAUNCH_CLASSES,
@@ -79,10 +71,6 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
             experts_hopper.LAUNCH_CLASSES,
             sample_triton.LAUNCH_CLASSES,
         ),
-        prepare_linear=linear_ref.prepare_linear,
-        prepare_experts=prepare_experts,
-        finish_experts=finish_experts,
-        rms_norm=rms_norm,
         linear=linear,
         grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
@@ -118,9 +106,5 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         sample=bind(sample, early_launch=True),
         best_candidates=bind(best_candidates, early_launch=True),
         merge_candidates=bind(merge_candidates, early_launch=True),
-        continue_tokens=continue_tokens,
-        accept_drafts=accept_drafts,
-        make_blocks=make_blocks,
         markov_logits=bind(markov_logits, linear=linear),
-        draft_confidences=draft_confidences,
     )
