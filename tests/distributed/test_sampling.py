@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.cases.sampling import GREEDY, MIXED, Row, batch
 from torch import Tensor
 
 from finwhale.distributed.collectives import Collectives
 from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
 from finwhale.ops import Ops
 from finwhale.ops.sampling import SampledTokens
-from finwhale.ops.sampling.cases import GREEDY, MIXED, Row, batch
 from finwhale.ops.tables.cpu import OPS as CPU
 from finwhale.ops.tables.reference import OPS as REFERENCE
 

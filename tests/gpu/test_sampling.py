@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.cases.sampling import CASES, Case, Row, batch
 
 from finwhale.ops.sampling import SamplingBatch, ref
-from finwhale.ops.sampling.cases import CASES, Case, Row, batch
 
 kernels = pytest.importorskip("finwhale.ops.sampling.sample_triton", exc_type=ImportError)
 CHI_SQUARE_15 = 37.70  # upper 0.1% point of 15 degrees of freedom

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.cases import sampling as sampling
 from torch import Tensor
 from triton import next_power_of_2
 from triton.backends.compiler import GPUTarget
@@ -58,7 +59,6 @@ from finwhale.ops.builds.sizes import LaunchSizes
 from finwhale.ops.builds.worker import NoDriver
 from finwhale.ops.moe import dispatch_triton, experts_hopper
 from finwhale.ops.norm.rms_norm_triton import rms_norm
-from finwhale.ops.sampling import cases as sampling
 from finwhale.platform import Platform
 
 CALL = ConstexprFunction.__call__

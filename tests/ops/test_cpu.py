@@ -8,30 +8,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.cases import attention as attention_cases
+from tests.support.cases import compressor as compressor_cases
+from tests.support.cases import indexer as indexer_cases
+from tests.support.cases import linear as linear_cases
+from tests.support.cases import mhc as mhc_cases
+from tests.support.cases import moe as moe_cases
+from tests.support.cases import norm as norm_cases
+from tests.support.op_arguments import results, take_tokens
 from torch import Tensor
 
 from finwhale.ops import Ops, compressor, cpu_gemm, cpu_math, load_ops
-from finwhale.ops.attention import cases as attention_cases
-from finwhale.ops.case import (
-    Args,
-    Draw,
-    OpCase,
-    entry_rows,
-    results,
-    step_tokens,
-    take_tokens,
-)
-from finwhale.ops.compressor import cases as compressor_cases
-from finwhale.ops.indexer import cases as indexer_cases
+from finwhale.ops.case import Args, Draw, OpCase, entry_rows, step_tokens
+from finwhale.ops.compressor.cases import compress_args, first_kept
 from finwhale.ops.indexer import cpu as indexer
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.linear import cases as linear_cases
-from finwhale.ops.mhc import cases as mhc_cases
 from finwhale.ops.mhc import cpu as mhc
 from finwhale.ops.moe import ExpertWeight
-from finwhale.ops.moe import cases as moe_cases
 from finwhale.ops.moe.cpu import HostPairs
-from finwhale.ops.norm import cases as norm_cases
 from finwhale.ops.paging import PageTable
 from finwhale.ops.rounding import round_e4m3
 from finwhale.ops.slots import write_slots
@@ -202,7 +196,7 @@ def test_entries_do_not_depend_on_the_batch(
     entries alone, read token by token.
     """
     chunks = ((0, 300), (255, 256), (127, 128))
-    args = compressor_cases.compress_args(Draw(), ratio, chunks, (16, 32), 8, (rounding, rounding))
+    args = compress_args(Draw(), ratio, chunks, (16, 32), 8, (rounding, rounding))
     with torch.inference_mode():
         parts, tokens, rotary, eps, states, entries, most = args
         together = results(CPU.compress, args, (0,))
@@ -215,7 +209,7 @@ def test_entries_do_not_depend_on_the_batch(
             slots = entry_slots(entries, sequence, range(start // ratio, end // ratio))
             for number, part in enumerate(parts):
                 state = torch.zeros(num_rows, state_pools[number].shape[1])
-                for position in range(max(0, compressor_cases.first_kept(start, ratio)), start):
+                for position in range(max(0, first_kept(start, ratio)), start):
                     kept = states.slots(np.array([sequence]), np.array([position]))
                     at = own_states.slots(np.array([0]), np.array([position]))
                     state[at] = state_pools[number][kept]

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support import operator_checks
+from tests.support.op_arguments import take_tokens
 from tests.support.packing import ACTIVATIONS, plain_args
 from torch import Tensor
 
 from finwhale.bench.ops import model_cases
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.attention.layout import pack_rows
-from finwhale.ops.case import CONFIGS, Args, ModelDraw, OpCase, take_tokens
+from finwhale.ops.case import CONFIGS, Args, ModelDraw, OpCase
 from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.moe import Dispatched
 from finwhale.ops.paging import Tokens

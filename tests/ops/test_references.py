@@ -14,20 +14,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from tests.support.cases import attention as attention_cases
+from tests.support.cases import compressor as compressor_cases
+from tests.support.cases import indexer as indexer_cases
+from tests.support.cases import linear as linear_cases
+from tests.support.cases import mhc as mhc_cases
+from tests.support.cases import moe as moe_cases
+from tests.support.cases import norm as norm_cases
+from tests.support.op_arguments import results
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
-from finwhale.ops.attention import cases as attention_cases
-from finwhale.ops.case import Chunks, Draw, OpCase, entry_rows, results, step_tokens
+from finwhale.ops.case import Chunks, Draw, OpCase, entry_rows, step_tokens
 from finwhale.ops.compressor import CompressPart
-from finwhale.ops.compressor import cases as compressor_cases
-from finwhale.ops.indexer import cases as indexer_cases
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.linear import cases as linear_cases
-from finwhale.ops.mhc import cases as mhc_cases
-from finwhale.ops.moe import cases as moe_cases
-from finwhale.ops.norm import cases as norm_cases
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import power_of_two_at_least, round_e4m3, scaled_e4m3
 from finwhale.platform import Platform

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.support.cases.sampling import CASES, GREEDY, MIXED, Case, Row, batch
 
 from finwhale.ops.sampling import SampledTokens, noise_cpu
-from finwhale.ops.sampling.cases import CASES, GREEDY, MIXED, Case, Row, batch
 from finwhale.ops.sampling.cpu import sample as cpu_sample
 from finwhale.ops.sampling.noise import MASK, gumbel, of_bits, philox
 from finwhale.ops.sampling.ref import best_candidates, keep, merge_candidates, penalise, sample

@@ -5,6 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
+from tests.support.op_arguments import strided
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window, ref, sparse_attention_triton
@@ -16,7 +17,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
     attend,
     sparse_attention,
 )
-from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, strided, window_rows
+from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, window_rows
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise
 from finwhale.ops.paging import PageTable, StepCache, Tokens
 from finwhale.ops.rounding import scaled_e4m3

@@ -31,7 +31,7 @@ REFERENCE: Ops = load_ops(Platform.cpu(), reference=True)
 def covered() -> list[Any]:
     params = []
     for family, kernel_module in KERNELS.items():
-        cases = importlib.import_module(f"finwhale.ops.{family}.cases").CASES
+        cases = importlib.import_module(f"tests.support.cases.{family}").CASES
         kernels = importlib.import_module(f"finwhale.ops.{family}.{kernel_module}")
         for case in cases:
             kernel = getattr(kernels, case.operator, None)

@@ -9,13 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.cases.compressor import VERIFICATIONS
+from tests.support.op_arguments import strided
 from torch import Tensor
 
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
-from finwhale.ops.case import E4M3_FLIP, FP4_FLIP, Chunks, Draw, strided
+from finwhale.ops.case import E4M3_FLIP, FP4_FLIP, Chunks, Draw
 from finwhale.ops.compressor import CompressPart, Rounding, ref
 from finwhale.ops.compressor import compress_triton as kernels
-from finwhale.ops.compressor.cases import EPS, VERIFICATIONS, compress_args
+from finwhale.ops.compressor.cases import EPS, compress_args
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard

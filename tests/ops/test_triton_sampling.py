@@ -12,11 +12,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.support.cases import sampling as cases
+from tests.support.cases.sampling import GREEDY, VOCAB_SIZE, Row
 from torch import Tensor
 
-from finwhale.ops.sampling import Filters, SamplingBatch, cases, cpu, draw_triton, ref
+from finwhale.ops.sampling import Filters, SamplingBatch, cpu, draw_triton, ref
 from finwhale.ops.sampling import sample_triton as kernels
-from finwhale.ops.sampling.cases import GREEDY, VOCAB_SIZE, Row
 from finwhale.ops.sampling.noise import HALF, of_bits
 
 from .kernels_support import Inputs

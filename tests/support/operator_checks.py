@@ -3,6 +3,7 @@
 Each result is compared with outliers, padding and far pages, and bit for bit in other batches.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from tests.support.op_arguments import results, take_tokens, written_tensors
 from tests.support.packing import (
     ACTIVATIONS,
     far_pages,
@@ -24,7 +26,6 @@ from torch import Tensor
 from finwhale.bench.ops import (
     FAMILIES,
     Implementation,
-    family_cases,
     implementation,
     model_cases,
     ready,
@@ -38,10 +39,7 @@ from finwhale.ops.case import (
     ModelDraw,
     OpCase,
     OpSizes,
-    results,
-    take_tokens,
     to_device,
-    written_tensors,
 )
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe.cases import HIDDEN_TOLERANCE
@@ -81,7 +79,8 @@ def at_steps(sizes: OpSizes, draw: ModelDraw, operator: str) -> list[AtStep]:
 
 def shared_cases(operator: str) -> tuple[OpCase, ...]:
     """The small cases of an operator, which tests run too."""
-    cases = chain.from_iterable(family_cases(family).CASES for family in FAMILIES)
+    modules = (importlib.import_module(f"tests.support.cases.{family}") for family in FAMILIES)
+    cases = chain.from_iterable(module.CASES for module in modules)
     return tuple(case for case in cases if case.operator == operator)
 
 

@@ -7,7 +7,7 @@ chunks: (start, end) of each sequence's tokens.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import log2
 from typing import Any
 
@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from finwhale.errors import FinwhaleError
-from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention.layout import pack_rows
-from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rounding import unscaled_e4m3
 
 Args = tuple[Any, ...]
 Chunks = Sequence[tuple[int, int]]  # (start, end) of each sequence's tokens
@@ -29,8 +26,6 @@ Chunks = Sequence[tuple[int, int]]  # (start, end) of each sequence's tokens
 # E4M3 is at most 2^-3 of the value. FP4 steps from 4 to 6 times the scale, and the largest value
 # before rounding may be just above 5 times the scale.
 E4M3_FLIP, FP4_FLIP = 2.0**-3, 0.4
-# Number of columns between the rows of a strided tensor.
-MORE_COLUMNS = 16
 # Measured on an H200.
 READ_RATE = 4.39e12  # bytes per second
 FP8_RATE, BF16_RATE = 1.42e15, 0.79e15  # operations per second; a multiply-add is two operations
@@ -141,84 +136,6 @@ CONFIGS = {
     "pro": OpSizes(7168, 128, 512, 1536, 16, 1024, 64, 1024, 384, 6, 3072),
     "demo": OpSizes(256, 8, 128, 128, 4, 128, 16, 64, 6, 2, 512, vocab_size=4096),
 }
-
-
-def results(fn: Callable[..., Any], args: Args, written: Sequence[int]) -> list[Tensor]:
-    """Call an operator on copies of the arguments; returns its results, then the written tensors.
-
-    Written E4M3 values and their scales are combined into float32 values.
-    """
-    args = tuple(_copied(arg) for arg in args)
-    returned = fn(*args)
-    if not isinstance(returned, tuple):
-        returned = () if returned is None else (returned,)
-    return [*returned, *written_tensors(args, written)]
-
-
-def written_tensors(args: Args, written: Sequence[int]) -> list[Tensor]:
-    """The tensors that an operator has written, in the form of `results`."""
-    found = list(chain.from_iterable(_written(args[i]) for i in written))
-    if found and found[0].dtype == torch.float8_e4m3fn:
-        values, scales = found
-        return [unscaled_e4m3(values.flatten(1), scales).view(values.shape)]
-    return found
-
-
-def _written(arg: Any) -> list[Tensor]:
-    """The tensors of an argument that an operator writes: itself, or the pools of its parts."""
-    if isinstance(arg, Tensor):
-        return [arg]
-    return [pool for part in arg for pool in (part.state_pool, part.entry_pool)]
-
-
-def _copied(arg: Any) -> Any:
-    """Copy the tensors that an operator may write, with the same strides."""
-    if isinstance(arg, Tensor):
-        if 0 in arg.stride():  # Operators do not write expanded tensors.
-            return arg
-        copy = torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device)
-        return copy.copy_(arg)
-    if isinstance(arg, tuple):
-        return tuple(_copied(part) for part in arg)
-    if isinstance(arg, CompressPart):
-        state_pool, entry_pool = _copied(arg.state_pool), _copied(arg.entry_pool)
-        return replace(arg, state_pool=state_pool, entry_pool=entry_pool)
-    return arg
-
-
-def take_tokens(args: Args, by_token: Sequence[int], start: int, stop: int) -> Args:
-    """The arguments of a step with only tokens start..stop-1; chunks are cut to that range."""
-    sequences = slice(0, 0)
-    for arg in args:
-        if isinstance(arg, Tokens):
-            owners = arg.host_sequence[start:stop]
-            sequences = slice(int(owners[0]), int(owners[-1]) + 1)
-    rows = slice(start, stop)
-    return tuple(
-        _taken(arg, rows, sequences) if position in by_token else arg
-        for position, arg in enumerate(args)
-    )
-
-
-def _taken(arg: Any, rows: slice, sequences: slice) -> Any:
-    if isinstance(arg, Tokens):
-        starts = arg.query_start[sequences.start : sequences.stop + 1]
-        return Tokens(
-            positions=arg.positions[rows],
-            sequence=arg.sequence[rows] - sequences.start,
-            query_start=starts.clamp(rows.start, rows.stop) - rows.start,
-            max_len=arg.max_len,
-            max_query=arg.max_query,
-        )
-    if isinstance(arg, PageTable):
-        return PageTable(arg.pages[sequences], arg.first[sequences], arg.rows_per_page)
-    if isinstance(arg, Window | AllEntries):
-        return replace(arg, table=_taken(arg.table, rows, sequences))
-    if isinstance(arg, TopkEntries):
-        return replace(arg, slots=arg.slots[rows])
-    if isinstance(arg, tuple):
-        return tuple(replace(part, projected=part.projected[rows]) for part in arg)
-    return None if arg is None else arg[rows]
 
 
 def step_tokens(chunks: Chunks) -> Tokens:
@@ -405,13 +322,3 @@ def to_device(value: Any, device: str | torch.device) -> Any:
 def _pages(rows: range, rows_per_page: int) -> range:
     """The page numbers of adjacent rows."""
     return range(rows.start // rows_per_page, -(-rows.stop // rows_per_page)) if rows else rows
-
-
-def strided(x: Tensor) -> Tensor:
-    """Copy x [N,..,W] to memory with gaps between its rows, filled with NaN, or 255 for bytes."""
-    flat = x.flatten(1)
-    between = 255 if x.dtype == torch.uint8 else torch.nan
-    wide = flat.new_full((flat.shape[0], flat.shape[1] + MORE_COLUMNS), between)
-    wide[:, : flat.shape[1]] = flat
-    own: Tensor = wide[:, : flat.shape[1]].unflatten(1, x.shape[1:])
-    return own

@@ -1,7 +1,6 @@
-"""Cases of attention: first tokens, whole windows, entries from none to several blocks."""
+"""Calls of attention at the models' sizes, and what they share with smaller cases."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ from finwhale.ops.case import (
     entry_rows,
     num_tokens,
     rounded_heads,
-    step_tokens,
-    strided,
     token_positions,
     window_rows,
 )
@@ -31,130 +28,12 @@ from finwhale.ops.paging import PageTable, Tokens
 EPS = 1e-6
 WINDOW = 128
 ENTRY_ROWS = {4: 64, 128: 2}  # of a page
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """A step and a layer's widths.
-
-    Attributes:
-        chunks: (start, end) of each sequence's tokens.
-        entries: number of entries that the last token selected; "all": every complete entry.
-        rows_per_page: rows of a page of the window, and of a page of entries.
-        rounded: whether the output is rounded to E4M3.
-    """
-
-    chunks: Chunks
-    heads: int = 8
-    head_dim: int = 128
-    rope: int = 64
-    window: int = 128
-    entries: int | str | None = None
-    rows_per_page: tuple[int, int] = (64, 64)
-    rounded: bool = False
-
-    def __str__(self) -> str:
-        shape = (self.window, self.entries, self.heads, self.head_dim, self.rope)
-        return f"{self.chunks} {shape}{' rounded' * self.rounded}"
-
-
-DECODES = ((0, 1), (63, 64), (64, 65), (127, 128), (128, 129), (500, 501))
-LONG = 128 * 131
-# No token; the embedded model's sizes; a first token; page edges; odd widths and pages; several
-# blocks of entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to
-# more than one block; a rank's heads; rounded outputs; the few additional rows of a DSpark block; a
-# verification of five drafts.
-SIZES = (
-    Size(chunks=(), entries=64),
-    Size(chunks=((300, 301),)),
-    Size(chunks=((0, 1),)),
-    Size(chunks=((700, 701),), entries=64),
-    Size(chunks=DECODES, entries=40),
-    Size(
-        chunks=((0, 3), (11, 12), (40, 43)),
-        heads=3,
-        head_dim=80,
-        rope=16,
-        window=13,
-        entries=5,
-        rows_per_page=(5, 3),
-    ),
-    Size(chunks=((0, 1), (63, 64), (130, 131), (900, 901)), entries=328),
-    Size(chunks=((100, 140),), heads=4, head_dim=64, rope=64, entries=128),
-    Size(chunks=((0, 9),), heads=1, head_dim=64, rope=64),
-    Size(chunks=((5, 6), (200, 201)), heads=16, head_dim=512, entries=512),
-    Size(chunks=((7, 9),), heads=64, head_dim=512),
-    Size(chunks=(*DECODES, (LONG - 1, LONG)), entries="all", rows_per_page=(64, 2)),
-    Size(chunks=((250, 260), (0, 5)), heads=2, head_dim=48, rope=16, entries="all"),
-    Size(chunks=((LONG - 3, LONG + 2),), heads=2, head_dim=48, rope=16, entries="all"),
-    Size(chunks=((5, 6), (200, 202)), heads=8, head_dim=512, entries=64),
-    Size(chunks=((70, 71), (200, 201)), heads=32, head_dim=512, entries="all", rounded=True),
-    Size(chunks=(), rounded=True),
-    Size(chunks=(*DECODES, (20, 29)), entries=40, rounded=True),
-    Size(chunks=((5, 6), (200, 203)), heads=16, head_dim=512, entries="all", rounded=True),
-    Size(chunks=((3, 8), (190, 195)), heads=8, head_dim=512, entries=5),
-    Size(chunks=((125, 131), (0, 6), (300, 304)), heads=16, head_dim=512, entries=64),
-)
 # Some values lie so close to the middle of two E4M3 values that the order of a sum, or rounding the
 # weights to bfloat16, decides: a step is 2^-3 to 2^-4 of a value, the error up to 2^-8.
 ROUNDED_FLIPS = 0.06
 
 
-def _attend(size: Size) -> OpCase:
-    """With a number of entries, the first token has selected none and the last one all of them."""
-
-    def args() -> Args:
-        draw = Draw()
-        tokens = step_tokens(size.chunks)
-        N, A, C = len(tokens.positions), size.heads, size.head_dim
-        table, num_rows = draw.page_table(
-            window_rows(size.chunks, size.window), size.rows_per_page[0]
-        )
-        return (
-            strided(draw.normal(N, A, C) + draw.outliers(N, A, C)),
-            draw.rotation(tokens.max_len, size.rope),
-            EPS,
-            tokens,
-            Window(draw.normal(num_rows, C), table, size.window),
-            _entries(draw, size, N),
-            draw.normal(A),
-            C**-0.5 * 3,
-            *(rounded_heads(N, A, C) if size.rounded else (torch.full((N, A, C), torch.nan),)),
-        )
-
-    return OpCase(
-        operator="sparse_attention",
-        name=str(size),
-        args=args,
-        by_token=(0, 3, 4, 5, 8, 9),
-        written=(8, 9) if size.rounded else (8,),
-        flips=ROUNDED_FLIPS if size.rounded else 0.0,
-    )
-
-
-def _entries(draw: Draw, size: Size, N: int) -> TopkEntries | AllEntries | None:
-    rows_per_page = size.rows_per_page[1]
-    if size.entries is None:
-        return None
-    if isinstance(size.entries, str):
-        table, num_rows = draw.page_table(entry_rows(size.chunks, 128), rows_per_page)
-        return AllEntries(draw.normal(num_rows, size.head_dim), table, 128)
-    counts = [size.entries * (n + 1) // N for n in range(N)]
-    if N > 1:
-        counts[0] = 0
-    slots = selected_slots(draw, 10 * rows_per_page, counts, size.entries)
-    return TopkEntries(draw.normal(10 * rows_per_page, size.head_dim), slots, rows_per_page)
-
-
-def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> Tensor:
-    """[N,width] int32: counts[n] random slots of each token n, then -1."""
-    out = torch.full((len(counts), width), -1, dtype=torch.int32)
-    for row, count in enumerate(counts):
-        out[row, :count] = draw.integers(num_rows, count)
-    return out
-
-
-def _prepare_args(
+def prepare_args(
     draw: Draw,
     chunks: Chunks,
     fused: Callable[[], Tensor],
@@ -169,43 +48,6 @@ def _prepare_args(
     q_norm, kv_norm, rotation = draw.normal(Q), draw.normal(C), draw.rotation(tokens.max_len, R)
     pool = draw.rows(num_rows, rows_per_page, C, R)
     return q, q_norm, kv, kv_norm, rotation, EPS, round_nope, tokens, pool, table
-
-
-def _prepare(
-    chunks: Chunks, Q: int, C: int, R: int, rows_per_page: int, round_nope: bool
-) -> OpCase:
-    def args() -> Args:
-        draw, N = Draw(), num_tokens(chunks)
-
-        def fused() -> Tensor:
-            return torch.cat((draw.outliers(N, Q), draw.normal(N, C)), 1)
-
-        return _prepare_args(draw, chunks, fused, (Q, C, R), rows_per_page, round_nope)
-
-    return OpCase(
-        operator="prepare_qkv",
-        name=f"{chunks} {(Q, C, R)}{' rounded' * round_nope}",
-        args=args,
-        by_token=(0, 2, 7, 9),
-        written=(8,),
-        flips=0.005 if round_nope else 0.0,
-    )
-
-
-# Chunks, Q, C, R, rows per page.
-WRITES: tuple[tuple[Chunks, int, int, int, int], ...] = (
-    ((), 128, 128, 64, 64),
-    (((0, 1),), 128, 128, 64, 64),
-    (((700, 701),), 128, 128, 64, 64),
-    (((0, 3), (63, 66), (20, 21)), 40, 130, 50, 7),
-    (DECODES, 128, 128, 64, 64),
-    (((62, 65),), 1024, 512, 64, 64),
-    (((300, 450),), 64, 64, 32, 64),
-)
-CASES = (
-    *(_prepare(*size, rounded) for size in WRITES for rounded in (False, True)),
-    *(_attend(size) for size in SIZES),
-)
 
 
 def row_bytes(s: OpSizes) -> float:
@@ -225,7 +67,7 @@ def _model_prepare(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> OpCase:
     N, C, Q, R = num_tokens(chunks), s.head_dim, s.q_lora_rank, s.qk_rope_head_dim
     return OpCase(
         operator="prepare_qkv",
-        args=lambda: _prepare_args(
+        args=lambda: prepare_args(
             draw, chunks, lambda: draw.activation(N, Q + C), (Q, C, R), 64, True
         ),
         by_token=(0, 2, 7, 9),

@@ -1,0 +1,19 @@
+"""Cases of RMSNorm: rows of one value, odd widths, the model's widths, outliers, rows of zeros."""
+
+from typing import Any
+
+from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.norm.cases import EPS
+
+SHAPES = ((0, 64), (1, 1), (1, 256), (3, 100), (2, 3, 7), (5, 130), (33, 128), (2, 4096))
+
+
+def _case(shape: tuple[int, ...]) -> OpCase:
+    def args() -> tuple[Any, ...]:
+        draw = Draw()
+        return draw.outliers(*shape), draw.normal(shape[-1]), EPS
+
+    return OpCase(operator="rms_norm", name=str(shape), args=args, by_token=(0,))
+
+
+CASES = tuple(_case(shape) for shape in SHAPES)
