@@ -28,7 +28,6 @@ from finwhale.bench import ops as bench
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import CONFIGS, Draw, ModelDraw, OpSizes, to_device
 from finwhale.ops.drafts import BlockShape
-from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import dispatch_triton
 from finwhale.platform import Platform
 
@@ -41,7 +40,6 @@ EXPERTS = 8
 CUT = ("linear", "grouped_linear", "sparse_attention", "experts", "swiglu_mlp")
 EXPERTS_TOKENS = (*TOKENS, 60, 120)
 dispatch_triton.FEW_PAIRS = 256
-mhc.MOST_TOKENS = 150
 
 
 def run_cases(operator: str, table: Ops, reference: Ops) -> tuple[int, int]:

@@ -59,7 +59,8 @@ def make_driver(path: Path) -> None:
 
 def probe(*paths: Path, only: tuple[str, ...] = ()) -> Any:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", "")])
+    root = str(PROBE.parents[2])
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", ""), root])
     env |= {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as drivers:
         if triton.__version__ < "3.7" and find_library("cuda") is None:

@@ -25,7 +25,7 @@ from finwhale.compiled import graph_forms
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.step_inputs import Inline
 from finwhale.ops import load_ops
-from finwhale.ops.mhc import HcHeadWeight, mhc_unfused_triton, ref
+from finwhale.ops.mhc import mhc_unfused_triton, ref
 from finwhale.ops.paging import PageTable
 from finwhale.platform import Platform
 
@@ -235,7 +235,7 @@ def test_only_these_operators_are_the_table_s_own() -> None:
     amd, nvidia = load_ops(AMD), load_ops(NVIDIA)
     names = [name for name, _ in amd.implementations()]
     assert {name for name in names if getattr(amd, name) is not getattr(nvidia, name)} == {
-        *("mhc_pre", "mhc_post_pre", "hc_head", "sparse_attention"),
+        *("mhc_post_pre", "sparse_attention"),
         *("route_by_score", "route_by_hash", "experts_compute"),
         *("linear", "grouped_linear", "swiglu_mlp", "markov_logits", "select_entries"),
     }
@@ -245,16 +245,8 @@ def test_only_these_operators_are_the_table_s_own() -> None:
 def test_mhc_has_the_nvidia_table_s_bits(dtype: torch.dtype) -> None:
     inputs = Inputs()
     w, args = weight(inputs, 100), state(inputs, 3, 100, dtype)
-    head = HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm)
-    streams = args[3]
-    for name, arguments in (
-        ("mhc_pre", (streams, w, PARAMS)),
-        ("mhc_post_pre", (*args, w, PARAMS)),
-        ("hc_head", (streams, head, PARAMS)),
-    ):
-        found, wanted = (getattr(load_ops(table), name)(*arguments) for table in (AMD, NVIDIA))
-        pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
-        assert all(torch.equal(one, other) for one, other in pairs), name
+    found, wanted = (load_ops(table).mhc_post_pre(*args, w, PARAMS) for table in (AMD, NVIDIA))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("end", [20, 260])

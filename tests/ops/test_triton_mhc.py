@@ -138,21 +138,6 @@ def test_many_tokens_take_the_other_kernels(width: int, dtype: torch.dtype) -> N
     )
 
 
-def test_the_most_tokens_have_the_bits_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = Inputs()
-    w = weight(inputs, 64)
-    args = state(inputs, 66, 64, torch.bfloat16)  # two programs, then one
-
-    def both() -> tuple[torch.Tensor, ...]:
-        post_pre = kernels.mhc_post_pre(*args, w, PARAMS, options=FEW)
-        return *post_pre, *kernels.mhc_pre(args[3], w, PARAMS, options=FEW)
-
-    fewer = both()
-    monkeypatch.setattr(kernels, "MOST_TOKENS", 66)
-    for one, other in zip(fewer, both(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_more_tokens_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """With batch_invariant, the kernels for few tokens take any number."""
     inputs = Inputs()

@@ -112,13 +112,9 @@ def test_padding_chooses_nothing() -> None:
         assert (ids[[0, 2]] >= 0).all() and (weights[[0, 2]] > 0).all()
 
 
-@pytest.mark.parametrize("medium", (0, 4096))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tokens_take_the_other_kernels(
-    dtype: torch.dtype, medium: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two blocks of tokens and of experts, a rest of D."""
-    monkeypatch.setattr(kernels, "MEDIUM_TOKENS", medium)
+def test_many_tokens_take_the_other_kernels(dtype: torch.dtype) -> None:
+    """Three blocks of tokens and of experts, a rest of D."""
     x, gate, bias, table, token_ids = inputs_of((130, 300, 140, 6), dtype)
     gate = gate.to(dtype)
     assert_routes(x, gate, bias, table, token_ids, 6)

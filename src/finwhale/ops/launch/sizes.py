@@ -18,7 +18,7 @@ class ModelSizes:
     Attributes:
         linears: (rows per token, groups, values per group) of the inputs of linear layers.
         complete_ratios: compression ratios of which attention reads every entry.
-        num_ranks: number of ranks that divide the tokens of large steps among themselves for mHC.
+        num_ranks: number of ranks that divide the vocabulary among themselves.
     """
 
     vocab_size: int

@@ -30,7 +30,7 @@ second pass), are: Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 26
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ import triton
 from torch import Tensor
 
 from finwhale.ops.launch.arguments import check_contiguous
-from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, up_to
+from finwhale.ops.launch.sizes import LaunchClasses, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc.gates_triton import block_input_kernel, gates_kernel
 from finwhale.ops.mhc.residual_streams_triton import (
@@ -55,8 +55,7 @@ MAX_WIDTH = 16384
 MAX_GRID_Y = 65_535  # of a launch
 FEW_TOKENS = 128
 EXPERT_TOKENS = 128  # the most tokens whose experts' outputs these kernels add
-MOST_TOKENS = 4096  # from here on, tiles are largest
-ANY_NUMBER = 2**31  # for MhcOptions.few_tokens and most_tokens
+ANY_NUMBER = 2**31  # for MhcOptions.few_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +67,11 @@ class MhcOptions:
             always run, so that the bits of a token do not depend on the number of tokens.
         early_launch: launch these kernels early (`launch_options`).
         inline_asm: use PTX instructions (the kernels' COMPILED).
-        most_tokens: from this number of tokens on, tiles are largest.
     """
 
     few_tokens: int = FEW_TOKENS
     early_launch: bool = False
     inline_asm: bool = False
-    most_tokens: int = MOST_TOKENS
 
 
 DEFAULT = MhcOptions()
@@ -133,20 +130,13 @@ def _check_terms(terms: UnreducedExperts, num_tokens: int, options: MhcOptions) 
 # Plans of the first pass, then the plan of `mhc_post`, which has no GEMM.
 FEW = MhcPlan(block_n=16, block_d=32, num_warps=4)
 MANY = MhcPlan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
-MOST = replace(MANY, block_n=128, num_warps=8)  # the same bits
 MANY_FLOAT32 = MhcPlan(block_n=32, block_d=16, slots=8, num_warps=8)
 POST_FEW = MhcPlan(block_n=1, block_d=512, num_warps=4)
 TILE_VALUES = 512  # of x, in a program for few tokens
 POST_MANY = MhcPlan(block_n=4, block_d=512, slots=4, num_warps=4)
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
-    """See LaunchClasses."""
-    last = MOST_TOKENS - 1
-    return up_to(most, (1, FEW_TOKENS, last, model.num_ranks * last, MAX_GRID_Y))
-
-
-LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
+LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, (1, FEW_TOKENS, MAX_GRID_Y)))
 
 
 def num_programs(num_tokens: int, width: int, *, options: MhcOptions = DEFAULT) -> int:
@@ -339,8 +329,6 @@ def _launch_many(p: FirstPass, options: MhcOptions) -> None:
         tensors = (*tensors[:4], _planes(p.fn, p.streams.dtype), p.parts)
     is_narrow = p.streams.dtype == torch.bfloat16
     plan = POST_MANY if p.fn is None else MANY if is_narrow else MANY_FLOAT32
-    if plan is MANY and num_tokens >= options.most_tokens:
-        plan = MOST
     steps = triton.cdiv(triton.cdiv(width, plan.block_d), plan.slots)
     streams_many_kernel[(plan.slots, triton.cdiv(num_tokens, plan.block_n))](
         p.streams if p.post is None else p.post.x,

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.mhc.mhc_triton import DEFAULT, MhcOptions, mhc_post, mhc_pre
+from finwhale.ops.mhc.mhc_triton import mhc_post, mhc_pre
 
 
 def mhc_post_pre(
@@ -13,8 +13,6 @@ def mhc_post_pre(
     residual_NHD: Tensor,
     w: MhcWeight,
     params: MhcParams,
-    *,
-    options: MhcOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams = mhc_post(x_ND, post_NH, res_NHH, residual_NHD, options=options)
-    return *mhc_pre(streams, w, params, options=options), streams
+    streams = mhc_post(x_ND, post_NH, res_NHH, residual_NHD)
+    return *mhc_pre(streams, w, params), streams

@@ -31,12 +31,9 @@ CHUNK = 256
 # Tokens of a tile for up to NARROW_TILE tokens; for more tokens, tiles are twice as wide.
 NARROW_TILE = 16
 FEW_WARPS = 4
-# Tiles of a bfloat16 GEMM with many tokens: tokens, experts, values of D, warps. Up to
-# MEDIUM_TOKENS there are too few large tiles for all multiprocessors: on an H200, 1,536 tokens take
-# 34 us with large tiles and 17 with small ones, 4,096 take 35 and 25, 8,192 take 37 and 50.
-MANY_TILE = (128, 128, 64, 8)
-MEDIUM_TILE = (64, 64, 64, 4)
-MEDIUM_TOKENS = 4096
+# Tiles of a bfloat16 GEMM with many tokens: tokens, experts, values of D, warps. On an H200, 1,536
+# tokens take 17 us, and 34 with tiles twice as large; 4,096 take 25 and 35, 8,192 take 50 and 37.
+MANY_TILE = (64, 64, 64, 4)
 # A float32 GEMM does not use tensor cores, and large tiles would not fit.
 MANY_TILE_FLOAT32 = (64, 64, 32, 8)
 HASH_BLOCK_D = 2048
@@ -258,9 +255,7 @@ def _hash_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-LAUNCH_CLASSES = LaunchClasses(
-    tokens=lambda model, most: up_to(most, (1, NARROW_TILE, FEW_TOKENS, MEDIUM_TOKENS))
-)
+LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, (1, NARROW_TILE, FEW_TOKENS)))
 
 
 def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:
@@ -307,8 +302,7 @@ def _multiply(
         )
         return parts
     is_narrow = x_ND.dtype == gate_ED.dtype == torch.bfloat16
-    tile = MEDIUM_TILE if num_tokens <= MEDIUM_TOKENS else MANY_TILE
-    block_n, block_e, block_d, num_warps = tile if is_narrow else MANY_TILE_FLOAT32
+    block_n, block_e, block_d, num_warps = MANY_TILE if is_narrow else MANY_TILE_FLOAT32
     _gate_many_kernel[(triton.cdiv(experts, block_e), triton.cdiv(num_tokens, block_n))](
         *tensors,
         *sizes,

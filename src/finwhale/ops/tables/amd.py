@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from finwhale.ops import Ops
 from finwhale.ops.attention import sparse_attention_triton as attention
-from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.mhc.mhc_unfused_triton import mhc_post_pre
 from finwhale.ops.moe import experts_triton
 from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
@@ -35,13 +34,10 @@ def experts_plan(num_pairs: int, num_experts: int) -> experts_triton.ExpertsPlan
 
 def table(platform: Platform) -> Ops:
     portable = nvidia.table(platform, MAX_STAGES)
-    mhc_options = mhc.MhcOptions(most_tokens=mhc.ANY_NUMBER)
     return replace(
         portable,
         capabilities=replace(portable.capabilities, side_streams=False),
-        mhc_pre=bind(mhc.mhc_pre, options=mhc_options),
-        mhc_post_pre=bind(mhc_post_pre, options=mhc_options),
-        hc_head=bind(mhc.hc_head, options=mhc_options),
+        mhc_post_pre=mhc_post_pre,
         route_by_score=bind(route_by_score, stages=MAX_STAGES),
         route_by_hash=bind(route_by_hash, stages=MAX_STAGES),
         sparse_attention=bind(attention.sparse_attention, plan=attention_plan),
