@@ -4,20 +4,33 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial as partial_of
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
-from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
-from finwhale.engine.loop.weight_updates import WeightsSource
+from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.llm import LoadedModel, Messages, PreparedPrompt, Prompt, add_job, plain_prompt
+from finwhale.llm import LLM, LoadedModel, Messages, PreparedPrompt, Prompt, add_job, plain_prompt
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Time limit for the thread's current step when the thread ends: a device may never finish.
 STOP_S = 30.0
+
+
+def _in_thread(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """The coroutine that runs a method of LLM in a thread."""
+
+    @wraps(method)
+    async def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(method, self, *args, **kwargs)
+
+    return run
 
 
 class AsyncLLM(LoadedModel):
@@ -26,7 +39,8 @@ class AsyncLLM(LoadedModel):
     The arguments and results are those of `LLM`. Loading blocks the caller. Any number of
     coroutines may call the methods at once, also from several event loops. Cancelling a coroutine
     aborts its requests: the engine frees their pages before its next step. If the engine fails,
-    every coroutine that waits for it raises EngineDeadError.
+    every coroutine that waits for it raises EngineDeadError. A change of weights or memory blocks
+    a thread, which also consumes an iterable of new weights.
 
     Use it with `async with`, or call `aclose` at the end. Garbage collection ends the thread and
     frees the memory, too.
@@ -81,69 +95,13 @@ class AsyncLLM(LoadedModel):
         finally:
             self._stepper.abort(request)
 
-    async def update_weights(
-        self,
-        source: WeightsSource,
-        *,
-        partial: bool = False,
-        requests: Requests = "recompute",
-    ) -> None:
-        """Replaces the weights, as `LLM.update_weights` does. A thread consumes an iterable."""
-        update = partial_of(self._updates.update, source, partial=partial, requests=requests)
-        await asyncio.to_thread(update)
-
-    async def init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int,
-        *,
-        rank_offset: int = 1,
-        world_size: int | None = None,
-        group_name: str = GROUP_NAME,
-        backend: GroupBackend | None = None,
-        timeout_seconds: float = TIMEOUT_S,
-    ) -> None:
-        """Joins a process group with a trainer, as `LLM.init_weights_update_group` does."""
-        join = partial_of(
-            self._updates.join,
-            rank_offset=rank_offset,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-            timeout_seconds=timeout_seconds,
-        )
-        await asyncio.to_thread(join, master_address, master_port)
-
-    async def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
-        """Leaves a group."""
-        await asyncio.to_thread(self._updates.leave, group_name)
-
-    async def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
-        """Runs no more steps until `resume`; requests wait.
-
-        Args:
-            mode: "abort" ends all requests with the finish reason "abort".
-        """
-        await asyncio.to_thread(self._engine.pause, mode)
-
-    async def resume(self) -> None:
-        """Continues after `pause`."""
-        await asyncio.to_thread(self._engine.resume)
-
-    async def sleep(
-        self,
-        tags: Sequence[MemoryTag] = ("weights", "cache"),
-        *,
-        drop_weights: bool = False,
-        requests: Literal["recompute", "abort"] = "recompute",
-    ) -> None:
-        """Frees memory until `wake`, as `LLM.sleep` does."""
-        sleep = partial_of(self._engine.sleep, drop_weights=drop_weights, requests=requests)
-        await asyncio.to_thread(sleep, tags)
-
-    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
-        """Allocates memory again after `sleep`."""
-        await asyncio.to_thread(self._engine.wake, tags)
+    update_weights = _in_thread(LLM.update_weights)
+    init_weights_update_group = _in_thread(LLM.init_weights_update_group)
+    destroy_weights_update_group = _in_thread(LLM.destroy_weights_update_group)
+    pause = _in_thread(LLM.pause)
+    resume = _in_thread(LLM.resume)
+    sleep = _in_thread(LLM.sleep)
+    wake = _in_thread(LLM.wake)
 
     async def aclose(self) -> None:
         """Ends the thread and frees the memory, whatever still refers to this object.

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -603,10 +604,11 @@ class LLM(LoadedModel):
                     continue
                 ids.append(self._new_id())  # as in `stream`
                 begun.append(self._begin(engine, ids[-1], job))
-            with _Bar(show_progress, [result for _, result in begun]) as bar:
-                while not all(result.finished for _, result in begun):
+            results = [result for _, result in begun]
+            with _progress(show_progress, results) as update:
+                while not all(result.finished for result in results):
                     engine.step()
-                    bar.update()
+                    update()
         finally:
             for request_id in ids:
                 engine.abort(request_id)
@@ -635,38 +637,31 @@ def progress_bar(what: str) -> RichProgress:
     )
 
 
-class _Bar:
-    """A progress bar on standard error: finished prompts, and tokens per second."""
+@contextmanager
+def _progress(show: bool, results: Sequence[RequestOutput]) -> Iterator[Callable[[], None]]:
+    """Shows finished prompts and tokens per second on standard error, if it is a terminal.
 
-    def __init__(self, show: bool, results: Sequence[RequestOutput]) -> None:
-        self._results = results
-        self._bar: RichProgress | None = None
-        if show and results and sys.stderr.isatty():
-            self._bar = progress_bar("prompts")
-        self._began = self._shown = time.monotonic()
+    Yields:
+        A function that updates them, a few times a second.
+    """
+    if not (show and results and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    began = shown = time.monotonic()
+    with progress_bar("prompts") as bar:
+        task = bar.add_task("", total=len(results), rate=0.0)
 
-    def __enter__(self) -> "_Bar":
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=len(self._results), rate=0.0)
-            self._bar.start()
-        return self
+        def update(interval: float = BAR_INTERVAL_S) -> None:
+            nonlocal shown
+            if (now := time.monotonic()) - shown <= interval:
+                return
+            shown = now
+            finished = sum(result.finished for result in results)
+            made = sum(len(output.token_ids) for one in results for output in one.outputs)
+            bar.update(task, completed=finished, rate=made / max(now - began, 1e-9))
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._show(self._bar)
-            self._bar.stop()
-
-    def update(self) -> None:
-        """Show the progress, a few times a second."""
-        if self._bar is not None and time.monotonic() - self._shown > BAR_INTERVAL_S:
-            self._show(self._bar)
-
-    def _show(self, bar: RichProgress) -> None:
-        self._shown = time.monotonic()
-        finished = sum(result.finished for result in self._results)
-        made = sum(len(output.token_ids) for one in self._results for output in one.outputs)
-        rate = made / max(self._shown - self._began, 1e-9)
-        bar.update(self._task, completed=finished, rate=rate)
+        yield update
+        update(0.0)
 
 
 def open_engine(

@@ -97,10 +97,10 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         cache_plan=plan,
         max_model_len=longest,
         tables=SlotTables([group.name for group in groups]),
+        sampled=torch.zeros(config.max_num_seqs, dtype=torch.int64),
     )
     if config.draft_tokens and model.draft_head is not None:
         runner.drafter = Drafter(model.draft_head, model.sample, runner.cache, CPU)
-    runner.keep_sampled_in(torch.zeros(config.max_num_seqs, dtype=torch.int64))
     description = RankDescription(
         device="cpu",
         num_ranks=1,

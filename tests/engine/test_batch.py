@@ -14,9 +14,9 @@ from tests.support.traffic import Traffic, planned
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk, SequenceState
-from finwhale.engine.rank import batch as building
-from finwhale.engine.rank.batch import BatchBuilder
+from finwhale.engine.rank import inputs as building
 from finwhale.engine.rank.host_transfer import ALIGN, send
+from finwhale.engine.rank.inputs import planned_inputs
 from finwhale.engine.rank.memory import largest_transfer
 from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup
@@ -32,7 +32,7 @@ DRAWS = st.integers(0, 2**32).map(random.Random)
 
 def build(groups: Sequence[CacheGroup], chunks: list[Chunk]) -> StepInputs:
     plan, tables = planned(chunks)
-    return BatchBuilder(groups, tables, torch.device("cpu")).build(plan).inputs
+    return planned_inputs(plan, groups, tables, torch.device("cpu")).inputs
 
 
 @settings(max_examples=100, deadline=None)

@@ -19,11 +19,10 @@ from tests.support.tiny import tiny_config, with_dspark
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
-from finwhale.engine.loop.drafting_loop import DraftLoop
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.in_flight import InFlightStep, Rows
 from finwhale.engine.loop.metrics import Meter
-from finwhale.engine.loop.step_loop import Launcher
+from finwhale.engine.loop.step_loop import StepLoop
 from finwhale.engine.plan.draft_policy import DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
@@ -146,11 +145,11 @@ def synthetic_times(engine: Engine, seconds: Callable[[StepKind], float]) -> Dra
 def test_a_step_that_was_launched_ahead_begins_at_the_end_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launcher: Any = SimpleNamespace(
-        executor=SimpleNamespace(description=SimpleNamespace(device_drafts=None)),
-        scheduler=SimpleNamespace(drafting=SimpleNamespace()),
-    )
-    loop, found = DraftLoop(launcher, Meter(3), "auto", 3), []
+    rank = SimpleNamespace(can_draft=True, device_drafts=None, routed_experts=None)
+    executor: Any = SimpleNamespace(description=rank)
+    scheduler: Any = SimpleNamespace(drafting=SimpleNamespace())
+    model: Any = SimpleNamespace(vocab_size=9, max_draft_tokens=3, draft_block_tokens=0)
+    loop, found = StepLoop(executor, scheduler, Meter(3), model, "auto"), []
     policy: Any = loop._policy
     policy.record_time = lambda *args: found.append(args[-1])
     monkeypatch.setattr(time, "monotonic", lambda: 10.0)
@@ -384,7 +383,7 @@ def test_the_distribution_is_the_model_s(
 
     def tabled(plan: StepPlan) -> Forward:
         last = [plan.token_ids[row] for row in plan.logits_rows]
-        return Forward(runner.batches.build(plan), torch.empty(0), table[last])
+        return Forward(runner.batch(plan), torch.empty(0), table[last])
 
     def likeliest(
         forward: Forward, plan: StepPlan, chosen: Tensor | None, settings: Any
@@ -481,8 +480,8 @@ class Machine:
         engine.scheduler = Scheduler(
             PageManager(groups, num_pages), max_num_seqs=seqs, max_num_batched_tokens=step
         )
-        launcher = Launcher(engine.executor, engine.scheduler, engine.model_config.vocab_size)
-        engine._loop = DraftLoop(launcher, engine._meter, drafts, 3)
+        model = engine.model_config
+        engine._loop = StepLoop(engine.executor, engine.scheduler, engine._meter, model, drafts)
         self.rows = {}
         runner = local_executor(engine.executor).runner
         runner.forward_with_logits = self.record  # type: ignore[method-assign]

@@ -17,7 +17,6 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop import watchdog
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import BOUNDS, Clock, Meter
-from finwhale.engine.loop.step_loop import Launcher
 from finwhale.engine.loop.watchdog import Watchdog
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import EngineDeadError
@@ -162,10 +161,10 @@ def test_the_plan_after_a_failed_launch_frees_the_same_slots(
         raise torch.AcceleratorError("CUDA error: out of memory")
 
     monkeypatch.setattr(engine.executor, "execute", failing)
-    launcher = Launcher(engine.executor, engine.scheduler, engine.model_config.vocab_size)
+    loop = engine._new_loop()
     for _ in range(2):
         with pytest.raises(torch.AcceleratorError):
-            launcher.launch(chunks, None)
+            loop.execute(chunks, None)
     assert freed[0] and freed[0] == freed[1]
 
 

@@ -11,7 +11,8 @@ from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.rank import memory
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, LargestSteps
+from finwhale.engine.rank.inputs import PAGE
+from finwhale.engine.rank.memory import GRAPH_BYTES, LargestSteps
 from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
 from finwhale.models.deepseek_v4.layer import DecoderLayer

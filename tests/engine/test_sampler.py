@@ -16,6 +16,7 @@ from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 from finwhale.engine.rank.draft_noise import StaticDraftNoise, choose_drafts
 from finwhale.engine.rank.executor import LocalResult, begin_transfer
 from finwhale.engine.rank.host_transfer import Receiver
+from finwhale.engine.rank.inputs import NO_STEP
 from finwhale.engine.rank.sampler import Sampler as RankSampler
 from finwhale.engine.rank.sampler import draw_arrays
 from finwhale.errors import RequestError
@@ -77,7 +78,7 @@ class Sampler:
         if not plan.slots:
             return []
         sampled = self.rank.sample(plan, logits)
-        result = LocalResult(begin_transfer(self.receiver, sampled)).wait()
+        result = LocalResult(NO_STEP, begin_transfer(self.receiver, sampled)).wait()
         tokens = self.reader.read(result, sequences, histories)
         for sequence, history, token in zip(sequences, histories, tokens, strict=True):
             if token.error is None:

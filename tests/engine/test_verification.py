@@ -20,10 +20,10 @@ from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.rank.capture import draft_on_device, new_verification_steps
-from finwhale.engine.rank.draft_decode import StepDrafts, VerificationSteps, verification_sizes
+from finwhale.engine.rank.draft_decode import StepDrafts, VerificationSteps
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.static_inputs import NO_STEP
-from finwhale.engine.rank.step_limits import step_limits
+from finwhale.engine.rank.inputs import NO_STEP
+from finwhale.engine.rank.step_limits import step_limits, verification_sizes
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams

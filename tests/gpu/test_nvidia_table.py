@@ -21,7 +21,7 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.host_transfer import Transfer
-from finwhale.engine.rank.static_inputs import with_bounds
+from finwhale.engine.rank.inputs import with_bounds
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.platform import Platform

@@ -29,8 +29,8 @@ from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.devices import fewest_ranks
 from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.rank.inputs import with_bounds
 from finwhale.engine.rank.ranks import Ranks
-from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import DummyWeights

@@ -61,7 +61,7 @@ class Drafting:
             stepper.pages.grow(sequence.tables, end, end + self.head.config.num_rows)
         newest = [Chunk(s, len(s.token_ids) - 1, len(s.token_ids)) for s in sequences]
         plan = stepper.plan(newest)
-        batch = stepper.runner.batches.build(plan)
+        batch = stepper.runner.batch(plan)
         ordinal = torch.arange(len(texts) + 1, dtype=torch.int32)
         start = DraftStart(
             hidden=torch.empty(len(texts), 0),

@@ -37,11 +37,10 @@ from finwhale.distributed.collectives import Alone
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.rank.draft_decode import VerificationSteps
-from finwhale.engine.rank.graphs import prefill_sizes
 from finwhale.engine.rank.launch_signatures import LaunchEnumerator
 from finwhale.engine.rank.memory import LargestSteps
 from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.step_limits import StepLimits
+from finwhale.engine.rank.step_limits import StepLimits, prefill_sizes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
@@ -480,10 +479,7 @@ def compare_drafting_launches(config: DeepseekV4Config, max_len: int) -> dict[st
         groups,
         SlotTables([group.name for group in groups]),
         OPS,
-        kinds=largest.draft_kinds,
-        sizes=largest.verify_graphs,
-        max_len=max_len,
-        device=torch.device("cpu"),
+        largest,
     )
 
     def around_the_layers() -> None:

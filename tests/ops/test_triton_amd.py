@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.amd.compiler import HIPOptions
 from triton.runtime.interpreter import InterpretedFunction
 
-import finwhale.engine.rank.batch as batch
+import finwhale.engine.rank.inputs as inputs
 import finwhale.engine.rank.startup as startup
 from finwhale import LLM, SamplingParams
 from finwhale.compiled import graph_forms
@@ -204,7 +204,7 @@ def test_compiled_layers_give_the_same(
     monkeypatch.setitem(graph_forms.FORMS, "cpu", graph_forms.MODULE)
     llm = llm_on(AMD, path, compile=True, cache_dir=tmp_path)
     assert llm._engine.executor.description.compiled_layers > 0
-    monkeypatch.setattr(batch, "PageTable", apart)
+    monkeypatch.setattr(inputs, "PageTable", apart)
     for found, wanted in zip(read(llm), amd.values, strict=True):
         assert torch.equal(found, wanted)
     assert made

@@ -11,7 +11,7 @@ from finwhale.engine.plan.prefix_index import PrefixIndex
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.batch import Batch, BatchBuilder
+from finwhale.engine.rank.inputs import Batch, planned_inputs
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
@@ -77,7 +77,7 @@ class Traffic:
     def build(self) -> Batch:
         """Build the step's inputs on the CPU."""
         plan, tables = planned(self.chunks)
-        return BatchBuilder(self.groups, tables, torch.device("cpu")).build(plan)
+        return planned_inputs(plan, self.groups, tables, torch.device("cpu"))
 
     def has_page(self, sequence: SequenceState, group: str, row: int) -> bool:
         """Whether the sequence has a page with this row."""

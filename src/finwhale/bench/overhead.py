@@ -28,12 +28,12 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.rank.inputs import StaticInputs
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.engine.rank.rank_processes import spawn
 from finwhale.engine.rank.ranks import Ranks, open_ranks
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import freeze_heap
-from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.stopwatch import StepTimes
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec

@@ -169,13 +169,15 @@ class _Child:
 
 
 @dataclass(slots=True)
-class _Worker:
-    """The watching thread's state of one worker.
+class WorkerState:
+    """The state of one worker. Only the watching thread changes it.
 
     Attributes:
         phase: the phase of the worker's start; None: its process has not begun.
         phase_s: seconds since the phase began.
+        about: Opened.about; None: the worker is not open.
         silent_s: seconds without a heartbeat.
+        status: its latest status (`OwnerLink.status`); None: it has reported none.
         answers: the answers that `Workers.wait_answers` has not returned yet.
     """
 
@@ -195,22 +197,6 @@ class _Worker:
     @property
     def name(self) -> str:
         return f"rank {self.rank.index} ({self.label})"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """The state of one worker.
-
-    Attributes:
-        about: Opened.about; None: the worker is not open.
-        status: its latest status (`OwnerLink.status`); None: it has reported none.
-        silent_s: seconds without a heartbeat.
-    """
-
-    label: str
-    about: Any
-    status: Any
-    silent_s: float
 
 
 class Workers:
@@ -235,7 +221,7 @@ class Workers:
         self.on_stuck: Callable[[str], None] = end_process
         self._payload = pickle.dumps(work)
         self._processes = processes
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerState] = []
         self._owner = os.getpid()
         self._failure: FinwhaleError | None = None
         self._opened = threading.Event()
@@ -282,7 +268,7 @@ class Workers:
 
     def states(self) -> list[WorkerState]:
         """The latest state of each worker."""
-        return [WorkerState(w.label, w.about, w.status, w.silent_s) for w in self._workers]
+        return list(self._workers)
 
     def wait_answers(self) -> list[Answer]:
         """Wait for one answer of each worker; raises if a worker fails."""
@@ -344,14 +330,14 @@ class Workers:
     def _start(self) -> None:
         for index, (control, process) in enumerate(self._processes.start(), 1):
             rank, label = Rank(index, self.size), self._processes.labels[index - 1]
-            self._workers.append(_Worker(rank, label, control, process))
+            self._workers.append(WorkerState(rank, label, control, process))
         level = logging.getLogger("finwhale").getEffectiveLevel()
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.control.send((os.getpid(), level))
                 worker.control.send_bytes(self._payload)
 
-    def _receive(self, worker: _Worker) -> None:
+    def _receive(self, worker: WorkerState) -> None:
         while self._failure is None and worker.control.poll():
             try:
                 report: Report = worker.control.recv()
@@ -373,7 +359,7 @@ class Workers:
             else:
                 worker.about, worker.opened = report.about, True
 
-    def _check_heartbeat(self, worker: _Worker, spent: float) -> None:
+    def _check_heartbeat(self, worker: WorkerState, spent: float) -> None:
         beats = worker.process.beats()
         worker.phase_s += spent
         worker.silent_s = worker.silent_s + spent if beats == worker.beats else 0.0

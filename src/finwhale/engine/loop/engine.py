@@ -22,10 +22,8 @@ from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
-from finwhale.engine.loop.drafting_loop import DraftLoop
 from finwhale.engine.loop.in_flight import InFlightStep, Request, TextStream
 from finwhale.engine.loop.metrics import Clock, EngineMetrics, Meter, read_metrics
-from finwhale.engine.loop.plain_loop import PlainLoop
 from finwhale.engine.loop.request_checks import checked_prompt, new_filter, new_matcher
 from finwhale.engine.loop.routed_experts import RoutedExperts
 from finwhale.engine.loop.sampled_tokens import (
@@ -34,7 +32,7 @@ from finwhale.engine.loop.sampled_tokens import (
     TokenLogprob,
     row_logprobs,
 )
-from finwhale.engine.loop.step_loop import Launcher, StepLoop
+from finwhale.engine.loop.step_loop import StepLoop
 from finwhale.engine.loop.watchdog import Watchdog
 from finwhale.engine.plan.executor import Executor, MemoryUse
 from finwhale.engine.plan.pages import PageManager
@@ -134,12 +132,8 @@ class Engine:
         self._process = os.getpid()
 
     def _new_loop(self) -> StepLoop:
-        launcher = Launcher(self.executor, self.scheduler, self.model_config.vocab_size)
-        if self.executor.description.can_draft:
-            most = self.model_config.max_draft_tokens
-            block = self.model_config.draft_block_tokens > 0
-            return DraftLoop(launcher, self._meter, self.config.draft_tokens, most, block)
-        return PlainLoop(launcher, self._meter)
+        drafts, model = self.config.draft_tokens, self.model_config
+        return StepLoop(self.executor, self.scheduler, self._meter, model, drafts)
 
     @property
     def max_model_len(self) -> int:
@@ -200,31 +194,57 @@ class Engine:
             matcher = new_matcher(params, self.tokenizer)
         if filter is None:
             filter = new_filter(params, self.tokenizer, self.model_config.vocab_size)
+        vocab_size, longest = self.model_config.vocab_size, self.max_model_len
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(self.model_config.eos_token_ids)
         with self._lock:
-            return self._add(
-                request_id,
+            self._check_accepts(params)
+            assert request_id not in self._requests, f"request {request_id} is running already"
+            prompt_token_ids = checked_prompt(
                 prompt_token_ids,
                 params,
-                prompt,
-                stop_after,
-                priority,
-                matcher,
-                prefix_owner,
-                filter,
+                vocab=vocab_size,
+                max_model_len=longest,
+                has_tokenizer=self.tokenizer is not None,
             )
+            num_prompt = len(prompt_token_ids)
+            if params.max_tokens is not None:
+                longest = min(longest, num_prompt + params.max_tokens)
+            request = RequestOutput(request_id, prompt, prompt_token_ids, [])
+            if params.prompt_logprobs is not None:
+                request.prompt_logprobs = [None] * num_prompt
+            running, began = Request(request, params.n), time.monotonic()
+            self._requests[request_id] = running  # first, so that `abort` finds a part of it, too
+            for index in range(params.n):
+                sequence = SequenceState(
+                    key=f"{request_id}/{index}",
+                    request_id=request_id,
+                    index=index,
+                    token_ids=list(prompt_token_ids),
+                    num_prompt=num_prompt,
+                    max_len=longest,
+                    params=params,
+                    priority=priority,
+                    prefix_owner=prefix_owner,
+                    sampling=RequestSampling(
+                        params,
+                        prompt_token_ids,
+                        vocab_size,
+                        index,
+                        None if matcher is None else matcher.copy(),
+                        None if filter is None else filter.copy(),
+                        ends,
+                    ),
+                )
+                if index == 0 and num_prompt > 1:  # the first token has no log-probability
+                    sequence.prompt_logprobs = params.prompt_logprobs
+                self._add(sequence, running, ends, stop_after, began)
+            self._meter.requests += 1
+            return request
 
-    def _add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        prompt: str | None,
-        stop_after: int | None,
-        priority: int,
-        matcher: TokenMatcher | None,
-        prefix_owner: str,
-        filter: TokenFilter | None,
-    ) -> RequestOutput:
+    def _check_accepts(self, params: SamplingParams) -> None:
+        """Raise an error if the engine accepts no requests now, or none with these parameters."""
         self._check_usable()
         if self._asleep:
             raise RequestError("the engine is asleep and accepts no requests: wake it first")
@@ -233,77 +253,39 @@ class Engine:
                 "the weights were dropped, so the engine accepts no requests: call update_weights "
                 "with all of them first"
             )
-        assert request_id not in self._requests, f"request {request_id} is running already"
-        prompt_token_ids = checked_prompt(
-            prompt_token_ids,
-            params,
-            vocab=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            has_tokenizer=self.tokenizer is not None,
-        )
-        routed_form = self.executor.description.routed_experts
-        if params.return_routed_experts and routed_form is None:
+        if params.return_routed_experts and self.executor.description.routed_experts is None:
             raise RequestError(
                 "return_routed_experts needs an engine that was started with "
                 "enable_return_routed_experts (--enable-return-routed-experts)"
             )
-        longest = self.max_model_len
-        if params.max_tokens is not None:
-            longest = min(longest, len(prompt_token_ids) + params.max_tokens)
-        request = RequestOutput(request_id, prompt, prompt_token_ids, [])
-        # The tokens after the first one have log-probabilities.
-        scored = params.prompt_logprobs if len(prompt_token_ids) > 1 else None
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None] * len(prompt_token_ids)
-        began = time.monotonic()
-        running = Request(request, params.n)
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= frozenset(self.model_config.eos_token_ids)
-        self._requests[request_id] = running  # first, so that `abort` finds a part of it, too
-        for index in range(params.n):
-            routed = None
-            if params.return_routed_experts and routed_form is not None:
-                # The first continuation also has the experts of the prompt.
-                routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
-            sequence = SequenceState(
-                key=f"{request_id}/{index}",
-                request_id=request_id,
-                index=index,
-                token_ids=list(prompt_token_ids),
-                num_prompt=len(prompt_token_ids),
-                max_len=longest,
-                params=params,
-                priority=priority,
-                prefix_owner=prefix_owner,
-                prompt_logprobs=scored if index == 0 else None,
-                num_routed=None if routed is None else routed.end,
-                sampling=RequestSampling(
-                    params,
-                    prompt_token_ids,
-                    self.model_config.vocab_size,
-                    index,
-                    None if matcher is None else matcher.copy(),
-                    None if filter is None else filter.copy(),
-                    ends,
-                ),
-            )
-            output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
-            request.outputs.append(output)
-            self._text_streams[sequence.key] = TextStream(
-                sequence,
-                running,
-                output,
-                ends,
-                self._new_detokenizer(params),
-                _new_stop_checker(params),
-                stop_after if params.stop else None,
-                Clock(began),
-                routed=routed,
-            )
-            self.scheduler.add(sequence)
-        self._meter.requests += 1
-        return request
+
+    def _add(
+        self,
+        sequence: SequenceState,
+        request: Request,
+        ends: frozenset[int],
+        stop_after: int | None,
+        began: float,
+    ) -> None:
+        """Add a continuation of a request, which arrived at time `began` (time.monotonic())."""
+        params, form = sequence.params, self.executor.description.routed_experts
+        output = CompletionOutput(sequence.index, logprobs=None if params.logprobs is None else [])
+        request.output.outputs.append(output)
+        stream = self._text_streams[sequence.key] = TextStream(
+            sequence,
+            request,
+            output,
+            ends,
+            self._new_detokenizer(params),
+            _new_stop_checker(params),
+            stop_after if params.stop else None,
+            Clock(began),
+        )
+        if params.return_routed_experts and form is not None:
+            # The first continuation also has the experts of the prompt.
+            stream.routed = RoutedExperts(sequence.num_prompt if sequence.index else 0, form)
+            sequence.num_routed = stream.routed.end
+        self.scheduler.add(sequence)
 
     def _new_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:

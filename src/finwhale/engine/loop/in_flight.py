@@ -1,7 +1,7 @@
 """Text output of unfinished sequences, and in-flight steps: launched steps with unknown tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.stop_strings import StopChecker
@@ -100,13 +100,6 @@ class Rows:
         sampling = [self.sequences[row].sampling for row in self.history_rows]
         return not all(each is not None and each.history.needed for each in sampling)
 
-    @property
-    def histories(self) -> list[History]:
-        """The history of each row; empty if no row needs one."""
-        if not self.history_rows:
-            return []
-        return [s.sampling.history for s in self.sequences if s.sampling is not None]
-
 
 @dataclass(slots=True)
 class InFlightStep:
@@ -119,9 +112,8 @@ class InFlightStep:
         scores: log-probabilities of prompt tokens, once the step has been collected.
         routed: the routed experts of the step's tokens, once it has been collected; None: no
             sequence wants them.
-        chunks: the rows' chunks, in an engine that drafts.
-        histories: the history of each row of logits, in an engine that drafts. Empty if no row
-            needs one.
+        chunks: the rows' chunks.
+        histories: the history of each row of logits; empty if no row needs one.
         kind: the kind of decode step, in an engine that drafts.
         began: time of the launch (time.monotonic()), in an engine that drafts.
         on_device: the next step may continue from this one on the device.
@@ -135,7 +127,7 @@ class InFlightStep:
     scores: Sequence[PromptScores] = ()
     routed: ExpertIds | None = None
     chunks: Sequence[Chunk] = ()
-    histories: Sequence[History] = ()
+    histories: list[History] = field(default_factory=list)
     kind: StepKind = NO_DRAFTS
     began: float = 0.0
     on_device: bool = False
@@ -149,4 +141,5 @@ class InFlightStep:
             return None
         self.rows = Rows([streams[row] for row in left])
         self.token_indices = [self.token_indices[row] for row in left]
+        self.chunks = [self.chunks[row] for row in left]
         return left

@@ -2,7 +2,9 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from copy import copy
+from dataclasses import InitVar, asdict, dataclass, field, fields
+from typing import Any
 
 from finwhale.engine.plan.executor import RankState
 from finwhale.engine.plan.scheduler import Scheduler
@@ -247,22 +249,16 @@ def read_metrics(
             for name, pool in scheduler.pages.pools.items()
         },
         idle_blocks=0 if prefix is None else prefix.num_idle,
-        requests=meter.requests,
-        steps=meter.steps,
-        prompt_tokens=scheduler.counts.prompt_tokens,
-        cached_tokens=scheduler.counts.cached_tokens,
-        output_tokens=meter.output_tokens,
-        preemptions=scheduler.counts.preemptions,
-        endings=dict(meter.endings),
-        drafts_proposed=tuple(meter.drafts_proposed),
-        drafts_accepted=tuple(meter.drafts_accepted),
-        verifications=meter.verifications,
         draft_tokens=scheduler.drafting.draft_tokens,
-        time_of_verification=meter.time_of_verification.read(),
-        time_of_draft=meter.time_of_draft.read(),
-        time_to_first_token=meter.time_to_first_token.read(),
-        time_between_tokens=meter.time_between_tokens.read(),
-        time_per_output_token=meter.time_per_output_token.read(),
         late_compilations=late,
         ranks=ranks,
+        **asdict(scheduler.counts),
+        **{one.name: _read(getattr(meter, one.name)) for one in fields(meter)},
     )
+
+
+def _read(counter: Any) -> Any:
+    """The value of a counter, which does not change with it."""
+    if isinstance(counter, Timer):
+        return counter.read()
+    return tuple(counter) if isinstance(counter, list) else copy(counter)

@@ -6,11 +6,13 @@ An executor runs plans in this process (rank/executor.py), or in this process an
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from finwhale.engine.plan.pages import PageGroup
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.request import ExpertIds
+
+if TYPE_CHECKING:  # it imports torch
+    from finwhale.models.cache import CacheGroup
 
 T = TypeVar("T")
 
@@ -127,7 +129,7 @@ class RankDescription:
     num_ranks: int
     asynchronous: bool
     needs_warm_up: bool
-    groups: tuple[PageGroup, ...]
+    groups: "tuple[CacheGroup, ...]"
     num_pages: Mapping[str, int]
     max_model_len: int
     can_draft: bool

@@ -4,29 +4,10 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-
-class PageGroup(Protocol):
-    """The part of a model's cache declaration (cache_spec.CacheGroup) that this module uses."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tokens_per_row(self) -> int: ...
-    @property
-    def rows_per_page(self) -> int: ...
-    @property
-    def tokens_per_page(self) -> int: ...
-    @property
-    def keep(self) -> tuple[int, int] | None: ...
-    @property
-    def tail_only(self) -> bool: ...
-    @property
-    def block_tokens(self) -> int: ...
-    def first_needed(self, num_tokens: int) -> int: ...
-    def first_written(self, start: int, end: int) -> int: ...
-    def unneeded_at(self, first_page: int) -> int: ...
+if TYPE_CHECKING:  # it imports torch
+    from finwhale.models.cache import CacheGroup
 
 
 @dataclass(slots=True)
@@ -116,7 +97,7 @@ class Reclaimer(Protocol):
         """Number of blocks that the cache can free now, in the full groups."""
         ...
 
-    def reclaim(self, group: PageGroup) -> None:
+    def reclaim(self, group: "CacheGroup") -> None:
         """Free at least one page of the group, unless the cache has none that it can free."""
         ...
 
@@ -131,7 +112,7 @@ class PageManager:
             whose rows the prefix cache keeps at the ends of blocks.
     """
 
-    def __init__(self, groups: Sequence[PageGroup], num_pages: Mapping[str, int]) -> None:
+    def __init__(self, groups: "Sequence[CacheGroup]", num_pages: Mapping[str, int]) -> None:
         """num_pages: number of pages of each group, including page 0."""
         self.groups = tuple(groups)
         self.full_groups = tuple(g for g in groups if g.keep is None)
@@ -210,7 +191,7 @@ class PageManager:
         return allocated_tokens
 
     def _extend(
-        self, group: PageGroup, table: BlockTable, start: int, end: int, first: int, last: int
+        self, group: "CacheGroup", table: BlockTable, start: int, end: int, first: int, last: int
     ) -> None:
         """Allocate the pages with numbers first..last, and earlier ones that the prefix cache keeps
         at the ends of blocks.
@@ -231,7 +212,7 @@ class PageManager:
             self._allocate(group) if number in wanted else 0 for number in range(begin, last + 1)
         )
 
-    def _allocate(self, group: PageGroup) -> int:
+    def _allocate(self, group: "CacheGroup") -> int:
         pool = self.pools[group.name]
         if not pool.num_free and self.reclaimer is not None:
             self.reclaimer.reclaim(group)
@@ -280,7 +261,7 @@ class PageManager:
             self.pools[group.name].check_integrity(used, group.name)
 
 
-def _at_block_ends(group: PageGroup, first: int, end: int) -> set[int]:
+def _at_block_ends(group: "CacheGroup", first: int, end: int) -> set[int]:
     """The page numbers, from `first` on, that a sequence needs to resume at the ends of blocks.
 
     The blocks are those that end at token `end` or before.
@@ -294,7 +275,7 @@ def _at_block_ends(group: PageGroup, first: int, end: int) -> set[int]:
     return found
 
 
-def pages_at_block_end(group: PageGroup) -> int:
+def pages_at_block_end(group: "CacheGroup") -> int:
     """Number of pages of a windowed group that a sequence needs to resume after a block."""
     assert group.keep is not None
     end = group.block_tokens * (1 + sum(group.keep) // group.block_tokens)
@@ -302,7 +283,7 @@ def pages_at_block_end(group: PageGroup) -> int:
 
 
 def windowed_pages(
-    group: PageGroup,
+    group: "CacheGroup",
     max_num_seqs: int,
     max_step_tokens: int,
     prefix_caching: bool = False,

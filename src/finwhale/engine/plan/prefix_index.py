@@ -15,8 +15,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from finwhale.engine.plan.pages import BlockTable, BlockTables, PageGroup, PageManager
+from finwhale.engine.plan.pages import BlockTable, BlockTables, PageManager
+
+if TYPE_CHECKING:  # it imports torch
+    from finwhale.models.cache import CacheGroup
 
 KEY_BYTES = 16
 State = Mapping[str, tuple[int, ...]]
@@ -190,7 +194,7 @@ class PrefixIndex:
             self._drop(self._idle.popitem(last=False)[1])
         assert not self.blocks
 
-    def reclaim(self, group: PageGroup) -> None:
+    def reclaim(self, group: "CacheGroup") -> None:
         pool = self.pages.pools[group.name]
         while not pool.num_free:
             if group.keep is None:

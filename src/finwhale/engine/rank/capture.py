@@ -9,19 +9,15 @@ from finwhale.config import EngineConfig
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.graphs import GraphMemory, Graphs
+from finwhale.engine.rank.inputs import StaticInputs
 from finwhale.engine.rank.runner import ModelRunner
-from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
 from finwhale.models.step_inputs import Segments, StepInputs
 
 
 @torch.inference_mode()
-def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimits) -> Tensor:
-    """Capture whole decodes with logits, and steps with prefill up to the residual streams.
-
-    Returns:
-        The tensor from which captured decodes read sampled ids; a new one if none is captured.
-    """
+def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimits) -> None:
+    """Capture whole decodes with logits, and steps with prefill up to the residual streams."""
 
     def streams(inputs: StepInputs, segments: Segments) -> Tensor:
         return runner.model(inputs, runner.cache, segments)
@@ -31,7 +27,7 @@ def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimit
 
     max_seqs = config.max_num_seqs
     if not largest.graphs:
-        return torch.zeros(max_seqs, dtype=torch.int64, device=runner.device)
+        return
     memory = GraphMemory(runner.device)
     static = StaticInputs(
         max(largest.graphs),
@@ -52,7 +48,7 @@ def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimit
         )
     if runner.drafter is not None:
         runner.verification_steps = new_verification_steps(runner, config, memory)
-        return torch.zeros(max_seqs, dtype=torch.int64, device=runner.device)
+        return
     runner.graphs = Graphs(
         logits,
         static,
@@ -61,7 +57,7 @@ def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimit
         device=runner.device,
         memory=memory,
     )
-    return static.sampled
+    runner.sampled = static.sampled
 
 
 def new_verification_steps(
@@ -71,17 +67,7 @@ def new_verification_steps(
     model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
     largest = step_limits(config, model_config, can_capture, runner.max_model_len)
     return VerificationSteps(
-        runner.model,
-        runner.cache,
-        runner.groups,
-        runner.tables,
-        runner.ops,
-        kinds=largest.draft_kinds,
-        sizes=largest.verify_graphs or (config.max_num_seqs,),
-        plain_sizes=largest.decode_graphs,
-        max_len=runner.max_model_len,
-        device=runner.device,
-        memory=memory,
+        runner.model, runner.cache, runner.groups, runner.tables, runner.ops, largest, memory
     )
 
 

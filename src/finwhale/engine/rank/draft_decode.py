@@ -26,23 +26,17 @@ from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.rank.draft_noise import StaticDraftNoise
 from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.rank.host_transfer import send
+from finwhale.engine.rank.inputs import StaticInputs, one_token_each
 from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.static_inputs import StaticInputs
+from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import DraftStart, Inline, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.drafts import PlannedTokens, VerifiedStep
-from finwhale.ops.paging import PageTable, Tokens
 
 # Page tables have columns for at least this many tokens of a step.
 ROOM = 32
-
-
-def verification_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, fewer than for plain decodes: each needs graphs of every width."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(384, 1025, 128)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +79,7 @@ class VerificationSteps:
     """The steps in which every sequence verifies its drafts and gets K new ones, captured or not.
 
     Args:
-        kinds: pairs of a width and a K.
-        sizes: batch sizes, ascending; the last is the largest batch.
-        plain_sizes: batch sizes of steps that verify no draft, ascending.
-        max_len: the longest sequence, drafts included.
+        largest: the kinds and the sizes of steps.
         memory: the memory pool of the captured graphs; None: the host launches every kernel.
 
     Attributes:
@@ -104,23 +95,20 @@ class VerificationSteps:
         groups: Sequence[CacheGroup],
         tables: SlotTables,
         ops: Ops,
-        *,
-        kinds: Sequence[tuple[int, int]],
-        sizes: Sequence[int],
-        plain_sizes: Sequence[int] = (),
-        max_len: int,
-        device: torch.device,
+        largest: StepLimits,
         memory: GraphMemory | None = None,
     ) -> None:
         assert model.draft_head is not None
+        device, max_len, kinds = model.device, largest.max_len, largest.draft_kinds
+        sizes = largest.verify_graphs or (largest.num_seqs,)
         self._model, self._head, self._cache = model, model.draft_head, cache
         self._device, self._memory, self._max_len = device, memory, max_len
         self._continue_tokens, self._accept_drafts = ops.continue_tokens, ops.accept_drafts
         self.description = DeviceDrafts(
-            sizes=() if memory is None else tuple(sizes),
-            plain_sizes=() if memory is None else tuple(plain_sizes),
+            sizes=() if memory is None else sizes,
+            plain_sizes=() if memory is None else largest.decode_graphs,
             max_seqs=sizes[-1],
-            kinds=tuple(kinds),
+            kinds=kinds,
         )
         # The most tokens of a sequence, and of the largest step.
         rows, longest = sizes[-1], 1 + max(drafts for _, drafts in kinds)
@@ -274,18 +262,9 @@ class VerificationSteps:
         self._sent_layout = layout
 
     def _inputs(self, size: int, num_tokens: int, max_len: int) -> StepInputs:
-        given = self._static.inputs(num_tokens, decode=False)
-        return StepInputs(
-            token_ids=given.token_ids,
-            tokens=Tokens(
-                positions=self._positions[:num_tokens],
-                sequence=given.tokens.sequence,
-                query_start=given.tokens.query_start[: size + 1],
-                max_len=max_len,
-                max_query=1 if num_tokens == size else self._longest,
-            ),
-            tables={name: _first_rows(table, size) for name, table in given.tables.items()},
-        )
+        most = 1 if num_tokens == size else self._longest
+        positions = self._positions[:num_tokens]
+        return self._static.inputs(num_tokens, size, most, max_len, positions)
 
     def _verify(self, inputs: StepInputs, segments: Segments) -> tuple[Tensor, Tensor]:
         """Run the model's forward after the last step; returns logits and residual streams."""
@@ -295,11 +274,11 @@ class VerificationSteps:
     def _take_over(self, inputs: StepInputs) -> None:
         """Take ids and positions from the host, or from the last step where a row is linked."""
         num_tokens = len(inputs.token_ids)
-        ids, sources = self._static.known_ids(num_tokens)
+        ids, sources, positions = self._static.planned_tokens(num_tokens)
         planned = PlannedTokens(
             ids_S=ids,
             sources_N=sources,
-            positions_N=self._static.inputs(num_tokens, decode=False).tokens.positions,
+            positions_N=positions,
             links_N=self._sources[:num_tokens],
         )
         self._continue_tokens(planned, self._last, inputs.token_ids, inputs.tokens.positions)
@@ -315,13 +294,7 @@ class VerificationSteps:
         start = DraftStart(
             hidden=hidden.index_select(0, last),
             newest_ids=self._carried[:size, 0],
-            tokens=Tokens(
-                positions=positions,
-                sequence=self._ordinal[:size],
-                query_start=self._ordinal[: size + 1],
-                max_len=self._max_len,
-                max_query=1,
-            ),
+            tokens=one_token_each(positions, self._max_len, self._ordinal),
             tables=inputs.tables,
         )
         choose = self._noise.choose_drafts(self._model.sample, start.tokens.positions)
@@ -385,7 +358,3 @@ class VerificationSteps:
 def _copied(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """Copy a tensor with a kernel, which a GPU starts 2 us sooner than a copy of its memory."""
     return torch.add(tensor, 0, out=out)
-
-
-def _first_rows(table: PageTable, size: int) -> PageTable:
-    return PageTable(table.pages[:size], table.first[:size], table.rows_per_page)

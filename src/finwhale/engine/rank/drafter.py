@@ -20,14 +20,14 @@ from torch import Tensor
 
 from finwhale.config import DraftTokens
 from finwhale.engine.plan.step_plan import SamplingSettings, StepPlan
-from finwhale.engine.rank.batch import Batch
 from finwhale.engine.rank.draft_noise import choose_drafts
 from finwhale.engine.rank.host_transfer import send
+from finwhale.engine.rank.inputs import Batch, one_token_each
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
 from finwhale.models.protocol import DraftHead, ModelConfig
 from finwhale.models.step_inputs import DraftStart, Inline
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import PageTable
 from finwhale.ops.sampling import Sample
 
 
@@ -36,11 +36,12 @@ class Forward:
     """One forward of the model whose tokens the draft head has not processed yet.
 
     Attributes:
+        batch: the step's inputs; None: a graph has them, and the draft head needs none.
         streams: residual streams [N,H,D].
-        logits: [M,X] float32: this rank's logits of the tokens in rows batch.logits_rows.
+        logits: [M,X] float32: this rank's logits of the tokens that the plan wants.
     """
 
-    batch: Batch
+    batch: Batch | None
     streams: Tensor
     logits: Tensor
 
@@ -93,6 +94,7 @@ class Drafter:
             int64 [K,B]: drafts of the chunks that get any, in order. A chunk that gets fewer than K
             drafts is filled with zeros. None: no chunk gets drafts.
         """
+        assert forward.batch is not None
         inputs, rows = forward.batch.inputs, forward.batch.logits_rows
         (following,) = send(self._device, _following(plan))
         if chosen_M is not None:
@@ -123,7 +125,7 @@ class Drafter:
             start = DraftStart(
                 hidden=hidden.index_select(0, rows_G),
                 newest_ids=chosen_M.index_select(0, last_G),
-                tokens=_one_each(positions_G, max_len),
+                tokens=one_token_each(positions_G, max_len),
                 tables={"window": _rows(inputs.tables["window"], chunk_indices_G)},
             )
             slots = [plan.slots[chunk_indices[i]] for i in group]
@@ -176,16 +178,4 @@ def _rows(table: PageTable, indices_B: Tensor) -> PageTable:
         table.pages.index_select(0, indices_B),
         table.first.index_select(0, indices_B),
         table.rows_per_page,
-    )
-
-
-def _one_each(positions_B: Tensor, max_len: int) -> Tokens:
-    """Token arguments for one token of each sequence."""
-    count = torch.arange(len(positions_B) + 1, dtype=torch.int32, device=positions_B.device)
-    return Tokens(
-        positions=positions_B,
-        sequence=count[:-1],
-        query_start=count,
-        max_len=max_len,
-        max_query=1,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from finwhale.engine.plan.executor import (
     Executor,
     RankDescription,
     RankState,
-    RankTimes,
     RowLogprobs,
     StepResult,
 )
@@ -22,7 +21,7 @@ from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.host_transfer import Instant, NoReceiver, Receiver, Transfer
-from finwhale.engine.rank.prompt_scores import PendingScores, score
+from finwhale.engine.rank.prompt_scores import read_scores, score
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.engine.rank.staged_weights import StagedWeights
@@ -35,20 +34,12 @@ ALONE = Alone()
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """The state that a rank sends with its heartbeats (RankState describes the fields)."""
-
-    late_compilations: Mapping[str, int] = field(default_factory=dict)
-    times: RankTimes = field(default_factory=RankTimes)
-
-
 @dataclass(slots=True)
 class _OpenStep:
     """A step whose forward is launched and whose tokens are not sampled yet.
 
     Attributes:
-        forward: the input of the drafter; None: the step does not use the drafter.
+        forward: the input of the drafter; None: the step needs none.
         began: instant before the forward, in an engine that drafts.
         scores: log-probabilities of prompt tokens (prompt_scores.py).
     """
@@ -111,24 +102,20 @@ class LocalExecutor:
         return result
 
     def _launch(self, plan: StepPlan) -> _OpenStep:
-        runner = self.runner
-        if plan.draft is None:
-            if plan.scored:
-                forward = runner.forward_with_logits(plan)
-                return _OpenStep(plan, forward.logits, scores=self._score(plan, forward.streams))
+        runner, steps = self.runner, self.runner.verification_steps
+        if plan.draft is None and not plan.scored:
             return _OpenStep(plan, runner.logits(plan))
-        began, steps = Instant(runner.device), runner.verification_steps
-        if plan.draft.on_device:
+        began = None if plan.draft is None else Instant(runner.device)
+        if plan.draft is not None and plan.draft.on_device:
             assert steps is not None
             return _OpenStep(plan, steps.verify(plan, self.sampler.settings), None, began)
         if steps is not None:
             steps.forget()
-        forward = runner.forward_with_logits(plan)
-        scores = self._score(plan, forward.streams) if plan.scored else ()
+        forward, scores = runner.forward_with_logits(plan), list[Tensor]()
+        if plan.scored:
+            most = len(runner.sampled)
+            scores = score(plan, forward.streams, runner.model, self.sampler, most)
         return _OpenStep(plan, forward.logits, forward, began, scores)
-
-    def _score(self, plan: StepPlan, streams: Tensor) -> Sequence[Tensor]:
-        return score(plan, streams, self.runner.model, self.sampler, len(self.runner.sampled))
 
     def sample(self, plan: SamplingPlan) -> "LocalResult":
         step = self._open
@@ -141,21 +128,19 @@ class LocalExecutor:
         sampled = self.sampler.sample(plan, logits, ahead) if plan.slots else None
         transfer = begin_transfer(self.receiver, sampled)
         routed = self._begin_routed_transfer(step.plan)
-        scores = None
+        scores = proposed = None
         if step.scores:
-            scores = PendingScores.begin(step.plan, self.receiver, step.scores)
-        if step.plan.draft is None:
-            if sampled is not None:
-                self.runner.feed(sampled.ids_S)
-            self._open = None
-            return LocalResult(transfer, scores=scores, routed=routed)
-        chosen = Instant(self.runner.device)
-        drafts = self._draft(step, None if sampled is None else sampled.ids_S)
-        assert step.began is not None
-        instants = (step.began, chosen, Instant(self.runner.device))
-        proposed = None if drafts is None else self.receiver.begin(drafts)
+            scores = self.receiver.begin(step.scores)
+        instants: tuple[Instant, ...] = ()
+        if step.began is not None:
+            chosen = Instant(self.runner.device)
+            drafts = self._draft(step, None if sampled is None else sampled.ids_S)
+            instants = step.began, chosen, Instant(self.runner.device)
+            proposed = None if drafts is None else self.receiver.begin(drafts)
+        elif sampled is not None:
+            self.runner.feed(sampled.ids_S)
         self._open = None
-        return LocalResult(transfer, proposed, instants, scores, routed)
+        return LocalResult(step.plan, transfer, proposed, instants, scores, routed)
 
     def _begin_routed_transfer(self, plan: StepPlan) -> Transfer | None:
         """Begin the transfer of a step's routed experts; None: the plan does not want them."""
@@ -215,13 +200,8 @@ class LocalExecutor:
         return self.builds.late()
 
     def rank_states(self) -> tuple[RankState, ...]:
-        about = self.description
-        times = self.runner.times.read()
-        return (RankState(about.device, about.memory, self.late_compilations(), times=times),)
-
-    def status(self) -> RankStatus:
-        """The state that changes while the rank runs, for the process of rank 0."""
-        return RankStatus(dict(self.late_compilations()), self.runner.times.read())
+        about, late = self.description, dict(self.late_compilations())
+        return (RankState(about.device, about.memory, late, times=self.runner.times.read()),)
 
 
 class LocalResult:
@@ -237,13 +217,15 @@ class LocalResult:
 
     def __init__(
         self,
+        plan: StepPlan,
         tokens: Transfer,
         proposed: Transfer | None = None,
         instants: Sequence[Instant] = (),
-        scores: PendingScores | None = None,
+        scores: Transfer | None = None,
         routed: Transfer | None = None,
     ) -> None:
-        self._tokens, self._proposed, self._instants = tokens, proposed, instants
+        self._plan, self._tokens = plan, tokens
+        self._proposed, self._instants = proposed, instants
         self._scores, self._routed = scores, routed
 
     def done(self) -> bool:
@@ -277,7 +259,7 @@ class LocalResult:
             drafts=drafts,
             verify_seconds=verify_seconds,
             draft_seconds=draft_seconds,
-            scored=() if self._scores is None else self._scores.wait(),
+            scored=() if self._scores is None else read_scores(self._plan, self._scores.wait()),
             confidences=confidences,
             routed=None if self._routed is None else self._routed.wait()[0].numpy(),
         )

@@ -1,7 +1,7 @@
 """Captured execution: decodes as whole CUDA graphs, small prefills as segments around attention.
 
 There is one graph for each of a list of sizes. All graphs share one memory pool, because only one
-runs at a time. A graph reads its inputs from fixed buffers (static_inputs.py). One transfer from
+runs at a time. A graph reads its inputs from fixed buffers (inputs.py). One transfer from
 pinned memory fills them before each replay, and a second transfer sends the pages that changed.
 Tokens past the batch are padding, with position -1.
 
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
+from finwhale.engine.rank.inputs import StaticInputs, with_bounds
+from finwhale.engine.rank.step_limits import MOST_PADDING, PREFILL_SIZES
 from finwhale.models.step_inputs import Inline, Segments, StepInputs
 from finwhale.non_owning import non_owning_view
 
@@ -30,40 +31,6 @@ T = TypeVar("T")
 Forward = Callable[[StepInputs, Segments], Tensor]
 
 WARM_UP_STEPS = 1  # allocates memory that outlives a step; the kernels are built before
-# Numbers of tokens of captured steps with prefill. On one GPU, larger steps gain nothing from a
-# graph: a layer's kernels run for 2.5 ms or more, longer than the host takes to launch them. N
-# ranks divide that work, so they also capture a full step of up to N times as many tokens.
-PREFILL_SIZES = (
-    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
-    *(1280, 1536, 1792, 2048),
-)
-# A step with more tokens than PREFILL_SIZES takes the graph of a full step only if at most this
-# part of the full step is padding.
-MOST_PADDING = 1 / 16
-
-
-def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, closest together where padding costs most."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
-    """Numbers of tokens to capture for steps with prefill of up to max_num_tokens.
-
-    No size is below PREFILL_SIZES[0]; smaller steps are padded to it.
-    """
-    sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
-    within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1] * num_ranks
-    return [*sizes, max_num_tokens] if within else sizes
-
-
-def always_captured(sizes: Sequence[int]) -> int:
-    """Return the largest number of tokens up to which every step with prefill has a graph.
-
-    sizes: those of the captured steps.
-    """
-    return max((size for size in sizes if size <= PREFILL_SIZES[-1]), default=0)
 
 
 class GraphMemory:
@@ -183,7 +150,8 @@ class Graphs:
 
         # Capture the largest first: the smaller graphs then fit into its memory in the pool.
         for size in reversed(self.sizes):
-            inputs = static.inputs(size, decode=decode)
+            num_seqs, max_query = (size, 1) if decode else (static.num_seqs, size)
+            inputs = static.inputs(size, num_seqs, max_query)
             torch.cuda.synchronize(device)
             with torch.cuda.stream(memory.stream):
                 for _ in range(WARM_UP_STEPS):

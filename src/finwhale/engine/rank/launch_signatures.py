@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.graphs import always_captured
-from finwhale.engine.rank.memory import (
-    PAGE,
-    all_sampling_options,
-    draft_after,
-    without_filters,
-)
-from finwhale.engine.rank.static_inputs import aligned
+from finwhale.engine.rank.inputs import synthetic_inputs
+from finwhale.engine.rank.memory import all_sampling_options, draft_after, without_filters
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
 from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import Model, ModelConfig
@@ -30,7 +24,7 @@ from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.builds.sizes import LaunchSizes
 from finwhale.ops.drafts import PlannedTokens, VerifiedStep
-from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY
 from finwhale.ops.sampling import SamplingBatch
 
 P = ParamSpec("P")
@@ -106,8 +100,10 @@ class LaunchEnumerator:
     def _call_all(self) -> None:
         for num_tokens, max_query, bounds in self.steps():
             self._launch_step(num_tokens, max_query, bounds)
+        longest, block = self.largest.max_len, self.model.config.draft_block_tokens
         for num_seqs in self._draft_passes():
-            draft_after(self.model, self._inputs(num_seqs, self.largest.max_len, 1), self.cache)
+            last = self._inputs(num_seqs, longest - block, 1).bounded(longest, 1)
+            draft_after(self.model, last, self.cache)
         if self.drafts:
             self._launch_verification()
         most = self.largest.num_seqs * (1 + self.drafts)
@@ -131,7 +127,7 @@ class LaunchEnumerator:
         """
         largest, seen = self.largest, set[tuple[object, ...]]()
         decodes, prefills = set(largest.decode_graphs), set(largest.prefill_graphs)
-        captured = always_captured(largest.prefill_graphs)
+        captured = largest.always_captured
         # The draft head is not captured: it runs on any number of tokens.
         free = self.eager or self.drafts > 0
         if free:
@@ -248,23 +244,12 @@ class LaunchEnumerator:
 
     def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
         """A step with the layout of the engine's steps. Positions and pages are arbitrary."""
-        num_seqs = num_tokens if max_query == 1 else 1
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        tables = {}
-        for group in self.groups:
-            pages = zeros(num_seqs, aligned(-(-max_len // group.tokens_per_page))) + PAGE
-            tables[group.name] = PageTable(pages, zeros(num_seqs), group.rows_per_page)
-        return StepInputs(
-            token_ids=zeros(num_tokens, dtype=torch.int64),
-            tokens=Tokens(
-                positions=zeros(num_tokens, dtype=torch.int64),
-                sequence=zeros(num_tokens),
-                query_start=zeros(num_seqs + 1),
-                max_len=max_len,
-                max_query=max_query,
-            ),
-            tables=tables,
+        lengths = [1] * num_tokens if max_query == 1 else [num_tokens]
+        return synthetic_inputs(
+            lengths,
+            max_len,
+            self.groups,
+            self.device,
+            vocab_size=self.model.config.vocab_size,
+            max_query=max_query,
         )

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finwhale.engine.rank.inputs import PAGE, aligned, synthetic_inputs
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache
-from finwhale.engine.rank.static_inputs import aligned
 from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import DraftStart, Inline, StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import (
     AllowedTokens,
     Bias,
@@ -31,7 +30,6 @@ from finwhale.ops.sampling import (
 )
 from finwhale.request import MAX_LOGPROBS
 
-PAGE = 1  # all tokens of these steps read and write this page; no sequence owns page 0
 # The driver's memory for one captured graph of some thousand kernels, without its tensors.
 GRAPH_BYTES = 16 * 2**20
 
@@ -148,33 +146,8 @@ class LargestSteps:
                 draft_after(self.model, last, self.cache)
 
     def _inputs(self, lengths: Sequence[int], max_len: int) -> StepInputs:
-        """A step that computes the last lengths[b] tokens of sequences of max_len tokens."""
-        starts = [max_len - length for length in lengths]
-        positions = torch.cat([torch.arange(start, max_len) for start in starts])
-        sequence = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(
-            torch.tensor(lengths)
-        )
-        query_start = torch.tensor([0, *lengths]).cumsum(0).int()
-        return StepInputs(
-            token_ids=(positions % self.model.config.vocab_size).to(self.device),
-            tokens=Tokens(
-                positions=positions.to(self.device),
-                sequence=sequence.to(self.device),
-                query_start=query_start.to(self.device),
-                max_len=max_len,
-                max_query=max(lengths),
-            ),
-            tables={group.name: self._table(group, starts, max_len) for group in self.groups},
-        )
-
-    def _table(self, group: CacheGroup, starts: Sequence[int], max_len: int) -> PageTable:
-        first = torch.tensor([group.first_needed(s) // group.tokens_per_page for s in starts])
-        width = max(1, -(-max_len // group.tokens_per_page) - int(first.min()))
-        return PageTable(
-            torch.full((len(starts), aligned(width)), PAGE, dtype=torch.int32, device=self.device),
-            first.int().to(self.device),
-            group.rows_per_page,
-        )
+        vocab_size = self.model.config.vocab_size
+        return synthetic_inputs(lengths, max_len, self.groups, self.device, vocab_size=vocab_size)
 
 
 def largest_transfer(groups: Sequence[CacheGroup], largest: StepLimits, vocab_size: int) -> int:

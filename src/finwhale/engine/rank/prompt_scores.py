@@ -5,14 +5,12 @@ as many rows as the largest decode, for which startup has measured the memory an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from finwhale.engine.plan.executor import PromptScores, RowLogprobs
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.host_transfer import NoReceiver, Receiver, Transfer
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.models.protocol import Model
 from finwhale.ops.sampling import SampledTokens
@@ -49,31 +47,12 @@ def score(
     return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class PendingScores:
-    """The scores of a step while they are transferred to the host.
-
-    Attributes:
-        chunks: the chunk of each entry.
-    """
-
-    chunks: Sequence[int]
-    transfer: Transfer
-
-    @staticmethod
-    def begin(
-        plan: StepPlan, receiver: Receiver | NoReceiver, tensors: Sequence[Tensor]
-    ) -> "PendingScores":
-        return PendingScores([one.chunk for one in plan.scored], receiver.begin(tensors))
-
-    def done(self) -> bool:
-        return self.transfer.done()
-
-    def wait(self) -> tuple[PromptScores, ...]:
-        parts = [tensor.tolist() for tensor in self.transfer.wait()]
-        found = []
-        for index, chunk in enumerate(self.chunks):
-            valid, token, rank, top, top_ids = parts[_TENSORS * index :][:_TENSORS]
-            logprobs = RowLogprobs(token=token, rank=rank, top=top, top_ids=top_ids)
-            found.append(PromptScores(chunk, bool(valid), logprobs))
-        return tuple(found)
+def read_scores(plan: StepPlan, tensors: Sequence[Tensor]) -> tuple[PromptScores, ...]:
+    """The scores of the plan's `scored`, from the tensors of `score` on the host."""
+    parts = [tensor.tolist() for tensor in tensors]
+    found = []
+    for index, wanted in enumerate(plan.scored):
+        valid, token, rank, top, top_ids = parts[_TENSORS * index :][:_TENSORS]
+        logprobs = RowLogprobs(token=token, rank=rank, top=top, top_ids=top_ids)
+        found.append(PromptScores(wanted.chunk, bool(valid), logprobs))
+    return tuple(found)

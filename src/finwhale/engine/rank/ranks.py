@@ -34,12 +34,7 @@ from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.devices import choose_devices, fewest_ranks, num_sharers
-from finwhale.engine.rank.executor import (
-    LocalExecutor,
-    LocalResult,
-    RankStatus,
-    local_executor,
-)
+from finwhale.engine.rank.executor import LocalExecutor, LocalResult, local_executor
 from finwhale.engine.rank.host_transfer import NoReceiver
 from finwhale.engine.rank.rank_processes import RankProcesses, connect_launched, on_ray, spawn
 from finwhale.engine.rank.start_times import freeze_heap
@@ -241,22 +236,21 @@ class Ranks:
         self.local.mark_ready()
 
     def late_compilations(self) -> Mapping[str, int]:
-        total = Counter(self.local.late_compilations())
-        for status in self._statuses():
-            total.update(status.late_compilations)
+        total = Counter[str]()
+        for state in self.rank_states():
+            total.update(state.late_compilations)
         return total
 
     def rank_states(self) -> tuple[RankState, ...]:
-        states = zip(self.workers.states(), self._statuses(), strict=True)
-        others = (
-            RankState(one.label, one.about, status.late_compilations, one.silent_s, status.times)
-            for one, status in states
-        )
+        others = [
+            replace(
+                one.status or RankState(one.label, one.about, {}),
+                device=one.label,
+                heartbeat_age_s=one.silent_s,
+            )
+            for one in self.workers.states()
+        ]
         return (*self.local.rank_states(), *others)
-
-    def _statuses(self) -> list[RankStatus]:
-        """The latest status of each worker."""
-        return [one.status or RankStatus() for one in self.workers.states()]
 
     def close(self) -> None:
         """End the workers, and disconnect this rank. No call may follow."""
@@ -340,4 +334,4 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
             assert kind == _READY, kind
             executor.mark_ready()
             freeze_heap()
-            owner.status = executor.status
+            owner.status = lambda: executor.rank_states()[0]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.batch import Batch, BatchBuilder
 from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.drafter import Drafter, Forward
 from finwhale.engine.rank.graphs import Graphs
 from finwhale.engine.rank.host_transfer import send
+from finwhale.engine.rank.inputs import Batch, planned_inputs
 from finwhale.engine.rank.kv_cache import CachePlan
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.stopwatch import StepTimes
@@ -51,33 +51,31 @@ class ModelRunner:
     cache_plan: CachePlan
     max_model_len: int
     tables: SlotTables
+    sampled: Tensor
     drafter: Drafter | None = None
     verification_steps: VerificationSteps | None = None
     graphs: Graphs | None = None
     prefill_graphs: Graphs | None = None
     routed: Tensor | None = None
-    sampled: Tensor = field(init=False)
-    batches: BatchBuilder = field(init=False)
     segments: Inline = field(default_factory=Inline)
     times: StepTimes = field(init=False)
 
     def __post_init__(self) -> None:
         self.times = StepTimes(self.device)
 
-    def keep_sampled_in(self, sampled: Tensor) -> None:
-        """Use this tensor to keep the ids of a step for the next one."""
-        self.sampled = sampled
-        self.batches = BatchBuilder(self.groups, self.tables, self.device, sampled)
-
     def use_device(self) -> None:
         """Make the device this thread's current device, on which it launches kernels."""
         if self.device.index:
             torch.cuda.set_device(self.device)
 
+    def batch(self, plan: StepPlan) -> Batch:
+        """Make the inputs of a step that the host launches."""
+        return planned_inputs(plan, self.groups, self.tables, self.device, self.sampled)
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
         """Launch the step from the host; returns its batch and the residual streams [N,H,D]."""
-        batch = self.batches.build(plan)
+        batch = self.batch(plan)
         return batch, self.model(batch.inputs, self.cache, self.segments)
 
     @torch.inference_mode()
@@ -85,22 +83,20 @@ class ModelRunner:
         """Compute this rank's part [M,X] float32 of the logits that the plan wants."""
         if self.graphs is not None and self.graphs.fits(plan):
             return self.graphs.run(plan)
-        if self.prefill_graphs is not None and self.prefill_graphs.fits(plan):
-            streams, rows = self.prefill_graphs.run(plan), self.batches.logits_rows(plan)
-        else:
-            batch, streams = self.forward(plan)
-            rows = batch.logits_rows
-        return self._logits_of(streams, rows)
+        return self.forward_with_logits(plan).logits
 
     @torch.inference_mode()
     def forward_with_logits(self, plan: StepPlan) -> Forward:
-        """Compute the plan's logits, and keep the batch and the residual streams."""
-        batch = self.batches.build(plan)
-        if self.prefill_graphs is not None and self.prefill_graphs.fits(plan):
-            streams = self.prefill_graphs.run(plan)
+        """Compute the plan's logits, and keep the residual streams and what the drafter needs."""
+        batch, prefills = None, self.prefill_graphs
+        if prefills is None or not prefills.fits(plan):
+            batch, streams = self.forward(plan)
         else:
-            streams = self.model(batch.inputs, self.cache, self.segments)
-        return Forward(batch, streams, self._logits_of(streams, batch.logits_rows))
+            if plan.draft is not None:
+                batch = self.batch(plan)
+            streams = prefills.run(plan)
+        rows = self._sent(plan.logits_rows) if batch is None else batch.logits_rows
+        return Forward(batch, streams, self._logits_of(streams, rows))
 
     def _logits_of(self, streams: Tensor, rows: Tensor) -> Tensor:
         if not len(rows):
@@ -114,7 +110,10 @@ class ModelRunner:
     @torch.inference_mode()
     def rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Select rows of a step's logits."""
-        return logits.index_select(0, send(self.device, np.array(rows, np.int64))[0])
+        return logits.index_select(0, self._sent(rows))
+
+    def _sent(self, rows: Sequence[int]) -> Tensor:
+        return send(self.device, np.array(rows, np.int64))[0]
 
     @torch.inference_mode()
     def feed(self, ids: Tensor) -> None:

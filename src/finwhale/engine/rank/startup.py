@@ -396,6 +396,7 @@ class _Start:
             cache_plan=cache_plan,
             max_model_len=max_model_len,
             tables=SlotTables([group.name for group in self.groups]),
+            sampled=torch.zeros(self.config.max_num_seqs, dtype=torch.int64, device=self.device),
             routed=self.routed,
         )
         self.phases.end("memory")
@@ -440,7 +441,7 @@ class _Start:
     def _capture_steps(self, runner: ModelRunner) -> None:
         """Capture steps of the configured sizes."""
         largest = self._step_limits(runner.max_model_len)
-        runner.keep_sampled_in(capture_graphs(runner, self.config, largest))
+        capture_graphs(runner, self.config, largest)
         self.phases.end("graphs")
 
     # --- Memory and result ------------------------------------------------------------------------

@@ -5,9 +5,40 @@ from dataclasses import dataclass
 
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.draft_policy import step_kinds
-from finwhale.engine.rank.draft_decode import verification_sizes
-from finwhale.engine.rank.graphs import decode_sizes, prefill_sizes
 from finwhale.models.protocol import ModelConfig
+
+# Numbers of tokens of captured steps with prefill. On one GPU, larger steps gain nothing from a
+# graph: a layer's kernels run for 2.5 ms or more, longer than the host takes to launch them. N
+# ranks divide that work, so they also capture a full step of up to N times as many tokens.
+PREFILL_SIZES = (
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
+    *(1280, 1536, 1792, 2048),
+)
+# A step with more tokens than PREFILL_SIZES takes the graph of a full step only if at most this
+# part of the full step is padding.
+MOST_PADDING = 1 / 16
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, closest together where padding costs most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def verification_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, fewer than for plain decodes: each needs graphs of every width."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(384, 1025, 128)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
+    """Numbers of tokens to capture for steps with prefill of up to max_num_tokens.
+
+    No size is below PREFILL_SIZES[0]; smaller steps are padded to it.
+    """
+    sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
+    within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1] * num_ranks
+    return [*sizes, max_num_tokens] if within else sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +72,11 @@ class StepLimits:
     @property
     def draft_tokens(self) -> int:
         return max(self.drafts)
+
+    @property
+    def always_captured(self) -> int:
+        """The largest number of tokens up to which every step with prefill has a graph."""
+        return max((n for n in self.prefill_graphs if n <= PREFILL_SIZES[-1]), default=0)
 
     @property
     def graphs(self) -> tuple[int, ...]:

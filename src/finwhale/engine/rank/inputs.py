@@ -1,16 +1,19 @@
-"""The inputs of captured steps at fixed addresses.
+"""Makes the input tensors of steps: from a plan, at fixed addresses, or synthetic.
 
-One set of buffers serves every graph: a graph of n tokens reads the first n elements of each
-buffer. The host has two pinned copies and alternates between them: while the device still reads one
-step's copy, the host writes the next step into the other. Page tables stay on the device; the host
-sends changes as pairs of index and page.
+`planned_inputs` makes the inputs of one step that the host launches. `StaticInputs` holds those of
+captured steps. `synthetic_inputs` makes steps that measure memory or enumerate kernels. They build
+their arrays with numpy; the number of numpy calls does not grow with the number of sequences.
+ops/paging.py has the legend.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.engine.plan.pages import BlockTable, BlockTables
@@ -26,10 +29,162 @@ MAX_UPDATES = 8192  # page updates that the pinned buffers hold; a step may have
 DeviceTable = tuple[object, BlockTable | None, int, int]
 ALIGN = 16  # words: alignment of page tables and their rows, for wide loads
 NO_STEP = StepPlan((), (), (), (), (), decodes=True)
+PAGE = 1  # all tokens of synthetic steps read and write this page; no sequence owns page 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The inputs of a step.
+
+    Attributes:
+        logits_rows: [M] int64: the rows of the step's tokens whose logits are wanted.
+    """
+
+    inputs: StepInputs
+    logits_rows: Tensor
+
+
+def planned_inputs(
+    plan: StepPlan,
+    groups: Sequence[CacheGroup],
+    tables: SlotTables,
+    device: torch.device,
+    sampled: Tensor | None = None,
+) -> Batch:
+    """The inputs of a planned step, which are sent to the device in one transfer.
+
+    Args:
+        groups: the model's cache groups.
+        tables: the page tables of the plan's slots.
+        sampled: [num_seqs] int64 on the device: the ids sampled in the previous step, row by row.
+            None: no token is pending.
+    """
+    count = len(plan.slots)
+    token_ids = np.array(plan.token_ids, np.int64)
+    ends, ordinal = plan.ends, np.arange(count, dtype=np.int32)
+    if len(token_ids) == count:
+        positions, sequence = np.array(plan.starts, np.int64), ordinal
+    else:
+        spans = zip(plan.starts, ends, strict=True)
+        positions = np.concatenate([np.arange(start, end) for start, end in spans])
+        sequence = np.repeat(ordinal, plan.lengths)
+    of_slots = [tables[slot] for slot in plan.slots]
+    paged = [_pages_and_first([each[group.name] for each in of_slots]) for group in groups]
+    ids, sent_positions, rows, pending, sampled_rows, sequences, starts, *sent = send(
+        device,
+        token_ids,
+        positions,
+        np.array(plan.logits_rows, np.int64),
+        np.flatnonzero(token_ids == PENDING),
+        np.array(plan.pending_rows, np.int64),
+        sequence,
+        np.array(plan.query_start, np.int32),
+        *(array for pair in paged for array in pair),
+    )
+    if len(pending):
+        assert sampled is not None
+        ids.index_copy_(0, pending, sampled.index_select(0, sampled_rows))
+    inputs = StepInputs(
+        token_ids=ids,
+        tokens=Tokens(
+            positions=sent_positions,
+            sequence=sequences,
+            query_start=starts,
+            max_len=max(ends),
+            max_query=max(plan.lengths),
+        ),
+        tables={
+            group.name: PageTable(pages, first, group.rows_per_page)
+            for group, pages, first in zip(groups, sent[::2], sent[1::2], strict=True)
+        },
+    )
+    return Batch(inputs, rows)
+
+
+def _pages_and_first(tables: Sequence[BlockTable]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(pages [B,P], first [B]) of a step's sequences in one group."""
+    # Rows are aligned for wide loads, as in captured steps, so that the same kernels run.
+    width = aligned(max(1, *(len(table.pages) for table in tables)))
+    pages = np.array([t.pages + [0] * (width - len(t.pages)) for t in tables], np.int32)
+    return pages, np.array([table.first for table in tables], np.int32)
+
+
+def synthetic_inputs(
+    lengths: Sequence[int],
+    max_len: int,
+    groups: Sequence[CacheGroup],
+    device: torch.device,
+    *,
+    vocab_size: int,
+    max_query: int | None = None,
+) -> StepInputs:
+    """A step that computes the last lengths[b] tokens of sequences of max_len tokens.
+
+    Args:
+        vocab_size: the ids of the tokens are arbitrary, and below it.
+        max_query: the step's bound of tokens of one sequence; None: the largest of `lengths`.
+    """
+    counts = np.array(lengths)
+    starts, query_start = np.maximum(0, max_len - counts), np.array([0, *counts.cumsum()], np.int32)
+    positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)
+    positions = np.minimum(positions, max_len - 1)  # a sequence may be shorter than the step
+    sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    tables = {}
+    for group in groups:
+        first_pages = {
+            s: group.first_needed(s) // group.tokens_per_page for s in {*starts.tolist()}
+        }
+        width = aligned(-(-max_len // group.tokens_per_page) - min(first_pages.values()))
+        tables[group.name] = PageTable(
+            torch.full((len(counts), width), PAGE, dtype=torch.int32, device=device),
+            torch.tensor(
+                [first_pages[s] for s in starts.tolist()], dtype=torch.int32, device=device
+            ),
+            group.rows_per_page,
+        )
+    ids, sent_positions, sent_sequence, sent_starts = (
+        torch.tensor(array, device=device)
+        for array in (positions % vocab_size, positions, sequence, query_start)
+    )
+    return StepInputs(
+        token_ids=ids,
+        tokens=Tokens(
+            positions=sent_positions,
+            sequence=sent_sequence,
+            query_start=sent_starts,
+            max_len=max_len,
+            max_query=max_query or max(lengths),
+        ),
+        tables=tables,
+    )
+
+
+def one_token_each(positions_B: Tensor, max_len: int, ordinal: Tensor | None = None) -> Tokens:
+    """Token arguments for one token of each sequence.
+
+    Args:
+        ordinal: the numbers from 0 to B or more, int32 on the device; None: made here.
+    """
+    size = len(positions_B)
+    if ordinal is None:
+        ordinal = torch.arange(size + 1, dtype=torch.int32, device=positions_B.device)
+    return Tokens(
+        positions=positions_B,
+        sequence=ordinal[:size],
+        query_start=ordinal[: size + 1],
+        max_len=max_len,
+        max_query=1,
+    )
 
 
 class StaticInputs:
-    """Buffers for steps of at most num_tokens tokens of at most num_seqs sequences.
+    """The inputs of captured steps, at fixed addresses.
+
+    One set of buffers serves every graph: a graph of n tokens reads the first n elements of each
+    buffer. A step has at most num_tokens tokens of at most num_seqs sequences. The host has two
+    pinned copies and alternates between them: while the device still reads one step's copy, the
+    host writes the next step into the other. Page tables stay on the device; the host sends changes
+    as pairs of index and page.
 
     Args:
         tables: the page tables of the plans' slots.
@@ -71,17 +226,29 @@ class StaticInputs:
         self._forget_pages()
         self.fill(NO_STEP, decode=True)
 
-    def inputs(self, num_tokens: int, *, decode: bool) -> StepInputs:
-        """The inputs of a graph of num_tokens tokens; decode: each token is one sequence."""
-        num_seqs = num_tokens if decode else self.num_seqs
+    def inputs(
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        max_query: int,
+        max_len: int | None = None,
+        positions: Tensor | None = None,
+    ) -> StepInputs:
+        """The inputs of a graph of num_tokens tokens of num_seqs sequences.
+
+        Args:
+            max_query: the most tokens of one sequence.
+            max_len: bound of the sequences' lengths; None: that of all steps.
+            positions: the positions of the tokens; None: those that the host sends.
+        """
         return StepInputs(
             token_ids=self._ids[:num_tokens],
             tokens=Tokens(
-                positions=self._positions[:num_tokens],
+                positions=self._positions[:num_tokens] if positions is None else positions,
                 sequence=self._sequence[:num_tokens],
                 query_start=self._query_start[: num_seqs + 1],
-                max_len=self.max_len,
-                max_query=1 if decode else num_tokens,
+                max_len=self.max_len if max_len is None else max_len,
+                max_query=max_query,
             ),
             tables={
                 group.name: PageTable(pages[:num_seqs], first[:num_seqs], group.rows_per_page)
@@ -95,9 +262,9 @@ class StaticInputs:
         """Gather the tokens' ids. This is the first operation of a graph."""
         torch.index_select(self._sources, 0, self._source[:num_tokens], out=self._ids[:num_tokens])
 
-    def known_ids(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """What `gather_ids` reads: ids, and each token's index into them."""
-        return self._sources, self._source[:num_tokens]
+    def planned_tokens(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, each token's index into them, and positions, as the host has sent them."""
+        return self._sources, self._source[:num_tokens], self._positions[:num_tokens]
 
     def fill(self, plan: StepPlan, *, decode: bool) -> None:
         """Write a step and begin its transfer; fill the rest of the buffers with padding.

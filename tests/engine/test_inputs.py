@@ -13,15 +13,10 @@ from tests.support.traffic import Traffic
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.graphs import (
-    Graphs,
-    _Captured,
-    always_captured,
-    decode_sizes,
-    prefill_sizes,
-)
+from finwhale.engine.rank.graphs import Graphs, _Captured
+from finwhale.engine.rank.inputs import StaticInputs, with_bounds
 from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
+from finwhale.engine.rank.step_limits import StepLimits, decode_sizes, prefill_sizes
 from finwhale.models.step_inputs import StepInputs
 
 SEEDS, NUM_SEQS = st.integers(0, 40), st.integers(1, 5)
@@ -72,7 +67,7 @@ def filled(buffers: Filled, chunks: list[Chunk], size: int, decode: bool) -> Ste
     static, plan = buffers.static, buffers.plan(chunks)
     static.fill(plan, decode=decode)
     static.gather_ids(size)
-    inputs = static.inputs(size, decode=decode)
+    inputs = static.inputs(size, size, 1) if decode else static.inputs(size, static.num_seqs, size)
     assert (inputs.token_ids >= 0).all()  # padding, too, is looked up in the embedding
     return inputs if decode else with_bounds(inputs, plan)
 
@@ -161,7 +156,9 @@ def test_a_large_step_takes_the_graph_of_a_full_step_only_with_little_padding() 
     def fits(num_tokens: int, num_seqs: int = 1) -> bool:
         return graphs.fits(cast(Any, SimpleNamespace(num_tokens=num_tokens, slots=[0] * num_seqs)))
 
-    assert always_captured(sizes) == 2048 and always_captured([16, 64]) == 64
+    for found, most in (sizes, 2048), ([16, 64], 64):
+        limits = StepLimits(num_tokens=9, num_seqs=1, max_len=9, prefill_graphs=tuple(found))
+        assert limits.always_captured == most
     assert fits(3) and fits(1281) and fits(2048) and fits(7680) and fits(8192)
     assert not (fits(2049) or fits(7679) or fits(8193) or fits(8192, 9))
 
