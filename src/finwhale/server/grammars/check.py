@@ -20,8 +20,6 @@ import os
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +27,7 @@ import finwhale
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.errors import QueueFullError
 from finwhale.request import Guide
-from finwhale.server.edge.fair_queue import FairQueue
+from finwhale.server.edge.room import Room
 from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError
 from finwhale.server.grammars.trial import Verdict
@@ -67,9 +65,8 @@ class GrammarChecker:
         """
         self._directory = directory
         self._observer = observer
-        self._free = num_trials
+        self._room = Room(lambda: num_trials)
         self._shares = Shares("new grammars", lambda: num_trials + max_waiting, error=self._full)
-        self._turns: FairQueue[asyncio.Future[None]] = FairQueue()
         self._known: OrderedDict[tuple[str, bytes], Verdict] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
         self._commands: socket.socket | None = None
@@ -110,8 +107,9 @@ class GrammarChecker:
         result = "known"
         if key not in self._known:
             result = "passed"
-            async with self._turn(user):
-                verdict = await self._try(guide.grammar)
+            with self._shares.taken(user):
+                async with self._room.taken(1, user):
+                    verdict = await self._try(guide.grammar)
             self._observer.grammar_trial(verdict.seconds)
             if verdict.reason == "busy":
                 self._observer.grammar("busy")
@@ -146,37 +144,9 @@ class GrammarChecker:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    @asynccontextmanager
-    async def _turn(self, user: str) -> AsyncIterator[None]:
-        """Waits for the user's turn and one of the trials that run at once."""
-        with self._shares.taken(user):
-            if self._free:
-                self._free -= 1
-            else:
-                turn = asyncio.get_running_loop().create_future()
-                self._turns.put(user, turn)
-                try:
-                    await turn
-                except asyncio.CancelledError:
-                    if turn.done() and not turn.cancelled():
-                        self._pass_turn()
-                    raise
-            try:
-                yield
-            finally:
-                self._pass_turn()
-
     def _full(self, message: str) -> QueueFullError:
         self._observer.grammar("full")
         return QueueFullError(message)
-
-    def _pass_turn(self) -> None:
-        while self._turns:
-            turn = self._turns.get()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
 
     async def _try(self, grammar: str) -> Verdict:
         """Runs one trial. Cancelling this call kills the trial."""
