@@ -237,7 +237,7 @@ class ServerState:
         params: SamplingParams,
         log: RequestLog,
         stop_after: int | None = None,
-        priority: int = 0,
+        priority: int | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Runs a request on the engine, and removes it from the engine at the end.
 
@@ -255,6 +255,7 @@ class ServerState:
             filter = await self.in_thread(
                 log.body_bytes, lambda: new_filter(params, self.tokenizer, self.ready.vocab_size)
             )
+        priority = priority or 0
         async with AsyncExitStack() as stack:
             if log.batch:
                 await stack.enter_async_context(self.batch_sequences.taken(log.num_sequences))

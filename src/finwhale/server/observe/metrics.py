@@ -19,7 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from finwhale.engine.loop.metrics import EngineMetrics, RankState
+from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.engine.plan.executor import RankState
 from finwhale.server.edge.bodies import Budget
 from finwhale.server.edge.connections import ConnectionRefusal
 from finwhale.server.errors import ErrorCode

@@ -55,7 +55,7 @@ class CompletionJob:
         self, state: ServerState, log: RequestLog
     ) -> AbstractAsyncContextManager[Generation]:
         assert self.params is not None
-        return state.generating(self.prompts, self.params, log, priority=self.body.priority or 0)
+        return state.generating(self.prompts, self.params, log, priority=self.body.priority)
 
     @property
     def generates(self) -> bool:
