@@ -26,7 +26,7 @@ from finwhale.server.api.gate import (
     cors_options,
 )
 from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
-from finwhale.server.api.rollouts import add_rollouts
+from finwhale.server.api.rollouts import Endpoints
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
 from finwhale.server.batch.store import Store
@@ -124,7 +124,7 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
     batches = None if store is None else Batches(app, state, store)
     app.state.batches = batches
     add_batches(app, state, batches, _ERRORS)
-    add_rollouts(app, state, _ERRORS)
+    Endpoints(app, state, _ERRORS)
     return app
 
 
