@@ -161,7 +161,7 @@ def test_a_second_signal_kills_processes_that_do_not_end(monkeypatch: pytest.Mon
         client = EngineClient(ours, process)
         theirs.send(READY)
         await client.start()
-        grammars = GrammarChecker(DEMO_PATH, SimpleNamespace())
+        grammars = GrammarChecker(DEMO_PATH, SimpleNamespace())  # type: ignore[arg-type]
         await grammars.start()
         assert grammars._process is not None
         trials = grammars._process

@@ -8,6 +8,8 @@ an `error`, which ends its request alone.
 
 import json
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
 from time import thread_time
 from typing import Any
 
@@ -89,19 +91,11 @@ def tool_guide(grammar: str, after: int | None = None) -> Guide:
     return Guide(grammar=llguidance.LLMatcher.grammar_from_lark(grammar), after=after)
 
 
+@dataclass(slots=True)
 class _Allowance:
     """The CPU time left for one request's masks; all copies of its matcher share it."""
 
-    __slots__ = ("seconds",)
-
-    def __init__(self) -> None:
-        self.seconds = MASK_BURST_SECONDS
-
-    def spend(self, seconds: float) -> None:
-        self.seconds -= seconds
-
-    def add_mask(self) -> None:
-        self.seconds = min(self.seconds + MASK_SECONDS, MASK_BURST_SECONDS)
+    seconds: float = MASK_BURST_SECONDS
 
 
 class Matcher:
@@ -134,9 +128,7 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """An independent matcher in the same state, for the same request."""
-        other = object.__new__(Matcher)
-        other.error, other._tokenizer, other._after = self.error, self._tokenizer, self._after
-        other._allowance, other._compiled = self._allowance, self._compiled
+        other = copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
 
@@ -168,7 +160,7 @@ class Matcher:
         if self.error is None:
             began = thread_time()
             self._compute(words, own)
-            self._allowance.spend(thread_time() - began)
+            self._allowance.seconds -= thread_time() - began
             if self._matcher.is_error():
                 self.error = f"the grammar failed: {_first_line(self._matcher.get_error())}"
             elif self._allowance.seconds < 0:
@@ -177,7 +169,9 @@ class Matcher:
                     f"{1000 * MASK_SECONDS:g} ms of CPU time a token; use a simpler grammar, with "
                     "fewer alternatives that begin alike"
                 )
-            self._allowance.add_mask()
+            self._allowance.seconds = min(
+                self._allowance.seconds + MASK_SECONDS, MASK_BURST_SECONDS
+            )
         if self.error is not None:
             words[:] = 0
 
@@ -189,7 +183,7 @@ class Matcher:
         elif not self._matcher.is_stopped():
             began = thread_time()
             self._matcher.consume_token(token_id)
-            self._allowance.spend(thread_time() - began)
+            self._allowance.seconds -= thread_time() - began
 
     def _compute(self, words: Words, own: int) -> None:
         if len(words) >= own:

@@ -76,10 +76,7 @@ class BatchJob:
     def add(self, raw: RawLine, result: bytes, *, ok: bool) -> None:
         (self.good if ok else self.bad).append(result)
         self.done[raw.number - 1] = 1
-        if ok:
-            self.counts.completed += 1
-        else:
-            self.counts.failed += 1
+        self.counts.add(ok=ok)
         self.on_result()
 
 

@@ -21,7 +21,7 @@ import socket
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import finwhale
 from finwhale.chat.grammar_limits import GrammarError
@@ -32,18 +32,13 @@ from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError
 from finwhale.server.grammars.trial import Verdict
 
+if TYPE_CHECKING:
+    from finwhale.server.observe.metrics import Metrics
+
 NUM_TRIALS = 2
 MAX_WAITING = 64
 MAX_REMEMBERED = 4096
 CLOSE_S = 5.0  # time in which the process must end when the server closes
-
-
-class TrialObserver(Protocol):
-    """Counts grammars and trials (the metrics do). The endpoints count refused grammars."""
-
-    def grammar(self, result: str) -> None: ...
-
-    def grammar_trial(self, seconds: float) -> None: ...
 
 
 class GrammarChecker:
@@ -52,7 +47,7 @@ class GrammarChecker:
     def __init__(
         self,
         directory: Path | None,
-        observer: TrialObserver,
+        metrics: "Metrics",
         *,
         num_trials: int = NUM_TRIALS,
         max_waiting: int = MAX_WAITING,
@@ -60,11 +55,12 @@ class GrammarChecker:
         """
         Args:
             directory: the tokenizer's directory; None: no tokenizer, so no request has a grammar.
+            metrics: count grammars and trials; the endpoints count refused grammars.
             num_trials: number of trials that run at once.
             max_waiting: number of further grammars that may wait for a trial.
         """
         self._directory = directory
-        self._observer = observer
+        self._metrics = metrics
         self._room = Room(lambda: num_trials)
         self._shares = Shares("new grammars", lambda: num_trials + max_waiting, error=self._full)
         self._known: OrderedDict[tuple[str, bytes], Verdict] = OrderedDict()
@@ -110,9 +106,9 @@ class GrammarChecker:
             with self._shares.taken(user):
                 async with self._room.taken(1, user):
                     verdict = await self._try(guide.grammar)
-            self._observer.grammar_trial(verdict.seconds)
+            self._metrics.grammar_trial(verdict.seconds)
             if verdict.reason == "busy":
-                self._observer.grammar("busy")
+                self._metrics.grammar("busy")
                 raise QueueFullError(verdict.message)
             self._known[key] = verdict
             if len(self._known) > MAX_REMEMBERED:
@@ -122,7 +118,7 @@ class GrammarChecker:
         if verdict.reason is not None:
             assert verdict.reason != "busy"
             raise GrammarError(verdict.reason, verdict.message)
-        self._observer.grammar(result)
+        self._metrics.grammar(result)
 
     def bytes_of(self, guide: Guide | None, user: str = "") -> int:
         """The memory that a grammar takes, which has passed its trial lately; 0: not known."""
@@ -145,7 +141,7 @@ class GrammarChecker:
             self._process.kill()
 
     def _full(self, message: str) -> QueueFullError:
-        self._observer.grammar("full")
+        self._metrics.grammar("full")
         return QueueFullError(message)
 
     async def _try(self, grammar: str) -> Verdict:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.plan.token_filter import TokenFilter
@@ -39,19 +39,12 @@ from finwhale.server.link.wire import (
 
 if TYPE_CHECKING:
     from finwhale.server.link.rollout_control import RolloutControl
+    from finwhale.server.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 MAX_TURNS = 1 << 48  # more sequences than a server can ever start
 MAX_TURNS_KEPT = 4096
-
-
-class ClientObserver(Protocol):
-    """Receives each step and each compiled grammar (the metrics are an observer)."""
-
-    def step(self, deltas: Sequence[Delta]) -> None: ...
-
-    def grammar_compiled(self, seconds: float) -> None: ...
 
 
 class Generation:
@@ -144,7 +137,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.failure: str | None = None
         self.metrics: EngineMetrics | None = None
-        self.observer: ClientObserver | None = None
+        self.observer: Metrics | None = None  # receives each step and compiled grammar
         self.on_failure: Callable[[], None] | None = None
         self._connection = connection
         self._process = process
