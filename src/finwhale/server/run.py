@@ -110,15 +110,9 @@ def open_traces(config: ServerConfig) -> "Traces | None":
         return None
     try:
         tracing = importlib.import_module("finwhale.server.observe.tracing")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("opentelemetry"):
-            raise
-        raise FinwhaleError(
-            f"traces need {error.name}: install finwhale with the trace extra, "
-            "pip install 'finwhale[trace]'"
-        ) from error
-    try:
         traces: Traces = tracing.Traces(config.otlp_traces_endpoint)
+    except ModuleNotFoundError as error:
+        raise FinwhaleError(str(error)) from error
     except ValueError as error:
         raise FinwhaleError(f"a setting of OpenTelemetry is wrong: {error}") from error
     return traces

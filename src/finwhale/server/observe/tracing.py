@@ -14,17 +14,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagate import extract
-from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from starlette.datastructures import Headers
 
 import finwhale
+from finwhale.extras import named_extras
 from finwhale.request import RequestTimes, SamplingParams
 from finwhale.server.observe.logs import RequestLog, printable
+
+with named_extras():
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.propagate import extract
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 FLUSH_S = 2.0  # time limit for sending the last spans when the server ends
 LOG_INTERVAL_S = 60.0
