@@ -185,11 +185,8 @@ class AnswerGrammar:
 def tools_matcher(
     tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], after: int | None
 ) -> Matcher:
-    """The compiled grammar of any text, which calls of OpenAI's function tools may follow.
-
-    Raises:
-        GrammarError: a tool's schema is wrong or too large, or cannot be enforced and is strict.
-    """
+    """The compiled grammar of any text, which calls of OpenAI's function tools may follow. Raises
+    GrammarError: a tool's schema is wrong or too large, or cannot be enforced and is strict."""
     signatures = [
         ToolSignature(f["name"], f.get("parameters") or {}, f.get("strict") is True)
         for f in (tool["function"] for tool in tools)

@@ -48,21 +48,15 @@ Words = NDArray[np.int32]
 
 
 def json_lark(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema as an item of a Lark rule, such as a part of a `SchemaDocument`.
-
-    Raises:
-        GrammarError: the schema exceeds the limits of `chat.grammar_limits`.
-    """
+    """A JSON Schema as an item of a Lark rule, such as a part of a `SchemaDocument`. Raises
+    GrammarError: the schema exceeds the limits of `chat.grammar_limits`."""
     check_schema(schema)
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
 def json_guide(schema: Mapping[str, Any], after: int | None = None) -> Guide:
-    """Output that is one JSON text of `schema`.
-
-    Raises:
-        GrammarError: the schema is too large, or has a keyword that cannot be enforced.
-    """
+    """Output that is one JSON text of `schema`. Raises GrammarError: the schema is too large, or
+    has a keyword that cannot be enforced."""
     document = SchemaDocument(schema, "schema")
     part = document.part(schema)
     document.check_strict()
@@ -108,11 +102,8 @@ class Matcher:
     """
 
     def __init__(self, tokenizer: Tokenizer, guide: Guide) -> None:
-        """Compiles the grammar, without holding Python's lock (GIL).
-
-        Raises:
-            GrammarError: the grammar is not valid, too large or of a kind not supported.
-        """
+        """Compiles the grammar, without holding Python's lock (GIL). Raises GrammarError: the
+        grammar is not valid, too large or of a kind not supported."""
         check_text(guide.grammar)
         self.error: str | None = None
         self._tokenizer = tokenizer

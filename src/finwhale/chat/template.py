@@ -209,11 +209,8 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, ladder: EffortLadder) -> None:
-        """A template with a tokenizer and a ladder of reasoning effort (`effort_ladder`).
-
-        Raises:
-            CheckpointError: the vocabulary lacks a control token of the format.
-        """
+        """A template with a tokenizer and a ladder of reasoning effort (`effort_ladder`). Raises
+        CheckpointError: the vocabulary lacks a control token of the format."""
         for name in _STRUCTURE:
             tokenizer.added_id(getattr(recipe.SpecialToken, name).default_str())
         self._tokenizer = tokenizer

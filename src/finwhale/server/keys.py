@@ -128,10 +128,7 @@ class Keys:
 
     def replace(self, lines: Sequence[str]) -> None:
         """Accepts only these keys from now on. Running requests go on and count for their names.
-
-        Raises:
-            FinwhaleError: a line is wrong; the keys stay as they are.
-        """
+        Raises FinwhaleError: a line is wrong; the keys stay as they are."""
         uses = {key.identity: key.use for key in self._keys}
         self._keys = parse_keys(lines, uses)
 

@@ -101,11 +101,8 @@ def serve(
 
 
 def open_traces(config: ServerConfig) -> "Traces | None":
-    """Where the server sends traces; None: nowhere.
-
-    Raises:
-        FinwhaleError: the extra `trace` is missing, or a setting of OpenTelemetry is wrong.
-    """
+    """Where the server sends traces; None: nowhere. Raises FinwhaleError: the extra `trace` is
+    missing, or a setting of OpenTelemetry is wrong."""
     if config.otlp_traces_endpoint is None:
         return None
     try:

@@ -99,11 +99,8 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`, and cancels it when the client disconnects.
-
-    Raises:
-        ClientGone: the client has disconnected.
-    """
+    """Awaits `work`, and cancels it when the client disconnects. Raises ClientGone: the client has
+    disconnected."""
     working = asyncio.ensure_future(work)
     try:
         if not await _or_disconnect(working, request.receive):

@@ -62,11 +62,8 @@ class HealthPort:
     """Serves /health, /health/live, /health/ready and /metrics on threads, without API keys."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listens, but does not answer yet.
-
-        Raises:
-            FinwhaleError: the server cannot listen on the address.
-        """
+        """Listens, but does not answer yet. Raises FinwhaleError: the server cannot listen on the
+        address."""
         try:
             self._server = _Server((host, port))
         except OSError as error:

@@ -24,12 +24,8 @@ _MAX_BOUNDARY = 70  # RFC 2046
 
 
 async def receive(request: Request, owner: Owner, max_bytes: int, max_lines: int) -> StoredFile:
-    """Stores the file of a body, and describes it.
-
-    Raises:
-        ApiError: the body is not such a form, or the file is too large.
-        ClientGone: the client has disconnected.
-    """
+    """Stores the file of a body, and describes it. Raises ApiError: the body is not such a form, or
+    the file is too large; ClientGone: the client has disconnected."""
     file_id = new_id("file-")
     path = owner.content(file_id)
     try:

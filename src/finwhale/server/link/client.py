@@ -184,11 +184,7 @@ class EngineClient:
         return self._num_sequences
 
     async def start(self) -> Ready:
-        """Waits until the model is loaded.
-
-        Raises:
-            EngineDeadError: the model could not be loaded.
-        """
+        """Waits until the model is loaded. Raises EngineDeadError: the model could not be loaded."""
         self._loop = asyncio.get_running_loop()
         for thread in self._threads:
             thread.start()

@@ -204,11 +204,8 @@ def plain_fields(body: ChatProtocolBody | CountTokensBody) -> Fields:
 
 
 def _take_extensions(body: ChatBody, fields: Fields) -> None:
-    """Replaces fields that deepseek-recipe does not know by those that it knows.
-
-    Raises:
-        RequestError: a value is not supported, or fields contradict each other.
-    """
+    """Replaces fields that deepseek-recipe does not know by those that it knows. Raises
+    RequestError: a value is not supported, or fields contradict each other."""
     body.check_stream()
     if body.max_completion_tokens is not None:
         if body.max_tokens not in (None, body.max_completion_tokens):
