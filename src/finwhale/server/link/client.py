@@ -18,24 +18,8 @@ from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.errors import EngineDeadError, QueueFullError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.errors import StoppingError
-from finwhale.server.link import worker
+from finwhale.server.link import wire, worker
 from finwhale.server.link.heartbeat import Heartbeat
-from finwhale.server.link.wire import (
-    Abort,
-    Accepted,
-    Add,
-    Answered,
-    Call,
-    Cancel,
-    Command,
-    Delta,
-    EngineFailed,
-    Ready,
-    Refused,
-    Report,
-    Step,
-    Stop,
-)
 
 if TYPE_CHECKING:
     from finwhale.server.link.rollout_control import RolloutControl
@@ -56,8 +40,8 @@ class Generation:
     def __init__(self, client: "EngineClient", request_ids: list[str], n: int) -> None:
         self._client = client
         self._request_ids = request_ids
-        self._events: asyncio.Queue[Accepted | Delta | Exception] = asyncio.Queue()
-        self._early: deque[Delta] = deque()
+        self._events: asyncio.Queue[wire.Accepted | wire.Delta | Exception] = asyncio.Queue()
+        self._early: deque[wire.Delta] = deque()
         self._first = {request_id: i * n for i, request_id in enumerate(request_ids)}
         self._unfinished = dict.fromkeys(request_ids, n)
 
@@ -74,17 +58,17 @@ class Generation:
             event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, Delta):  # of a prompt that was accepted earlier
+            if isinstance(event, wire.Delta):  # of a prompt that was accepted earlier
                 self._early.append(event)
             else:
                 waiting -= 1
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    async def __aiter__(self) -> AsyncIterator[wire.Delta]:
         while any(self._unfinished.values()):
             event = self._early.popleft() if self._early else await self._events.get()
             if isinstance(event, Exception):
                 raise event
-            assert isinstance(event, Delta)
+            assert isinstance(event, wire.Delta)
             self._unfinished[event.request_id] -= event.finish_reason is not None
             event.index += self._first[event.request_id]
             yield event
@@ -98,7 +82,7 @@ class Generation:
         """Makes the iteration raise TimeoutError."""
         self._events.put_nowait(TimeoutError())
 
-    def _put(self, event: Accepted | Delta | Exception) -> None:
+    def _put(self, event: wire.Accepted | wire.Delta | Exception) -> None:
         self._events.put_nowait(event)
 
 
@@ -134,7 +118,7 @@ class EngineClient:
             heartbeat: its signs of life.
         """
         self.heartbeat = heartbeat
-        self.ready: Ready | None = None
+        self.ready: wire.Ready | None = None
         self.failure: str | None = None
         self.metrics: EngineMetrics | None = None
         self.observer: Metrics | None = None  # receives each step and compiled grammar
@@ -145,7 +129,7 @@ class EngineClient:
             threading.Thread(target=target, name=f"engine{target.__name__}", daemon=True)
             for target in (self._read, self._write)
         ]
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._live: dict[str, _Live] = {}
         self._turns: dict[tuple[str, int], int] = {}
@@ -183,8 +167,8 @@ class EngineClient:
         """The number of sequences on the engine, waiting or running."""
         return self._num_sequences
 
-    async def start(self) -> Ready:
-        """Waits until the model is loaded. Raises EngineDeadError: the model could not be loaded."""
+    async def start(self) -> wire.Ready:
+        """Waits until the model is loaded. Raises EngineDeadError: it could not be loaded."""
         self._loop = asyncio.get_running_loop()
         for thread in self._threads:
             thread.start()
@@ -222,7 +206,7 @@ class EngineClient:
             self._live[request_id] = _Live(generation, params.n, turn)
             self._num_sequences += params.n
             self._send(
-                Add(
+                wire.Add(
                     request_id,
                     prompt,
                     params,
@@ -257,11 +241,11 @@ class EngineClient:
         self._check_alive()
         call_id = f"c{next(self._ids)}"
         self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Call(call_id, work))
+        self._send(wire.Call(call_id, work))
         try:
             return await self._calls[call_id]
         except asyncio.CancelledError:
-            self._send(Cancel(call_id))
+            self._send(wire.Cancel(call_id))
             raise
         finally:
             self._calls.pop(call_id, None)
@@ -277,7 +261,7 @@ class EngineClient:
         count = self._num_sequences
         if self.failure is None:
             for request_id in self._live:
-                self._send(Abort(request_id))
+                self._send(wire.Abort(request_id))
         self._fail_all(StoppingError("the server is stopping, and has cut off this request"))
         return count
 
@@ -289,7 +273,7 @@ class EngineClient:
         """
         self._closing = True
         self.cut_off()
-        self._send(Stop())
+        self._send(wire.Stop())
         process = self._process
         if process is not None:
             if self.ready is None and self.failure is None:
@@ -309,7 +293,7 @@ class EngineClient:
         if self._process is not None:
             self._process.kill()
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: wire.Command) -> None:
         self._commands.put(command)
 
     def _write(self) -> None:
@@ -320,7 +304,7 @@ class EngineClient:
                 self._connection.send(command)
             except OSError:  # the reader reports it
                 return
-            if isinstance(command, Stop):
+            if isinstance(command, wire.Stop):
                 return
 
     def _forget(self, request_id: str, *, abort: bool) -> None:
@@ -329,22 +313,22 @@ class EngineClient:
             return
         self._num_sequences -= live.num_sequences
         if abort and self.failure is None:
-            self._send(Abort(request_id))
+            self._send(wire.Abort(request_id))
 
     def _read(self) -> None:
         """The reader's thread: each report wakes the loop once."""
         assert self._loop is not None
-        report: Report
+        report: wire.Report
         while True:
             try:
                 report = self._connection.recv()
             except (EOFError, OSError):
-                report = EngineFailed(self._cause_of_death())
+                report = wire.EngineFailed(self._cause_of_death())
             try:
                 self._loop.call_soon_threadsafe(self._take, report)
             except RuntimeError:  # the loop is closed
                 return
-            if isinstance(report, EngineFailed):
+            if isinstance(report, wire.EngineFailed):
                 return
 
     def _cause_of_death(self) -> str:
@@ -356,25 +340,25 @@ class EngineClient:
             return f"the engine's process was killed by signal {-code}"
         return f"the engine's process has ended with exit code {code}"
 
-    def _take(self, report: Report) -> None:
-        if isinstance(report, Step):
+    def _take(self, report: wire.Report) -> None:
+        if isinstance(report, wire.Step):
             if report.metrics is not None:
                 self.metrics = report.metrics
             for delta in report.deltas:
                 self._deliver(delta)
             if self.observer is not None:
                 self.observer.step(report.deltas)
-        elif isinstance(report, Accepted):
+        elif isinstance(report, wire.Accepted):
             if report.compile_seconds is not None and self.observer is not None:
                 self.observer.grammar_compiled(report.compile_seconds)
             if report.request_id in self._live:
                 self._live[report.request_id].generation._put(report)
-        elif isinstance(report, Refused):
+        elif isinstance(report, wire.Refused):
             if report.request_id in self._live:
                 kind = QueueFullError if report.full else RequestError
                 self._live[report.request_id].generation._put(kind(report.message))
                 self._forget(report.request_id, abort=False)
-        elif isinstance(report, Answered):
+        elif isinstance(report, wire.Answered):
             call = self._calls.get(report.call_id)
             if call is None or call.done():  # nobody waits for it any more
                 return
@@ -382,13 +366,13 @@ class EngineClient:
                 call.set_result(report.value)
             else:
                 call.set_exception(report.error)
-        elif isinstance(report, Ready):
+        elif isinstance(report, wire.Ready):
             self.ready = report
             self._settled.set()
         else:
             self._die(report.message)
 
-    def _deliver(self, delta: Delta) -> None:
+    def _deliver(self, delta: wire.Delta) -> None:
         live = self._live.get(delta.request_id)
         if live is None:
             return
