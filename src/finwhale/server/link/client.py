@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TURNS = 1 << 48  # more sequences than a server can ever start
 MAX_TURNS_KEPT = 4096
+CLOSE_S = 5.0
 
 
 class Generation:
@@ -265,12 +266,8 @@ class EngineClient:
         self._fail_all(StoppingError("the server is stopping, and has cut off this request"))
         return count
 
-    async def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the engine's process. Requests that still run fail.
-
-        Args:
-            timeout_s: kill the process if it takes longer to end.
-        """
+    async def close(self) -> None:
+        """Ends the engine's process, within CLOSE_S or by killing it. Requests that still run fail."""
         self._closing = True
         self.cut_off()
         self._send(wire.Stop())
@@ -278,14 +275,14 @@ class EngineClient:
         if process is not None:
             if self.ready is None and self.failure is None:
                 self.kill()  # it does not read Stop while it loads the model
-            await asyncio.to_thread(process.join, timeout_s)
+            await asyncio.to_thread(process.join, CLOSE_S)
             if process.is_alive():
                 process.kill()
                 await asyncio.to_thread(process.join)
         # The engine closes its end of the pipe when it has stopped; that ends these threads.
         for thread in self._threads:
             if thread.is_alive():
-                await asyncio.to_thread(thread.join, timeout_s)
+                await asyncio.to_thread(thread.join, CLOSE_S)
         self._connection.close()
 
     def kill(self) -> None:
