@@ -20,7 +20,7 @@ from finwhale.request import Logprob
 from finwhale.server.link.wire import Delta, LogprobTables
 from finwhale.server.observe.logs import RequestLog
 from finwhale.server.protocols.chat_requests import ChatRequest
-from finwhale.server.protocols.routed_experts import RoutedExperts
+from finwhale.server.protocols.routed_experts import RoutedExpertFields
 from finwhale.server.protocols.schemas import ChatBody, MessagesBody
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
@@ -428,7 +428,7 @@ class _Answers:
         self.streams: list[AnswerStream | None] = [None] * request.params.n
         self.token_ids: list[list[int]] = [[] for _ in range(request.params.n)]
         self.prompt_logprobs: LogprobTables | None = None
-        self.routed_experts = RoutedExperts()
+        self.routed_experts = RoutedExpertFields()
 
     async def run(self) -> AsyncGenerator[tuple[int, Events], None]:
         """Yields the index of an answer and its next events.
