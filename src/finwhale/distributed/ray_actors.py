@@ -2,11 +2,6 @@
 
 import os
 
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util import get_node_ip_address
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from finwhale.distributed.hosts import Invitation, work_for
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.workers import CONNECT_S
@@ -15,6 +10,10 @@ from finwhale.extras import named_extras
 
 with named_extras():
     import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util import get_node_ip_address
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class Actors:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Literal
 
 from starlette.responses import Response
@@ -112,12 +112,12 @@ class ApiError(Exception):
     messages_text: str | None = None
     details: Mapping[str, object] | None = None
     retry_after_s: InitVar[int | None] = None
-    headers: Mapping[str, str] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self, retry_after_s: int | None) -> None:
         super().__init__(self.message)
         if retry_after_s is not None:
-            self.headers = {**(self.headers or {}), "retry-after": str(retry_after_s)}
+            self.headers = {**self.headers, "retry-after": str(retry_after_s)}
 
 
 def context_length_error(

@@ -307,7 +307,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
             405: f"{path} does not take {method}",
         }
         text = reasons.get(error.status_code, str(error.detail))
-        told = ApiError(error.status_code, text, headers=error.headers)
+        told = ApiError(error.status_code, text, headers=error.headers or {})
         return _refused(request, state, told)
 
     async def gone(request: Request, error: Exception) -> Response:

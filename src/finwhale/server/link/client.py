@@ -267,7 +267,7 @@ class EngineClient:
         return count
 
     async def close(self) -> None:
-        """Ends the engine's process, within CLOSE_S or by killing it. Requests that still run fail."""
+        """Ends the engine's process; kills it after CLOSE_S. Requests that still run fail."""
         self._closing = True
         self.cut_off()
         self._send(wire.Stop())

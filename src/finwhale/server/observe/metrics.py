@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
@@ -31,10 +31,11 @@ from finwhale.server.observe.logs import RequestLog
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
     60)  # fmt: skip
 RATE_WINDOW_S = 5.0
-# The type of a metric with labels, its name and text, its labels, and the value of each of them.
+# The type of a metric with labels, its name and text, its labels, and the value for each tuple of
+# their values.
 _Table = tuple[
     type[GaugeMetricFamily | CounterMetricFamily], str, str, list[str],
-    Mapping[tuple[str, ...], float],
+    Mapping[Any, float],
 ]  # fmt: skip
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
