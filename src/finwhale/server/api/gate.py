@@ -91,7 +91,7 @@ class Reported(_Layer):
     def _report(self, scope: Scope, status: int, begin: float) -> None:
         found, traces = scope["state"], self._state.traces
         endpoint = getattr(scope.get("route"), "path", "unknown")
-        self._state.metrics.answered(endpoint, status)
+        self._state.metrics.requests.labels(endpoint, str(status)).inc()
         log, key, refusal = found.get("log"), found.get("key"), found.get("refusal")
         fields = {} if log is None else log.fields()
         if traces is not None and endpoint not in _ALWAYS and not scope["path"].startswith(_FILES):

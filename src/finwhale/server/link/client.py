@@ -103,6 +103,7 @@ class EngineClient:
         ready: the engine's message that its model is loaded; None before.
         failure: why the engine has died; None while it lives.
         metrics: the engine's latest metrics; None before the first ones.
+        num_sequences: number of sequences on the engine, waiting or running.
         heartbeat: the signs of life of the engine's process; None: the engine is a thread.
     """
 
@@ -139,7 +140,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = asyncio.Event()
         self._closing = False
-        self._num_sequences = 0
+        self.num_sequences = 0
 
     @classmethod
     def spawn(cls, load: Callable[[], object]) -> "EngineClient":
@@ -162,11 +163,6 @@ class EngineClient:
     def engine_pid(self) -> int | None:
         """The id of the engine's process; None: the engine is a thread of this one."""
         return None if self._process is None else self._process.pid
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences on the engine, waiting or running."""
-        return self._num_sequences
 
     async def start(self) -> wire.Ready:
         """Waits until the model is loaded. Raises EngineDeadError: it could not be loaded."""
@@ -205,7 +201,7 @@ class EngineClient:
         for request_id, prompt in zip(request_ids, prompts, strict=True):
             turn = self._turn(user, priority, params.n)
             self._live[request_id] = _Live(generation, params.n, turn)
-            self._num_sequences += params.n
+            self.num_sequences += params.n
             self._send(
                 wire.Add(
                     request_id,
@@ -259,7 +255,7 @@ class EngineClient:
 
     def cut_off(self) -> int:
         """Ends all requests with a StoppingError. Returns the number of their sequences."""
-        count = self._num_sequences
+        count = self.num_sequences
         if self.failure is None:
             for request_id in self._live:
                 self._send(wire.Abort(request_id))
@@ -308,7 +304,7 @@ class EngineClient:
         live = self._live.pop(request_id, None)
         if live is None:
             return
-        self._num_sequences -= live.num_sequences
+        self.num_sequences -= live.num_sequences
         if abort and self.failure is None:
             self._send(wire.Abort(request_id))
 
@@ -347,7 +343,7 @@ class EngineClient:
                 self.observer.step(report.deltas)
         elif isinstance(report, wire.Accepted):
             if report.compile_seconds is not None and self.observer is not None:
-                self.observer.grammar_compiled(report.compile_seconds)
+                self.observer.compile_seconds.observe(report.compile_seconds)
             if report.request_id in self._live:
                 self._live[report.request_id].generation._put(report)
         elif isinstance(report, wire.Refused):
@@ -376,7 +372,7 @@ class EngineClient:
         self._last_turn = max(self._last_turn, live.turn)
         live.generation._put(delta)
         if delta.finish_reason is not None:
-            self._num_sequences -= 1
+            self.num_sequences -= 1
             live.num_sequences -= 1
             if not live.num_sequences:
                 self._forget(delta.request_id, abort=False)
@@ -398,4 +394,4 @@ class EngineClient:
             if not call.done():
                 call.set_exception(error)
         self._live.clear()
-        self._num_sequences = 0
+        self.num_sequences = 0

@@ -49,7 +49,7 @@ class Metrics:
         self.registry.register(_Collector(client, budget))
         counter = partial(Counter, registry=self.registry)
         seconds = partial(Histogram, buckets=SECONDS, registry=self.registry)
-        self._requests = counter(
+        self.requests = counter(
             "finwhale_requests", "HTTP requests by endpoint and status", ["endpoint", "status"]
         )
         self._in_flight = Gauge(
@@ -79,7 +79,7 @@ class Metrics:
         self._grammar_seconds = seconds(
             "finwhale_grammar_trial_seconds", "CPU time of a grammar's trial"
         )
-        self._compile_seconds = seconds(
+        self.compile_seconds = seconds(
             "finwhale_grammar_compile_seconds",
             "time in which the engine's process compiled a request's grammar",
         )
@@ -90,7 +90,7 @@ class Metrics:
         )
         for reason in (*get_args(ErrorCode), *get_args(ConnectionRefusal)):
             self._refusals.labels(reason)
-        self._loop_delay = seconds(
+        self.loop_delay = seconds(
             "finwhale_event_loop_delay_seconds",
             "delay of the wake-ups of the server's event loop, measured ten times a second",
         )
@@ -135,9 +135,6 @@ class Metrics:
         self._in_flight.dec()
         self._duration.observe(time.monotonic() - log.begin)
 
-    def answered(self, endpoint: str, status: int) -> None:
-        self._requests.labels(endpoint, str(status)).inc()
-
     def grammar(self, result: str) -> None:
         """Counts a request's grammar as accepted or refused."""
         self._grammars.labels(result).inc()
@@ -146,17 +143,9 @@ class Metrics:
         """Counts a trial of a grammar, and its CPU time."""
         self._grammar_seconds.observe(seconds)
 
-    def grammar_compiled(self, seconds: float) -> None:
-        """Counts a grammar that the engine has compiled."""
-        self._compile_seconds.observe(seconds)
-
     def refused(self, reason: str) -> None:
         """Counts a refusal. `reason`: an ErrorCode, a ConnectionRefusal, or "status_N"."""
         self._refusals.labels(reason).inc()
-
-    def loop_delay(self, seconds: float) -> None:
-        """Counts a wake-up of the event loop."""
-        self._loop_delay.observe(max(0.0, seconds))
 
     def text(self) -> bytes:
         """The answer of /metrics."""
