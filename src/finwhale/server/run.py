@@ -185,11 +185,8 @@ async def _serve(
 async def end_processes(
     client: EngineClient, grammars: GrammarChecker, stop_now: asyncio.Event
 ) -> None:
-    """Ends the engine's process and the one that tries grammars.
-
-    Args:
-        stop_now: when it is set, kill both instead of waiting for them.
-    """
+    """Ends the engine's process and the one that tries grammars. `stop_now`: when it is set, kill
+    both instead of waiting for them."""
     closing = asyncio.gather(client.close(), grammars.close())
     stopping_now = asyncio.ensure_future(stop_now.wait())
     await asyncio.wait((closing, stopping_now), return_when=asyncio.FIRST_COMPLETED)

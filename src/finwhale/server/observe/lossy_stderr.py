@@ -25,11 +25,8 @@ EXIT_S = 1.0  # time limit for the last writes at the end of a process
 
 
 class LossyStderr(io.TextIOBase):
-    """Text for a file descriptor, which a thread of its own writes.
-
-    Args:
-        notice: makes the line that says how many lines were lost.
-    """
+    """Text for a file descriptor, which a thread of its own writes. `notice`: makes the line that
+    says how many lines were lost."""
 
     def __init__(self, number: int, notice: Callable[[int], str]) -> None:
         self._number, self._notice = number, notice

@@ -106,10 +106,7 @@ def _extension(one: Option, origin: str) -> Any:
 
 def _extensions(base: type[Body], **origins: str) -> Any:
     """A body with more fields: the options of SamplingParams that have one of these marks.
-
-    Args:
-        origins: for each mark, the beginning of the fields' descriptions.
-    """
+    `origins`: for each mark, the beginning of the fields' descriptions."""
     found = {
         one.name: _extension(one, text)
         for mark, text in origins.items()
