@@ -23,7 +23,7 @@ from finwhale.server.errors import ApiError, as_api_error, context_length_error
 from finwhale.server.grammars.check import GrammarChecker
 from finwhale.server.keys import Keys
 from finwhale.server.link.client import EngineClient, Generation
-from finwhale.server.link.wire import Delta, Ready
+from finwhale.server.link.wire import Add, Delta, Ready
 from finwhale.server.observe.logs import RequestLog
 from finwhale.server.observe.metrics import Metrics
 
@@ -265,10 +265,11 @@ class ServerState:
             owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
             if log.cache_salt is not None:
                 owner += f"/{log.cache_salt}"
-            user, grammar_bytes = log.user, self.grammars.bytes_of(params.guide, log.user)
-            generation = self.client.submit(
-                prompts, params, stop_after, priority, owner, user, grammar_bytes, filter
+            grammar_bytes = self.grammars.bytes_of(params.guide, log.user)
+            request = Add(
+                "", (), params, stop_after, priority, owner, log.user, grammar_bytes, filter
             )
+            generation = self.client.submit(prompts, request)
             # Count the request only now: a dead or stopping engine makes `submit` raise.
             log.params = params
             log.prompt_tokens = sum(map(len, prompts))

@@ -8,15 +8,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.errors import EngineDeadError, QueueFullError, RequestError
-from finwhale.request import SamplingParams
 from finwhale.server.errors import StoppingError
 from finwhale.server.link import wire, worker
 from finwhale.server.link.heartbeat import Heartbeat
@@ -174,46 +172,27 @@ class EngineClient:
             raise EngineDeadError(self.failure or "the engine did not start")
         return self.ready
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        stop_after: int | None = None,
-        priority: int = 0,
-        prefix_owner: str = "",
-        user: str = "",
-        grammar_bytes: int = 0,
-        filter: TokenFilter | None = None,
-    ) -> Generation:
+    def submit(self, prompts: Sequence[Sequence[int]], request: wire.Add) -> Generation:
         """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
 
         Args:
-            user: whose sequences and grammars take turns with those of other users.
-            grammar_bytes: memory that the grammar takes, as its trial measured.
-            filter: as for `Engine.add_request`.
+            request: what the prompts have in common; its id and its prompt do not count. Its user's
+                sequences and grammars take turns with those of other users.
 
         Raises:
             EngineDeadError: the engine is not ready or has died.
         """
         self._check_alive()
         request_ids = [f"r{next(self._ids)}" for _ in prompts]
-        generation = Generation(self, request_ids, params.n)
+        n = request.params.n
+        generation = Generation(self, request_ids, n)
         for request_id, prompt in zip(request_ids, prompts, strict=True):
-            turn = self._turn(user, priority, params.n)
-            self._live[request_id] = _Live(generation, params.n, turn)
-            self.num_sequences += params.n
+            turn = self._turn(request.user, request.priority, n)
+            self._live[request_id] = _Live(generation, n, turn)
+            self.num_sequences += n
+            order = request.priority * MAX_TURNS + turn
             self._send(
-                wire.Add(
-                    request_id,
-                    prompt,
-                    params,
-                    stop_after,
-                    priority * MAX_TURNS + turn,
-                    prefix_owner,
-                    user,
-                    grammar_bytes,
-                    filter,
-                )
+                replace(request, request_id=request_id, prompt_token_ids=prompt, priority=order)
             )
         return generation
 
