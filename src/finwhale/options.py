@@ -38,9 +38,10 @@ def option(
     Args:
         help: what the option does, in one line.
         unset: what a default of None, or an empty one, means.
-        metavar: the name of the value in `--help`; None: argparse chooses it.
-        flag: the command-line flag; None: "--" and the name of the field. A flag that begins with
-            "--no-" sets a bool to False.
+        metavar: the name of the value in `--help`; None: argparse chooses it, or SECONDS if the
+            name of the field ends with "_s".
+        flag: the command-line flag; None: "--" and the name of the field, without "_s". A flag that
+            begins with "--no-" sets a bool to False.
         least, above, most: bounds of a number, which `check_options` checks; None: no bound.
         items: most items of a list that a client of the server may send.
         marks: names of lists of options to which this one belongs (`marked`).
@@ -115,7 +116,8 @@ def _options_of(config: type) -> tuple[Option, ...]:
         if "help" not in declared.metadata:
             continue
         given, hint = dict(declared.metadata), hints[declared.name]
-        given["flag"] = given["flag"] or "--" + declared.name.replace("_", "-")
+        given["flag"] = given["flag"] or "--" + declared.name.removesuffix("_s").replace("_", "-")
+        given["metavar"] = given["metavar"] or ("SECONDS" if declared.name.endswith("_s") else None)
         union = get_origin(hint) in (typing.Union, types.UnionType)
         kinds = get_args(hint) if union else (hint,)
         given["optional"] = types.NoneType in kinds

@@ -184,7 +184,7 @@ def test_a_batch_leaves_room_for_other_requests(
     submit = server.client.submit
 
     def observed(*args: Any) -> Any:
-        priorities.append(args[3])
+        priorities.append(args[1].priority)
         return submit(*args)
 
     monkeypatch.setattr(server.client, "submit", observed)

@@ -57,7 +57,7 @@ def delta(request_id: str, token: int, last: bool = True) -> Delta:
 def test_tokens_may_come_before_the_last_prompt_is_taken() -> None:
     async def run() -> None:
         client, engine = await started()
-        generation = client.submit([[1], [2]], SamplingParams())
+        generation = client.submit([[1], [2]], Add("", (), SamplingParams()))
         first, second = [await received(engine) for _ in range(2)]
         assert isinstance(first, Add) and isinstance(second, Add)
         engine.send(Accepted(first.request_id))
@@ -77,7 +77,7 @@ def test_tokens_may_come_before_the_last_prompt_is_taken() -> None:
 def test_a_prompt_that_is_refused() -> None:
     async def run() -> None:
         client, engine = await started()
-        generation = client.submit([[1], [2]], SamplingParams(n=3))
+        generation = client.submit([[1], [2]], Add("", (), SamplingParams(n=3)))
         first, second = [await received(engine) for _ in range(2)]
         assert isinstance(first, Add) and isinstance(second, Add)
         engine.send(Accepted(first.request_id))
@@ -98,7 +98,7 @@ def test_an_engine_that_goes_fails_everything() -> None:
         client, engine = await started()
         told = asyncio.Event()
         client.on_failure = told.set
-        generation = client.submit([[1]], SamplingParams())
+        generation = client.submit([[1]], Add("", (), SamplingParams()))
         add = await received(engine)
         assert isinstance(add, Add)
         engine.send(Accepted(add.request_id))
@@ -109,7 +109,7 @@ def test_an_engine_that_goes_fails_everything() -> None:
         await told.wait()
         assert client.failure == "worn out" and not client.alive
         with pytest.raises(EngineDeadError, match="worn out"):
-            client.submit([[1]], SamplingParams())
+            client.submit([[1]], Add("", (), SamplingParams()))
         engine.close()
         await client.close()
 
@@ -161,7 +161,7 @@ def test_a_second_signal_kills_processes_that_do_not_end(monkeypatch: pytest.Mon
         client = EngineClient(ours, process)
         theirs.send(READY)
         await client.start()
-        grammars = GrammarChecker(DEMO_PATH, SimpleNamespace())
+        grammars = GrammarChecker(DEMO_PATH, SimpleNamespace())  # type: ignore[arg-type]
         await grammars.start()
         assert grammars._process is not None
         trials = grammars._process
@@ -204,7 +204,7 @@ def test_users_take_turns() -> None:
 
         async def order(user: str, priority: int = 0, n: int = 1, prompts: int = 1) -> list[int]:
             given = [[1]] * prompts
-            client.submit(given, SamplingParams(n=n), priority=priority, user=user)
+            client.submit(given, Add("", (), SamplingParams(n=n), priority=priority, user=user))
             adds = [await received(engine) for _ in range(prompts)]
             found.extend(add.request_id for add in adds if isinstance(add, Add))
             return [add.priority for add in adds if isinstance(add, Add)]

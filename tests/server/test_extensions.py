@@ -15,6 +15,7 @@ import finwhale
 from finwhale import LLM, SamplingParams
 from finwhale.demo import DEMO_PATH
 from finwhale.request import Logprob
+from finwhale.server.link.wire import Add
 
 from .running import MODEL, RunningServer
 from .test_openai import ANSWER, QUESTION
@@ -501,9 +502,9 @@ def test_sampling_defaults_of_the_checkpoint(
     server, found = new_server, []
     submit = server.client.submit
 
-    def watched(prompts: Any, params: SamplingParams, *more: Any, **by: Any) -> Any:
-        found.append(params)
-        return submit(prompts, params, *more, **by)
+    def watched(prompts: Any, request: Add) -> Any:
+        found.append(request.params)
+        return submit(prompts, request)
 
     monkeypatch.setattr(server.client, "submit", watched)
     defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 7, "min_p": 0.1}

@@ -37,7 +37,7 @@ def with_checker(work: Callable[[GrammarChecker, Counts], Awaitable[None]], **op
 
     async def run() -> None:
         counts = Counts()
-        checker = GrammarChecker(DEMO_PATH, counts, **options)
+        checker = GrammarChecker(DEMO_PATH, counts, **options)  # type: ignore[arg-type]
         await checker.check(regex_guide("ready"))
         counts.__init__()  # type: ignore[misc]
         try:

@@ -6,10 +6,12 @@ import resource
 import time
 from dataclasses import dataclass, field
 
-import aiohttp
-
 from finwhale.bench.workload import Load, arrivals, make_sessions
 from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.extras import named_extras
+
+with named_extras():
+    import aiohttp
 
 SPARE_FILES = 64  # Open files besides the connections.
 REACH_S = 10

@@ -94,9 +94,10 @@ class AnswerForm:
         if not self.asked and (self.hold == "asked" or not self.tools):
             return None
         try:
-            return self._of_calls(relaxed) if self.tools else self._of_content(relaxed)
+            guide, places, ignored = self._made(relaxed)
         except GrammarError as error:
             return self.without(error)
+        return AnswerGrammar(guide, self, tuple(places), tuple(ignored), relaxed)
 
     def without(self, error: GrammarError) -> "AnswerGrammar":
         """No grammar if the request does not ask for one; otherwise raises the error."""
@@ -104,45 +105,42 @@ class AnswerForm:
             raise error
         return AnswerGrammar(None, self, ignored=("tools",))
 
-    def _of_calls(self, relaxed: tuple[str, ...]) -> "AnswerGrammar":
+    def _made(self, relaxed: tuple[str, ...]) -> tuple[Guide, list[str], list[str]]:
+        """The guide, the place of each of its lines, and the places that it does not enforce."""
+        wanted, text = self.wanted, ""
+        ignored: list[str] = []
+        if wanted is not None and wanted.format[0] == "json":
+            text, ignored = _json_item(wanted, relaxed)
+        elif wanted is not None and self.tools:
+            kind = wanted.format[0]
+            raise RequestError(f"a response_format of type {kind} cannot be combined with tools")
+        elif wanted is not None:
+            make = regex_guide if wanted.format[0] == "regex" else lark_guide
+            return make(wanted.format[1], self.after), [], []
+        if not self.tools:
+            assert wanted is not None
+            return tool_guide(f"start: {text}", self.after), [wanted.name], ignored
         assert self.tokenizer is not None
-        wanted, ignored = self.wanted, list[str]()
-        item = None if wanted is None else self._item(wanted, relaxed, ignored)
         dsml = self.tokenizer.added_id(recipe.SpecialToken.Dsml.default_str())
         grammar = ToolGrammar(self.tools, dsml, parallel=self.choice.parallel, relaxed=relaxed)
         if self.choice.required:
             text, ignored = grammar.required(), []
-        elif wanted is None or item is None:
+        elif wanted is None:
             text = grammar.after_text()
         else:
-            text = grammar.instead_of(item, wanted.name)
-        ignored = [*grammar.ignored, *ignored]
-        guide = tool_guide(text, self.after)
-        return AnswerGrammar(guide, self, tuple(grammar.places), tuple(ignored), relaxed)
+            text = grammar.instead_of(text, wanted.name)
+        return tool_guide(text, self.after), grammar.places, [*grammar.ignored, *ignored]
 
-    def _of_content(self, relaxed: tuple[str, ...]) -> "AnswerGrammar":
-        wanted, ignored = self.wanted, list[str]()
-        assert wanted is not None
-        kind, value = wanted.format
-        if kind != "json":
-            guide = (regex_guide if kind == "regex" else lark_guide)(value, self.after)
-            return AnswerGrammar(guide, self)
-        item = self._item(wanted, relaxed, ignored)
-        guide = tool_guide(f"start: {item}", self.after)
-        return AnswerGrammar(guide, self, (wanted.name,), tuple(ignored), relaxed)
 
-    @staticmethod
-    def _item(wanted: WantedFormat, relaxed: tuple[str, ...], ignored: list[str]) -> str:
-        """The Lark item of a format. Adds to `ignored` what it leaves out of the schema."""
-        kind, value = wanted.format
-        if kind != "json":
-            raise RequestError(f"a response_format of type {kind} cannot be combined with tools")
-        document = SchemaDocument(value, wanted.name)
-        part = document.part(value)
-        if wanted.strict:
-            document.check_strict()
-        ignored += [wanted.name] if wanted.name in relaxed else document.ignored
-        return json_lark(document.types() if wanted.name in relaxed else part)
+def _json_item(wanted: WantedFormat, relaxed: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The Lark item of a JSON Schema, and what it leaves out of the schema."""
+    document = SchemaDocument(wanted.format[1], wanted.name)
+    part = document.part(document.root)
+    if wanted.strict:
+        document.check_strict()
+    if wanted.name in relaxed:
+        return json_lark(document.types()), [wanted.name]
+    return json_lark(part), document.ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +185,8 @@ class AnswerGrammar:
 def tools_matcher(
     tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], after: int | None
 ) -> Matcher:
-    """The compiled grammar of any text, which calls of OpenAI's function tools may follow.
-
-    Raises:
-        GrammarError: a tool's schema is wrong or too large, or cannot be enforced and is strict.
-    """
+    """The compiled grammar of any text, which calls of OpenAI's function tools may follow. Raises
+    GrammarError: a tool's schema is wrong or too large, or cannot be enforced and is strict."""
     signatures = [
         ToolSignature(f["name"], f.get("parameters") or {}, f.get("strict") is True)
         for f in (tool["function"] for tool in tools)

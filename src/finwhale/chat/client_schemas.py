@@ -37,12 +37,9 @@ class ClientSchemas:
         self._schemas: list[tuple[Any, bool | None]] = []  # and whether they are strict
 
     def take_from(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of a request, with a placeholder for each schema.
-
-        Raises:
-            RequestError: the body is nested too deeply.
-            ValueError, TypeError, OverflowError: a schema is not JSON, or a number is too large.
-        """
+        """The body of a request, with a placeholder for each schema. Raises RequestError: the body
+        is nested too deeply; ValueError, TypeError, OverflowError: a schema is not JSON, or a
+        number is too large."""
         if is_nested_deeper(body):
             raise RequestError(f"the request is nested deeper than {MAX_NESTING} levels")
         holders = {k: self._take(body[k]) for k in _HOLDERS if k in body}

@@ -8,6 +8,8 @@ an `error`, which ends its request alone.
 
 import json
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
 from time import thread_time
 from typing import Any
 
@@ -46,21 +48,15 @@ Words = NDArray[np.int32]
 
 
 def json_lark(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema as an item of a Lark rule, such as a part of a `SchemaDocument`.
-
-    Raises:
-        GrammarError: the schema exceeds the limits of `chat.grammar_limits`.
-    """
+    """A JSON Schema as an item of a Lark rule, such as a part of a `SchemaDocument`. Raises
+    GrammarError: the schema exceeds the limits of `chat.grammar_limits`."""
     check_schema(schema)
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
 def json_guide(schema: Mapping[str, Any], after: int | None = None) -> Guide:
-    """Output that is one JSON text of `schema`.
-
-    Raises:
-        GrammarError: the schema is too large, or has a keyword that cannot be enforced.
-    """
+    """Output that is one JSON text of `schema`. Raises GrammarError: the schema is too large, or
+    has a keyword that cannot be enforced."""
     document = SchemaDocument(schema, "schema")
     part = document.part(schema)
     document.check_strict()
@@ -89,19 +85,11 @@ def tool_guide(grammar: str, after: int | None = None) -> Guide:
     return Guide(grammar=llguidance.LLMatcher.grammar_from_lark(grammar), after=after)
 
 
+@dataclass(slots=True)
 class _Allowance:
     """The CPU time left for one request's masks; all copies of its matcher share it."""
 
-    __slots__ = ("seconds",)
-
-    def __init__(self) -> None:
-        self.seconds = MASK_BURST_SECONDS
-
-    def spend(self, seconds: float) -> None:
-        self.seconds -= seconds
-
-    def add_mask(self) -> None:
-        self.seconds = min(self.seconds + MASK_SECONDS, MASK_BURST_SECONDS)
+    seconds: float = MASK_BURST_SECONDS
 
 
 class Matcher:
@@ -114,11 +102,8 @@ class Matcher:
     """
 
     def __init__(self, tokenizer: Tokenizer, guide: Guide) -> None:
-        """Compiles the grammar, without holding Python's lock (GIL).
-
-        Raises:
-            GrammarError: the grammar is not valid, too large or of a kind not supported.
-        """
+        """Compiles the grammar, without holding Python's lock (GIL). Raises GrammarError: the
+        grammar is not valid, too large or of a kind not supported."""
         check_text(guide.grammar)
         self.error: str | None = None
         self._tokenizer = tokenizer
@@ -134,9 +119,7 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """An independent matcher in the same state, for the same request."""
-        other = object.__new__(Matcher)
-        other.error, other._tokenizer, other._after = self.error, self._tokenizer, self._after
-        other._allowance, other._compiled = self._allowance, self._compiled
+        other = copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
 
@@ -168,7 +151,7 @@ class Matcher:
         if self.error is None:
             began = thread_time()
             self._compute(words, own)
-            self._allowance.spend(thread_time() - began)
+            self._allowance.seconds -= thread_time() - began
             if self._matcher.is_error():
                 self.error = f"the grammar failed: {_first_line(self._matcher.get_error())}"
             elif self._allowance.seconds < 0:
@@ -177,7 +160,9 @@ class Matcher:
                     f"{1000 * MASK_SECONDS:g} ms of CPU time a token; use a simpler grammar, with "
                     "fewer alternatives that begin alike"
                 )
-            self._allowance.add_mask()
+            self._allowance.seconds = min(
+                self._allowance.seconds + MASK_SECONDS, MASK_BURST_SECONDS
+            )
         if self.error is not None:
             words[:] = 0
 
@@ -189,7 +174,7 @@ class Matcher:
         elif not self._matcher.is_stopped():
             began = thread_time()
             self._matcher.consume_token(token_id)
-            self._allowance.spend(thread_time() - began)
+            self._allowance.seconds -= thread_time() - began
 
     def _compute(self, words: Words, own: int) -> None:
         if len(words) >= own:

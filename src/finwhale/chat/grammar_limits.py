@@ -72,10 +72,7 @@ def levels(value: object) -> Iterator[list[Any]]:
 
 def check_schema(schema: Any) -> None:
     """Checks a JSON Schema without recursion, and without reading all of one that is too large.
-
-    Raises:
-        GrammarError: it has too many values or references, or is nested too deeply.
-    """
+    Raises GrammarError: it has too many values or references, or is nested too deeply."""
     values = references = 0
     for depth, level in enumerate(levels(schema), start=1):
         if depth > MAX_NESTING:

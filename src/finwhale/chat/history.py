@@ -63,16 +63,6 @@ def readable(
     return {**body, **_replaced(body, name, "", read)}, reader.left_out
 
 
-def _each(value: Json, path: str, read: Callable[[dict[str, Json], str], Json]) -> Json:
-    """A list whose objects `read` has replaced. Their number stays, so that paths stay true."""
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        return value
-    return [
-        read(dict(one), f"{path}.{i}") if isinstance(one, Mapping) else one
-        for i, one in enumerate(value)
-    ]
-
-
 class _Reader:
     """Reads the messages of one body, which it may change.
 
@@ -146,8 +136,17 @@ class _Reader:
 def _replaced(
     holder: Mapping[str, Json], name: str, path: str, read: Callable[[dict[str, Json], str], Json]
 ) -> dict[str, Json]:
-    where = f"{path}.{name}" if path else name
-    return {name: _each(holder[name], where, read)} if name in holder else {}
+    """The list `name` of an object, whose own objects `read` has replaced; {}: there is no list.
+    Their number stays, so that paths stay true."""
+    value, where = holder.get(name), f"{path}.{name}" if path else name
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        return {}
+    return {
+        name: [
+            read(dict(one), f"{where}.{i}") if isinstance(one, Mapping) else one
+            for i, one in enumerate(value)
+        ]
+    }
 
 
 def _chat_call(call: dict[str, Json], path: str) -> Json:

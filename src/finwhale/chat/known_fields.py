@@ -15,6 +15,7 @@ Fields marked "no effect" are the ones that clients send without being asked to.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from finwhale.errors import RequestError
@@ -56,16 +57,9 @@ class Variants:
     open: bool = False
 
 
-class _Empty:
-    pass
-
-
-class _Unused:
-    pass
-
-
-EMPTY, UNUSED = _Empty(), _Unused()
-Shape: TypeAlias = "dict[str, Shape] | list[Shape] | Variants | _Empty | _Unused | None"
+_Mark = Enum("_Mark", ["EMPTY", "UNUSED"])
+EMPTY, UNUSED = _Mark.EMPTY, _Mark.UNUSED
+Shape: TypeAlias = "dict[str, Shape] | list[Shape] | Variants | _Mark | None"
 
 
 def fields(*names: str, **shapes: Shape) -> dict[str, Shape]:
@@ -167,14 +161,10 @@ def _findings(shape: Shape, value: Any, path: str) -> Iterator[tuple[str, Any, s
         return
     if not isinstance(value, dict):
         return
-    if isinstance(shape, _Unused):
-        yield f"{path}.type={printable(str(value.get('type')))}", value, None
-        return
     if isinstance(shape, Variants):
         shape = _variant(shape, value, path)
-        if isinstance(shape, _Unused):
-            yield from _findings(shape, value, path)
-            return
+    if shape is UNUSED:
+        yield f"{path}.type={printable(str(value.get('type')))}", value, None
     if not isinstance(shape, dict):
         return
     for name in list(value):
@@ -186,10 +176,9 @@ def _findings(shape: Shape, value: Any, path: str) -> Iterator[tuple[str, Any, s
                 yield where, value, name
             continue
         inner = shape[name]
-        if isinstance(inner, _Empty):
-            if value[name]:
-                raise FieldError(f"{where} is not supported", "unsupported_value", where)
-        elif inner is not None:
+        if inner is EMPTY and value[name]:
+            raise FieldError(f"{where} is not supported", "unsupported_value", where)
+        if inner is not None:
             yield from _findings(inner, value[name], where)
 
 

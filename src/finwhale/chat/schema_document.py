@@ -5,7 +5,7 @@ what cannot be enforced and names it. A part of the document, such as one parame
 becomes a schema of its own with the definitions that it refers to: `#` still means the document.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from finwhale.chat.grammar_limits import GrammarError, check_chars, check_schema
@@ -40,10 +40,6 @@ _NOT_ENFORCED: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The way from the root to a part of a schema: the way to what holds the part, and its name there.
-Way = tuple["Way | None", str]
-
-
 class SchemaDocument:
     """One JSON Schema of a client, which local references start from.
 
@@ -75,13 +71,12 @@ class SchemaDocument:
         """
         references: list[str] = []
         self._references, self._silent = references, silent
-        made = self._enforced(schema, None)
+        made = self._enforced(schema, ())
         if not isinstance(made, dict):
             made = {"enum": []} if made is False else {}
         definitions: dict[str, Any] = {}
         for reference in references:  # it grows meanwhile
-            found = target(reference, self.root)
-            way = _way(reference.split("/")[1:])
+            found, way = target(reference, self.root), tuple(reference.split("/")[1:])
             definitions[str(len(definitions))] = self._enforced(found, way)
         if definitions:
             made["$defs"] = definitions
@@ -94,7 +89,7 @@ class SchemaDocument:
     def leave_out(self, keyword: str) -> None:
         """Adds a keyword of the root to those that are ignored."""
         self._silent = False
-        self._leave_out((None, keyword))
+        self._leave_out((keyword,))
 
     def check_strict(self) -> None:
         """Raises GrammarError if there is a keyword that cannot be enforced."""
@@ -105,31 +100,32 @@ class SchemaDocument:
                 f"{', '.join(self.ignored)}: leave that out, or do not ask for strict",
             )
 
-    def _enforced(self, schema: Any, way: Way | None) -> Any:
+    def _enforced(self, schema: Any, way: tuple[str, ...]) -> Any:
+        """What llguidance enforces of the part that a way of names leads to from the root."""
         if not isinstance(schema, Mapping):
             return schema
         made: dict[str, Any] = {}
         for key, value in schema.items():
             self._num_values += 1 + (len(value) if isinstance(value, list | dict) else 0)
             check_chars(self._num_values)
-            here = (way, key)
+            here = (*way, key)
             if key in _VALUES or (key in _MAPS and not isinstance(value, Mapping)):
                 made[key] = value
             elif key in _SCHEMAS:
                 made[key] = self._enforced(value, here)
                 if isinstance(value, list):
-                    made[key] = [self._enforced(v, (here, str(i))) for i, v in enumerate(value)]
+                    made[key] = [self._enforced(v, (*here, str(i))) for i, v in enumerate(value)]
                 if key == "oneOf" and not self._disjoint(value):
                     self._leave_out(here)
             elif key in _MAPS:
                 known = {k: k if key == "properties" else portable(k) for k in value}
                 made[key] = {
-                    name: self._enforced(value[k], (here, k))
+                    name: self._enforced(value[k], (*here, k))
                     for k, name in known.items()
                     if name is not None
                 }
                 for k in (k for k, name in known.items() if name is None):
-                    self._leave_out((here, k))
+                    self._leave_out((*here, k))
             elif key == "format":
                 made |= {key: value} if value in FORMATS else {}
             elif key in ("pattern", "$ref", *_COUNTS):
@@ -154,12 +150,8 @@ class SchemaDocument:
             self._references.append(value)
         return f"#/$defs/{self._references.index(value)}"
 
-    def _leave_out(self, way: Way | None) -> None:
-        names = []
-        while way is not None:
-            way, name = way
-            names.append(printable(name))
-        path = ".".join([self.name, *reversed(names)])
+    def _leave_out(self, way: tuple[str, ...]) -> None:
+        path = ".".join([self.name, *map(printable, way)])
         if not self._silent and path not in self.ignored and len(self.ignored) <= MAX_NAMED:
             self.ignored.append(path)
 
@@ -170,13 +162,6 @@ class SchemaDocument:
             return not isinstance(members, list) or self._members.disjoint(members, self.root)
         except GrammarError:  # that would take too long
             return False
-
-
-def _way(names: Iterable[str]) -> Way | None:
-    way: Way | None = None
-    for name in names:
-        way = (way, name)
-    return way
 
 
 def _countable(schema: Mapping[str, Any]) -> bool:

@@ -134,29 +134,26 @@ def _continued(conversation: recipe.Conversation) -> recipe.Conversation:
 
 def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
     if protocol == "chat" and isinstance(body.get("messages"), list):
-        body = {**body, "messages": [_with_known_role(message) for message in body["messages"]]}
+        # DeepSeek's encoder writes a developer's message as a turn of the user. deepseek-recipe
+        # does so in Responses, but does not know the role in Chat Completions.
+        messages = [
+            {**one, "role": "user"}
+            if isinstance(one, Mapping) and one.get("role") == "developer"
+            else one
+            for one in body["messages"]
+        ]
+        body = {**body, "messages": messages}
     if protocol == "messages" and isinstance(body.get("tools"), list):
-        body = {**body, "tools": [_without_custom_type(tool) for tool in body["tools"]]}
+        # deepseek-recipe does not know the type of Anthropic's client tools.
+        tools = [
+            {name: value for name, value in one.items() if (name, value) != ("type", "custom")}
+            if isinstance(one, Mapping)
+            else one
+            for one in body["tools"]
+        ]
+        body = {**body, "tools": tools}
     text = json.dumps({**body, "model": _MODEL}, ensure_ascii=False, allow_nan=False)
     return REQUEST_KINDS[protocol](text)
-
-
-def _without_custom_type(tool: Any) -> Any:
-    """Removes the type of an Anthropic client tool, which deepseek-recipe does not know."""
-    if isinstance(tool, Mapping) and tool.get("type") == "custom":
-        return {name: value for name, value in tool.items() if name != "type"}
-    return tool
-
-
-def _with_known_role(message: Any) -> Any:
-    """Turns a developer's message into a user's.
-
-    DeepSeek's encoder writes a developer's message as a turn of the user. deepseek-recipe does so
-    in Responses, but does not know the role in Chat Completions.
-    """
-    if isinstance(message, Mapping) and message.get("role") == "developer":
-        return {**message, "role": "user"}
-    return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,11 +206,8 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, ladder: EffortLadder) -> None:
-        """A template with a tokenizer and a ladder of reasoning effort (`effort_ladder`).
-
-        Raises:
-            CheckpointError: the vocabulary lacks a control token of the format.
-        """
+        """A template with a tokenizer and a ladder of reasoning effort (`effort_ladder`). Raises
+        CheckpointError: the vocabulary lacks a control token of the format."""
         for name in _STRUCTURE:
             tokenizer.added_id(getattr(recipe.SpecialToken, name).default_str())
         self._tokenizer = tokenizer

@@ -39,11 +39,8 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path, spec: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Builds a tokenizer from the parsed tokenizer.json and tokenizer_config.json.
-
-        Raises:
-            CheckpointError: the file is not a byte-level BPE, or is not valid.
-        """
+        """Builds a tokenizer from the parsed tokenizer.json and tokenizer_config.json. Raises
+        CheckpointError: the file is not a byte-level BPE, or is not valid."""
         self.path = path
         try:
             model, vocab = spec["model"], spec["model"]["vocab"]
@@ -82,11 +79,8 @@ class Tokenizer:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Tokenizer":
-        """Reads `tokenizer.json` and, if it exists, `tokenizer_config.json`.
-
-        Raises:
-            CheckpointError: tokenizer.json is missing, broken or not a byte-level BPE.
-        """
+        """Reads `tokenizer.json` and, if it exists, `tokenizer_config.json`. Raises
+        CheckpointError: tokenizer.json is missing, broken or not a byte-level BPE."""
         path = Path(directory) / "tokenizer.json"
         if not is_file(path):
             raise CheckpointError(f"no tokenizer: {path} does not exist")
@@ -95,19 +89,13 @@ class Tokenizer:
         return cls(path, read_json(path), config)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text; text that spells a control token stays text.
-
-        Raises:
-            RequestError: `text` is not a string, or not valid Unicode.
-        """
+        """Token ids of plain text; text that spells a control token stays text. Raises
+        RequestError: `text` is not a string, or not valid Unicode."""
         return self._plain.encode(_checked(text), add_special_tokens=False).ids
 
     def added_id(self, spelling: str) -> int:
-        """The id of a control token.
-
-        Raises:
-            CheckpointError: the vocabulary has no such control token.
-        """
+        """The id of a control token. Raises CheckpointError: the vocabulary has no such control
+        token."""
         if spelling not in self.added_ids:
             raise CheckpointError(f"{self.path} has no control token {spelling}")
         return self.added_ids[spelling]

@@ -9,12 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub as hub
-from huggingface_hub import constants, errors
 from tqdm import tqdm
 
 from finwhale.errors import CheckpointError, ResourceError, first_line
+from finwhale.extras import named_extras
 from finwhale.platform import existing_folder
+
+with named_extras():
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
 
 # The files that loading, chatting and `finwhale inspect` read.
 PATTERNS = ["*.json", "*.safetensors", "encoding/*"]

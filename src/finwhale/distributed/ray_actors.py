@@ -2,16 +2,18 @@
 
 import os
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util import get_node_ip_address
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from finwhale.distributed.hosts import Invitation, work_for
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.workers import CONNECT_S
 from finwhale.errors import FinwhaleError
+from finwhale.extras import named_extras
+
+with named_extras():
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util import get_node_ip_address
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 class Actors:

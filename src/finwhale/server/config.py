@@ -2,8 +2,9 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_network
-from typing import Literal
+from typing import Any, Literal
 
 from finwhale.errors import FinwhaleError
 from finwhale.options import check_options, option
@@ -12,6 +13,10 @@ from finwhale.server.keys import parse_keys
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 UNIX = "unix"  # the address of all clients of a Unix socket
+
+
+# A number above 0.
+_count: Any = partial(option, metavar="N", above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,31 +95,19 @@ class ServerConfig:
         metavar="ORIGIN",
         flag="--cors-origin",
     )
-    max_body_bytes: int | None = option(
+    max_body_bytes: int | None = _count(
         None,
         "maximum size of a request's body",
         unset="4 MiB plus 16 bytes for each token of the context",
-        metavar="N",
-        above=0,
     )
-    max_buffered_bytes: int = option(
-        1 << 30,
-        "maximum size of all requests' bodies together; a large body beyond it gets 503",
-        metavar="N",
-        above=0,
+    max_buffered_bytes: int = _count(
+        1 << 30, "maximum size of all requests' bodies together; a large body beyond it gets 503"
     )
-    max_prompt_tokens: int | None = option(
-        None,
-        "maximum number of tokens of a prompt",
-        unset="the model's context",
-        metavar="N",
-        above=0,
+    max_prompt_tokens: int | None = _count(
+        None, "maximum number of tokens of a prompt", unset="the model's context"
     )
-    max_choices: int = option(
-        128,
-        "maximum number of continuations in one request: its prompts times n",
-        metavar="N",
-        above=0,
+    max_choices: int = _count(
+        128, "maximum number of continuations in one request: its prompts times n"
     )
     max_queue: int = option(
         512,
@@ -122,40 +115,27 @@ class ServerConfig:
         metavar="N",
         least=0,
     )
-    max_concurrency: int = option(
-        2048,
-        "maximum number of HTTP requests at once; a request beyond it gets 429",
-        metavar="N",
-        above=0,
+    max_concurrency: int = _count(
+        2048, "maximum number of HTTP requests at once; a request beyond it gets 429"
     )
     retry_after_s: int = option(
         1,
         "header Retry-After of answers with status 429, and with 503 while the model loads",
-        metavar="SECONDS",
-        flag="--retry-after",
         above=0,
     )
     request_timeout_s: float = option(
         3600.0,
         "time limit for a request, including the check of its grammar and its stream",
-        metavar="SECONDS",
-        flag="--request-timeout",
         above=0,
     )
     ping_interval_s: float = option(
         10.0,
         "time after which a silent stream sends a comment (Messages: a ping), so that proxies keep "
         "the connection; 0: never",
-        metavar="SECONDS",
-        flag="--ping-interval",
         least=0,
     )
     drain_timeout_s: float = option(
-        60.0,
-        "time limit for running requests when the server is told to stop",
-        metavar="SECONDS",
-        flag="--drain-timeout",
-        above=0,
+        60.0, "time limit for running requests when the server is told to stop", above=0
     )
     lenient: bool = option(
         False,
@@ -166,8 +146,6 @@ class ServerConfig:
         0.0,
         "time for which a stopping server accepts requests while /health/ready answers 503, so "
         "that a load balancer can notice",
-        metavar="SECONDS",
-        flag="--drain-delay",
         least=0,
     )
     batch_dir: str | None = option(
@@ -177,17 +155,10 @@ class ServerConfig:
         unset="none",
         metavar="DIRECTORY",
     )
-    max_file_bytes: int = option(
-        256 << 20, "maximum size of an uploaded file", metavar="N", above=0
-    )
-    max_file_lines: int = option(
-        50_000, "maximum number of lines of an uploaded file", metavar="N", above=0
-    )
-    max_files: int = option(
-        200,
-        "each API key may have at most so many uploaded files, and so many batches",
-        metavar="N",
-        above=0,
+    max_file_bytes: int = _count(256 << 20, "maximum size of an uploaded file")
+    max_file_lines: int = _count(50_000, "maximum number of lines of an uploaded file")
+    max_files: int = _count(
+        200, "each API key may have at most so many uploaded files, and so many batches"
     )
     enable_rollout_endpoints: bool = option(
         False,
@@ -206,44 +177,28 @@ class ServerConfig:
     engine_timeout_s: float = option(
         60.0,
         "time after which /health/live fails if the engine's process gives no sign of life",
-        metavar="SECONDS",
-        flag="--engine-timeout",
         above=0,
     )
     step_timeout_s: float = option(
-        600.0,
-        "maximum duration of a step of the engine; beyond it, /health/live fails",
-        metavar="SECONDS",
-        flag="--step-timeout",
-        above=0,
+        600.0, "maximum duration of a step of the engine; beyond it, /health/live fails", above=0
     )
-    max_connections: int = option(
+    max_connections: int = _count(
         4096,
         "maximum number of connections, within the system's limit of open files; a connection "
         "beyond it replaces the one that has been silent for longest",
-        metavar="N",
-        above=0,
     )
     header_timeout_s: float = option(
-        10.0,
-        "time limit for the arrival of a request's head",
-        metavar="SECONDS",
-        flag="--header-timeout",
-        above=0,
+        10.0, "time limit for the arrival of a request's head", above=0
     )
     body_timeout_s: float = option(
         30.0,
         "time limit for the arrival of a request's body, to which each 64 KiB add a second",
-        metavar="SECONDS",
-        flag="--body-timeout",
         above=0,
     )
     idle_timeout_s: float = option(
         75.0,
         "time after which the server closes a connection that has no request or does not read its "
         "answer",
-        metavar="SECONDS",
-        flag="--idle-timeout",
         above=0,
     )
     log_level: LogLevel = option("info", "least severe level of messages to log")

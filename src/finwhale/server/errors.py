@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Literal
 
 from starlette.responses import Response
@@ -89,6 +90,7 @@ class StoppingError(FinwhaleError):
     """The server stops before a request has ended."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An answer other than success.
 
@@ -102,28 +104,20 @@ class ApiError(Exception):
         headers: further headers of the answer; Retry-After if `retry_after_s` is not None.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: ErrorCode | None = None,
-        param: str | None = None,
-        messages_text: str | None = None,
-        details: Mapping[str, object] | None = None,
-        retry_after_s: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.messages_text = messages_text
-        self.details = details
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    code: ErrorCode | None = None
+    param: str | None = None
+    messages_text: str | None = None
+    details: Mapping[str, object] | None = None
+    retry_after_s: InitVar[int | None] = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self, retry_after_s: int | None) -> None:
+        super().__init__(self.message)
         if retry_after_s is not None:
-            self.headers["retry-after"] = str(retry_after_s)
+            self.headers = {**self.headers, "retry-after": str(retry_after_s)}
 
 
 def context_length_error(

@@ -1,16 +1,13 @@
 """Writes docs/fields.md: `python -m finwhale.server.fields_page > docs/fields.md`."""
 
-from finwhale.server.protocols.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    MessagesBody,
-    ResponsesBody,
-    StructuredOutputs,
-    UsageStreamOptions,
-)
+from finwhale.server.protocols import schemas
 
-COLUMNS: tuple[type[Body], ...] = (ChatBody, CompletionBody, ResponsesBody, MessagesBody)
+COLUMNS: tuple[type[schemas.Body], ...] = (
+    schemas.ChatBody,
+    schemas.CompletionBody,
+    schemas.ResponsesBody,
+    schemas.MessagesBody,
+)
 PAGE = """# Request fields
 
 This page is for those who write clients.
@@ -65,8 +62,8 @@ def fields_page() -> str:
     names = dict.fromkeys(name for body in COLUMNS for name in body.model_fields)
     return PAGE.format(
         fields="\n".join(map(_row, names)),
-        stream_options=_list(UsageStreamOptions),
-        structured_outputs=_list(StructuredOutputs),
+        stream_options=_list(schemas.UsageStreamOptions),
+        structured_outputs=_list(schemas.StructuredOutputs),
     )
 
 
@@ -80,7 +77,7 @@ def _row(name: str) -> str:
     return f"| `{name}` | {marks} | {meaning} |"
 
 
-def _list(body: type[Body]) -> str:
+def _list(body: type[schemas.Body]) -> str:
     lines = []
     for name, field in body.model_fields.items():
         meaning = f": {field.description}" if field.description else ""

@@ -15,7 +15,8 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from finwhale.errors import FinwhaleError
 from finwhale.server.errors import ApiError
@@ -60,7 +61,7 @@ class ApiKey:
         priority: whether its requests may set `priority`.
     """
 
-    name: str
+    name: str = field(compare=False)
     digest: bytes
     identity: str
     concurrent: int | None = None
@@ -128,10 +129,7 @@ class Keys:
 
     def replace(self, lines: Sequence[str]) -> None:
         """Accepts only these keys from now on. Running requests go on and count for their names.
-
-        Raises:
-            FinwhaleError: a line is wrong; the keys stay as they are.
-        """
+        Raises FinwhaleError: a line is wrong; the keys stay as they are."""
         uses = {key.identity: key.use for key in self._keys}
         self._keys = parse_keys(lines, uses)
 
@@ -168,37 +166,31 @@ def parse_keys(lines: Sequence[str], uses: dict[str, Use] | None = None) -> list
         digest = _digest(secret)
         identity = f"name:{name}" if colon else f"key:{digest.hex()}"
         use = uses.setdefault(identity, Use())
-        key = ApiKey(name, digest, identity, *_limits(limits, what), use=use)
-        before = keys.setdefault(digest, key)
-        if before.identity != identity or _limits_of(before) != _limits_of(key):
+        key = ApiKey(name, digest, identity, **_limits(limits, what), use=use)
+        if keys.setdefault(digest, key) != key:
             raise FinwhaleError(f"{what}: another line has the same key")
-        same = next((other for other in keys.values() if other.identity == identity), key)
-        if _limits_of(same) != _limits_of(key):
+        same = next(other for other in keys.values() if other.identity == identity)
+        if replace(same, digest=digest) != key:
             raise FinwhaleError(f"{what}: all keys of one name must have the same limits")
     return list(keys.values())
 
 
-def _limits_of(key: ApiKey) -> tuple[int | None, int | None, bool]:
-    return key.concurrent, key.tokens_per_minute, key.priority
-
-
-def _limits(words: Sequence[str], what: str) -> tuple[int | None, int | None, bool]:
-    numbers: dict[str, int] = {}
-    priority = True
+def _limits(words: Sequence[str], what: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for word in words:
         name, _, value = word.partition("=")
         if name == "priority" and value in ("yes", "no"):
-            priority = value == "yes"
+            found[name] = value == "yes"
         elif name in ("concurrent", "tokens_per_minute") and re.fullmatch(
             "[1-9][0-9]{0,11}", value
         ):
-            numbers[name] = int(value)
+            found[name] = int(value)
         else:
             raise FinwhaleError(
                 f"{what}: after the key may come concurrent=N, tokens_per_minute=N, "
                 "priority=yes and priority=no"
             )
-    return numbers.get("concurrent"), numbers.get("tokens_per_minute"), priority
+    return found
 
 
 def _digest(text: str) -> bytes:

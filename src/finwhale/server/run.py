@@ -24,15 +24,8 @@ from finwhale.server.banner import banner
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.store import Store, open_store
 from finwhale.server.config import ServerConfig
+from finwhale.server.edge import listening
 from finwhale.server.edge.connections import Connections
-from finwhale.server.edge.listening import (
-    BACKLOG,
-    close,
-    listen,
-    load_certificate,
-    tls_context,
-    url_of,
-)
 from finwhale.server.grammars.check import GrammarChecker
 from finwhale.server.link.client import EngineClient
 from finwhale.server.observe import logs
@@ -68,10 +61,10 @@ def serve(
     Raises:
         FinwhaleError: the server cannot listen on the address, or the model does not load.
     """
-    tls = tls_context(config)
+    tls = listening.tls_context(config)
     traces = open_traces(config)
     connections = Connections(config)
-    listener = listen(config)
+    listener = listening.listen(config)
     store = open_store(config)
     port = None
     if config.health_port is not None:
@@ -95,30 +88,21 @@ def serve(
             port.close()
         if store is not None:
             store.close()
-        close(listener, config)
+        listening.close(listener, config)
         if traces is not None:
             traces.close()
 
 
 def open_traces(config: ServerConfig) -> "Traces | None":
-    """Where the server sends traces; None: nowhere.
-
-    Raises:
-        FinwhaleError: the extra `trace` is missing, or a setting of OpenTelemetry is wrong.
-    """
+    """Where the server sends traces; None: nowhere. Raises FinwhaleError: the extra `trace` is
+    missing, or a setting of OpenTelemetry is wrong."""
     if config.otlp_traces_endpoint is None:
         return None
     try:
         tracing = importlib.import_module("finwhale.server.observe.tracing")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("opentelemetry"):
-            raise
-        raise FinwhaleError(
-            f"traces need {error.name}: install finwhale with the trace extra, "
-            "pip install 'finwhale[trace]'"
-        ) from error
-    try:
         traces: Traces = tracing.Traces(config.otlp_traces_endpoint)
+    except ModuleNotFoundError as error:
+        raise FinwhaleError(str(error)) from error
     except ValueError as error:
         raise FinwhaleError(f"a setting of OpenTelemetry is wrong: {error}") from error
     return traces
@@ -161,7 +145,7 @@ async def _serve(
                 server.batches.start()
             phases = {name: round(spent, 2) for name, spent in state.ready.phases.items()}
             logger.info("started", extra={"phases": table(phases)})
-            url = url_of(listener, state.config)
+            url = listening.url_of(listener, state.config)
             logger.info("ready", extra={"url": url, "model": state.model_name})
             if logs.is_text(config.log_format):
                 text = banner(state.ready, state.model_name, url, bool(config.api_keys))
@@ -201,11 +185,8 @@ async def _serve(
 async def end_processes(
     client: EngineClient, grammars: GrammarChecker, stop_now: asyncio.Event
 ) -> None:
-    """Ends the engine's process and the one that tries grammars.
-
-    Args:
-        stop_now: when it is set, kill both instead of waiting for them.
-    """
+    """Ends the engine's process and the one that tries grammars. `stop_now`: when it is set, kill
+    both instead of waiting for them."""
     closing = asyncio.gather(client.close(), grammars.close())
     stopping_now = asyncio.ensure_future(stop_now.wait())
     await asyncio.wait((closing, stopping_now), return_when=asyncio.FIRST_COMPLETED)
@@ -223,7 +204,7 @@ def reload(
     keys = state.keys
     try:
         if tls is not None:
-            load_certificate(tls, state.config)
+            listening.load_certificate(tls, state.config)
     except FinwhaleError as error:
         logger.error("the certificate stays as it was", extra={"reason": str(error)})
     try:
@@ -277,7 +258,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)
+            listener.listen(listening.BACKLOG)
         asyncio.get_running_loop().set_exception_handler(self.connections.handle)
 
     @contextlib.contextmanager

@@ -54,9 +54,7 @@ class Stream(Response):
             if not await _or_disconnect(sending, receive):
                 scope["state"]["client_gone"] = True
         finally:
-            sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await sending
+            await end(sending)
             await self._source.aclose()
 
     async def _send(self, send: Send) -> None:
@@ -72,9 +70,7 @@ class Stream(Response):
                 async with self._sending:
                     await self._send_piece(send, piece)
         finally:
-            pinging.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await pinging
+            await end(pinging)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_piece(self, send: Send, piece: bytes) -> None:
@@ -99,11 +95,8 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`, and cancels it when the client disconnects.
-
-    Raises:
-        ClientGone: the client has disconnected.
-    """
+    """Awaits `work`, and cancels it when the client disconnects. Raises ClientGone: the client has
+    disconnected."""
     working = asyncio.ensure_future(work)
     try:
         if not await _or_disconnect(working, request.receive):
@@ -111,9 +104,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         return working.result()
     finally:
         if not working.done():
-            working.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await working
+            await end(working)
 
 
 async def _or_disconnect(working: asyncio.Future[Any], receive: Receive) -> bool:
@@ -125,9 +116,14 @@ async def _or_disconnect(working: asyncio.Future[Any], receive: Receive) -> bool
             working.result()
         return working.done()
     finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        await end(watching)
+
+
+async def end(task: asyncio.Future[Any]) -> None:
+    """Cancels a task, and waits for its end."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, OSError):
+        await task
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -23,7 +23,7 @@ from finwhale.server.errors import ApiError, as_api_error, context_length_error
 from finwhale.server.grammars.check import GrammarChecker
 from finwhale.server.keys import Keys
 from finwhale.server.link.client import EngineClient, Generation
-from finwhale.server.link.wire import Delta, Ready
+from finwhale.server.link.wire import Add, Delta, Ready
 from finwhale.server.observe.logs import RequestLog
 from finwhale.server.observe.metrics import Metrics
 
@@ -237,7 +237,7 @@ class ServerState:
         params: SamplingParams,
         log: RequestLog,
         stop_after: int | None = None,
-        priority: int = 0,
+        priority: int | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Runs a request on the engine, and removes it from the engine at the end.
 
@@ -255,6 +255,7 @@ class ServerState:
             filter = await self.in_thread(
                 log.body_bytes, lambda: new_filter(params, self.tokenizer, self.ready.vocab_size)
             )
+        priority = priority or 0
         async with AsyncExitStack() as stack:
             if log.batch:
                 await stack.enter_async_context(self.batch_sequences.taken(log.num_sequences))
@@ -264,10 +265,11 @@ class ServerState:
             owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
             if log.cache_salt is not None:
                 owner += f"/{log.cache_salt}"
-            user, grammar_bytes = log.user, self.grammars.bytes_of(params.guide, log.user)
-            generation = self.client.submit(
-                prompts, params, stop_after, priority, owner, user, grammar_bytes, filter
+            grammar_bytes = self.grammars.bytes_of(params.guide, log.user)
+            request = Add(
+                "", (), params, stop_after, priority, owner, log.user, grammar_bytes, filter
             )
+            generation = self.client.submit(prompts, request)
             # Count the request only now: a dead or stopping engine makes `submit` raise.
             log.params = params
             log.prompt_tokens = sum(map(len, prompts))

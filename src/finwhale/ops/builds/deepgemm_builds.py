@@ -19,14 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 import torch
 from torch import Tensor
 
+from finwhale.extras import named_extras
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.linear_deepgemm import MANY_TOKENS, rows_of
 from finwhale.ops.linear.linear_triton import ROUNDED_TOKENS, SHORT_STEPS
 from finwhale.ops.linear.quantise_triton import empty_quantised
+
+with named_extras():
+    import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 
 BLOCK_ROWS = 64
 # A call that takes more host time than this has loaded or compiled a kernel.

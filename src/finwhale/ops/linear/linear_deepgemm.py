@@ -17,16 +17,19 @@ DeepGEMM compiles a kernel with nvcc at the first call of a shape, which takes 1
 
 from functools import cache
 
-import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 import torch
 from torch import Tensor
 
+from finwhale.extras import named_extras
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight, RoundedInput
 from finwhale.ops.linear import linear_triton as kernels
 from finwhale.ops.linear.linear_triton import DEFAULT, LinearOptions
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise, swiglu_quantise
 from finwhale.ops.moe import ExpertWeight
+
+with named_extras():
+    import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 
 MANY_TOKENS = 256
 

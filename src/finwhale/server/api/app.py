@@ -26,47 +26,20 @@ from finwhale.server.api.gate import (
     cors_options,
 )
 from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
-from finwhale.server.api.rollouts import add_rollouts
+from finwhale.server.api.rollouts import Endpoints
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
 from finwhale.server.batch.store import Store
 from finwhale.server.edge.bodies import BodyParser, max_items
-from finwhale.server.errors import (
-    ApiError,
-    error_event,
-    error_response,
-    is_anthropic,
-)
+from finwhale.server.errors import ApiError, error_event, error_response, is_anthropic
 from finwhale.server.observe.logs import RequestLog, note_refusal
 from finwhale.server.observe.metrics import CONTENT_TYPE
-from finwhale.server.protocols import chat_answers, chat_requests, completions
+from finwhale.server.protocols import chat_answers, chat_requests, completions, schemas
 from finwhale.server.protocols.body_route import BodyRoute, note_ignored
 from finwhale.server.protocols.chat_requests import ChatProtocolBody
 from finwhale.server.protocols.json_answer import json_answer
-from finwhale.server.protocols.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    CountTokensBody,
-    DetokenizeAnswer,
-    DetokenizeBody,
-    Health,
-    MessagesBody,
-    ModelCard,
-    ModelList,
-    ResponsesBody,
-    TokenizeAnswer,
-    TokenizeBody,
-)
 from finwhale.server.protocols.validation_errors import validation_error
-from finwhale.server.sse import (
-    COMMENT,
-    NO_BUFFER,
-    ClientGone,
-    Stream,
-    event,
-    unless_disconnected,
-)
+from finwhale.server.sse import COMMENT, NO_BUFFER, ClientGone, Stream, event, unless_disconnected
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -124,13 +97,13 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
     batches = None if store is None else Batches(app, state, store)
     app.state.batches = batches
     add_batches(app, state, batches, _ERRORS)
-    add_rollouts(app, state, _ERRORS)
+    Endpoints(app, state, _ERRORS)
     return app
 
 
 def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", responses=_STREAMS, response_model=None)
-    async def create_completion(body: CompletionBody, request: Request) -> Response:
+    async def create_completion(body: schemas.CompletionBody, request: Request) -> Response:
         log = _begin(state, request, body)
         job = await _prepared(request, state, log, completions.prepare(state, body, log))
         if body.stream:
@@ -138,15 +111,15 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         return await _whole(request, state, completions.complete(state, job, log))
 
     @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
-    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+    async def create_chat_completion(body: schemas.ChatBody, request: Request) -> Response:
         return await _chat(state, body, request)
 
     @app.post("/v1/responses", responses=_STREAMS, response_model=None)
-    async def create_response(body: ResponsesBody, request: Request) -> Response:
+    async def create_response(body: schemas.ResponsesBody, request: Request) -> Response:
         return await _chat(state, body, request)
 
     @app.post("/v1/messages", responses=_STREAMS, response_model=None)
-    async def create_message(body: MessagesBody, request: Request) -> Response:
+    async def create_message(body: schemas.MessagesBody, request: Request) -> Response:
         return await _chat(state, body, request)
 
 
@@ -161,27 +134,29 @@ async def _chat(state: ServerState, body: ChatProtocolBody, request: Request) ->
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/messages/count_tokens", responses=_ERRORS)
-    async def count_tokens(body: CountTokensBody, request: Request) -> dict[str, int]:
+    async def count_tokens(body: schemas.CountTokensBody, request: Request) -> dict[str, int]:
         return {"input_tokens": await tokens.count(state, body, _size(request))}
 
     @app.post("/v1/responses/input_tokens", responses=_ERRORS)
-    async def count_input_tokens(body: ResponsesBody, request: Request) -> dict[str, int | str]:
+    async def count_input_tokens(
+        body: schemas.ResponsesBody, request: Request
+    ) -> dict[str, int | str]:
         counted = await tokens.count(state, body, _size(request))
         return {"object": "response.input_tokens", "input_tokens": counted}
 
-    @app.post("/tokenize", responses=_ERRORS, response_model=TokenizeAnswer)
-    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    @app.post("/tokenize", responses=_ERRORS, response_model=schemas.TokenizeAnswer)
+    async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
         return json_answer(await tokens.tokenize(state, body, _size(request)), state.turn)
 
-    @app.post("/detokenize", responses=_ERRORS, response_model=DetokenizeAnswer)
-    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    @app.post("/detokenize", responses=_ERRORS, response_model=schemas.DetokenizeAnswer)
+    async def detokenize(body: schemas.DetokenizeBody, request: Request) -> Response:
         return json_answer(await tokens.detokenize(state, body, _size(request)), state.turn)
 
 
 def _add_service(app: FastAPI, state: ServerState) -> None:
-    def card(name: str) -> ModelCard:
+    def card(name: str) -> schemas.ModelCard:
         context = state.ready.max_model_len
-        return ModelCard(
+        return schemas.ModelCard(
             id=name,
             created=state.started,
             created_at=datetime.fromtimestamp(state.started, UTC).isoformat(),
@@ -193,16 +168,16 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         )
 
     @app.get("/v1/models", responses=_ERRORS)
-    async def list_models() -> ModelList:
+    async def list_models() -> schemas.ModelList:
         names = state.config.model_names
-        return ModelList(data=[*map(card, names)], first_id=names[0], last_id=names[-1])
+        return schemas.ModelList(data=[*map(card, names)], first_id=names[0], last_id=names[-1])
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
-    async def get_model(name: str) -> ModelCard:
+    async def get_model(name: str) -> schemas.ModelCard:
         state.check_model(name)
         return card(name)
 
-    @app.get("/health/live", responses={503: {"model": Health}})
+    @app.get("/health/live", responses={503: {"model": schemas.Health}})
     async def live() -> Response:
         """Whether the process is healthy: neither it nor its engine has died or stopped."""
         return _health(health.live(state))
@@ -212,10 +187,10 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         """Finwhale's version, in vLLM's form."""
         return {"version": finwhale.__version__}
 
-    @app.get("/ping", responses={503: {"model": Health}}, name="ping")
-    @app.post("/ping", responses={503: {"model": Health}}, name="post_ping")
-    @app.get("/health", responses={503: {"model": Health}}, name="healthy")
-    @app.get("/health/ready", responses={503: {"model": Health}})
+    @app.get("/ping", responses={503: {"model": schemas.Health}}, name="ping")
+    @app.post("/ping", responses={503: {"model": schemas.Health}}, name="post_ping")
+    @app.get("/health", responses={503: {"model": schemas.Health}}, name="healthy")
+    @app.get("/health/ready", responses={503: {"model": schemas.Health}})
     async def ready() -> Response:
         """Whether the server accepts requests: the model is loaded and it is not stopping."""
         return _health(health.ready(state))
@@ -237,7 +212,7 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
     app.mount(PAGE_PATH, PageFiles())
 
 
-def _health(found: Health) -> Response:
+def _health(found: schemas.Health) -> Response:
     return JSONResponse(found.model_dump(), 503 if found.reason else 200)
 
 
@@ -247,7 +222,7 @@ def _size(request: Request) -> int:
     return size
 
 
-def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
+def _begin(state: ServerState, request: Request, body: schemas.Body) -> RequestLog:
     if state.config.log_prompts:
         found = {"request_id": request.scope["state"]["request_id"]}
         logger.info("body", extra=found | {"body": body.model_dump(exclude_unset=True)})
@@ -332,7 +307,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
             405: f"{path} does not take {method}",
         }
         text = reasons.get(error.status_code, str(error.detail))
-        told = ApiError(error.status_code, text, headers=error.headers)
+        told = ApiError(error.status_code, text, headers=error.headers or {})
         return _refused(request, state, told)
 
     async def gone(request: Request, error: Exception) -> Response:

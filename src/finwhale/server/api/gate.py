@@ -54,11 +54,13 @@ def cors_options(config: ServerConfig) -> dict[str, Any]:
     }
 
 
-class Reported:
-    """Marks a request and its answer with an id, and reports it when it has ended."""
-
+class _Layer:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state = app, state
+
+
+class Reported(_Layer):
+    """Marks a request and its answer with an id, and reports it when it has ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -89,7 +91,7 @@ class Reported:
     def _report(self, scope: Scope, status: int, begin: float) -> None:
         found, traces = scope["state"], self._state.traces
         endpoint = getattr(scope.get("route"), "path", "unknown")
-        self._state.metrics.answered(endpoint, status)
+        self._state.metrics.requests.labels(endpoint, str(status)).inc()
         log, key, refusal = found.get("log"), found.get("key"), found.get("refusal")
         fields = {} if log is None else log.fields()
         if traces is not None and endpoint not in _ALWAYS and not scope["path"].startswith(_FILES):
@@ -114,14 +116,11 @@ class Reported:
         logger.log(level, "request", extra=extra | fields)
 
 
-class RefusalAnswers:
+class RefusalAnswers(_Layer):
     """Answers with the error that the application raises before it has begun to answer.
 
     Web pages of the allowed origins may read the answer.
     """
-
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -145,11 +144,11 @@ class RefusalAnswers:
             await answer(scope, receive, send)
 
 
-class Admitted:
+class Admitted(_Layer):
     """Checks a request's host and key, and takes its part of its user's and its key's shares."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app, self._state = app, state
+        super().__init__(app, state)
         self._hosts = HostCheck(state.config.allowed_hosts)
         size = state.config.max_concurrency
         self._requests = Shares("requests at once", lambda: size, error=state.busy)
@@ -197,11 +196,8 @@ class Admitted:
         return key
 
 
-class Bounded:
+class Bounded(_Layer):
     """Passes a request's body on, until it has too many bytes or the server holds too many."""
-
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError."""
@@ -222,70 +218,40 @@ class Bounded:
         length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length[:20]) > max_bytes:
             raise too_large
-        body = _Body(receive, max_bytes, too_large, budget, scope["state"]["user"])
+        user, seen = scope["state"]["user"], 0
+        refused: ApiError | None = None  # the error for which the rest of the body is dropped
+
+        def resize(num_bytes: int) -> None:
+            nonlocal seen
+            if budget is not None:
+                budget.resize(seen, num_bytes, user)
+            seen = num_bytes
+
+        async def receive_bounded() -> Message:
+            nonlocal refused
+            message = await receive()
+            if message["type"] == "http.request":
+                try:
+                    if seen + len(message.get("body", b"")) > max_bytes:
+                        raise too_large
+                    resize(seen + len(message.get("body", b"")))
+                except ApiError as error:
+                    refused = error
+                    resize(0)
+                    raise
+            return message
 
         async def send_unless_refused(message: Message) -> None:
             # The application sees an incomplete body, so drop its answer.
-            if body.refused is None:
+            if refused is None:
                 await send(message)
 
         try:
-            await self._app(scope, body.receive, send_unless_refused)
+            await self._app(scope, receive_bounded, send_unless_refused)
         finally:
-            body.release()
-        if body.refused is not None:
-            raise body.refused
-
-
-class _Body:
-    """A request's body, which counts as its user's part of `budget`.
-
-    Args:
-        too_large: the error for a body of more bytes.
-        budget: counts the bytes that the server holds; None: the server does not hold this body.
-
-    Attributes:
-        refused: the error for which the rest of the body is dropped; None: there is none.
-    """
-
-    def __init__(
-        self,
-        receive: Receive,
-        max_bytes: int,
-        too_large: ApiError,
-        budget: Budget | None,
-        user: str,
-    ) -> None:
-        self._receive = receive
-        self._max_bytes, self._too_large = max_bytes, too_large
-        self._budget, self._user = budget, user
-        self._seen = 0
-        self.refused: ApiError | None = None
-
-    async def receive(self) -> Message:
-        """Raises ApiError."""
-        message = await self._receive()
-        if message["type"] == "http.request":
-            seen = self._seen + len(message.get("body", b""))
-            try:
-                if seen > self._max_bytes:
-                    raise self._too_large
-                self._resize(seen)
-            except ApiError as error:
-                self.refused = error
-                self.release()
-                raise
-            self._seen = seen
-        return message
-
-    def release(self) -> None:
-        """Stops counting the body. A request's text lives as long as the request."""
-        self._resize(0)
-        self._seen = 0
-
-    def _resize(self, num_bytes: int) -> None:
-        if self._budget is not None:
-            self._budget.resize(self._seen, num_bytes, self._user)
+            resize(0)  # a request's text lives as long as the request
+        if refused is not None:
+            raise refused
 
 
 def _given_key(headers: Headers) -> str:

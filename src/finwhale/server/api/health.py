@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,31 +24,35 @@ TIMEOUT_S = 5.0
 
 def live(state: ServerState) -> Health:
     """Whether the process works: no part of it has died or hangs."""
-    failure, config = state.client.failure, state.config
-    heartbeat = state.client.heartbeat
-    if failure is None and state.client.ready is not None and heartbeat is not None:
-        if heartbeat.silent_s > config.engine_timeout_s:
-            failure = f"the engine's process has not run for {heartbeat.silent_s:.0f} s"
-        elif heartbeat.step_s > config.step_timeout_s:
-            failure = f"a step has taken {heartbeat.step_s:.0f} s"
-    if failure is None and state.loop_silent_s > config.engine_timeout_s:
-        failure = f"the event loop has been busy for {state.loop_silent_s:.0f} s"
+    config = state.config
+    failure = state.client.failure or _hanging(
+        state, config.engine_timeout_s, config.step_timeout_s
+    )
     return Health(status="dead" if failure else "alive", reason=failure)
 
 
 def ready(state: ServerState) -> Health:
     """Whether clients should send requests: the model is loaded, and the server is not stopping."""
     reason = live(state).reason
-    heartbeat = state.client.heartbeat
     if reason is None and state.draining:
         reason = "the server is stopping"
     if reason is None and not state.client.alive:
         reason = "the model is loading"
-    if reason is None and heartbeat is not None and heartbeat.silent_s > READY_S:
-        reason = f"the engine's process has not run for {heartbeat.silent_s:.0f} s"
-    if reason is None and state.loop_silent_s > READY_S:
-        reason = f"the event loop has been busy for {state.loop_silent_s:.0f} s"
+    reason = reason or _hanging(state, READY_S)
     return Health(status="not ready" if reason else "ready", reason=reason)
+
+
+def _hanging(state: ServerState, limit_s: float, step_limit_s: float = math.inf) -> str | None:
+    """What has not run for longer than a limit; None: everything runs."""
+    heartbeat = state.client.heartbeat
+    if heartbeat is not None and state.client.ready is not None:
+        if heartbeat.silent_s > limit_s:
+            return f"the engine's process has not run for {heartbeat.silent_s:.0f} s"
+        if heartbeat.step_s > step_limit_s:
+            return f"a step has taken {heartbeat.step_s:.0f} s"
+    if state.loop_silent_s > limit_s:
+        return f"the event loop has been busy for {state.loop_silent_s:.0f} s"
+    return None
 
 
 async def pulse(state: ServerState) -> None:
@@ -55,18 +60,16 @@ async def pulse(state: ServerState) -> None:
     while True:
         state.loop_seen = time.monotonic()
         await asyncio.sleep(PULSE_S)
-        state.metrics.loop_delay(time.monotonic() - state.loop_seen - PULSE_S)
+        late_s = time.monotonic() - state.loop_seen - PULSE_S
+        state.metrics.loop_delay.observe(max(0.0, late_s))
 
 
 class HealthPort:
     """Serves /health, /health/live, /health/ready and /metrics on threads, without API keys."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listens, but does not answer yet.
-
-        Raises:
-            FinwhaleError: the server cannot listen on the address.
-        """
+        """Listens, but does not answer yet. Raises FinwhaleError: the server cannot listen on the
+        address."""
         try:
             self._server = _Server((host, port))
         except OSError as error:

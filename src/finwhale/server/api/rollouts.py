@@ -3,7 +3,7 @@
 A body holds plain data. Nothing that a client sends is unpickled.
 """
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -133,19 +133,9 @@ class DiskBody(Body):
 
 
 # Bodies that a client may leave out.
-_PAUSE, _NOTHING, _ALL_TAGS, _START, _FINISH = (
-    PauseBody(),
-    NoBody(),
-    TagsBody(),
-    StartBody(),
-    FinishBody(),
-)
+_PAUSE, _NOTHING, _ALL_TAGS = PauseBody(), NoBody(), TagsBody()
+_START, _FINISH = StartBody(), FinishBody()
 OK = {"success": True, "message": "done"}
-
-
-def add_rollouts(app: FastAPI, state: ServerState, responses: dict[int | str, Any]) -> None:
-    """Adds the endpoints, if the server has them; otherwise each answers why it has not."""
-    Endpoints(app, state, responses).add()
 
 
 class CallRoute(BodyRoute):
@@ -165,9 +155,8 @@ class Endpoints:
     """The endpoints of one server. Each may have several paths."""
 
     def __init__(self, app: FastAPI, state: ServerState, responses: dict[int | str, Any]) -> None:
+        """Adds the endpoints, if the server has them; otherwise each answers why it has not."""
         self._app, self._state, self._responses = app, state, responses
-
-    def add(self) -> None:
         get, post = ["GET"], ["POST"]
         for methods, handler, *paths in (
             (post, self.pause, "/pause", "/pause_generation"),
@@ -219,9 +208,10 @@ class Endpoints:
                     400, f"unknown parameter: {name}", code="unknown_parameter", param=name
                 )
 
-    async def _call(self, work: Callable[[RolloutControl], Any]) -> Any:
+    async def _call(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        """Calls a method of RolloutControl. Raises ApiError and what `EngineClient.call` raises."""
         try:
-            return await self._state.client.call(work)
+            return await self._state.client.call(partial(method, **arguments))
         except (RequestError, EngineDeadError, StoppingError):
             raise
         except FinwhaleError as error:
@@ -240,8 +230,7 @@ class Endpoints:
         body: PauseBody = _PAUSE,
     ) -> dict[str, str]:
         """Runs no more steps until /resume. `abort` ends all requests; otherwise they wait."""
-        chosen = body.mode or mode
-        await self._call(partial(RolloutControl.pause, abort=chosen == "abort"))
+        await self._call(RolloutControl.pause, abort=(body.mode or mode) == "abort")
         if clear_cache:
             await self.reset_cache()
         return {"status": "paused"}
@@ -261,17 +250,16 @@ class Endpoints:
         tags: Annotated[list[Tag] | None, Query()] = None,
     ) -> dict[str, Any]:
         """Frees memory. Level 2 drops the weights, level 1 saves them."""
-        work = partial(
+        await self._call(
             RolloutControl.sleep, tags=_tags(tags), drop_weights=level == 2, abort=mode == "abort"
         )
-        await self._call(work)
         return OK
 
     async def wake(self, tags: Annotated[list[Tag] | None, Query()] = None) -> dict[str, Any]:
         """Allocates memory again. Ends an update that has begun, unless the engine is paused or
         still sleeps.
         """
-        await self._call(partial(RolloutControl.wake, tags=_tags(tags)))
+        await self._call(RolloutControl.wake, tags=_tags(tags))
         return OK
 
     async def release(self, body: TagsBody = _ALL_TAGS) -> dict[str, Any]:
@@ -300,17 +288,17 @@ class Endpoints:
 
     async def init_group(self, body: GroupBody) -> dict[str, Any]:
         """Joins a process group with a trainer. Answers when all members have joined."""
-        await self._call(partial(RolloutControl.join, **body.model_dump()))
+        await self._call(RolloutControl.join, **body.model_dump())
         return OK
 
     async def destroy_group(self, body: GroupNameBody) -> dict[str, Any]:
         """Leaves a process group."""
-        await self._call(partial(RolloutControl.leave, group_name=body.group_name))
+        await self._call(RolloutControl.leave, group_name=body.group_name)
         return OK
 
     async def start(self, body: StartBody = _START) -> dict[str, str]:
         """Begins an update; /update_weights then sends its weights."""
-        await self._call(partial(RolloutControl.begin, partial=body.partial))
+        await self._call(RolloutControl.begin, partial=body.partial)
         return {"message": "Weight update started"}
 
     async def update(self, body: UpdateBody) -> dict[str, str]:
@@ -321,17 +309,15 @@ class Endpoints:
         weights, and they take effect now.
         """
         info = body.update_info
-        described: dict[str, Any] = {
-            "names": info.names,
-            "dtypes": info.dtype_names,
-            "shapes": info.shapes,
-        }
+        described: Any = {"names": info.names, "dtypes": info.dtype_names, "shapes": info.shapes}
         source: WeightsSource
         if info.ipc_handles is None:
             source = BroadcastTensors(**described, group_name=info.group_name)
         else:
-            source = SharedTensors(**described, handles=_handles(info.ipc_handles))
-        await self._call(partial(RolloutControl.update, source=source))
+            handles = info.ipc_handles.items()
+            found = {uuid: IpcHandle.from_json(one.model_dump()) for uuid, one in handles}
+            source = SharedTensors(**described, handles=found)
+        await self._call(RolloutControl.update, source=source)
         return {"message": "Weights updated"}
 
     async def update_distributed(self, body: DistributedBody) -> dict[str, Any]:
@@ -339,24 +325,20 @@ class Endpoints:
         source = BroadcastTensors(
             names=body.names, dtypes=body.dtypes, shapes=body.shapes, group_name=body.group_name
         )
-        await self._call(partial(RolloutControl.update, source=source, version=body.weight_version))
+        await self._call(RolloutControl.update, source=source, version=body.weight_version)
         return OK
 
     async def update_from_disk(self, body: DiskBody) -> dict[str, Any]:
         """Replaces all weights by those of a checkpoint's directory on the server's host."""
-        work = partial(
-            RolloutControl.update_from_directory,
-            path=body.model_path,
-            version=body.weight_version,
-            abort=body.abort_all_requests,
-        )
-        await self._call(work)
+        await self._call(
+            RolloutControl.update_from_directory, path=body.model_path,
+            version=body.weight_version, abort=body.abort_all_requests,
+        )  # fmt: skip
         return OK
 
     async def finish(self, body: FinishBody = _FINISH) -> dict[str, str]:
         """Writes the weights of the update that has begun."""
-        work = partial(RolloutControl.finish, version=body.weight_version, requests=body.requests)
-        await self._call(work)
+        await self._call(RolloutControl.finish, version=body.weight_version, requests=body.requests)
         return {"message": "Weight update finished"}
 
     async def version(self) -> dict[str, str]:
@@ -372,10 +354,6 @@ def _tags(given: list[Tag] | None) -> tuple[MemoryTag, ...]:
     """The engine's words for tags; None: all."""
     wanted = given or ["weights", "cache"]
     return tuple("weights" if tag == "weights" else "cache" for tag in dict.fromkeys(wanted))
-
-
-def _handles(given: Mapping[str, HandleBody]) -> dict[str, IpcHandle]:
-    return {uuid: IpcHandle.from_json(handle.model_dump()) for uuid, handle in given.items()}
 
 
 async def _refuse() -> None:

@@ -87,11 +87,8 @@ class Batches:
         return batch
 
     def cancel(self, key: ApiKey | None, batch_id: str) -> StoredBatch:
-        """Stops a batch, and keeps its results so far, even if this cannot be saved.
-
-        Raises:
-            ApiError: 404, 409.
-        """
+        """Stops a batch, and keeps its results so far, even if this cannot be saved. Raises
+        ApiError: 404, 409."""
         owner = self.store.owner(key)
         batch = owner.find_batch(batch_id)
         if batch.ended:

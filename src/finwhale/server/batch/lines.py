@@ -76,11 +76,8 @@ class Scan:
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[RawLine, int]]:
-    """The lines of a file, each with its size in the file.
-
-    Args:
-        max_bytes: maximum size of a line whose text is wanted.
-    """
+    """The lines of a file, each with its size in the file. `max_bytes`: maximum size of a line
+    whose text is wanted."""
     with path.open("rb") as file:
         number = 0
         while part := file.readline(_CHUNK):
@@ -101,11 +98,8 @@ def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[RawLine, int]]:
 
 
 def scan(path: Path, max_bytes: int, max_items: int, *, shares_cpu: bool) -> Scan:
-    """Reads a whole file. This takes 33 bytes of memory for each line.
-
-    Args:
-        shares_cpu: pause as long as the work takes, because other threads serve requests.
-    """
+    """Reads a whole file. This takes 33 bytes of memory for each line. `shares_cpu`: pause as long
+    as the work takes, because other threads serve requests."""
     digests, num_lines = array("Q"), 0
     names, numbers = bytearray(), array("Q")
     began, since = time.monotonic(), 0

@@ -33,6 +33,10 @@ class Counts:
     completed: int = 0
     failed: int = 0
 
+    def add(self, *, ok: bool) -> None:
+        self.completed += ok
+        self.failed += not ok
+
 
 def result_of(
     raw: RawLine, line: BatchLine, status: int, request_id: str, body: bytes | bytearray
@@ -111,10 +115,7 @@ class ResultFile:
                     raise FinwhaleError(f"{self.path}, line {number} is the result of a line "
                                         "that has one already")  # fmt: skip
                 done[line] = 1
-                if found[3] == b"200":
-                    counts.completed += 1
-                else:
-                    counts.failed += 1
+                counts.add(ok=found[3] == b"200")
         self._file.truncate(end)
 
     def append(self, result: bytes) -> None:

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,10 +75,7 @@ class BatchJob:
     def add(self, raw: RawLine, result: bytes, *, ok: bool) -> None:
         (self.good if ok else self.bad).append(result)
         self.done[raw.number - 1] = 1
-        if ok:
-            self.counts.completed += 1
-        else:
-            self.counts.failed += 1
+        self.counts.add(ok=ok)
         self.on_result()
 
 
@@ -97,9 +93,9 @@ async def run(app: Starlette, job: BatchJob, held: Room) -> None:
     attempts, ended = Attempts(job.begun), False
     try:
         first = (one for one in job.pending() if not attempts.deaths[one[0].number])
-        await _run_lines(app, job, attempts, _Lines(first, held), job.in_flight)
+        await _run_lines(app, job, attempts, first, held, job.in_flight)
         # What was in flight at a death runs last and alone: the next death then names one line.
-        await _run_lines(app, job, attempts, _Lines(job.pending(), held), 1)
+        await _run_lines(app, job, attempts, job.pending(), held, 1)
         ended = True
     except (asyncio.CancelledError, StoppingError):
         attempts.forget()
@@ -109,17 +105,28 @@ async def run(app: Starlette, job: BatchJob, held: Room) -> None:
 
 
 async def _run_lines(
-    app: Starlette, job: BatchJob, attempts: Attempts, lines: "_Lines", at_once: int
+    app: Starlette,
+    job: BatchJob,
+    attempts: Attempts,
+    pending: Iterator[tuple[RawLine, int]],
+    held: Room,
+    at_once: int,
 ) -> None:
+    lines, taking = _taken(pending, held), asyncio.Lock()
+
     async def work() -> None:
-        while (taken := await lines.next()) is not None:
+        while True:
+            async with taking:
+                taken = await anext(lines, None)
+            if taken is None:
+                return
             raw, size = taken
             again = attempts.deaths[raw.number] > 0
             try:
                 async with job.alone if again else nullcontext():
                     await _run_line(app, job, raw, attempts)
             finally:
-                lines.held.release(size)
+                held.release(size)
 
     workers = [asyncio.ensure_future(work()) for _ in range(at_once)]
     try:
@@ -137,37 +144,26 @@ def run_expired(job: BatchJob, code: str, message: str) -> None:
         job.add(raw, error_of(raw, line, code, message), ok=False)
 
 
-class _Lines:
-    """The pending lines of a job, which its workers take one by one."""
-
-    def __init__(self, pending: Iterator[tuple[RawLine, int]], held: Room) -> None:
-        self.held = held
-        self._pending = pending
-        self._read: deque[tuple[RawLine, int]] = deque()
-        self._lock = asyncio.Lock()
-        self._ended = False
-
-    async def next(self) -> tuple[RawLine, int] | None:
-        """The next line, with the room that it takes: its size. None: there is none."""
-        async with self._lock:
-            if not self._read and not self._ended:
-                # A thread reads, because it may have to skip many lines.
-                await asyncio.to_thread(self._refill)
-            if not self._read:
-                return None
-            raw, size = self._read.popleft()
+async def _taken(
+    pending: Iterator[tuple[RawLine, int]], held: Room
+) -> AsyncGenerator[tuple[RawLine, int], None]:
+    """The pending lines of a job, each with the room that it has taken: its size."""
+    # A thread reads, because it may have to skip many lines.
+    while found := await asyncio.to_thread(_read_some, pending):
+        for raw, size in found:
             size = 0 if raw.text is None else size
-            await self.held.take(size)
-            return raw, size
+            await held.take(size)
+            yield raw, size
 
-    def _refill(self) -> None:
-        size = 0
-        for one in self._pending:
-            self._read.append(one)
-            size += one[1]
-            if len(self._read) >= _READ_LINES or size >= _READ_BYTES:
-                return
-        self._ended = True
+
+def _read_some(pending: Iterator[tuple[RawLine, int]]) -> list[tuple[RawLine, int]]:
+    found, size = [], 0
+    for one in pending:
+        found.append(one)
+        size += one[1]
+        if len(found) >= _READ_LINES or size >= _READ_BYTES:
+            break
+    return found
 
 
 async def _run_line(app: Starlette, job: BatchJob, raw: RawLine, attempts: Attempts) -> None:

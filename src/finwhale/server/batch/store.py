@@ -12,16 +12,18 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from finwhale.artefacts import open_private, write_whole
 from finwhale.errors import FinwhaleError
 from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError, ErrorCode
 from finwhale.server.keys import ApiKey
+
+T = TypeVar("T")
 
 EVERYBODY = "everybody"
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -117,15 +119,11 @@ class Owner:
 
     def find_file(self, file_id: str) -> StoredFile:
         """Raises ApiError (404)."""
-        if file_id not in self.files:
-            raise _missing("file_not_found", "file", file_id)
-        return self.files[file_id]
+        return _found(self.files, "file", file_id, "file_not_found")
 
     def find_batch(self, batch_id: str) -> StoredBatch:
         """Raises ApiError (404)."""
-        if batch_id not in self.batches:
-            raise _missing("batch_not_found", "batch", batch_id)
-        return self.batches[batch_id]
+        return _found(self.batches, "batch", batch_id, "batch_not_found")
 
     def add(self, file: StoredFile) -> None:
         """Describes a file whose content is complete."""
@@ -151,11 +149,8 @@ class Owner:
         write_whole(self.directory / folder / f"{described.id}.json", text)
 
     def make_room(self, max_batches: int) -> None:
-        """Forgets the oldest batches that have ended.
-
-        Raises:
-            ApiError (429): too many have not ended.
-        """
+        """Forgets the oldest batches that have ended. Raises ApiError (429): too many have not
+        ended."""
         ended = [batch for batch in self.batches.values() if batch.ended]
         if len(self.batches) - len(ended) >= max_batches:
             raise ApiError(
@@ -255,9 +250,11 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _missing(code: ErrorCode, what: str, name: str) -> ApiError:
+def _found(known: Mapping[str, T], what: str, name: str, code: ErrorCode) -> T:
+    if name in known:
+        return known[name]
     shown = re.sub("[^A-Za-z0-9_-]", "?", name[:100])
-    return ApiError(404, f"no {what} has the id {shown}", code=code, param="id")
+    raise ApiError(404, f"no {what} has the id {shown}", code=code, param="id")
 
 
 def no_space(error: OSError) -> ApiError:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,8 @@ _MAX_BOUNDARY = 70  # RFC 2046
 
 
 async def receive(request: Request, owner: Owner, max_bytes: int, max_lines: int) -> StoredFile:
-    """Stores the file of a body, and describes it.
-
-    Raises:
-        ApiError: the body is not such a form, or the file is too large.
-        ClientGone: the client has disconnected.
-    """
+    """Stores the file of a body, and describes it. Raises ApiError: the body is not such a form, or
+    the file is too large; ClientGone: the client has disconnected."""
     file_id = new_id("file-")
     path = owner.content(file_id)
     try:
@@ -63,8 +60,8 @@ class _Form:
             boundary,
             {
                 "on_part_begin": self._part_begin,
-                "on_header_field": self._header_name,
-                "on_header_value": self._header_value,
+                "on_header_field": partial(self._header_part, 0),
+                "on_header_value": partial(self._header_part, 1),
                 "on_header_end": self._header_end,
                 "on_headers_finished": self._headers_end,
                 "on_part_data": self._data,
@@ -75,7 +72,7 @@ class _Form:
         self._last = b""
         self._name = ""
         self._headers: dict[bytes, bytes] = {}
-        self._header = (b"", b"")
+        self._header = [b"", b""]
         self._header_bytes = 0
         self._fields: dict[str, bytes] = {}
         self._filename: str | None = None
@@ -100,25 +97,19 @@ class _Form:
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise _wrong(f"the form has more than {_MAX_PARTS} parts")
-        self._headers, self._header, self._header_bytes = {}, (b"", b""), 0
+        self._headers, self._header, self._header_bytes = {}, [b"", b""], 0
 
-    def _count_header(self, size: int) -> None:
-        self._header_bytes += size
+    def _header_part(self, which: int, data: bytes, start: int, end: int) -> None:
+        """Adds to a header's name (0) or value (1)."""
+        self._header_bytes += end - start
         if self._header_bytes > _MAX_HEADER_BYTES:
             raise _wrong(f"the head of a part has more than {_MAX_HEADER_BYTES} bytes")
-
-    def _header_name(self, data: bytes, start: int, end: int) -> None:
-        self._count_header(end - start)
-        self._header = (self._header[0] + data[start:end], self._header[1])
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._count_header(end - start)
-        self._header = (self._header[0], self._header[1] + data[start:end])
+        self._header[which] += data[start:end]
 
     def _header_end(self) -> None:
         name, value = self._header
         self._headers[name.lower()] = value
-        self._header = (b"", b"")
+        self._header = [b"", b""]
 
     def _headers_end(self) -> None:
         kind, options = parse_options_header(self._headers.get(b"content-disposition", b""))

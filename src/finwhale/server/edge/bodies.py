@@ -72,10 +72,7 @@ class Budget:
 
     def resize(self, before: int, after: int, user: str = "") -> None:
         """Counts a body that grows from `before` to `after` bytes, or is dropped (`after` = 0).
-
-        Raises:
-            ApiError (503): there is no room; the body still counts as `before` bytes.
-        """
+        Raises ApiError (503): there is no room; the body still counts as `before` bytes."""
         more = max(0, after - SMALL_BYTES) - max(0, before - SMALL_BYTES)
         if more > 0:
             self._shares.check(user, more)
@@ -94,11 +91,8 @@ class BodyParser:
 
     async def parse(self, body: bytes, read: Callable[[Any], T] = lambda value: value) -> T:
         """What `read` makes of a body's JSON value. For a large body, it runs in a thread, too.
-
-        Raises:
-            ApiError (400): it is not JSON in UTF-8, has a lone surrogate, or has too many or too
-                deep structures.
-        """
+        Raises ApiError (400): it is not JSON in UTF-8, has a lone surrogate, or has too many or too
+        deep structures."""
         if len(body) <= SMALL_BYTES:
             return read(parse_body(body, self._max_items()))
         async with self._free:

@@ -18,6 +18,11 @@ class FairQueue(Generic[T]):
     def put(self, user: str, item: T) -> None:
         self._users.setdefault(user, deque()).append(item)
 
+    @property
+    def next(self) -> T:
+        """The item that `get` would remove."""
+        return next(iter(self._users.values()))[0]
+
     def get(self) -> T:
         """Removes the first item of the user whose turn it is. The queue must not be empty."""
         user, items = self._users.popitem(last=False)

@@ -184,11 +184,8 @@ class HostCheck:
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Refuses a web page of another server: a browser sends its forms without asking first.
-
-    Raises:
-        ApiError (403): the page's origin is not allowed.
-    """
+    """Refuses a web page of another server: a browser sends its forms without asking first. Raises
+    ApiError (403): the page's origin is not allowed."""
     origin = request.headers.get("origin")
     own = f"//{request.headers.get('host', '')}"
     if origin is not None and origin not in allowed and not origin.endswith(own):

@@ -1,9 +1,10 @@
-"""Limits how much is in use at once. Callers wait in the order of their arrival."""
+"""Limits how much is in use at once. Users take turns; each waits in the order of its arrivals."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+
+from finwhale.server.edge.fair_queue import FairQueue
 
 
 class Room:
@@ -12,22 +13,17 @@ class Room:
     def __init__(self, size: Callable[[], int]) -> None:
         self._size = size
         self._used = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._queue: FairQueue[tuple[int, asyncio.Future[None]]] = FairQueue()
 
-    async def take(self, count: int) -> None:
+    async def take(self, count: int, user: str = "") -> None:
         """Waits for room for `count` units. A larger count than the limit takes all of it."""
         waiting = asyncio.get_running_loop().create_future()
-        entry = (count, waiting)
-        self._queue.append(entry)
+        self._queue.put(user, (count, waiting))
         self._admit()
         try:
             await waiting
         except asyncio.CancelledError:
-            if entry in self._queue:
-                self._queue.remove(entry)
-                self._admit()
-            else:
-                self.release(count)
+            self.release(0 if waiting.cancelled() else count)
             raise
 
     def release(self, count: int) -> None:
@@ -35,9 +31,9 @@ class Room:
         self._admit()
 
     @asynccontextmanager
-    async def taken(self, count: int) -> AsyncGenerator[None, None]:
+    async def taken(self, count: int, user: str = "") -> AsyncGenerator[None, None]:
         """Waits for room, and frees it at the end."""
-        await self.take(count)
+        await self.take(count, user)
         try:
             yield
         finally:
@@ -45,10 +41,10 @@ class Room:
 
     def _admit(self) -> None:
         while self._queue:
-            count, waiting = self._queue[0]
-            if self._used and self._used + count > self._size():
-                return
-            self._queue.popleft()
-            self._used += count
-            if not waiting.done():
+            count, waiting = self._queue.next
+            if not waiting.cancelled():
+                if self._used and self._used + count > self._size():
+                    return
+                self._used += count
                 waiting.set_result(None)
+            self._queue.get()

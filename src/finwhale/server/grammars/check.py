@@ -20,32 +20,25 @@ import os
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import finwhale
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.errors import QueueFullError
 from finwhale.request import Guide
-from finwhale.server.edge.fair_queue import FairQueue
+from finwhale.server.edge.room import Room
 from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError
 from finwhale.server.grammars.trial import Verdict
+
+if TYPE_CHECKING:
+    from finwhale.server.observe.metrics import Metrics
 
 NUM_TRIALS = 2
 MAX_WAITING = 64
 MAX_REMEMBERED = 4096
 CLOSE_S = 5.0  # time in which the process must end when the server closes
-
-
-class TrialObserver(Protocol):
-    """Counts grammars and trials (the metrics do). The endpoints count refused grammars."""
-
-    def grammar(self, result: str) -> None: ...
-
-    def grammar_trial(self, seconds: float) -> None: ...
 
 
 class GrammarChecker:
@@ -54,7 +47,7 @@ class GrammarChecker:
     def __init__(
         self,
         directory: Path | None,
-        observer: TrialObserver,
+        metrics: "Metrics",
         *,
         num_trials: int = NUM_TRIALS,
         max_waiting: int = MAX_WAITING,
@@ -62,14 +55,14 @@ class GrammarChecker:
         """
         Args:
             directory: the tokenizer's directory; None: no tokenizer, so no request has a grammar.
+            metrics: count grammars and trials; the endpoints count refused grammars.
             num_trials: number of trials that run at once.
             max_waiting: number of further grammars that may wait for a trial.
         """
         self._directory = directory
-        self._observer = observer
-        self._free = num_trials
+        self._metrics = metrics
+        self._room = Room(lambda: num_trials)
         self._shares = Shares("new grammars", lambda: num_trials + max_waiting, error=self._full)
-        self._turns: FairQueue[asyncio.Future[None]] = FairQueue()
         self._known: OrderedDict[tuple[str, bytes], Verdict] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
         self._commands: socket.socket | None = None
@@ -110,11 +103,12 @@ class GrammarChecker:
         result = "known"
         if key not in self._known:
             result = "passed"
-            async with self._turn(user):
-                verdict = await self._try(guide.grammar)
-            self._observer.grammar_trial(verdict.seconds)
+            with self._shares.taken(user):
+                async with self._room.taken(1, user):
+                    verdict = await self._try(guide.grammar)
+            self._metrics.grammar_trial(verdict.seconds)
             if verdict.reason == "busy":
-                self._observer.grammar("busy")
+                self._metrics.grammar("busy")
                 raise QueueFullError(verdict.message)
             self._known[key] = verdict
             if len(self._known) > MAX_REMEMBERED:
@@ -124,7 +118,7 @@ class GrammarChecker:
         if verdict.reason is not None:
             assert verdict.reason != "busy"
             raise GrammarError(verdict.reason, verdict.message)
-        self._observer.grammar(result)
+        self._metrics.grammar(result)
 
     def bytes_of(self, guide: Guide | None, user: str = "") -> int:
         """The memory that a grammar takes, which has passed its trial lately; 0: not known."""
@@ -146,37 +140,9 @@ class GrammarChecker:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
-    @asynccontextmanager
-    async def _turn(self, user: str) -> AsyncIterator[None]:
-        """Waits for the user's turn and one of the trials that run at once."""
-        with self._shares.taken(user):
-            if self._free:
-                self._free -= 1
-            else:
-                turn = asyncio.get_running_loop().create_future()
-                self._turns.put(user, turn)
-                try:
-                    await turn
-                except asyncio.CancelledError:
-                    if turn.done() and not turn.cancelled():
-                        self._pass_turn()
-                    raise
-            try:
-                yield
-            finally:
-                self._pass_turn()
-
     def _full(self, message: str) -> QueueFullError:
-        self._observer.grammar("full")
+        self._metrics.grammar("full")
         return QueueFullError(message)
-
-    def _pass_turn(self) -> None:
-        while self._turns:
-            turn = self._turns.get()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
 
     async def _try(self, grammar: str) -> Verdict:
         """Runs one trial. Cancelling this call kills the trial."""

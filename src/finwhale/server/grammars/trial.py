@@ -167,11 +167,8 @@ def _run_trial(tokenizer: Tokenizer, grammar: str, writing: int) -> None:
 
 
 def try_grammar(tokenizer: Tokenizer, grammar: str, choice: random.Random) -> None:
-    """Compiles a grammar, and computes the masks of the beginning of a random output.
-
-    Raises:
-        GrammarError: it is not valid, it allows no output, or its masks fail.
-    """
+    """Compiles a grammar, and computes the masks of the beginning of a random output. Raises
+    GrammarError: it is not valid, it allows no output, or its masks fail."""
     matcher = Matcher(tokenizer, Guide(grammar=grammar))
     words = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
     for _ in range(NUM_MASKS):

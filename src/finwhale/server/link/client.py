@@ -8,50 +8,26 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.errors import EngineDeadError, QueueFullError, RequestError
-from finwhale.request import SamplingParams
 from finwhale.server.errors import StoppingError
-from finwhale.server.link import worker
+from finwhale.server.link import wire, worker
 from finwhale.server.link.heartbeat import Heartbeat
-from finwhale.server.link.wire import (
-    Abort,
-    Accepted,
-    Add,
-    Answered,
-    Call,
-    Cancel,
-    Command,
-    Delta,
-    EngineFailed,
-    Ready,
-    Refused,
-    Report,
-    Step,
-    Stop,
-)
 
 if TYPE_CHECKING:
     from finwhale.server.link.rollout_control import RolloutControl
+    from finwhale.server.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 MAX_TURNS = 1 << 48  # more sequences than a server can ever start
 MAX_TURNS_KEPT = 4096
-
-
-class ClientObserver(Protocol):
-    """Receives each step and each compiled grammar (the metrics are an observer)."""
-
-    def step(self, deltas: Sequence[Delta]) -> None: ...
-
-    def grammar_compiled(self, seconds: float) -> None: ...
+CLOSE_S = 5.0
 
 
 class Generation:
@@ -63,8 +39,8 @@ class Generation:
     def __init__(self, client: "EngineClient", request_ids: list[str], n: int) -> None:
         self._client = client
         self._request_ids = request_ids
-        self._events: asyncio.Queue[Accepted | Delta | Exception] = asyncio.Queue()
-        self._early: deque[Delta] = deque()
+        self._events: asyncio.Queue[wire.Accepted | wire.Delta | Exception] = asyncio.Queue()
+        self._early: deque[wire.Delta] = deque()
         self._first = {request_id: i * n for i, request_id in enumerate(request_ids)}
         self._unfinished = dict.fromkeys(request_ids, n)
 
@@ -81,17 +57,17 @@ class Generation:
             event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, Delta):  # of a prompt that was accepted earlier
+            if isinstance(event, wire.Delta):  # of a prompt that was accepted earlier
                 self._early.append(event)
             else:
                 waiting -= 1
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    async def __aiter__(self) -> AsyncIterator[wire.Delta]:
         while any(self._unfinished.values()):
             event = self._early.popleft() if self._early else await self._events.get()
             if isinstance(event, Exception):
                 raise event
-            assert isinstance(event, Delta)
+            assert isinstance(event, wire.Delta)
             self._unfinished[event.request_id] -= event.finish_reason is not None
             event.index += self._first[event.request_id]
             yield event
@@ -105,7 +81,7 @@ class Generation:
         """Makes the iteration raise TimeoutError."""
         self._events.put_nowait(TimeoutError())
 
-    def _put(self, event: Accepted | Delta | Exception) -> None:
+    def _put(self, event: wire.Accepted | wire.Delta | Exception) -> None:
         self._events.put_nowait(event)
 
 
@@ -125,6 +101,7 @@ class EngineClient:
         ready: the engine's message that its model is loaded; None before.
         failure: why the engine has died; None while it lives.
         metrics: the engine's latest metrics; None before the first ones.
+        num_sequences: number of sequences on the engine, waiting or running.
         heartbeat: the signs of life of the engine's process; None: the engine is a thread.
     """
 
@@ -141,10 +118,10 @@ class EngineClient:
             heartbeat: its signs of life.
         """
         self.heartbeat = heartbeat
-        self.ready: Ready | None = None
+        self.ready: wire.Ready | None = None
         self.failure: str | None = None
         self.metrics: EngineMetrics | None = None
-        self.observer: ClientObserver | None = None
+        self.observer: Metrics | None = None  # receives each step and compiled grammar
         self.on_failure: Callable[[], None] | None = None
         self._connection = connection
         self._process = process
@@ -152,7 +129,7 @@ class EngineClient:
             threading.Thread(target=target, name=f"engine{target.__name__}", daemon=True)
             for target in (self._read, self._write)
         ]
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[wire.Command] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._live: dict[str, _Live] = {}
         self._turns: dict[tuple[str, int], int] = {}
@@ -161,7 +138,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = asyncio.Event()
         self._closing = False
-        self._num_sequences = 0
+        self.num_sequences = 0
 
     @classmethod
     def spawn(cls, load: Callable[[], object]) -> "EngineClient":
@@ -185,17 +162,8 @@ class EngineClient:
         """The id of the engine's process; None: the engine is a thread of this one."""
         return None if self._process is None else self._process.pid
 
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences on the engine, waiting or running."""
-        return self._num_sequences
-
-    async def start(self) -> Ready:
-        """Waits until the model is loaded.
-
-        Raises:
-            EngineDeadError: the model could not be loaded.
-        """
+    async def start(self) -> wire.Ready:
+        """Waits until the model is loaded. Raises EngineDeadError: it could not be loaded."""
         self._loop = asyncio.get_running_loop()
         for thread in self._threads:
             thread.start()
@@ -204,46 +172,27 @@ class EngineClient:
             raise EngineDeadError(self.failure or "the engine did not start")
         return self.ready
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        stop_after: int | None = None,
-        priority: int = 0,
-        prefix_owner: str = "",
-        user: str = "",
-        grammar_bytes: int = 0,
-        filter: TokenFilter | None = None,
-    ) -> Generation:
+    def submit(self, prompts: Sequence[Sequence[int]], request: wire.Add) -> Generation:
         """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
 
         Args:
-            user: whose sequences and grammars take turns with those of other users.
-            grammar_bytes: memory that the grammar takes, as its trial measured.
-            filter: as for `Engine.add_request`.
+            request: what the prompts have in common; its id and its prompt do not count. Its user's
+                sequences and grammars take turns with those of other users.
 
         Raises:
             EngineDeadError: the engine is not ready or has died.
         """
         self._check_alive()
         request_ids = [f"r{next(self._ids)}" for _ in prompts]
-        generation = Generation(self, request_ids, params.n)
+        n = request.params.n
+        generation = Generation(self, request_ids, n)
         for request_id, prompt in zip(request_ids, prompts, strict=True):
-            turn = self._turn(user, priority, params.n)
-            self._live[request_id] = _Live(generation, params.n, turn)
-            self._num_sequences += params.n
+            turn = self._turn(request.user, request.priority, n)
+            self._live[request_id] = _Live(generation, n, turn)
+            self.num_sequences += n
+            order = request.priority * MAX_TURNS + turn
             self._send(
-                Add(
-                    request_id,
-                    prompt,
-                    params,
-                    stop_after,
-                    priority * MAX_TURNS + turn,
-                    prefix_owner,
-                    user,
-                    grammar_bytes,
-                    filter,
-                )
+                replace(request, request_id=request_id, prompt_token_ids=prompt, priority=order)
             )
         return generation
 
@@ -268,11 +217,11 @@ class EngineClient:
         self._check_alive()
         call_id = f"c{next(self._ids)}"
         self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Call(call_id, work))
+        self._send(wire.Call(call_id, work))
         try:
             return await self._calls[call_id]
         except asyncio.CancelledError:
-            self._send(Cancel(call_id))
+            self._send(wire.Cancel(call_id))
             raise
         finally:
             self._calls.pop(call_id, None)
@@ -285,34 +234,30 @@ class EngineClient:
 
     def cut_off(self) -> int:
         """Ends all requests with a StoppingError. Returns the number of their sequences."""
-        count = self._num_sequences
+        count = self.num_sequences
         if self.failure is None:
             for request_id in self._live:
-                self._send(Abort(request_id))
+                self._send(wire.Abort(request_id))
         self._fail_all(StoppingError("the server is stopping, and has cut off this request"))
         return count
 
-    async def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the engine's process. Requests that still run fail.
-
-        Args:
-            timeout_s: kill the process if it takes longer to end.
-        """
+    async def close(self) -> None:
+        """Ends the engine's process; kills it after CLOSE_S. Requests that still run fail."""
         self._closing = True
         self.cut_off()
-        self._send(Stop())
+        self._send(wire.Stop())
         process = self._process
         if process is not None:
             if self.ready is None and self.failure is None:
                 self.kill()  # it does not read Stop while it loads the model
-            await asyncio.to_thread(process.join, timeout_s)
+            await asyncio.to_thread(process.join, CLOSE_S)
             if process.is_alive():
                 process.kill()
                 await asyncio.to_thread(process.join)
         # The engine closes its end of the pipe when it has stopped; that ends these threads.
         for thread in self._threads:
             if thread.is_alive():
-                await asyncio.to_thread(thread.join, timeout_s)
+                await asyncio.to_thread(thread.join, CLOSE_S)
         self._connection.close()
 
     def kill(self) -> None:
@@ -320,7 +265,7 @@ class EngineClient:
         if self._process is not None:
             self._process.kill()
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: wire.Command) -> None:
         self._commands.put(command)
 
     def _write(self) -> None:
@@ -331,31 +276,31 @@ class EngineClient:
                 self._connection.send(command)
             except OSError:  # the reader reports it
                 return
-            if isinstance(command, Stop):
+            if isinstance(command, wire.Stop):
                 return
 
     def _forget(self, request_id: str, *, abort: bool) -> None:
         live = self._live.pop(request_id, None)
         if live is None:
             return
-        self._num_sequences -= live.num_sequences
+        self.num_sequences -= live.num_sequences
         if abort and self.failure is None:
-            self._send(Abort(request_id))
+            self._send(wire.Abort(request_id))
 
     def _read(self) -> None:
         """The reader's thread: each report wakes the loop once."""
         assert self._loop is not None
-        report: Report
+        report: wire.Report
         while True:
             try:
                 report = self._connection.recv()
             except (EOFError, OSError):
-                report = EngineFailed(self._cause_of_death())
+                report = wire.EngineFailed(self._cause_of_death())
             try:
                 self._loop.call_soon_threadsafe(self._take, report)
             except RuntimeError:  # the loop is closed
                 return
-            if isinstance(report, EngineFailed):
+            if isinstance(report, wire.EngineFailed):
                 return
 
     def _cause_of_death(self) -> str:
@@ -367,25 +312,25 @@ class EngineClient:
             return f"the engine's process was killed by signal {-code}"
         return f"the engine's process has ended with exit code {code}"
 
-    def _take(self, report: Report) -> None:
-        if isinstance(report, Step):
+    def _take(self, report: wire.Report) -> None:
+        if isinstance(report, wire.Step):
             if report.metrics is not None:
                 self.metrics = report.metrics
             for delta in report.deltas:
                 self._deliver(delta)
             if self.observer is not None:
                 self.observer.step(report.deltas)
-        elif isinstance(report, Accepted):
+        elif isinstance(report, wire.Accepted):
             if report.compile_seconds is not None and self.observer is not None:
-                self.observer.grammar_compiled(report.compile_seconds)
+                self.observer.compile_seconds.observe(report.compile_seconds)
             if report.request_id in self._live:
                 self._live[report.request_id].generation._put(report)
-        elif isinstance(report, Refused):
+        elif isinstance(report, wire.Refused):
             if report.request_id in self._live:
                 kind = QueueFullError if report.full else RequestError
                 self._live[report.request_id].generation._put(kind(report.message))
                 self._forget(report.request_id, abort=False)
-        elif isinstance(report, Answered):
+        elif isinstance(report, wire.Answered):
             call = self._calls.get(report.call_id)
             if call is None or call.done():  # nobody waits for it any more
                 return
@@ -393,20 +338,20 @@ class EngineClient:
                 call.set_result(report.value)
             else:
                 call.set_exception(report.error)
-        elif isinstance(report, Ready):
+        elif isinstance(report, wire.Ready):
             self.ready = report
             self._settled.set()
         else:
             self._die(report.message)
 
-    def _deliver(self, delta: Delta) -> None:
+    def _deliver(self, delta: wire.Delta) -> None:
         live = self._live.get(delta.request_id)
         if live is None:
             return
         self._last_turn = max(self._last_turn, live.turn)
         live.generation._put(delta)
         if delta.finish_reason is not None:
-            self._num_sequences -= 1
+            self.num_sequences -= 1
             live.num_sequences -= 1
             if not live.num_sequences:
                 self._forget(delta.request_id, abort=False)
@@ -428,4 +373,4 @@ class EngineClient:
             if not call.done():
                 call.set_exception(error)
         self._live.clear()
-        self._num_sequences = 0
+        self.num_sequences = 0

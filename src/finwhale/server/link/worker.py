@@ -17,26 +17,10 @@ from finwhale.engine.rank.ranks import Ranks
 from finwhale.engine.rank.start_times import freeze_heap, whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
 from finwhale.request import CompletionOutput, Logprob, RequestOutput
+from finwhale.server.link import wire
 from finwhale.server.link.grammar_compiler import GrammarCompiler
 from finwhale.server.link.heartbeat import Heartbeat
 from finwhale.server.link.rollout_control import RolloutControl
-from finwhale.server.link.wire import (
-    Abort,
-    Accepted,
-    Add,
-    Call,
-    Cancel,
-    Command,
-    Delta,
-    EngineFailed,
-    LogprobColumns,
-    Milestone,
-    Ready,
-    Refused,
-    Report,
-    Step,
-    Stop,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +41,7 @@ def main(
     try:
         engine = load()
     except FinwhaleError as error:
-        connection.send(EngineFailed(str(error)))
+        connection.send(wire.EngineFailed(str(error)))
         return
     phases = whole_start(engine.start_seconds, began)
     freeze_heap()
@@ -97,7 +81,7 @@ class EngineLoop:
         config, rank = self._engine.model_config, self._engine.executor.description
         try:
             self._send(
-                Ready(
+                wire.Ready(
                     max_model_len=self._engine.max_model_len,
                     max_num_seqs=self._engine.config.max_num_seqs,
                     vocab_size=config.vocab_size,
@@ -115,7 +99,7 @@ class EngineLoop:
         except Exception as error:
             known = isinstance(error, EngineDeadError)
             message = str(error) if known else f"{type(error).__name__}: {error}"
-            self._send_unless_closed(EngineFailed(message))
+            self._send_unless_closed(wire.EngineFailed(message))
             raise
         finally:
             self._rollouts.close()
@@ -127,7 +111,7 @@ class EngineLoop:
 
     def _end_stuck(self, cause: str) -> None:
         """End this process, whose device waits for a rank that is gone."""
-        self._send_unless_closed(EngineFailed(cause))
+        self._send_unless_closed(wire.EngineFailed(cause))
         end_process(cause)
 
     def _take_commands(self) -> bool:
@@ -141,8 +125,8 @@ class EngineLoop:
                 timeout = 0.0
             self._take_compiled(self._grammars)
         while self._connection.poll(timeout):
-            command: Command = self._connection.recv()
-            if isinstance(command, Stop):
+            command: wire.Command = self._connection.recv()
+            if isinstance(command, wire.Stop):
                 return False
             self._carry_out(command)
             timeout = 0.0
@@ -155,16 +139,16 @@ class EngineLoop:
                 self._add(add, result, seconds)
             elif isinstance(result, RequestError | QueueFullError):
                 full = isinstance(result, QueueFullError)
-                self._send(Refused(add.request_id, str(result), full))
+                self._send(wire.Refused(add.request_id, str(result), full))
             else:
                 raise result
 
-    def _carry_out(self, command: Add | Abort | Call | Cancel) -> None:
-        if isinstance(command, Call):
+    def _carry_out(self, command: wire.Add | wire.Abort | wire.Call | wire.Cancel) -> None:
+        if isinstance(command, wire.Call):
             self._rollouts.submit(command)
-        elif isinstance(command, Cancel):
+        elif isinstance(command, wire.Cancel):
             self._rollouts.cancel(command.call_id)
-        elif isinstance(command, Abort):
+        elif isinstance(command, wire.Abort):
             if self._grammars is not None:
                 self._grammars.drop(command.request_id)
             self._engine.abort(command.request_id)
@@ -175,7 +159,7 @@ class EngineLoop:
             self._add(command, None)
 
     def _add(
-        self, command: Add, matcher: Matcher | None, compile_seconds: float | None = None
+        self, command: wire.Add, matcher: Matcher | None, compile_seconds: float | None = None
     ) -> None:
         try:
             request = self._engine.add_request(
@@ -189,10 +173,10 @@ class EngineLoop:
                 filter=command.filter,
             )
         except RequestError as error:
-            self._send(Refused(command.request_id, str(error)))
+            self._send(wire.Refused(command.request_id, str(error)))
             return
         self._sent[command.request_id] = [_Sent(output) for output in request.outputs]
-        self._send(Accepted(command.request_id, compile_seconds))
+        self._send(wire.Accepted(command.request_id, compile_seconds))
 
     def _step(self) -> None:
         self._engine.check()
@@ -204,9 +188,9 @@ class EngineLoop:
             deltas = [delta for request in touched for delta in self._deltas(request)]
         metrics = self._due_metrics()
         if deltas or metrics is not None:
-            self._send(Step(deltas, metrics))
+            self._send(wire.Step(deltas, metrics))
 
-    def _deltas(self, request: RequestOutput) -> list[Delta]:
+    def _deltas(self, request: RequestOutput) -> list[wire.Delta]:
         sent = self._sent.get(request.request_id)
         if sent is None:
             return []
@@ -226,11 +210,11 @@ class EngineLoop:
         self._last_metrics = metrics
         return metrics
 
-    def _send(self, report: Report) -> None:
+    def _send(self, report: wire.Report) -> None:
         with self._sending:
             self._connection.send(report)
 
-    def _send_unless_closed(self, report: Report) -> None:
+    def _send_unless_closed(self, report: wire.Report) -> None:
         with contextlib.suppress(OSError):
             self._send(report)
 
@@ -246,7 +230,7 @@ class _Sent:
         self._text = 0
         self._done = False
 
-    def delta(self, request: RequestOutput) -> Delta | None:
+    def delta(self, request: RequestOutput) -> wire.Delta | None:
         """The output since the last call; None if there is none."""
         output = self._output
         if self._done or (len(output.token_ids) == self._tokens and output.finish_reason is None):
@@ -254,14 +238,14 @@ class _Sent:
         milestone = None
         if not self._tokens or output.finish_reason is not None:
             of_prompt = not self._tokens and not output.index
-            milestone = Milestone(
+            milestone = wire.Milestone(
                 request.num_cached_tokens,
                 request.times,
                 _columns(request.prompt_logprobs) if of_prompt else None,
                 request.prompt_routed_experts if of_prompt else None,
                 output.routed_experts,
             )
-        delta = Delta(
+        delta = wire.Delta(
             request.request_id,
             output.index,
             output.token_ids[self._tokens :],
@@ -277,5 +261,5 @@ class _Sent:
         return delta
 
 
-def _columns(tables: Sequence[Mapping[int, Logprob] | None] | None) -> LogprobColumns | None:
-    return None if tables is None else LogprobColumns.of(tables)
+def _columns(tables: Sequence[Mapping[int, Logprob] | None] | None) -> wire.LogprobColumns | None:
+    return None if tables is None else wire.LogprobColumns.of(tables)

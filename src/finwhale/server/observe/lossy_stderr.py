@@ -7,6 +7,7 @@ Libraries, ranks and compilers write to the same file descriptor without this th
 descriptor itself becomes non-blocking: they lose what a full pipe does not take.
 """
 
+import contextlib
 import io
 import os
 import select
@@ -24,18 +25,14 @@ EXIT_S = 1.0  # time limit for the last writes at the end of a process
 
 
 class LossyStderr(io.TextIOBase):
-    """Text for a file descriptor, which a thread of its own writes.
-
-    Args:
-        notice: makes the line that says how many lines were lost.
-    """
+    """Text for a file descriptor, which a thread of its own writes. `notice`: makes the line that
+    says how many lines were lost."""
 
     def __init__(self, number: int, notice: Callable[[int], str]) -> None:
         self._number, self._notice = number, notice
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._num_bytes = self._num_lost = 0
-        self._writing = False
         self._writer: threading.Thread | None = None
         # Also runs at the end of a process of multiprocessing, which has no atexit.
         util.Finalize(self, self.drain, exitpriority=0)
@@ -69,30 +66,21 @@ class LossyStderr(io.TextIOBase):
 
     def drain(self, seconds: float = EXIT_S) -> bool:
         """Wait until everything is written, but no longer than this; returns whether it is."""
-        deadline = time.monotonic() + seconds
         with self._changed:
-            while self._waiting or self._writing:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    return False
-        return True
+            return self._changed.wait_for(lambda: not self._waiting, seconds)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._writing = False
-                self._changed.notify_all()
-                while not self._waiting:
-                    self._changed.wait()
-                data = self._waiting.popleft()
-                self._num_bytes -= len(data)
-                self._writing = True
-                lost = 0
-                if not self._waiting:
-                    lost, self._num_lost = self._num_lost, 0
-            if lost:
-                data += self._notice(lost).encode()
+                self._changed.wait_for(lambda: len(self._waiting) > 0)
+                data = self._waiting[0]
+                if len(self._waiting) == 1 and self._num_lost:
+                    data += self._notice(self._num_lost).encode()
+                    self._num_lost = 0
             self._write_out(data)
+            with self._changed:
+                self._num_bytes -= len(self._waiting.popleft())
+                self._changed.notify_all()
 
     def _write_out(self, data: bytes) -> None:
         writable = select.poll()
@@ -123,9 +111,11 @@ def never_block(notice: Callable[[int], str]) -> Callable[[], None]:
     except (AttributeError, OSError, ValueError):
         return lambda: None
     before.flush()
-    blocking = {each: os.dup(each) for each in {1, 2, number} if _is_open(each)}
-    for each in blocking:
-        _unblock(each)
+    blocking = {}
+    for each in {1, 2, number}:
+        with contextlib.suppress(OSError):  # it is closed
+            blocking[each] = os.dup(each)
+            _unblock(each)
     stream = sys.stderr = LossyStderr(number, notice)
 
     def restore() -> None:
@@ -137,14 +127,6 @@ def never_block(notice: Callable[[int], str]) -> Callable[[], None]:
             os.close(kept)
 
     return restore
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 def _unblock(number: int) -> None:

@@ -3,12 +3,12 @@
 import resource
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
@@ -20,6 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.engine.plan.executor import RankState
 from finwhale.server.edge.bodies import Budget
 from finwhale.server.edge.connections import ConnectionRefusal
 from finwhale.server.errors import ErrorCode
@@ -27,26 +28,15 @@ from finwhale.server.link.client import EngineClient
 from finwhale.server.link.wire import Delta
 from finwhale.server.observe.logs import RequestLog
 
-SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
+    60)  # fmt: skip
 RATE_WINDOW_S = 5.0
+# The type of a metric with labels, its name and text, its labels, and the value for each tuple of
+# their values.
+_Table = tuple[
+    type[GaugeMetricFamily | CounterMetricFamily], str, str, list[str],
+    Mapping[Any, float],
+]  # fmt: skip
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -56,23 +46,18 @@ class Metrics:
     def __init__(self, client: EngineClient, budget: Budget) -> None:
         self._client = client
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(client))
-        self.registry.register(_ServerCollector(client, budget))
-        registry = self.registry
-        seconds = partial(Histogram, buckets=SECONDS, registry=registry)
-        self._requests = Counter(
-            "finwhale_requests",
-            "HTTP requests by endpoint and status",
-            ["endpoint", "status"],
-            registry=registry,
+        self.registry.register(_Collector(client, budget))
+        counter = partial(Counter, registry=self.registry)
+        seconds = partial(Histogram, buckets=SECONDS, registry=self.registry)
+        self.requests = counter(
+            "finwhale_requests", "HTTP requests by endpoint and status", ["endpoint", "status"]
         )
         self._in_flight = Gauge(
-            "finwhale_requests_in_flight", "requests that are being answered", registry=registry
-        )
-        self._prompt = Counter(
-            "finwhale_prompt_tokens", "tokens of accepted prompts", registry=registry
-        )
-        self._output = Counter("finwhale_output_tokens", "generated tokens", registry=registry)
+            "finwhale_requests_in_flight", "requests that are being answered",
+            registry=self.registry,
+        )  # fmt: skip
+        self._prompt = counter("finwhale_prompt_tokens", "tokens of accepted prompts")
+        self._output = counter("finwhale_output_tokens", "generated tokens")
         self._first = seconds(
             "finwhale_time_to_first_token_seconds",
             "time from a request's arrival to its first token",
@@ -80,35 +65,32 @@ class Metrics:
         self._between = seconds(
             "finwhale_time_per_output_token_seconds", "time between a continuation's tokens"
         )
-        self._duration = Histogram(
+        self._duration = seconds(
             "finwhale_request_seconds",
             "time from a request's arrival to its end",
             buckets=(*SECONDS, 300, 1800),
-            registry=registry,
         )
-        self._grammars = Counter(
+        self._grammars = counter(
             "finwhale_grammars",
             "requests' grammars by result: passed (tried and accepted), known (tried before), full "
             "or busy (try again later), or the reason for the refusal",
             ["result"],
-            registry=registry,
         )
         self._grammar_seconds = seconds(
             "finwhale_grammar_trial_seconds", "CPU time of a grammar's trial"
         )
-        self._compile_seconds = seconds(
+        self.compile_seconds = seconds(
             "finwhale_grammar_compile_seconds",
             "time in which the engine's process compiled a request's grammar",
         )
-        self._refusals = Counter(
+        self._refusals = counter(
             "finwhale_refusals",
             "requests that were refused or failed, by the error's code; closed connections",
             ["reason"],
-            registry=registry,
         )
         for reason in (*get_args(ErrorCode), *get_args(ConnectionRefusal)):
             self._refusals.labels(reason)
-        self._loop_delay = seconds(
+        self.loop_delay = seconds(
             "finwhale_event_loop_delay_seconds",
             "delay of the wake-ups of the server's event loop, measured ten times a second",
         )
@@ -153,9 +135,6 @@ class Metrics:
         self._in_flight.dec()
         self._duration.observe(time.monotonic() - log.begin)
 
-    def answered(self, endpoint: str, status: int) -> None:
-        self._requests.labels(endpoint, str(status)).inc()
-
     def grammar(self, result: str) -> None:
         """Counts a request's grammar as accepted or refused."""
         self._grammars.labels(result).inc()
@@ -164,17 +143,9 @@ class Metrics:
         """Counts a trial of a grammar, and its CPU time."""
         self._grammar_seconds.observe(seconds)
 
-    def grammar_compiled(self, seconds: float) -> None:
-        """Counts a grammar that the engine has compiled."""
-        self._compile_seconds.observe(seconds)
-
     def refused(self, reason: str) -> None:
         """Counts a refusal. `reason`: an ErrorCode, a ConnectionRefusal, or "status_N"."""
         self._refusals.labels(reason).inc()
-
-    def loop_delay(self, seconds: float) -> None:
-        """Counts a wake-up of the event loop."""
-        self._loop_delay.observe(max(0.0, seconds))
 
     def text(self) -> bytes:
         """The answer of /metrics."""
@@ -214,11 +185,11 @@ def _value(counter: Counter) -> int:
     return int(next(iter(counter.collect())).samples[0].value)
 
 
-class _EngineCollector(Collector):
-    """The engine's latest metrics."""
+class _Collector(Collector):
+    """What is read when it is asked for: the engine's latest metrics, and memory."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    def __init__(self, client: EngineClient, budget: Budget) -> None:
+        self._client, self._budget = client, budget
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
@@ -227,15 +198,6 @@ class _EngineCollector(Collector):
         engine = self._client.metrics
         if engine is not None:
             yield from engine_families(engine)
-
-
-class _ServerCollector(Collector):
-    """The memory of the processes, and of request bodies."""
-
-    def __init__(self, client: EngineClient, budget: Budget) -> None:
-        self._client, self._budget = client, budget
-
-    def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
             "finwhale_buffered_body_bytes",
             "bytes of all request bodies that count towards --max-buffered-bytes",
@@ -262,160 +224,100 @@ def resident_bytes(pid: int | str) -> int | None:
 
 def engine_families(engine: EngineMetrics) -> Iterable[Metric]:
     """The engine's metrics as Prometheus' metric families."""
-    yield from _counts(engine)
-    yield from _ranks(engine)
-    yield from _drafts(engine)
-    yield from _times(engine)
-
-
-def _counts(engine: EngineMetrics) -> Iterable[Metric]:
-    yield GaugeMetricFamily("finwhale_running", "running sequences", value=engine.running)
-    yield GaugeMetricFamily("finwhale_waiting", "waiting sequences", value=engine.waiting)
-    yield GaugeMetricFamily(
-        "finwhale_idle_blocks",
-        "cached blocks that no running sequence uses",
-        value=engine.idle_blocks,
-    )
-    pages = GaugeMetricFamily("finwhale_pages", "cache pages by kind", labels=["kind", "state"])
-    for kind, use in engine.pages.items():
-        pages.add_metric([kind, "used"], use.used)
-        pages.add_metric([kind, "free"], use.total - use.used)
-    yield pages
-    for name, text, value in (
-        ("finwhale_steps", "forward passes", engine.steps),
-        ("finwhale_prefill_tokens", "tokens of admitted prompts", engine.prompt_tokens),
-        (
-            "finwhale_prefix_hit_tokens",
-            "prompt tokens found in the prefix cache",
-            engine.cached_tokens,
-        ),
-        (
-            "finwhale_preemptions",
-            "sequences preempted to free their pages",
-            engine.preemptions,
-        ),
-    ):
-        yield CounterMetricFamily(name, text, value=value)
-    late = CounterMetricFamily(
-        "finwhale_late_compilations",
-        "kernels and graphs compiled or loaded since the engine was ready",
-        labels=["compiler"],
-    )
-    for compiler, value in engine.late_compilations.items():
-        late.add_metric([compiler], value)
-    yield late
-    endings = CounterMetricFamily("finwhale_endings", "sequences that ended", labels=["how"])
-    for how, value in engine.endings.items():
-        endings.add_metric([how], value)
-    yield endings
-
-
-def _ranks(engine: EngineMetrics) -> Iterable[Metric]:
-    memory = GaugeMetricFamily(
-        "finwhale_rank_memory_bytes",
-        "bytes that a rank holds on its device: weights, workspace and cache",
-        labels=["rank", "device", "kind"],
-    )
-    age = GaugeMetricFamily(
-        "finwhale_rank_heartbeat_age_seconds",
-        "time since a rank's process was last seen alive",
-        labels=["rank", "device"],
-    )
-    step = GaugeMetricFamily(
-        "finwhale_rank_step_seconds",
-        "mean time of a rank's last measured steps, waits for other ranks included",
-        labels=["rank", "device"],
-    )
-    head = GaugeMetricFamily(
-        "finwhale_rank_lm_head_seconds",
-        "mean time of the LM head in steps with prefill, which waits for no other rank",
-        labels=["rank", "device"],
-    )
-    for number, rank in enumerate(engine.ranks):
-        labels = [str(number), rank.device]
-        for family, seconds in (
-            (step, rank.times.step_seconds),
-            (head, rank.times.head_seconds),
-        ):
-            if seconds is not None:
-                family.add_metric(labels, seconds)
-        age.add_metric(labels, rank.heartbeat_age_s)
-        for kind, used in (asdict(rank.memory) if rank.memory else {}).items():
-            memory.add_metric([*labels, kind], used)
-    yield from (memory, age, step, head)
-
-
-def _drafts(engine: EngineMetrics) -> Iterable[Metric]:
-    yield GaugeMetricFamily(
-        "finwhale_draft_tokens",
-        "number of drafts that a sequence may have now",
-        value=engine.draft_tokens,
-    )
-    # vLLM's names and meanings; positions count from 0.
-    for name, by_position, text, counts in (
-        (
-            "finwhale_spec_decode_num_draft_tokens",
-            "finwhale_spec_decode_num_draft_tokens_per_pos",
-            "drafts that were verified",
-            engine.drafts_proposed,
-        ),
-        (
-            "finwhale_spec_decode_num_accepted_tokens",
-            "finwhale_spec_decode_num_accepted_tokens_per_pos",
-            "drafts that became output",
-            engine.drafts_accepted,
-        ),
-    ):
-        yield CounterMetricFamily(name, text, value=sum(counts))
-        family = CounterMetricFamily(by_position, text, labels=["position"])
-        for position, count in enumerate(counts):
-            family.add_metric([str(position)], count)
+    for family_type, name, text, value in (
+        (GaugeMetricFamily, "finwhale_running", "running sequences", engine.running),
+        (GaugeMetricFamily, "finwhale_waiting", "waiting sequences", engine.waiting),
+        (GaugeMetricFamily, "finwhale_idle_blocks", "cached blocks that no running sequence uses",
+         engine.idle_blocks),
+        (CounterMetricFamily, "finwhale_steps", "forward passes", engine.steps),
+        (CounterMetricFamily, "finwhale_prefill_tokens", "tokens of admitted prompts",
+         engine.prompt_tokens),
+        (CounterMetricFamily, "finwhale_prefix_hit_tokens",
+         "prompt tokens found in the prefix cache", engine.cached_tokens),
+        (CounterMetricFamily, "finwhale_preemptions", "sequences preempted to free their pages",
+         engine.preemptions),
+        (GaugeMetricFamily, "finwhale_draft_tokens",
+         "number of drafts that a sequence may have now", engine.draft_tokens),
+        # vLLM's names and meanings; positions count from 0.
+        (CounterMetricFamily, "finwhale_spec_decode_num_draft_tokens", "drafts that were verified",
+         sum(engine.drafts_proposed)),
+        (CounterMetricFamily, "finwhale_spec_decode_num_accepted_tokens",
+         "drafts that became output", sum(engine.drafts_accepted)),
+        (CounterMetricFamily, "finwhale_spec_decode_num_drafts",
+         "verifications, each of one sequence's drafts", engine.verifications),
+        (GaugeMetricFamily, "finwhale_draft_mean_accepted_length",
+         "mean number of tokens from one verification; 0 without any",
+         engine.mean_accepted_length),
+    ):  # fmt: skip
+        yield family_type(name, text, value=value)
+    pages = {
+        (group, state): count
+        for group, use in engine.pages.items()
+        for state, count in (("used", use.used), ("free", use.total - use.used))
+    }
+    compilers = {(compiler,): count for compiler, count in engine.late_compilations.items()}
+    tables: tuple[_Table, ...] = (
+        (GaugeMetricFamily, "finwhale_pages", "cache pages by kind", ["kind", "state"], pages),
+        (CounterMetricFamily, "finwhale_late_compilations",
+         "kernels and graphs compiled or loaded since the engine was ready", ["compiler"],
+         compilers),
+        (CounterMetricFamily, "finwhale_endings", "sequences that ended", ["how"],
+         {(how,): count for how, count in engine.endings.items()}),
+        (CounterMetricFamily, "finwhale_spec_decode_num_draft_tokens_per_pos",
+         "drafts that were verified", ["position"], _by_position(engine.drafts_proposed)),
+        (CounterMetricFamily, "finwhale_spec_decode_num_accepted_tokens_per_pos",
+         "drafts that became output", ["position"], _by_position(engine.drafts_accepted)),
+        *_rank_tables(engine),
+    )  # fmt: skip
+    for family_type, name, text, labels, values in tables:
+        family = family_type(name, text, labels=labels)
+        for label_values, value in values.items():
+            family.add_metric(label_values, value)
         yield family
-    yield CounterMetricFamily(
-        "finwhale_spec_decode_num_drafts",
-        "verifications, each of one sequence's drafts",
-        value=engine.verifications,
-    )
-    yield GaugeMetricFamily(
-        "finwhale_draft_mean_accepted_length",
-        "mean number of tokens from one verification; 0 without any",
-        value=engine.mean_accepted_length,
-    )
-
-
-def _times(engine: EngineMetrics) -> Iterable[Metric]:
     for name, text, found in (
-        (
-            "finwhale_engine_time_to_first_token_seconds",
-            "time from the engine's receipt of a request",
-            engine.time_to_first_token,
-        ),
-        (
-            "finwhale_engine_time_between_tokens_seconds",
-            "time between tokens of one sequence",
-            engine.time_between_tokens,
-        ),
-        (
-            "finwhale_engine_time_per_output_token_seconds",
-            "mean time between tokens of one sequence",
-            engine.time_per_output_token,
-        ),
-        (
-            "finwhale_engine_time_of_verification_seconds",
-            "time of forward and sampling in decode steps",
-            engine.time_of_verification,
-        ),
-        (
-            "finwhale_engine_time_of_draft_seconds",
-            "time of the draft head in decode steps",
-            engine.time_of_draft,
-        ),
-    ):
-        sums = list(accumulate(found.counts))
+        ("finwhale_engine_time_to_first_token_seconds",
+         "time from the engine's receipt of a request", engine.time_to_first_token),
+        ("finwhale_engine_time_between_tokens_seconds", "time between tokens of one sequence",
+         engine.time_between_tokens),
+        ("finwhale_engine_time_per_output_token_seconds",
+         "mean time between tokens of one sequence", engine.time_per_output_token),
+        ("finwhale_engine_time_of_verification_seconds",
+         "time of forward and sampling in decode steps", engine.time_of_verification),
+        ("finwhale_engine_time_of_draft_seconds", "time of the draft head in decode steps",
+         engine.time_of_draft),
+    ):  # fmt: skip
         bounds = [*map(str, found.bounds), "+Inf"]
-        yield HistogramMetricFamily(
-            name,
-            text,
-            buckets=list(zip(bounds, sums, strict=True)),
-            sum_value=found.total,
-        )
+        buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+        yield HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
+
+
+def _by_position(counts: Sequence[int]) -> dict[tuple[str, ...], float]:
+    return {(str(position),): count for position, count in enumerate(counts)}
+
+
+def _rank_tables(engine: EngineMetrics) -> Iterator[_Table]:
+    ranks = {(str(number), rank.device): rank for number, rank in enumerate(engine.ranks)}
+    memory = {
+        (*labels, kind): used
+        for labels, rank in ranks.items()
+        for kind, used in (asdict(rank.memory) if rank.memory else {}).items()
+    }
+    yield (
+        GaugeMetricFamily, "finwhale_rank_memory_bytes",
+        "bytes that a rank holds on its device: weights, workspace and cache",
+        ["rank", "device", "kind"], memory,
+    )  # fmt: skip
+    times: tuple[tuple[str, str, Callable[[RankState], float | None]], ...] = (
+        ("finwhale_rank_heartbeat_age_seconds", "time since a rank's process was last seen alive",
+         lambda rank: rank.heartbeat_age_s),
+        ("finwhale_rank_step_seconds",
+         "mean time of a rank's last measured steps, waits for other ranks included",
+         lambda rank: rank.times.step_seconds),
+        ("finwhale_rank_lm_head_seconds",
+         "mean time of the LM head in steps with prefill, which waits for no other rank",
+         lambda rank: rank.times.head_seconds),
+    )  # fmt: skip
+    for name, text, read in times:
+        found = {labels: read(rank) for labels, rank in ranks.items()}
+        known = {labels: value for labels, value in found.items() if value is not None}
+        yield GaugeMetricFamily, name, text, ["rank", "device"], known

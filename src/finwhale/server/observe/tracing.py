@@ -14,17 +14,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagate import extract
-from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from starlette.datastructures import Headers
 
 import finwhale
-from finwhale.request import RequestTimes, SamplingParams
+from finwhale.extras import named_extras
+from finwhale.request import RequestTimes
 from finwhale.server.observe.logs import RequestLog, printable
+
+with named_extras():
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.propagate import extract
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 FLUSH_S = 2.0  # time limit for sending the last spans when the server ends
 LOG_INTERVAL_S = 60.0
@@ -33,17 +36,9 @@ _EXPORT_LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.sdk._shared_internal",
 )
-# Fields of SamplingParams, and OpenTelemetry's names for them.
-_PARAMETERS = {
-    "n": "gen_ai.request.choice.count",
-    "max_tokens": "gen_ai.request.max_tokens",
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "seed": "gen_ai.request.seed",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-}
+# Fields of SamplingParams to which OpenTelemetry gives the same names.
+_PARAMETERS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "presence_penalty",
+    "frequency_penalty")  # fmt: skip
 
 Attributes = dict[str, Any]
 
@@ -178,7 +173,10 @@ def _of_request(log: RequestLog, begin: float) -> Attributes:
     }
     if log.params is None:
         return found
-    found |= _of_params(log.params)
+    found["gen_ai.request.choice.count"] = log.params.n
+    for name in _PARAMETERS:
+        if (value := getattr(log.params, name)) is not None:
+            found[f"gen_ai.request.{name}"] = value
     found |= {
         "gen_ai.usage.input_tokens": log.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": log.cached_tokens,
@@ -189,11 +187,6 @@ def _of_request(log: RequestLog, begin: float) -> Attributes:
     if log.first_token_s is not None:
         found["gen_ai.response.time_to_first_chunk"] = log.begin + log.first_token_s - begin
     return found
-
-
-def _of_params(params: SamplingParams) -> Attributes:
-    values = {name: getattr(params, field) for field, name in _PARAMETERS.items()}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _set_status(span: Span, state: Mapping[str, Any], status: int) -> None:

@@ -75,10 +75,7 @@ class BodyRoute(APIRoute):
 
 def note_ignored(state: dict[str, Any], ignored: Sequence[str]) -> None:
     """Names what of a request is ignored in the log and, with all other, in the answer's header.
-
-    Args:
-        state: the state of the request's scope.
-    """
+    `state`: the state of the request's scope."""
     found = [*state.get("ignored", ()), *ignored]
     state["ignored"] = found[:MAX_NAMED] + ["..."] * (len(found) > MAX_NAMED)
     extra = {"request_id": state["request_id"], "fields": state["ignored"]}

@@ -19,8 +19,9 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Logprob
 from finwhale.server.link.wire import Delta, LogprobTables
 from finwhale.server.observe.logs import RequestLog
-from finwhale.server.protocols.chat_requests import AnswerOptions, ChatRequest
-from finwhale.server.protocols.routed_experts import RoutedExperts
+from finwhale.server.protocols.chat_requests import ChatRequest
+from finwhale.server.protocols.routed_experts import RoutedExpertFields
+from finwhale.server.protocols.schemas import ChatBody, MessagesBody
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
 
@@ -53,22 +54,21 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
         pass
     responses = [await one.response(state.turn) for one in answers.streams if one is not None]
     assert len(responses) == request.params.n
-    if request.converted.protocol != "chat":
+    body = request.body
+    if not isinstance(body, ChatBody):
         whole: dict[str, Any] = responses[0]
-        if request.options.no_edits:
+        if _has_no_edits(request):
             whole["context_management"] = NO_EDITS
         return whole
     usages = [response.pop("usage") for response in responses]
-    choices = []
-    for index, response in enumerate(responses):
-        choices.append(_numbered(response["choices"][0], index))
-        _Reasoning(request.options).apply(choices[-1])
-        _name_reasoning(choices[-1]["message"])
-        if request.options.token_ids:
-            choices[-1]["token_ids"] = answers.token_ids[index]
-        choices[-1] |= answers.routed_experts.choice(index, len(answers.token_ids[index]))
+    choices = [response["choices"][0] for response in responses]
+    for index, choice in enumerate(choices):
+        _ChoiceForm(body, index).apply(choice)
+        if body.return_token_ids:
+            choice["token_ids"] = answers.token_ids[index]
+        choice |= answers.routed_experts.choice(index, len(answers.token_ids[index]))
     more: dict[str, Any] = {**answers.routed_experts.prompt}
-    if request.options.token_ids:
+    if body.return_token_ids:
         more["prompt_token_ids"] = request.token_ids
     if request.params.prompt_logprobs is not None:
         assert answers.prompt_logprobs is not None
@@ -83,8 +83,13 @@ def stream(
 ) -> AsyncGenerator[bytes, None]:
     """The events of an answer. The first item, empty, says that the engine has accepted the
     request."""
-    kind = _chat_events if request.converted.protocol == "chat" else _named_events
-    return kind(state, request, log)
+    events = _chat_events if isinstance(request.body, ChatBody) else _named_events
+    return events(state, request, log)
+
+
+def _has_no_edits(request: ChatRequest) -> bool:
+    """Whether the answer says that context management has made no edits."""
+    return isinstance(request.body, MessagesBody) and request.body.context_management is not None
 
 
 async def _named_events(
@@ -94,7 +99,7 @@ async def _named_events(
         if index < 0:
             yield b""
         for name, text in events:
-            if name == "message_delta" and request.options.no_edits:
+            if name == "message_delta" and _has_no_edits(request):
                 text = json.dumps({**json.loads(text), "context_management": NO_EDITS})
             yield event(text, name)
 
@@ -104,8 +109,9 @@ async def _chat_events(
 ) -> AsyncGenerator[bytes, None]:
     usages = []
     head: dict[str, Any] = {}
-    options, answers = request.options, _Answers(state, request, log)
-    reasoning = [_Reasoning(options) for _ in range(request.params.n)]
+    body, answers = request.body, _Answers(state, request, log)
+    assert isinstance(body, ChatBody)
+    forms = [_ChoiceForm(body, index) for index in range(request.params.n)]
     sent = [0] * request.params.n  # number of token ids
     async for index, events in answers.run():
         if index < 0:
@@ -117,73 +123,68 @@ async def _chat_events(
             if usage is not None:
                 usages.append(usage)
             (choice,) = chunk["choices"]
-            if not reasoning[index].apply(choice):
+            if not forms[index].apply(choice):
                 continue
-            _numbered(choice, index)
-            _name_reasoning(choice["delta"])
-            if options.token_ids:
+            if body.return_token_ids:
                 choice["token_ids"] = answers.token_ids[index][sent[index] :]
                 sent[index] = len(answers.token_ids[index])
                 if not head:
                     chunk["prompt_token_ids"] = request.token_ids
             head = head or {k: chunk[k] for k in chunk if k not in ("choices", "prompt_token_ids")}
-            if options.include_usage:
+            if body.wants_usage:
                 chunk["usage"] = None
-            if options.continuous_usage:
+            if body.wants_continuous_usage:
                 num_tokens = len(answers.token_ids[index])
                 chunk["usage"] = usage_of(len(request.token_ids), num_tokens)
             yield event(json.dumps(chunk))
-    if options.include_usage:
+    if body.wants_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _sum(usages)}))
     yield event("[DONE]")
 
 
-def _numbered(choice: dict[str, Any], index: int) -> dict[str, Any]:
-    choice["index"] = index
-    for call in choice.get("message", {}).get("tool_calls") or ():
-        call.pop("index", None)  # only chunks of a stream have it
-    return choice
-
-
-class _Reasoning:
-    """Moves the reasoning of one choice into the field that the request asks for.
+class _ChoiceForm:
+    """Gives one choice its index, and moves its reasoning into the field that the request asks for.
 
     The reasoning precedes everything else. In the content, its end is marked as in the prompt.
     """
 
-    def __init__(self, options: AnswerOptions) -> None:
-        self._options = options
+    def __init__(self, body: ChatBody, index: int) -> None:
+        self._index = index
+        self._included = body.include_reasoning is not False
+        self._separate = body.separate_reasoning is not False
+        self._streams = body.stream_reasoning is not False  # otherwise it comes in one piece
         self._open = False  # whether the content has reasoning whose end is not marked yet
         self._held = ""
 
     def apply(self, choice: dict[str, Any]) -> bool:
-        """Moves the reasoning of a whole choice, or of a stream's chunk; returns whether the chunk
-        must be sent.
-        """
-        options = self._options
-        separate = options.separate_reasoning
-        if separate and options.include_reasoning and options.stream_reasoning:
-            return True
+        """Changes a whole choice, or that of a stream's chunk. Returns whether the chunk must be
+        sent."""
+        choice["index"] = self._index
+        for call in choice.get("message", {}).get("tool_calls") or ():
+            call.pop("index", None)  # only chunks of a stream have it
         message = choice["message"] if "message" in choice else choice["delta"]
+        sent = self._move_reasoning(choice, message)
+        # Some clients read `reasoning_content` (DeepSeek's name), others `reasoning`.
+        if "reasoning_content" in message:
+            message["reasoning"] = message["reasoning_content"]
+        return sent
+
+    def _move_reasoning(self, choice: dict[str, Any], message: dict[str, Any]) -> bool:
+        if self._separate and self._included and self._streams:
+            return True
         text = message.pop("reasoning_content", None) or ""
         others = bool(message.get("content") or message.get("tool_calls"))
-        if options.include_reasoning and not separate:
+        if self._included and not self._separate:
             self._open = self._open or bool(text)
             mark = THINKING_END if self._open and others else ""
             self._open = self._open and not others
             if text or mark:
                 message["content"] = text + mark + (message.get("content") or "")
-        elif options.include_reasoning:
+        elif self._included:
             self._held += text
             if self._held and (others or choice.get("finish_reason")):
                 message["reasoning_content"], self._held = self._held, ""
         return not text or bool(message or choice.get("finish_reason") or choice.get("logprobs"))
-
-
-def _name_reasoning(message: dict[str, Any]) -> None:
-    """Some clients read `reasoning_content` (DeepSeek's name), others `reasoning`."""
-    if "reasoning_content" in message:
-        message["reasoning"] = message["reasoning_content"]
 
 
 def prompt_logprobs(tables: LogprobTables, num_top: int) -> Iterator[dict[str, Any] | None]:
@@ -427,7 +428,7 @@ class _Answers:
         self.streams: list[AnswerStream | None] = [None] * request.params.n
         self.token_ids: list[list[int]] = [[] for _ in range(request.params.n)]
         self.prompt_logprobs: LogprobTables | None = None
-        self.routed_experts = RoutedExperts()
+        self.routed_experts = RoutedExpertFields()
 
     async def run(self) -> AsyncGenerator[tuple[int, Events], None]:
         """Yields the index of an answer and its next events.
@@ -440,7 +441,11 @@ class _Answers:
         """
         request, state = self._request, self._state
         async with state.generating(
-            [request.token_ids], request.params, self._log, request.stop_after, request.priority
+            [request.token_ids],
+            request.params,
+            self._log,
+            request.stop_after,
+            request.body.priority,
         ) as generation:
             yield -1, []
             if self._log.stream:  # it opens now: the first token may come much later
@@ -492,7 +497,7 @@ class _Answers:
             created=self._request.created,
             prompt_tokens=len(self._request.token_ids),
             cached_tokens=cached_tokens,
-            special_tokens=self._request.options.special_tokens,
+            special_tokens=getattr(self._request.body, "skip_special_tokens", None) is False,
             gate=new_gate(
                 self._state.need_tokenizer(),
                 self._request.params,

@@ -60,52 +60,12 @@ _OWN_FIELDS = frozenset(OpenAIBody.model_fields) - _SHARED_FIELDS | {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """Options that say what an answer contains besides the message.
-
-    Attributes:
-        include_usage: whether a stream of chat completions ends with a chunk of usage.
-        continuous_usage: whether each of its chunks has the usage so far.
-        token_ids: whether it has the token ids of the prompt and of the answer.
-        special_tokens: whether the text has special tokens.
-        separate_reasoning: whether the reasoning is a field of its own, not part of the content.
-        include_reasoning: whether the reasoning is in the answer.
-        stream_reasoning: whether the reasoning streams; otherwise it comes in one piece.
-        no_edits: whether the answer says that context management has made no edits.
-    """
-
-    include_usage: bool = False
-    continuous_usage: bool = False
-    token_ids: bool = False
-    special_tokens: bool = False
-    separate_reasoning: bool = True
-    include_reasoning: bool = True
-    stream_reasoning: bool = True
-    no_edits: bool = False
-
-    @staticmethod
-    def of(body: "ChatProtocolBody") -> "AnswerOptions":
-        if isinstance(body, MessagesBody):
-            return AnswerOptions(no_edits=body.context_management is not None)
-        if not isinstance(body, ChatBody):
-            return AnswerOptions()
-        return AnswerOptions(
-            include_usage=body.wants_usage,
-            continuous_usage=body.wants_continuous_usage,
-            token_ids=bool(body.return_token_ids),
-            special_tokens=body.skip_special_tokens is False,
-            separate_reasoning=body.separate_reasoning is not False,
-            include_reasoning=body.include_reasoning is not False,
-            stream_reasoning=body.stream_reasoning is not False,
-        )
-
-
 @dataclass(slots=True)
 class ChatRequest:
     """A conversation that is ready for its next message.
 
     Attributes:
+        body: the request as the client sent it.
         converted: the request as deepseek-recipe reads it.
         token_ids: the prompt.
         stop: stop strings of the content.
@@ -113,13 +73,12 @@ class ChatRequest:
         ignored: what of the schemas the answer need not hold.
     """
 
+    body: ChatProtocolBody
     converted: ProtocolRequest
     token_ids: list[int]
     params: SamplingParams
     stop: tuple[str, ...]
     stop_after: int | None
-    priority: int
-    options: AnswerOptions
     answer_id: str
     ignored: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
@@ -227,13 +186,12 @@ def _prepare(
         },
     )
     request = ChatRequest(
+        body,
         converted,
         prompt.token_ids,
         params,
         stop,
         end_of_thinking,
-        body.priority or 0,
-        AnswerOptions.of(body),
         f"{_ID_PREFIXES[body.protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
     )
     return request, grammar
@@ -246,11 +204,8 @@ def plain_fields(body: ChatProtocolBody | CountTokensBody) -> Fields:
 
 
 def _take_extensions(body: ChatBody, fields: Fields) -> None:
-    """Replaces fields that deepseek-recipe does not know by those that it knows.
-
-    Raises:
-        RequestError: a value is not supported, or fields contradict each other.
-    """
+    """Replaces fields that deepseek-recipe does not know by those that it knows. Raises
+    RequestError: a value is not supported, or fields contradict each other."""
     body.check_stream()
     if body.max_completion_tokens is not None:
         if body.max_tokens not in (None, body.max_completion_tokens):

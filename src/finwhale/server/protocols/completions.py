@@ -19,7 +19,7 @@ from finwhale.server.observe.logs import RequestLog
 from finwhale.server.protocols.answer_formats import completion_format, held_grammar
 from finwhale.server.protocols.chat_answers import prompt_logprobs, usage_of
 from finwhale.server.protocols.json_answer import in_turns, json_pieces
-from finwhale.server.protocols.routed_experts import RoutedExperts
+from finwhale.server.protocols.routed_experts import RoutedExpertFields
 from finwhale.server.protocols.schemas import CompletionBody
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
@@ -55,7 +55,7 @@ class CompletionJob:
         self, state: ServerState, log: RequestLog
     ) -> AbstractAsyncContextManager[Generation]:
         assert self.params is not None
-        return state.generating(self.prompts, self.params, log, priority=self.body.priority or 0)
+        return state.generating(self.prompts, self.params, log, priority=self.body.priority)
 
     @property
     def generates(self) -> bool:
@@ -145,7 +145,7 @@ def _encode(state: ServerState, prompt: str | list[int], with_bos: bool) -> list
 async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> dict[str, Any]:
     """The response to a request that does not stream."""
     choices = _choices(state, job)
-    experts = [RoutedExperts() for _ in job.prompts]
+    experts = [RoutedExpertFields() for _ in job.prompts]
     if job.params is not None:
         async with job.generating(state, log) as generation:
             async for delta in generation:

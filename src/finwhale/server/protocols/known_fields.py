@@ -9,14 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from finwhale.chat.known_fields import CHAT_FIELDS, UNUSED, Shape, Variants, fields
-from finwhale.server.protocols.schemas import (
-    ChatBody,
-    CompletionBody,
-    CountTokensBody,
-    MessagesBody,
-    ResponsesBody,
-    TokenizeBody,
-)
+from finwhale.server.protocols import schemas
 
 # --- Chat Completions -----------------------------------------------------------------------------
 
@@ -161,13 +154,13 @@ _MESSAGES_FIELDS: dict[str, Shape] = {
 }
 
 _BELOW: dict[type[BaseModel], dict[str, Shape]] = {
-    CompletionBody: {"response_format": _RESPONSE_FORMAT},
-    ChatBody: {
+    schemas.CompletionBody: {"response_format": _RESPONSE_FORMAT},
+    schemas.ChatBody: {
         **CHAT_FIELDS,
         "response_format": _RESPONSE_FORMAT,
         "thinking": _THINKING,
     },
-    ResponsesBody: {
+    schemas.ResponsesBody: {
         "input": _RESPONSES_INPUT,
         "tools": _RESPONSES_TOOLS,
         "tool_choice": _RESPONSES_CHOICE,
@@ -176,9 +169,9 @@ _BELOW: dict[type[BaseModel], dict[str, Shape]] = {
         "reasoning": fields("effort", "summary", "generate_summary"),
         "thinking": _THINKING,
     },
-    MessagesBody: _MESSAGES_FIELDS,
-    CountTokensBody: _MESSAGES_FIELDS,
-    TokenizeBody: {
+    schemas.MessagesBody: _MESSAGES_FIELDS,
+    schemas.CountTokensBody: _MESSAGES_FIELDS,
+    schemas.TokenizeBody: {
         "messages": CHAT_FIELDS["messages"],
         "tools": CHAT_FIELDS["tools"],
         "thinking": _THINKING,

@@ -6,7 +6,7 @@ from finwhale.request import ExpertIds
 from finwhale.server.link.wire import Delta
 
 
-class RoutedExperts:
+class RoutedExpertFields:
     """The routed experts of one prompt's continuations, as fields of an answer.
 
     Attributes:

@@ -106,10 +106,7 @@ def _extension(one: Option, origin: str) -> Any:
 
 def _extensions(base: type[Body], **origins: str) -> Any:
     """A body with more fields: the options of SamplingParams that have one of these marks.
-
-    Args:
-        origins: for each mark, the beginning of the fields' descriptions.
-    """
+    `origins`: for each mark, the beginning of the fields' descriptions."""
     found = {
         one.name: _extension(one, text)
         for mark, text in origins.items()
@@ -257,7 +254,22 @@ class CompletionBody(OpenAIBody):
     response_format: Json | None = Field(default=None, description=_FORMAT)
 
 
-class ChatBody(OpenAIBody):
+class _ToolsAndHosting(Body):
+    """The fields that chat completions and Responses share besides those of SamplingBody."""
+
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[Jsons, Field(max_length=1024)] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: Json | None = Field(default=None, description="no effect")
+    store: bool | None = Field(default=None, description="no effect")
+    service_tier: str | None = Field(default=None, description="no effect")
+    safety_identifier: str | None = Field(default=None, description="no effect")
+    prompt_cache_key: str | None = Field(default=None, description="no effect")
+    prompt_cache_retention: str | None = Field(default=None, description="no effect")
+
+
+class ChatBody(_ToolsAndHosting, OpenAIBody):
     protocol: ClassVar[ProtocolName] = "chat"
     messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens | None = None
@@ -265,10 +277,6 @@ class ChatBody(OpenAIBody):
         default=None, description="the same as max_tokens"
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[Jsons, Field(max_length=1024)] | None = None
-    tool_choice: str | Json | None = None
-    parallel_tool_calls: bool | None = None
     response_format: Json | None = Field(default=None, description=_FORMAT)
     thinking: Json | None = Field(
         default=None, description='DeepSeek\'s: {"type": "enabled"} or {"type": "disabled"}'
@@ -278,12 +286,6 @@ class ChatBody(OpenAIBody):
         default=None, description='only ["text"] is supported'
     )
     verbosity: str | None = Field(default=None, description="no effect")
-    metadata: Json | None = Field(default=None, description="no effect")
-    store: bool | None = Field(default=None, description="no effect")
-    service_tier: str | None = Field(default=None, description="no effect")
-    safety_identifier: str | None = Field(default=None, description="no effect")
-    prompt_cache_key: str | None = Field(default=None, description="no effect")
-    prompt_cache_retention: str | None = Field(default=None, description="no effect")
     chat_template_kwargs: Json | None = Field(
         default=None,
         description=f"{_VLLM}: thinking or enable_thinking (true or false), and reasoning_effort",
@@ -305,18 +307,14 @@ class ChatBody(OpenAIBody):
     )
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(_ToolsAndHosting, SamplingBody):
     protocol: ClassVar[ProtocolName] = "responses"
     input: Text | Jsons
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[Includable], Field(max_length=64)] | None = Field(
         default=None, description=f"{LOGPROBS}; no other value has an effect"
     )
-    tools: Annotated[Jsons, Field(max_length=1024)] | None = None
-    tool_choice: str | Json | None = None
-    parallel_tool_calls: bool | None = None
     text: Json | None = None
     reasoning: Json | None = None
     thinking: Json | None = None
@@ -328,36 +326,16 @@ class ResponsesBody(SamplingBody):
     previous_response_id: None = Field(
         default=None, description="not supported: send the whole conversation"
     )
-    metadata: Json | None = Field(default=None, description="no effect")
-    store: bool | None = Field(default=None, description="no effect")
     user: str | None = Field(default=None, description="no effect")
-    service_tier: str | None = Field(default=None, description="no effect")
-    safety_identifier: str | None = Field(default=None, description="no effect")
-    prompt_cache_key: str | None = Field(default=None, description="no effect")
-    prompt_cache_retention: str | None = Field(default=None, description="no effect")
     client_metadata: Json | None = Field(default=None, description="no effect")
 
 
-class CountTokensBody(Body):
-    protocol: ClassVar[ProtocolName] = "messages"
-    model: Annotated[str, Field(max_length=512)]
-    messages: Annotated[Jsons, Field(min_length=1)]
-    system: Text | Jsons | None = None
-    tools: Annotated[Jsons, Field(max_length=1024)] | None = None
-    tool_choice: Json | None = None
-    thinking: Json | None = None
-    output_config: Json | None = None
-    output_format: Json | None = None
-    context_management: Json | None = Field(default=None, description="no effect")
-    cache_control: Json | None = Field(default=None, description="no effect")
+class _MessagesFields(Body):
+    """The fields of a message and of a count of its tokens."""
 
-
-class MessagesBody(SamplingBody):
     protocol: ClassVar[ProtocolName] = "messages"
     messages: Annotated[Jsons, Field(min_length=1)]
-    max_tokens: MaxTokens
     system: Text | Jsons | None = None
-    stop_sequences: Names | None = None
     tools: Annotated[Jsons, Field(max_length=1024)] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
@@ -369,6 +347,15 @@ class MessagesBody(SamplingBody):
     cache_control: Json | None = Field(
         default=None, description="no effect: every prefix may be cached"
     )
+
+
+class CountTokensBody(_MessagesFields):
+    model: Annotated[str, Field(max_length=512)]
+
+
+class MessagesBody(_MessagesFields, SamplingBody):
+    max_tokens: MaxTokens
+    stop_sequences: Names | None = None
     thread: Json | None = Field(
         default=None,
         description="refused: Anthropic's tool runner then sends the whole conversation each time",
