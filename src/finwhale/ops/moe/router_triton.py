@@ -39,6 +39,9 @@ MANY_TILE_FLOAT32 = (64, 64, 32, 8)
 HASH_BLOCK_D = 2048
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
+# `registers` of `route_by_score` on NVIDIA GPUs. Without a number, the compiler uses fewer, and a
+# warp then waits for a few loads of parts before it issues the next ones.
+CHOOSE_REGISTERS = 255
 
 
 @triton.jit
@@ -325,10 +328,12 @@ def route_by_score(
     *,
     few_tokens: int = FEW_TOKENS,
     early_launch: bool = False,
+    registers: int | None = None,
     stages: int = 3,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1.
 
+    registers: of a thread of the kernel that chooses; None: the compiler's choice.
     stages: of the loads of many tokens' bfloat16 GEMM. Each takes shared memory.
     """
     _check(x_ND, topk, gate=gate_ED, bias=bias_E, positions=positions_N)
@@ -350,6 +355,7 @@ def route_by_score(
         K=topk,
         BLOCK_E=triton.next_power_of_2(experts),
         num_warps=4 if experts > 256 and parts.shape[1] > 1 else 1,
+        **({} if registers is None else {"maxnreg": registers}),
         **launch_options(early_launch),
     )
     return ids, weights

@@ -18,6 +18,7 @@ from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
+from finwhale.ops.launch.shared_memory import prefer_shared_memory
 from finwhale.ops.launch.streamed_loads import install_hook
 from finwhale.ops.linear import few_tokens_hopper, linear_triton
 from finwhale.ops.linear import ref as linear_ref
@@ -26,7 +27,7 @@ from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import experts_hopper, router_triton
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_hopper import compute, dispatch
-from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
+from finwhale.ops.moe.router_triton import CHOOSE_REGISTERS, route_by_hash, route_by_score
 from finwhale.ops.sampling import sample_triton
 from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
 from finwhale.ops.tables import bind, nvidia, optional
@@ -41,6 +42,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
             its step. docs/numerics.md says what this costs.
     """
     install_hook()
+    prefer_shared_memory()
     num_multiprocessors = platform.num_multiprocessors
     invariant: dict[str, Any] = {"invariant": True} if batch_invariant else {}
     few_tokens: dict[str, Any] = {"few_tokens": mhc.ANY_NUMBER} if batch_invariant else {}
@@ -97,7 +99,9 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
             few_warps=NUM_WARPS,
         ),
         sparse_attention=bind(sparse_attention, **invariant) if invariant else sparse_attention,
-        route_by_score=bind(route_by_score, **few_tokens, early_launch=True),
+        route_by_score=bind(
+            route_by_score, **few_tokens, early_launch=True, registers=CHOOSE_REGISTERS
+        ),
         route_by_hash=bind(route_by_hash, **few_tokens, early_launch=True),
         experts_dispatch=dispatch,
         experts_compute=bind(compute, num_multiprocessors=num_multiprocessors),
