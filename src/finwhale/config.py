@@ -3,6 +3,7 @@
 `LLM`, the commands and docs/options.md all derive their options from `EngineConfig`.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -105,14 +106,21 @@ class EngineConfig:
         metavar="N",
         least=2,
     )
-    max_num_seqs: int = option(
-        64, "maximum number of sequences that run at once", metavar="N", least=1
+    max_num_seqs: int | None = option(
+        None,
+        "maximum number of sequences that run at once",
+        unset="64 for each GPU, at most 256; 64 on a CPU, or if weights leave a GPU less than "
+        "24 GiB",
+        metavar="N",
+        least=1,
     )
-    max_num_batched_tokens: int = option(
-        2048,
-        "maximum number of tokens in one forward pass, prefill chunks and decodes together. With "
-        "8192, prefill of long prompts is faster, and other requests wait longer for their next "
-        "tokens meanwhile",
+    max_num_batched_tokens: int | None = option(
+        None,
+        "maximum number of tokens in one forward pass, prefill chunks and decodes together; three "
+        "quarters of it if sequences decode. With more, prompts are read faster, and running "
+        "requests wait longer for their next tokens",
+        unset="8192, and 2304 if sequences decode; 2048 and 1536 on a CPU, or if weights leave a "
+        "GPU less than 24 GiB",
         metavar="N",
         least=1,
     )
@@ -210,9 +218,8 @@ class EngineConfig:
                 "the compiled mode cannot return routed experts: leave out compile, or "
                 "enable_return_routed_experts"
             )
-        if self.graph_sizes is not None and not all(
-            0 < size <= self.max_num_seqs for size in self.graph_sizes
-        ):
+        most = self.max_num_seqs or sys.maxsize
+        if not all(0 < size <= most for size in self.graph_sizes or ()):
             raise FinwhaleError(
                 f"graph_sizes must lie in 1..max_num_seqs ({self.max_num_seqs}), got "
                 f"{self.graph_sizes}"

@@ -25,6 +25,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.step_sizes import choose_step_sizes
 from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.drafter import Drafter
 from finwhale.engine.rank.executor import LocalExecutor, local_executor
@@ -75,14 +76,15 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         collectives=collectives,
     )
     groups = architecture.cache_groups(model_config)
+    sizes = choose_step_sizes(config, num_ranks=1, room=None)
     plan = plan_cache(
         groups,
         itemsize=4,
         packed=False,
         budget_bytes=config.cache_memory_bytes or CACHE_BYTES,
-        max_num_seqs=config.max_num_seqs,
-        max_step_tokens=config.max_num_batched_tokens,
-        wanted_tokens=longest * config.max_num_seqs,
+        max_num_seqs=sizes.num_seqs,
+        max_step_tokens=sizes.num_tokens,
+        wanted_tokens=longest * sizes.num_seqs,
         prefix_caching=config.enable_prefix_caching,
         drafts=bool(config.draft_tokens),
     )
@@ -97,7 +99,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         cache_plan=plan,
         max_model_len=longest,
         tables=SlotTables([group.name for group in groups]),
-        sampled=torch.zeros(config.max_num_seqs, dtype=torch.int64),
+        sampled=torch.zeros(sizes.num_seqs, dtype=torch.int64),
     )
     if config.draft_tokens and model.draft_head is not None:
         runner.drafter = Drafter(model.draft_head, model.sample, runner.cache, CPU)
@@ -109,6 +111,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         groups=groups,
         num_pages=plan.num_pages,
         max_model_len=longest,
+        sizes=sizes,
         can_draft=runner.drafter is not None,
         device_drafts=None,
         memory=MemoryUse(weights=0, workspace=0, cache=plan.total_bytes),
@@ -289,8 +292,7 @@ def _limit(engine: Engine, blocks: int) -> None:
         assert num_pages[group.name] <= runner.cache_plan.num_pages[group.name]
     engine.scheduler = Scheduler(
         PageManager(runner.groups, num_pages),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        sizes=engine.sizes,
         prefix_caching=True,
         draft_block_tokens=engine.model_config.draft_block_tokens,
     )

@@ -282,7 +282,7 @@ def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: P
     config, model = engine.config, engine.model_config
 
     def of(config: EngineConfig) -> object:
-        return build_configuration(config, model, can_capture=False, max_len=64)
+        return build_configuration(config, engine.sizes, model, can_capture=False, max_len=64)
 
     assert of(config) == of(replace(config, cache_dir="elsewhere"))
     for changes in ({"compile": True}, {"wo_a_input": "bf16"}):

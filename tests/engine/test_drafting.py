@@ -28,6 +28,7 @@ from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import FinwhaleError
@@ -478,7 +479,7 @@ class Machine:
                 more = states * pages_at_block_end(group)
                 num_pages[group.name] = windowed_pages(group, seqs, step, True, True) + more
         engine.scheduler = Scheduler(
-            PageManager(groups, num_pages), max_num_seqs=seqs, max_num_batched_tokens=step
+            PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step)
         )
         model = engine.model_config
         engine._loop = StepLoop(engine.executor, engine.scheduler, engine._meter, model, drafts)

@@ -26,6 +26,7 @@ from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.rank.capture import new_verification_steps
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
@@ -229,7 +230,7 @@ def test_bench_of_auto(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def limit(engine: Engine, blocks: int) -> None:
     """Give the engine a scheduler with few pages."""
     groups, num_pages = local_executor(engine.executor).runner.groups, {}
-    seqs, step = engine.config.max_num_seqs, engine.config.max_num_batched_tokens
+    seqs, step = engine.sizes.num_seqs, engine.sizes.num_tokens
     for group in groups:
         num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
         if group.keep is not None:
@@ -237,8 +238,7 @@ def limit(engine: Engine, blocks: int) -> None:
             num_pages[group.name] = most + pages_at_block_end(group)
     engine.scheduler = Scheduler(
         PageManager(groups, num_pages),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=step,
+        sizes=StepSizes.given(seqs, step),
         draft_block_tokens=engine.model_config.draft_block_tokens,
     )
     engine._loop = engine._new_loop()

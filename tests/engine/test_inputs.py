@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from tests.support.traffic import Traffic
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
+from finwhale.engine.plan.step_sizes import LARGE_MIXED_STEP, LARGE_STEP
 from finwhale.engine.rank.graphs import Graphs, _Captured
 from finwhale.engine.rank.inputs import StaticInputs, with_bounds
 from finwhale.engine.rank.slot_tables import SlotTables
@@ -142,13 +144,19 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
     assert prefill_sizes(1500)[-2:] == [1280, 1500]
     assert prefill_sizes(2048)[-1] == prefill_sizes(8192)[-1] == 2048
     assert prefill_sizes(2048, 4) == prefill_sizes(2048)
-    assert prefill_sizes(8192, 2)[-1] == 2048
-    assert prefill_sizes(5000, 4)[-2:] == [2048, 5000]
-    assert prefill_sizes(8192, 4)[-2:] == [2048, 8192]
+    assert prefill_sizes(8192, 2)[-1] == 6144
+    assert prefill_sizes(5000, 4)[-2:] == [4096, 5000]
+    assert prefill_sizes(8192, 4)[-2:] == [7168, 8192]
+    # A full step beside decodes is captured wherever the engine chooses the sizes.
+    assert LARGE_MIXED_STEP in prefill_sizes(LARGE_STEP, 2)
+    for most, ranks in (2048, 1), (8192, 2), (8192, 8), (16384, 8):
+        sizes = [0, *prefill_sizes(most, ranks)]
+        for smaller, size in pairwise(sizes):
+            assert size - smaller <= max(16, 0.5 * size if size <= 512 else 0.21 * size)
 
 
-def test_a_large_step_takes_the_graph_of_a_full_step_only_with_little_padding() -> None:
-    sizes = prefill_sizes(8192, 4)
+def test_which_steps_have_a_graph() -> None:
+    sizes = prefill_sizes(8192, 2)
     graphs = object.__new__(Graphs)
     graphs.sizes, graphs.decode = sizes, False
     graphs.static = cast(Any, SimpleNamespace(num_seqs=8))
@@ -156,11 +164,11 @@ def test_a_large_step_takes_the_graph_of_a_full_step_only_with_little_padding() 
     def fits(num_tokens: int, num_seqs: int = 1) -> bool:
         return graphs.fits(cast(Any, SimpleNamespace(num_tokens=num_tokens, slots=[0] * num_seqs)))
 
-    for found, most in (sizes, 2048), ([16, 64], 64):
+    for found, most in (sizes, 6144), ([], 0):
         limits = StepLimits(num_tokens=9, num_seqs=1, max_len=9, prefill_graphs=tuple(found))
         assert limits.always_captured == most
-    assert fits(3) and fits(1281) and fits(2048) and fits(7680) and fits(8192)
-    assert not (fits(2049) or fits(7679) or fits(8193) or fits(8192, 9))
+    assert fits(3) and fits(1281) and fits(2049) and fits(6144)
+    assert not (fits(6145) or fits(8192) or fits(2048, 9))
 
 
 def test_a_replay_bounds_every_input_that_was_recorded() -> None:

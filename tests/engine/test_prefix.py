@@ -19,6 +19,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.rank.executor import local_executor
 
 from .arrivals import random_arrivals
@@ -61,8 +62,7 @@ class Model:
             )
         self.run.scheduler = Scheduler(
             PageManager(groups, num_pages),
-            max_num_seqs=seqs,
-            max_num_batched_tokens=step,
+            sizes=StepSizes.given(seqs, step),
             prefix_caching=caching,
         )
         self.run._loop = self.run._new_loop()

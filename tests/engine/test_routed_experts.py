@@ -18,6 +18,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import SequenceState
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
@@ -192,9 +193,7 @@ def test_preemption_and_aborts(new_llm: Callable[..., LLM], formulas: Formulas) 
         num_pages[group.name] = 1 + 4 * (BLOCK // group.tokens_per_page)
         if group.keep is not None:
             num_pages[group.name] = windowed_pages(group, 4, 150, True) + 20
-    engine.scheduler = Scheduler(
-        PageManager(groups, num_pages), max_num_seqs=4, max_num_batched_tokens=150
-    )
+    engine.scheduler = Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(4, 150))
     engine._loop = engine._new_loop()
     engine.steps_ahead = 1
     want(engine, 0.9)

@@ -19,7 +19,8 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
-from finwhale.engine.rank.capture import draft_on_device, new_verification_steps
+from finwhale.engine.plan.step_sizes import StepSizes
+from finwhale.engine.rank.capture import draft_on_device
 from finwhale.engine.rank.draft_decode import StepDrafts, VerificationSteps
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.inputs import NO_STEP
@@ -212,7 +213,7 @@ def test_confidences_reach_the_policy(
 def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple[int, ...]) -> None:
     """Rows and tokens of padding change nothing, and no wrong draft counts as accepted."""
     engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
-    steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
+    steps = draft_on_device(local_executor(engine.executor), engine.config)
     count, width = sum(lengths), 3
     steps._send_layout(lengths, DraftPlan((), (), (), previous_rows=(2, 0, 1)), 4, 4 * width)
     steps._chosen.copy_(torch.arange(len(steps._chosen)))
@@ -429,7 +430,7 @@ def test_one_set_of_side_streams(
 def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     """Rows behind a step's sequences have no position, whatever earlier steps left."""
     engine = new_llm(**OPTIONS, draft_tokens=2)._engine
-    steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
+    steps = draft_on_device(local_executor(engine.executor), engine.config)
     steps._static.fill(NO_STEP, decode=True)
     steps._advanced[:-1] = 2
     inputs = steps._inputs(4, 12, 300)
@@ -449,9 +450,10 @@ def test_steps_without_drafts_have_the_sizes_of_a_plain_engine(
     llm: LLM, graph_sizes: tuple[int, ...] | None
 ) -> None:
     """Every step, with any number of drafts, finds a captured graph with enough tokens."""
-    config = replace(llm._engine.config, max_num_seqs=100, graph_sizes=graph_sizes)
+    config = replace(llm._engine.config, graph_sizes=graph_sizes)
+    sizes, model_config = StepSizes.given(100, 2048), llm._engine.model_config
     plain, auto, fixed = (
-        step_limits(replace(config, draft_tokens=drafts), llm._engine.model_config, True, 300)
+        step_limits(replace(config, draft_tokens=drafts), sizes, model_config, True, 300)
         for drafts in (0, "auto", 2)
     )
     assert auto.decode_graphs == plain.decode_graphs and not plain.verify_graphs

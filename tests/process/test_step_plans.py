@@ -16,6 +16,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.plan.step_sizes import StepSizes
 
 from . import step_plans
 
@@ -36,9 +37,7 @@ def crowd(engine: Engine, blocks: int) -> None:
         else windowed_pages(group, seqs, step, True, True)
         for group in groups
     }
-    engine.scheduler = Scheduler(
-        PageManager(groups, num_pages), max_num_seqs=seqs, max_num_batched_tokens=step
-    )
+    engine.scheduler = Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step))
     engine._loop = engine._new_loop()
 
 

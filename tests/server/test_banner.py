@@ -14,7 +14,7 @@ from finwhale.server.observe import logs
 
 from .running import RunningServer
 
-READY = Ready(8192, 64, 4096, 0, ranks="2 ranks, cuda:0")
+READY = Ready(8192, 64, 2048, 4096, 0, ranks="2 ranks, cuda:0")
 
 
 def commands(text: str) -> dict[str, list[str]]:

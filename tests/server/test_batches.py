@@ -188,7 +188,7 @@ def test_a_batch_leaves_room_for_other_requests(
         return submit(*args)
 
     monkeypatch.setattr(server.client, "submit", observed)
-    slots = server.engine.config.max_num_seqs
+    slots = server.engine.sizes.num_seqs
     lines = [line(str(i), "/v1/completions", max_tokens=60, ignore_eos=True, n=1 + i % 3,
                   priority=-(2**31)) for i in range(30)]  # fmt: skip
     batch = create(client, upload(client, lines), "/v1/completions")

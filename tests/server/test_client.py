@@ -27,7 +27,9 @@ from finwhale.server.link.wire import (
 )
 from finwhale.server.run import end_processes
 
-READY = Ready(max_model_len=100, max_num_seqs=4, vocab_size=50, bos_token_id=0)
+READY = Ready(
+    max_model_len=100, max_num_seqs=4, max_num_batched_tokens=64, vocab_size=50, bos_token_id=0
+)
 
 
 async def started() -> tuple[EngineClient, Connection]:

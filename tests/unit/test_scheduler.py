@@ -22,6 +22,7 @@ from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
@@ -51,7 +52,7 @@ def make_scheduler(
         for name, count in plan.num_pages.items()
     }
     pages = PageManager(spec, num_pages)
-    return Scheduler(pages, max_num_seqs=seqs, max_num_batched_tokens=budget, **options)
+    return Scheduler(pages, sizes=StepSizes.given(seqs, budget), **options)
 
 
 def make_sequence(
@@ -186,8 +187,8 @@ class Driver:
         scheduler = self.scheduler
         chunks = scheduler.schedule()
         assert chunks or self._flight or not scheduler.has_work or scheduler.counts.preemptions
-        assert sum(c.end - c.start for c in chunks) <= scheduler.max_num_batched_tokens
-        assert len(scheduler.running) <= scheduler.max_num_seqs
+        assert sum(c.end - c.start for c in chunks) <= scheduler.sizes.num_tokens
+        assert len(scheduler.running) <= scheduler.sizes.num_seqs
         assert len({c.sequence.key for c in chunks}) == len(chunks)
         for chunk in chunks:
             sequence = chunk.sequence

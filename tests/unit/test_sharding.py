@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,7 +189,6 @@ H200, H100 = 150_000_000_000, 85_000_000_000
     ],
 )
 def test_which_ranks_hold_attention_whole(
-    monkeypatch: pytest.MonkeyPatch,
     options: dict[str, bool],
     ranks: int,
     gpus: tuple[int, ...],
@@ -198,19 +196,11 @@ def test_which_ranks_hold_attention_whole(
     sharers: int,
     wanted: bool,
 ) -> None:
-    properties = SimpleNamespace(total_memory=gpus[0] if gpus else 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     start = object.__new__(_Start)
     start.config = EngineConfig(**options)  # type: ignore[arg-type]
     start.model_config, start.architecture = MODELS["flash"], DEEPSEEK_V4
-    start.device, start.sharers = torch.device(device), sharers
-
-    class OtherRanks(Peers):
-        def minimum(self, value: int) -> int:
-            return min(value, *(total // sharers for total in gpus))
-
-    start.peers = OtherRanks(Rank(0, ranks))
-    assert start._holds_whole_attention() is wanted
+    start.device, start.peers = torch.device(device), Peers(Rank(0, ranks))
+    assert start._holds_whole_attention(min(gpus, default=0) // sharers) is wanted
 
 
 def test_whole_attention_with_batch_invariance_is_refused() -> None:

@@ -92,7 +92,7 @@ class Bench:
     def decode(self, shape: Shape) -> dict[str, Any]:
         """Measure decode steps: milliseconds of whole steps and of the graph, and the floor."""
         engine, length = self.engine, max(1, shape.tokens - self.steps // 2)
-        room = _room(shape, self.steps, engine.config.max_num_batched_tokens)
+        room = _room(shape, self.steps, engine.sizes.num_tokens)
         names = self._begin_decodes(shape.batch, length, room - length)
         for _ in range(WARM_UP):
             engine.step()
@@ -168,7 +168,7 @@ class Bench:
             FinwhaleError: a request ended before all prompts were prefilled.
         """
         engine, prompts = self.engine, [self.prompt(length) for _ in range(batch)]
-        if length > engine.config.max_num_batched_tokens:
+        if length > engine.sizes.num_tokens:
             # Beside decodes, a long prompt gets a small part of each step, so the first sequences
             # would generate many tokens before the last prompt is prefilled.
             for prompt in prompts:

@@ -27,6 +27,7 @@ from finwhale.distributed.peers import Peers
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_sizes import StepSizes, choose_step_sizes
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.inputs import StaticInputs
 from finwhale.engine.rank.kv_cache import plan_cache
@@ -65,7 +66,7 @@ class StubRunner:
 
     def __init__(
         self,
-        config: EngineConfig,
+        sizes: StepSizes,
         model_config: DeepseekV4Config,
         groups: tuple[CacheGroup, ...],
         max_len: int,
@@ -75,7 +76,7 @@ class StubRunner:
         self.verification_steps = None
         self.times, self.routed = StepTimes(self.device), None
         self.tables = SlotTables([group.name for group in groups])
-        most = config.max_num_seqs
+        most = sizes.num_seqs
         self.static = StaticInputs(most, most, groups, self.tables, max_len, self.device)
         self._logits = torch.zeros(most, 1)
         self._ids = torch.arange(300, 300 + 4 * most)
@@ -116,15 +117,16 @@ def stub_executor(
     """An executor of a StubRunner."""
     groups = cache_spec(model_config)
     max_len = config.max_model_len or model_config.max_position_embeddings
+    sizes = choose_step_sizes(config, num_ranks=1, room=None)
     plan = plan_cache(
         groups,
         itemsize=2,
         packed=True,
         budget_bytes=2**37,
-        max_num_seqs=config.max_num_seqs,
-        max_step_tokens=config.max_num_batched_tokens,
+        max_num_seqs=sizes.num_seqs,
+        max_step_tokens=sizes.num_tokens,
         # Sequences take whole pages, and admission keeps some free: no sequence may wait for pages.
-        wanted_tokens=2 * config.max_num_seqs * max_len,
+        wanted_tokens=2 * sizes.num_seqs * max_len,
         prefix_caching=config.enable_prefix_caching,
     )
     description = RankDescription(
@@ -135,6 +137,7 @@ def stub_executor(
         groups=groups,
         num_pages=plan.num_pages,
         max_model_len=max_len,
+        sizes=sizes,
         can_draft=False,
         device_drafts=None,
         memory=MemoryUse(weights=0, workspace=0, cache=plan.total_bytes),
@@ -143,7 +146,7 @@ def stub_executor(
         compiled_layers=0,
         start_seconds={},
     )
-    runner: Any = StubRunner(config, model_config, groups, max_len)
+    runner: Any = StubRunner(sizes, model_config, groups, max_len)
     return LocalExecutor(runner, NothingToBuild(), description)
 
 

@@ -19,6 +19,7 @@ from finwhale.bench.timing import seconds_of
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import SequenceState
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
@@ -74,7 +75,7 @@ def _scheduler(num_tokens: int) -> Scheduler:
         prefix_caching=True,
     )
     pages = PageManager(groups, plan.num_pages)
-    return Scheduler(pages, max_num_seqs=4, max_num_batched_tokens=STEP_TOKENS)
+    return Scheduler(pages, sizes=StepSizes.given(4, STEP_TOKENS))
 
 
 def _sequence(key: str, prompt: list[int]) -> SequenceState:

@@ -170,8 +170,8 @@ def main(argv: Sequence[str]) -> int:
     record = stamp("throughput", argv, ("torch",)) | {
         **measured(args, engine),
         "load": str(load),
-        "at_once": args.max_num_seqs,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "at_once": engine.sizes.num_seqs,
+        "max_num_batched_tokens": engine.sizes.num_tokens,
         "wo_a_input": args.wo_a_input,
         "start_s": start_s,
         "memory": memory(engine),

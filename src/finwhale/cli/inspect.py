@@ -15,6 +15,7 @@ from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.cli.options import add_path
 from finwhale.config import RANK_COUNTS, EngineConfig
+from finwhale.engine.plan.step_sizes import choose_step_sizes
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.cache import CacheGroup
@@ -28,9 +29,8 @@ SHOWN = 10
 
 # Bytes of GPU memory that torch sees.
 GPUS = {"H100 80 GB": 85_000_000_000, "H200 141 GB": 150_000_000_000}
-# GPU memory that is not for weights and cache. On an H200, Flash's steps take 1 GiB with the
-# default options, and CUDA takes about as much.
-WORKSPACE_BYTES = 4 * 2**30
+# GPU memory that is not for weights and cache: Flash's steps with the default options, and CUDA.
+WORKSPACE_BYTES = 8 * 2**30
 
 
 def run(argv: Sequence[str]) -> int:
@@ -170,7 +170,7 @@ def _print_ranks(
                 if architecture.fits_whole_attention(config, total):
                     left[i] -= whole
                     added.append(whole)
-        tokens = [_capacity_tokens(config, architecture, dtype, ops, room) for room in left]
+        tokens = [_capacity_tokens(config, architecture, dtype, ops, size, room) for room in left]
         table.add_row(str(size), _size(weights), *(f"{n:,}" if n else "no room" for n in tokens))
     console.print(table)
     console.print(
@@ -189,18 +189,24 @@ def _print_ranks(
 
 
 def _capacity_tokens(
-    config: ModelConfig, architecture: Architecture, dtype: torch.dtype, ops: Ops, room: int
+    config: ModelConfig,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    ops: Ops,
+    num_ranks: int,
+    room: int,
 ) -> int:
     """Tokens of context for which a cache of `room` bytes has pages, with the default options."""
     options = EngineConfig()
+    sizes = choose_step_sizes(options, num_ranks, room + WORKSPACE_BYTES)
     try:
         return plan_cache(
             architecture.cache_groups(config),
             itemsize=dtype.itemsize,
             packed=ops.capabilities.packed_cache,
             budget_bytes=max(0, room),
-            max_num_seqs=options.max_num_seqs,
-            max_step_tokens=options.max_num_batched_tokens,
+            max_num_seqs=sizes.num_seqs,
+            max_step_tokens=sizes.num_tokens,
             wanted_tokens=max(0, room),  # no limit: a token takes more than a byte
             prefix_caching=options.enable_prefix_caching,
         ).capacity_tokens

@@ -35,7 +35,8 @@ def banner(ready: Ready, model: str, url: str, needs_key: bool) -> str:
         "",
         f"  API      {base}/v1  (OpenAI, Anthropic)" + (f" on {socket}" if socket else ""),
         f"  page     {base}/",
-        f"  context  {ready.max_model_len:,} tokens, up to {ready.max_num_seqs} sequences at once",
+        f"  context  {ready.max_model_len:,} tokens, up to {ready.max_num_seqs} sequences at once, "
+        f"{ready.max_num_batched_tokens:,} tokens a step",
         f"  ranks    {ready.ranks}",
         *drafts,
         "",

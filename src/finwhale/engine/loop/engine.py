@@ -40,6 +40,7 @@ from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.engine.rank.sleep import allocate_memory, check_can_save, free_for_good, free_memory
@@ -105,8 +106,7 @@ class Engine:
         logger.info("memory on %s: %s", rank.device, rank.memory)
         self.scheduler = Scheduler(
             PageManager(rank.groups, rank.num_pages),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            sizes=rank.sizes,
             prefix_caching=config.enable_prefix_caching,
             prefix_salt=config.prefix_salt,
             max_model_len=rank.max_model_len,
@@ -138,6 +138,11 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         return self.executor.description.max_model_len
+
+    @property
+    def sizes(self) -> StepSizes:
+        """Of the largest steps."""
+        return self.executor.description.sizes
 
     @property
     def memory(self) -> MemoryUse:

@@ -36,9 +36,7 @@ class AnyToken:
 def warm_up(engine: Engine) -> None:
     """Run the warm-up requests. The engine must be idle, and is reset afterwards."""
     longest = max(1, engine.max_model_len - TOKENS)
-    few, *lengths = (
-        min(longest, length) for length in (*LENGTHS, engine.config.max_num_batched_tokens + 1)
-    )
+    few, *lengths = (min(longest, length) for length in (*LENGTHS, engine.sizes.num_tokens + 1))
     can_route = engine.executor.description.routed_experts is not None
     kinds = list(_kinds(engine.model_config.vocab_size, can_route))
     for number, params in enumerate(kinds):
@@ -46,7 +44,7 @@ def warm_up(engine: Engine) -> None:
     # Run all kinds together, then as many requests as may run at once.
     _run(engine, [(few, params) for params in kinds])
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    _run(engine, [(few, greedy)] * engine.config.max_num_seqs)
+    _run(engine, [(few, greedy)] * engine.sizes.num_seqs)
     for rows in (1, 2):
         guided = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, n=rows)
         _run(engine, [(few, guided)], AnyToken())

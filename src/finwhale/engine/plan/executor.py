@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.request import ExpertIds
 
 if TYPE_CHECKING:  # it imports torch
@@ -116,6 +117,7 @@ class RankDescription:
         groups: the model's cache groups.
         num_pages: number of pages of each group, including page 0.
         max_model_len: the most tokens of a sequence.
+        sizes: of the largest steps.
         can_draft: the rank has a draft head and uses it.
         device_drafts: decodes with drafts that need no host; None: every step needs the host.
         kernels: number of kernels that were built ahead of time.
@@ -132,6 +134,7 @@ class RankDescription:
     groups: "tuple[CacheGroup, ...]"
     num_pages: Mapping[str, int]
     max_model_len: int
+    sizes: StepSizes
     can_draft: bool
     device_drafts: DeviceDrafts | None
     memory: MemoryUse

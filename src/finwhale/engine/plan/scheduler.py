@@ -18,15 +18,12 @@ from finwhale.engine.plan.draft_rules import DraftRules
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
 from finwhale.engine.plan.sequences import Chunk, SequenceState
+from finwhale.engine.plan.step_sizes import StepSizes
 
-# Share of max_num_batched_tokens that a step may have if sequences decode in it. On one H200
-# (Flash, 8 layers, 128 sequences) a decode takes 8.2 ms, and a step with three quarters of 2,048
-# tokens 20.4, 2.5 times as long. A step with all 2,048 tokens and no decode takes 21.8.
-MIXED_SHARE = (3, 4)
-# Share of a step for a prompt that needs several steps, while any other sequence prefills or
-# decodes. The share shrinks as the prompt's context grows, because a chunk at DOUBLE_COST tokens
-# takes twice as long; it never falls below FEWEST_LONG tokens.
-LONG_SHARE = (1, 4)
+# Share of a step with decodes for a prompt that needs several steps, while any other sequence
+# prefills or decodes. The share shrinks as the prompt's context grows, because a chunk at
+# DOUBLE_COST tokens takes twice as long; it never falls below FEWEST_LONG tokens.
+LONG_SHARE = (1, 3)
 DOUBLE_COST = 65536
 FEWEST_LONG = 32
 
@@ -66,18 +63,15 @@ class Scheduler:
         self,
         pages: PageManager,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
+        sizes: StepSizes,
         prefix_caching: bool = True,
         prefix_salt: str | None = None,
         max_model_len: int = sys.maxsize,
         draft_block_tokens: int = 0,
     ) -> None:
         self.pages = pages
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.mixed_tokens = _share(max_num_batched_tokens, MIXED_SHARE)
-        self.long_tokens = _share(max_num_batched_tokens, LONG_SHARE)
+        self.sizes = sizes
+        self.long_tokens = max(1, sizes.mixed_tokens * LONG_SHARE[0] // LONG_SHARE[1])
         self.running: list[SequenceState] = []
         self.counts = SchedulerCounts()
         # A model with window layers only has no blocks to cache.
@@ -86,7 +80,7 @@ class Scheduler:
             self.prefix = PrefixIndex(pages, prefix_salt)
         self.admission = Admission(pages, self.prefix, self.running)
         self.drafting = DraftRules(pages, max_model_len, draft_block_tokens)
-        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._free_slots = list(reversed(range(sizes.num_seqs)))
         self._freed_slots: list[int] = []
 
     @property
@@ -105,7 +99,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         prefilling: list[SequenceState] = []
         preempted = self.counts.preemptions
-        budget = self.max_num_batched_tokens
+        budget = self.sizes.num_tokens
         for sequence in self.running:
             start, known = sequence.num_computed, len(sequence.token_ids)
             if known >= sequence.max_len:
@@ -120,7 +114,7 @@ class Scheduler:
         if decodes:
             self.drafting.add_to_decodes(chunks, budget - len(chunks))
             taken = sum(chunk.end - chunk.start for chunk in chunks)
-            mixed = max(self.mixed_tokens - taken, self.long_tokens)
+            mixed = max(self.sizes.mixed_tokens - taken, self.long_tokens)
             budget = min(budget - taken, mixed)
         prefilling = [s for s in prefilling if s.running]
         long = [s for s in prefilling if self._is_long(s)]
@@ -130,7 +124,7 @@ class Scheduler:
         for sequence in prefilling:
             if sequence not in long:
                 budget -= self._prefill(sequence, budget - kept, chunks)
-        while budget > kept and len(self.running) < self.max_num_seqs:
+        while budget > kept and len(self.running) < self.sizes.num_seqs:
             # A sequence that was just preempted must not take its pages again.
             admitted = self._admit() if self.counts.preemptions == preempted else None
             if admitted is None:
@@ -154,14 +148,14 @@ class Scheduler:
         Empty: the next step needs the result of `chunks`, or should admit a sequence.
         """
         living = [chunk for chunk in chunks if chunk.sequence.running]
-        if self.num_waiting and len(self.running) < self.max_num_seqs:
+        if self.num_waiting and len(self.running) < self.sizes.num_seqs:
             return []
         if not living or len(living) < len(self.running):
             return []
         return self.drafting.schedule_ahead(living)
 
     def _is_long(self, sequence: SequenceState) -> bool:
-        return sequence.remaining > self.max_num_batched_tokens
+        return sequence.remaining > self.sizes.num_tokens
 
     def _prefill(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """Add the longest chunk of a prompt that fits the budget; returns its number of tokens."""
@@ -346,10 +340,6 @@ class Scheduler:
             cached = self.prefix.cached_pages()
         self.pages.check_integrity([s.tables for s in self.running], cached)
         slots = [s.slot for s in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
+        assert sorted(slots + self._free_slots) == list(range(self.sizes.num_seqs))
         assert self.running == sorted(self.running, key=in_order)
         self.admission.check_integrity()
-
-
-def _share(tokens: int, part: tuple[int, int]) -> int:
-    return max(1, tokens * part[0] // part[1])

@@ -16,7 +16,7 @@ from finwhale.models.step_inputs import Segments, StepInputs
 
 
 @torch.inference_mode()
-def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimits) -> None:
+def capture_graphs(runner: ModelRunner, largest: StepLimits) -> None:
     """Capture whole decodes with logits, and steps with prefill up to the residual streams."""
 
     def streams(inputs: StepInputs, segments: Segments) -> Tensor:
@@ -25,13 +25,12 @@ def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimit
     def logits(inputs: StepInputs, segments: Segments) -> Tensor:
         return runner.model.forward_with_logits(inputs, runner.cache, segments)[0]
 
-    max_seqs = config.max_num_seqs
     if not largest.graphs:
         return
     memory = GraphMemory(runner.device)
     static = StaticInputs(
         max(largest.graphs),
-        max_seqs,
+        largest.num_seqs,
         runner.groups,
         runner.tables,
         runner.max_model_len,
@@ -47,7 +46,7 @@ def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimit
             memory=memory,
         )
     if runner.drafter is not None:
-        runner.verification_steps = new_verification_steps(runner, config, memory)
+        runner.verification_steps = new_verification_steps(runner, largest, memory)
         return
     runner.graphs = Graphs(
         logits,
@@ -61,11 +60,9 @@ def capture_graphs(runner: ModelRunner, config: EngineConfig, largest: StepLimit
 
 
 def new_verification_steps(
-    runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
+    runner: ModelRunner, largest: StepLimits, memory: GraphMemory | None
 ) -> VerificationSteps:
     """Make the decodes of a drafting engine. Without `memory`, the host launches every kernel."""
-    model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
-    largest = step_limits(config, model_config, can_capture, runner.max_model_len)
     return VerificationSteps(
         runner.model, runner.cache, runner.groups, runner.tables, runner.ops, largest, memory
     )
@@ -73,7 +70,9 @@ def new_verification_steps(
 
 def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
     """Run drafting decodes as on a GPU, launched by the host: for tests and benchmarks."""
-    runner = executor.runner
-    steps = runner.verification_steps = new_verification_steps(runner, config, None)
+    runner, sizes = executor.runner, executor.description.sizes
+    can_capture = runner.ops.capabilities.captures_steps
+    largest = step_limits(config, sizes, runner.model.config, can_capture, runner.max_model_len)
+    steps = runner.verification_steps = new_verification_steps(runner, largest, None)
     executor.description = replace(executor.description, device_drafts=steps.description)
     return steps

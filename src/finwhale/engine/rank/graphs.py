@@ -21,7 +21,6 @@ from torch import Tensor
 
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.inputs import StaticInputs, with_bounds
-from finwhale.engine.rank.step_limits import MOST_PADDING, PREFILL_SIZES
 from finwhale.models.step_inputs import Inline, Segments, StepInputs
 from finwhale.non_owning import non_owning_view
 
@@ -172,11 +171,7 @@ class Graphs:
         """Whether a captured graph can run the step."""
         if self.decode:
             return plan.decodes and len(plan.slots) <= self.sizes[-1]
-        if len(plan.slots) > self.static.num_seqs or plan.num_tokens > self.sizes[-1]:
-            return False
-        size = self._size(plan.num_tokens)
-        padding = size - plan.num_tokens
-        return size <= PREFILL_SIZES[-1] or padding <= MOST_PADDING * size
+        return len(plan.slots) <= self.static.num_seqs and plan.num_tokens <= self.sizes[-1]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:

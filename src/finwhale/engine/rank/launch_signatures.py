@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from finwhale.config import EngineConfig
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.rank.inputs import synthetic_inputs
 from finwhale.engine.rank.memory import all_sampling_options, draft_after, without_filters
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
@@ -34,12 +35,16 @@ ORDINARY_CONTEXT = 16384
 
 
 def build_configuration(
-    config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
+    config: EngineConfig,
+    sizes: StepSizes,
+    model_config: ModelConfig,
+    can_capture: bool,
+    max_len: int,
 ) -> object:
     """The values that determine launch signatures. Equal values need the same kernels."""
     return {
         "model": asdict(model_config),  # type: ignore[call-overload]
-        "steps": asdict(step_limits(config, model_config, can_capture, max_len)),
+        "steps": asdict(step_limits(config, sizes, model_config, can_capture, max_len)),
         "batch_invariant": config.batch_invariant,
         "wo_a_input": config.wo_a_input,
         "eager": config.enforce_eager,

@@ -17,6 +17,7 @@ from finwhale.distributed.connect import connect
 from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
+from finwhale.engine.plan.step_sizes import StepSizes, choose_step_sizes
 from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.capture import capture_graphs, new_verification_steps
 from finwhale.engine.rank.devices import choose_device, choose_dtype
@@ -117,7 +118,11 @@ class _Start:
         self.architecture.rank_config(
             model_config, peers.rank.size, round_activations=self.round_activations
         )  # refuses sizes that do not divide
-        self.rank = replace(peers.rank, whole_attention=self._holds_whole_attention())
+        total = 0
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory // sharers
+            total = peers.minimum(total)
+        self.rank = replace(peers.rank, whole_attention=self._holds_whole_attention(total))
         self.stream = weights.open(self.device, self.rank)
         serves = _table_serves(self.platform, self.dtype, config, model_config, self.stream)
         self.ops = load_ops(
@@ -127,6 +132,7 @@ class _Start:
         if self.compiled_mode is not None:
             self.ops = self.compiled_mode.ops
         self.capabilities = self.ops.capabilities
+        self.sizes = self._step_sizes(total)
         self.builds_ahead = self.device.type == "cuda" and self.capabilities.builds_kernels
         self.loader = WeightLoader(
             architecture=self.architecture,
@@ -170,8 +176,20 @@ class _Start:
 
     # --- Options ----------------------------------------------------------------------------------
 
-    def _holds_whole_attention(self) -> bool:
-        """Whether each rank holds the weights of all heads. All ranks decide alike."""
+    def _step_sizes(self, total: int) -> StepSizes:
+        """The sizes of steps, on GPUs of `total` bytes. All ranks decide alike."""
+        room = None
+        if self.device.type == "cuda" and self.capabilities.bounded_workspace:
+            weights = self.architecture.weight_bytes(
+                self.model_config, self.dtype, self.ops, self.rank.size
+            )
+            room = int(total * self.config.gpu_memory_utilization) - weights
+        return choose_step_sizes(self.config, self.rank.size, room)
+
+    def _holds_whole_attention(self, total: int) -> bool:
+        """Whether each rank holds the weights of all heads, on GPUs of `total` bytes. All ranks
+        decide alike.
+        """
         config = self.config
         if self.peers.rank.size == 1:
             return False
@@ -179,8 +197,7 @@ class _Start:
             return config.whole_attention
         if self.device.type != "cuda" or config.batch_invariant or config.reference:
             return False
-        total = torch.cuda.get_device_properties(self.device).total_memory // self.sharers
-        return self.architecture.fits_whole_attention(self.model_config, self.peers.minimum(total))
+        return self.architecture.fits_whole_attention(self.model_config, total)
 
     def _new_compiled_mode(self) -> CompiledMode | None:
         """The compiled mode, if the options ask for it."""
@@ -353,7 +370,7 @@ class _Start:
 
     def _divide_cache(self, budget: int) -> CachePlan:
         config = self.config
-        wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
+        wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * self.sizes.num_seqs
         if config.enable_prefix_caching:
             wanted = max(wanted, self.capabilities.prefix_cache_tokens)
         plan = plan_cache(
@@ -361,8 +378,8 @@ class _Start:
             itemsize=self.dtype.itemsize,
             packed=self.capabilities.packed_cache,
             budget_bytes=budget,
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_num_batched_tokens,
+            max_num_seqs=self.sizes.num_seqs,
+            max_step_tokens=self.sizes.num_tokens,
             wanted_tokens=wanted,
             least_tokens=self.longest,
             prefix_caching=config.enable_prefix_caching,
@@ -396,7 +413,7 @@ class _Start:
             cache_plan=cache_plan,
             max_model_len=max_model_len,
             tables=SlotTables([group.name for group in self.groups]),
-            sampled=torch.zeros(self.config.max_num_seqs, dtype=torch.int64, device=self.device),
+            sampled=torch.zeros(self.sizes.num_seqs, dtype=torch.int64, device=self.device),
             routed=self.routed,
         )
         self.phases.end("memory")
@@ -436,12 +453,14 @@ class _Start:
         if config.draft_tokens and head is not None:
             runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
             if self.capabilities.captures_steps and config.enforce_eager:
-                runner.verification_steps = new_verification_steps(runner, config, None)
+                runner.verification_steps = new_verification_steps(
+                    runner, self._step_limits(runner.max_model_len), None
+                )
 
     def _capture_steps(self, runner: ModelRunner) -> None:
         """Capture steps of the configured sizes."""
         largest = self._step_limits(runner.max_model_len)
-        capture_graphs(runner, self.config, largest)
+        capture_graphs(runner, largest)
         self.phases.end("graphs")
 
     # --- Memory and result ------------------------------------------------------------------------
@@ -499,6 +518,7 @@ class _Start:
             groups=self.groups,
             num_pages=runner.cache_plan.num_pages,
             max_model_len=runner.max_model_len,
+            sizes=self.sizes,
             can_draft=runner.drafter is not None,
             device_drafts=None if steps is None else steps.description,
             memory=memory,
@@ -523,13 +543,12 @@ class _Start:
     # --- Limits -----------------------------------------------------------------------------------
 
     def _step_limits(self, max_len: int) -> StepLimits:
-        return step_limits(
-            self.config, self.model_config, self.capabilities.captures_steps, max_len
-        )
+        captures = self.capabilities.captures_steps
+        return step_limits(self.config, self.sizes, self.model_config, captures, max_len)
 
     def _build_configuration(self, max_len: int) -> object:
         captures = self.capabilities.captures_steps
-        return build_configuration(self.config, self.model_config, captures, max_len)
+        return build_configuration(self.config, self.sizes, self.model_config, captures, max_len)
 
 
 def _table_serves(

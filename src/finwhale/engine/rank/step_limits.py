@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.draft_policy import step_kinds
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.models.protocol import ModelConfig
 
-# Numbers of tokens of captured steps with prefill. On one GPU, larger steps gain nothing from a
-# graph: a layer's kernels run for 2.5 ms or more, longer than the host takes to launch them. N
-# ranks divide that work, so they also capture a full step of up to N times as many tokens.
+# Numbers of tokens of captured steps with prefill.
 PREFILL_SIZES = (
-    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
-    *(1280, 1536, 1792, 2048),
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(2304, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384),
 )
-# A step with more tokens than PREFILL_SIZES takes the graph of a full step only if at most this
-# part of the full step is padding.
-MOST_PADDING = 1 / 16
+# The most tokens of a captured step with prefill on one GPU, and for each of several. Larger steps
+# gain nothing from a graph: their kernels run longer than the host takes to launch them, which is
+# 2.5 ms a layer with one rank, and 4 to 5 with two (H200s, Intel Xeon).
+CAPTURED_ALONE, CAPTURED_PER_RANK = 2048, 3072
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -36,9 +36,10 @@ def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
 
     No size is below PREFILL_SIZES[0]; smaller steps are padded to it.
     """
-    sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
-    within = PREFILL_SIZES[0] <= max_num_tokens <= PREFILL_SIZES[-1] * num_ranks
-    return [*sizes, max_num_tokens] if within else sizes
+    most = CAPTURED_ALONE if num_ranks == 1 else CAPTURED_PER_RANK * num_ranks
+    sizes = [size for size in PREFILL_SIZES if size <= min(most, max_num_tokens)]
+    within = PREFILL_SIZES[0] <= max_num_tokens <= most
+    return sorted({*sizes, max_num_tokens}) if within else sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class StepLimits:
     @property
     def always_captured(self) -> int:
         """The largest number of tokens up to which every step with prefill has a graph."""
-        return max((n for n in self.prefill_graphs if n <= PREFILL_SIZES[-1]), default=0)
+        return max(self.prefill_graphs, default=0)
 
     @property
     def graphs(self) -> tuple[int, ...]:
@@ -97,25 +98,28 @@ class StepLimits:
 
 
 def step_limits(
-    config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
+    config: EngineConfig,
+    sizes: StepSizes,
+    model_config: ModelConfig,
+    can_capture: bool,
+    max_len: int,
 ) -> StepLimits:
     """The sizes of the largest steps and of the graphs to capture."""
     decodes: Iterable[int] = ()
     verifies: Iterable[int] = ()
     prefills: tuple[int, ...] = ()
-    most = config.max_num_batched_tokens
     kinds = draft_kinds(config, model_config)
     if can_capture and not config.enforce_eager:
         if any(width == 1 for width, _ in kinds):
             # "auto" pads steps without drafts as an engine that does not draft.
-            decodes = config.graph_sizes or decode_sizes(config.max_num_seqs)
+            decodes = config.graph_sizes or decode_sizes(sizes.num_seqs)
         if config.draft_tokens:
-            verifies = config.graph_sizes or verification_sizes(config.max_num_seqs)
+            verifies = config.graph_sizes or verification_sizes(sizes.num_seqs)
         if config.graph_sizes is None:
-            prefills = tuple(prefill_sizes(most, config.tensor_parallel_size or 1))
+            prefills = tuple(prefill_sizes(sizes.num_tokens, config.tensor_parallel_size or 1))
     return StepLimits(
-        num_tokens=most,
-        num_seqs=config.max_num_seqs,
+        num_tokens=sizes.num_tokens,
+        num_seqs=sizes.num_seqs,
         max_len=max_len,
         decode_graphs=tuple(sorted(set(decodes))),
         verify_graphs=tuple(sorted(set(verifies))),

@@ -73,6 +73,7 @@ class Ready:
     Attributes:
         max_model_len: maximum number of tokens of one sequence, prompt and output together.
         max_num_seqs: maximum number of sequences that run at once.
+        max_num_batched_tokens: maximum number of tokens of a step.
         vocab_size: every token id is below it.
         bos_token_id: the token with which a text prompt begins.
         ranks: the number of ranks and the device of the first, such as "2 ranks, cuda:0".
@@ -83,6 +84,7 @@ class Ready:
 
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     vocab_size: int
     bos_token_id: int
     ranks: str = ""

@@ -83,7 +83,8 @@ class EngineLoop:
             self._send(
                 wire.Ready(
                     max_model_len=self._engine.max_model_len,
-                    max_num_seqs=self._engine.config.max_num_seqs,
+                    max_num_seqs=self._engine.sizes.num_seqs,
+                    max_num_batched_tokens=self._engine.sizes.num_tokens,
                     vocab_size=config.vocab_size,
                     bos_token_id=config.bos_token_id,
                     ranks=f"{rank.num_ranks} rank{'s' * (rank.num_ranks > 1)}, {rank.device}",
