@@ -450,7 +450,7 @@ def test_steps_without_drafts_have_the_sizes_of_a_plain_engine(
     llm: LLM, graph_sizes: tuple[int, ...] | None
 ) -> None:
     """Every step, with any number of drafts, finds a captured graph with enough tokens."""
-    config = replace(llm._engine.config, graph_sizes=graph_sizes)
+    config = replace(llm._engine.config, max_num_seqs=100, graph_sizes=graph_sizes)
     sizes, model_config = StepSizes.given(100, 2048), llm._engine.model_config
     plain, auto, fixed = (
         step_limits(replace(config, draft_tokens=drafts), sizes, model_config, True, 300)

@@ -315,7 +315,7 @@ def test_a_value_that_cannot_be_read(arguments: list[str], wanted: str, capsys: 
     [
         ({"reference": 1}, "reference must be True or False, got 1"),
         ({"dtype": "float16"}, 'dtype must be "float32" or "bfloat16" or None, got \'float16\''),
-        ({"max_num_seqs": True}, "max_num_seqs must be an integer, got True"),
+        ({"max_num_seqs": True}, "max_num_seqs must be an integer or None, got True"),
         ({"draft_tokens": 1.0}, 'draft_tokens must be an integer or "auto", got 1.0'),
     ],
 )
