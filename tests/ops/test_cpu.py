@@ -21,6 +21,7 @@ from torch import Tensor
 from finwhale.ops import Ops, compressor, cpu_gemm, cpu_math, load_ops
 from finwhale.ops.case import Args, Draw, OpCase, entry_rows, step_tokens
 from finwhale.ops.compressor.cases import compress_args, first_kept
+from finwhale.ops.host_forms import _FORMS, forget_forms
 from finwhale.ops.indexer import cpu as indexer
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import cpu as mhc
@@ -277,6 +278,18 @@ def test_what_checkpoints_store_is_packed_without_loss() -> None:
         assert torch.equal(multiply(identity), stored.T)
     for other in (draw.normal(32, 64), torch.cat((e4m3, e4m3 * 2.0**-60)), e4m3 * torch.nan):
         assert isinstance(cpu_gemm.gemm(other), cpu_gemm._Rows)
+
+
+def test_forms_of_a_weight_end_with_it_and_when_they_are_forgotten() -> None:
+    weight = Draw().normal(32, 64)
+    key, packed = id(weight), cpu_gemm.gemm(weight)
+    assert cpu_gemm.gemm(weight) is packed
+    forget_forms(weight)
+    assert key not in _FORMS and cpu_gemm.gemm(weight) is not packed
+    array = cpu_math.view(weight)
+    assert cpu_math.view(weight) is array and len(_FORMS[key][1]) == 2
+    del weight
+    assert key not in _FORMS
 
 
 def test_without_fbgemm_every_weight_takes_the_gemvs(monkeypatch: pytest.MonkeyPatch) -> None:
