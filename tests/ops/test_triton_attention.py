@@ -107,7 +107,7 @@ class Case:
     ) -> tuple[Tensor, Tensor]:
         """Values [N,A,C] and scales [N,S] in the layout that DeepGEMM reads."""
         num_tokens, heads, width = self.q.shape
-        out, scales = empty_quantised(num_tokens + 3, heads, width, False, self.q)
+        out, scales = empty_quantised(num_tokens + 3, heads, width, self.q)
         scales.fill_(torch.nan)
         out, scales = out[:num_tokens], scales[:num_tokens].flatten(1)
         self.attend(out, scales, plan, tokens, invariant)
