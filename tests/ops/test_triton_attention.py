@@ -6,11 +6,12 @@ from typing import Literal
 import pytest
 import torch
 from tests.support.op_arguments import strided
+from tests.support.packing import unpack_rows
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window, ref, sparse_attention_triton
 from finwhale.ops.attention import prepare_qkv_triton as kernels
-from finwhale.ops.attention.layout import pack_rows, unpack_rows
+from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.attention.sparse_attention_triton import (
     AttendPlan,
     AttentionProblem,
