@@ -463,7 +463,7 @@ def call_attention(
         meta(N, Q), f32(Q), meta(N, C), f32(C), rotary, 1e-6, True, tokens, pool, table
     )
     small = meta(1024, rows_layout.page_bytes(2, C, 64), dtype=torch.uint8)
-    values, scales = quantise_triton.empty_quantised(N, A, C, False, pool)
+    values, scales = quantise_triton.empty_quantised(N, A, C, pool)
     for entries, *out in (
         (None, meta(N, A, C)),
         (None, values, scales.flatten(1)),

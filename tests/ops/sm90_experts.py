@@ -61,17 +61,12 @@ def call(D: int, I: int, E: int, K: int, N: int, plan: HopperPlan | ExpertsPlan)
     ):
         experts_hopper_few.launch(x, weights, ids, tiled, 10.0, each, 132)
     else:
-        order = dispatch_triton.order_one_token if N == 1 else partial(order_pairs, E)
-        pairs = order(ids, plan.block_rows)
+        pairs = dispatch_triton.order_pairs(ids, E, plan.block_rows, early_launch=True)
         if isinstance(plan, HopperPlan):
             experts_hopper.launch(x, weights, pairs, tiled, 10.0, plan, each)
         else:
             experts_triton.launch(x, weights, pairs, tiled, 10.0, plan, each)
     combine_triton.combine(each, ids, meta(N, D), early_launch=True)
-
-
-def order_pairs(num_experts: int, ids: Tensor, block_rows: int) -> dispatch_triton.OrderedPairs:
-    return dispatch_triton.order_pairs(ids, num_experts, block_rows, early_launch=True)
 
 
 def calls() -> dict[str, Callable[[], None]]:

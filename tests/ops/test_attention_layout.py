@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tests.support.packing import unpack_rows
 
 from finwhale.ops.attention import ref
-from finwhale.ops.attention.layout import pack_rows, page_bytes, unpack_rows
+from finwhale.ops.attention.layout import pack_rows, page_bytes
 from finwhale.ops.case import Draw
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from finwhale.ops import Ops, compressor, cpu_gemm, cpu_math, load_ops
 from finwhale.ops.case import Args, Draw, OpCase, entry_rows, step_tokens
 from finwhale.ops.compressor.cases import compress_args, first_kept
+from finwhale.ops.host_forms import _FORMS, forget_forms
 from finwhale.ops.indexer import cpu as indexer
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import cpu as mhc
@@ -279,6 +280,18 @@ def test_what_checkpoints_store_is_packed_without_loss() -> None:
         assert isinstance(cpu_gemm.gemm(other), cpu_gemm._Rows)
 
 
+def test_forms_of_a_weight_end_with_it_and_when_they_are_forgotten() -> None:
+    weight = Draw().normal(32, 64)
+    key, packed = id(weight), cpu_gemm.gemm(weight)
+    assert cpu_gemm.gemm(weight) is packed
+    forget_forms(weight)
+    assert key not in _FORMS and cpu_gemm.gemm(weight) is not packed
+    array = cpu_math.view(weight)
+    assert cpu_math.view(weight) is array and len(_FORMS[key][1]) == 2
+    del weight
+    assert key not in _FORMS
+
+
 def test_without_fbgemm_every_weight_takes_the_gemvs(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = Draw().normal(32, 64).bfloat16().float()
     for missing in (None, _fails, _depends_on_the_rows):
@@ -443,11 +456,7 @@ def test_rotations_give_a_row_the_same_bits_wherever_it_lies(pairs: int) -> None
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 4])
-def test_steps_of_few_and_of_many_tokens_choose_the_same_of_equal_scores(topk: int) -> None:
+def test_the_lowest_of_equal_scores_are_chosen(topk: int) -> None:
     """Zeros of either sign are equal."""
     scores = np.array([[-0.0, 0.0, -1.0, 0.0]], np.float32)
-    found = [
-        sorted(best(scores.copy(), topk)[0].tolist())
-        for best in (indexer._best_by_sorting, indexer._best_by_partition)
-    ]
-    assert found == [sorted([0, 1, 3, 2][:topk])] * 2
+    assert sorted(indexer._best(scores, topk)[0].tolist()) == sorted([0, 1, 3, 2][:topk])

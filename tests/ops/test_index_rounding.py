@@ -10,11 +10,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.support.packing import unpack_keys
 from torch import Tensor
 
 from finwhale.ops.case import Draw
 from finwhale.ops.indexer import cpu
-from finwhale.ops.indexer.layout import pack_keys, page_bytes, unpack_keys
+from finwhale.ops.indexer.layout import pack_keys, page_bytes
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, scaled_fp4, unscaled_fp4
 
 from .test_references import E2M1, f64, naive_fp4, naive_hadamard

@@ -109,7 +109,7 @@ from finwhale.ops.linear import LinearWeight
 linear_deepgemm.quantise = lambda x, num_rows=None, early_launch=False: deepgemm_empty(x, num_rows)
 from finwhale.ops.linear.quantise_triton import empty_quantised
 def deepgemm_empty(x, num_rows):
-    y, s = empty_quantised(num_rows or len(x), 1, x.shape[-1], False, x)
+    y, s = empty_quantised(num_rows or len(x), 1, x.shape[-1], x)
     return y.squeeze(1), s.squeeze(1)
 folder = Path(sys.argv[1]) / "deepgemm" / "cache"
 folder.mkdir(parents=True)

@@ -6,11 +6,12 @@ from typing import Literal
 import pytest
 import torch
 from tests.support.op_arguments import strided
+from tests.support.packing import unpack_rows
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window, ref, sparse_attention_triton
 from finwhale.ops.attention import prepare_qkv_triton as kernels
-from finwhale.ops.attention.layout import pack_rows, unpack_rows
+from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.attention.sparse_attention_triton import (
     AttendPlan,
     AttentionProblem,
@@ -107,7 +108,7 @@ class Case:
     ) -> tuple[Tensor, Tensor]:
         """Values [N,A,C] and scales [N,S] in the layout that DeepGEMM reads."""
         num_tokens, heads, width = self.q.shape
-        out, scales = empty_quantised(num_tokens + 3, heads, width, False, self.q)
+        out, scales = empty_quantised(num_tokens + 3, heads, width, self.q)
         scales.fill_(torch.nan)
         out, scales = out[:num_tokens], scales[:num_tokens].flatten(1)
         self.attend(out, scales, plan, tokens, invariant)

@@ -174,7 +174,6 @@ def test_pairs_are_ordered_by_expert(
     found = dispatch_triton.order_pairs(ids, experts, block_n, early_launch=False)
     monkeypatch.undo()
     order, pair_rows, blocks = found.order, found.pair_rows, found.blocks
-    assert pair_rows is not None
     wanted_rows, wanted_blocks, first = torch.full((pairs,), -1), [], 0
     for expert in range(experts):
         mine = (ids[:, 0] == expert).nonzero()[:, 0]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.support.cases.indexer import CASES
 from tests.support.op_arguments import strided
+from tests.support.packing import unpack_keys
 from torch import Tensor
 
 from finwhale.distributed.rank import Rank
@@ -23,7 +24,7 @@ from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.case import Args, Draw, OpCase
 from finwhale.ops.indexer import IndexQueries, ref, topk_few_triton, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
-from finwhale.ops.indexer.layout import pack_keys, unpack_keys
+from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, unscaled_fp4

@@ -19,14 +19,16 @@ from finwhale.checkpoint.formats import (
     quantise_fp8_block,
     scale_to_float32,
 )
-from finwhale.ops.attention import AllEntries, TopkEntries, Window
-from finwhale.ops.attention.layout import pack_rows, unpack_rows
+from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
+from finwhale.ops.attention.layout import _parts, num_groups, pack_rows, value_bytes
+from finwhale.ops.attention.layout import scale_bytes as row_scale_bytes
 from finwhale.ops.case import Args
 from finwhale.ops.compressor import CompressPart
-from finwhale.ops.indexer.layout import pack_keys, unpack_keys
+from finwhale.ops.indexer.layout import code_bytes, pack_keys, scale_bytes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.rounding import unscaled_fp4
 
 # The operators with packed arguments, and the positions of their arguments that are activations.
 ACTIVATIONS = {
@@ -42,6 +44,36 @@ ACTIVATIONS = {
 
 
 # --- From packed to plain -------------------------------------------------------------------------
+
+
+def unpack_rows(pool: Tensor, rows_per_page: int, head_dim: int, rope_dim: int) -> Tensor:
+    """A packed pool [num_pages, page_bytes] as dense rows [num_pages * rows_per_page, C] float32.
+
+    Row r of the result is slot r of the pool. Every value is exact in bfloat16.
+    """
+    values, groups = value_bytes(head_dim, rope_dim), num_groups(head_dim, rope_dim)
+    value_part, scale_part = _parts(
+        pool, rows_per_page, values, row_scale_bytes(head_dim, rope_dim)
+    )
+    value_part = value_part.flatten(0, 1).contiguous()
+    exponent = scale_part.flatten(0, 1)[:, :groups].to(torch.int32)
+    scale = (exponent << 23).view(torch.float32).repeat_interleave(NOPE_GROUP, 1)
+    width = head_dim - rope_dim
+    nope = value_part[:, :width].view(torch.float8_e4m3fn).float() * scale[:, :width]
+    rope = value_part[:, width:].contiguous().view(torch.bfloat16).float()
+    return torch.cat((nope, rope), 1)
+
+
+def unpack_keys(pool: Tensor, rows_per_page: int, width: int) -> Tensor:
+    """Keys of packed pages uint8 [pages, bytes], as float32 [pages * rows_per_page, width]."""
+    end = rows_per_page * code_bytes(width)
+    words = pool[:, :end].reshape(-1, code_bytes(width))
+    size = torch.stack((words & 7, words >> 4 & 7), -1).flatten(1)
+    sign = torch.stack((words >> 7, words >> 3 & 1), -1).unflatten(1, (-1, 4)).mT.flatten(1)
+    codes = size | sign << 3
+    exponents = pool[:, end : end + rows_per_page * scale_bytes(width)]
+    scale = (exponents.reshape(-1, scale_bytes(width)).int() << 23).view(torch.float32)
+    return unscaled_fp4(codes, scale)
 
 
 def plain_args(operator: str, args: Args) -> Args:

@@ -1,8 +1,8 @@
-"""Cases: calls of operators, for tests and benchmarks. Each operator family lists its own.
+"""Cases: calls of operators at the published models' sizes, for benchmarks and tests.
 
-In a family's `cases.py`, `CASES` have plain float32 arguments at many small sizes, and
-`model_cases` have packed rows and weights at the published models' sizes. A step is given by its
-chunks: (start, end) of each sequence's tokens.
+Each operator family lists its own in `cases.py`, with packed rows and weights. Small cases in plain
+float32 are in tests/support/cases. A step is given by its chunks: (start, end) of each sequence's
+tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,8 +42,8 @@ class OpCase:
         operator: name of the operator's field in Ops, or "experts" for the three operators of the
             routed experts together (Ops.experts).
         name: distinguishes the cases of an operator.
-        args: makes the arguments. In CASES they are float32 on the CPU, and every call makes the
-            same values. If `weight` is set, `args` takes the weight that loading has prepared.
+        args: makes the arguments. In small cases they are float32 on the CPU, and every call makes
+            the same values. If `weight` is set, `args` takes the weight that loading has prepared.
         weight: makes the weight of the projection or the experts, as a checkpoint stores it.
         by_token: positions of the arguments that have rows for each token or its sequence. Empty
             if a token's result depends on other tokens' rows.
@@ -56,8 +56,8 @@ class OpCase:
             rounding boundary may be rounded the other way, and then differs by one step.
         batch_invariant: whether a token's bits must not depend on the rest of the batch.
         bytes: the bytes that any implementation must move: each input once (once for each chunk, if
-            several of its tokens read the same row) and each result once. 0 in CASES, which are
-            not timed.
+            several of its tokens read the same row) and each result once. 0 in small cases, which
+            are not timed.
         operations: the operations that any implementation must compute.
         rate: operations per second of the device, in the precision of this operator.
     """

@@ -83,22 +83,6 @@ def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
     return pool
 
 
-def unpack_rows(pool: Tensor, rows_per_page: int, head_dim: int, rope_dim: int) -> Tensor:
-    """A packed pool [num_pages, page_bytes] as dense rows [num_pages * rows_per_page, C] float32.
-
-    Row r of the result is slot r of the pool. Every value is exact in bfloat16.
-    """
-    values, groups = value_bytes(head_dim, rope_dim), num_groups(head_dim, rope_dim)
-    value_part, scale_part = _parts(pool, rows_per_page, values, scale_bytes(head_dim, rope_dim))
-    value_part = value_part.flatten(0, 1).contiguous()
-    exponent = scale_part.flatten(0, 1)[:, :groups].to(torch.int32)
-    scale = (exponent << 23).view(torch.float32).repeat_interleave(NOPE_GROUP, 1)
-    width = head_dim - rope_dim
-    nope = value_part[:, :width].view(torch.float8_e4m3fn).float() * scale[:, :width]
-    rope = value_part[:, width:].contiguous().view(torch.bfloat16).float()
-    return torch.cat((nope, rope), 1)
-
-
 def _parts(pool: Tensor, rows_per_page: int, values: int, scales: int) -> tuple[Tensor, Tensor]:
     """Views of a pool: [pages, rows, value bytes] and [pages, rows, scale bytes]."""
     middle, end = rows_per_page * values, rows_per_page * (values + scales)

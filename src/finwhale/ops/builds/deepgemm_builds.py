@@ -59,7 +59,7 @@ def call(kind: Kind, weight: Tensor, scale: Tensor, rows: int) -> None:
     """Run one GEMM with `rows` rows of uninitialised values."""
     width = weight.shape[-1]
     groups = weight.shape[0] if kind == "einsum" else 1
-    x, x_scale = empty_quantised(rows, groups, width, False, weight)
+    x, x_scale = empty_quantised(rows, groups, width, weight)
     shape = (rows, groups, weight.shape[-2])
     out = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
     if kind == "einsum":

@@ -125,3 +125,26 @@ class Pool:
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def serve_jobs(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], Answer]]) -> None:
+    """The main function of a worker's module: answer each job until stdin ends.
+
+    Args:
+        begin: gets the first line; returns a function that answers a job.
+    """
+    # Compilers print to stdout. Redirect that to stderr: the pipe must have only answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        work = begin(json.loads(sys.stdin.readline()))
+        for line in sys.stdin:
+            start = time.perf_counter()
+            try:
+                answer = work(json.loads(line))
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
+            answer["seconds"] = round(time.perf_counter() - start, 3)
+            print(json.dumps(answer), file=answers, flush=True)
+    except BrokenPipeError:
+        os._exit(1)  # The parent process has ended.

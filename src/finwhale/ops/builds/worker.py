@@ -1,24 +1,22 @@
 """A worker process that compiles Triton kernels, without a context on the GPU.
 
-The first line on stdin names the target device and the cache. Each further line is a `Variant` of a
-kernel. The worker stores the compiled variant in Triton's cache and answers with a line on stdout:
-{"seconds": .., "compiled": ..} or {"seconds": .., "error": ..}. "compiled" is false if the cache
-already had the variant.
+The first line on stdin names the target device and the cache. Each job is a `Variant` of a kernel.
+The worker stores the compiled variant in Triton's cache and answers {"seconds": .., "compiled": ..}
+or {"seconds": .., "error": ..}. "compiled" is false if the cache already had the variant. After an
+error, the parent process compiles this variant itself and sees the full error.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import importlib
-import json
-import os
-import sys
-import time
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from finwhale.ops.builds import triton_cache
+from finwhale.ops.builds.pool import serve_jobs
 
 
 class NoDriver:
@@ -51,29 +49,13 @@ def build(module: str, name: str, specialization: str) -> bool:
     return not all(found)
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    first = json.loads(requests.readline())
+def begin(first: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]]:
     triton_cache.use_folder(first["cache"])
     driver.set_active(NoDriver(GPUTarget(**first["target"])))
     for module in first["modules"]:
         importlib.import_module(module)
-    for line in requests:
-        begin = time.perf_counter()
-        answer: dict[str, Any] = {}
-        try:
-            answer["compiled"] = build(**json.loads(line))
-        except Exception as error:
-            # The parent process then compiles this variant itself and sees the full error.
-            answer["error"] = f"{type(error).__name__}: {error}"[:1000]
-        answer["seconds"] = round(time.perf_counter() - begin, 3)
-        print(json.dumps(answer), file=answers, flush=True)
+    return lambda job: {"compiled": build(**job)}
 
 
 if __name__ == "__main__":
-    # Compilers print to stdout. Redirect that to stderr: the pipe must have only answers.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        serve(sys.stdin, out)
-    except BrokenPipeError:
-        os._exit(1)  # The parent process has ended.
+    serve_jobs(begin)

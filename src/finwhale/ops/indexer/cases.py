@@ -24,7 +24,7 @@ def key_bytes(s: OpSizes) -> float:
 
 
 def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
-    """Integers and quarter turns, as in CASES: the scores are exact in any order."""
+    """Integers and quarter turns, as in the small cases: the scores are exact in any order."""
     I, J, K = s.index_n_heads, s.index_head_dim, s.index_topk  # noqa: E741
     N = num_tokens(chunks)
 

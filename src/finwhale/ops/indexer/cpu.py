@@ -17,8 +17,6 @@ from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 MAX_SCORES = 2**18
 # The most values to rotate and round at once, for the same reason.
 MAX_ROTATED = 2**16
-# Up to this many tokens, sorting is faster than a partition, which needs integer keys.
-FEW_TOKENS = 8
 _LOW_BITS = np.int64(0xFFFFFFFF)
 _EXPONENT = np.array(0x7F800000, np.int32)
 # These turn a group's amax into its scale: amax / 6 rounded up to a power of two. 6 is 1.5 * 2^2,
@@ -160,11 +158,10 @@ def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
 
 def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I32) -> None:
     """Slots of the highest scores, in order of position; -1 past a token's entries."""
-    num_tokens, num_entries = scores_NE.shape
+    num_entries = scores_NE.shape[1]
     visible_N1 = visible_N[:, None]
     np.copyto(scores_NE, -np.inf, where=np.arange(num_entries) >= visible_N1)
-    best = _best_by_sorting if num_tokens <= FEW_TOKENS else _best_by_partition
-    chosen = best(scores_NE, out_NK.shape[1])
+    chosen = _best(scores_NE, out_NK.shape[1])
     chosen.sort(axis=1)
     seen = chosen < visible_N1
     if len(slots_SE) > 1:
@@ -172,15 +169,8 @@ def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I32) -> None:
     np.copyto(out_NK, slots_SE.take(chosen), where=seen)
 
 
-def _best_by_sorting(scores_NE: F32, topk: int) -> I64:
-    """Indices of the topk highest scores, ties in order of their index. Changes the scores."""
-    np.negative(scores_NE, scores_NE)
-    best: I64 = scores_NE.argsort(axis=1, kind="stable")[:, :topk]
-    return best
-
-
-def _best_by_partition(scores_NE: F32, topk: int) -> I64:
-    """The same indices in any order; faster per token than sorting, but slower per call."""
+def _best(scores_NE: F32, topk: int) -> I64:
+    """Indices of the topk highest scores in any order; the lowest index wins ties."""
     # Adding 0 turns -0 into 0. Flipping the lower bits of negative floats makes the integer order
     # equal to the float order. The low word is the inverted index: the lowest index wins ties.
     np.add(scores_NE, cpu_math.constant(0.0), scores_NE)

@@ -19,7 +19,7 @@ have such small scales.
 import torch
 from torch import Tensor
 
-from finwhale.ops.rounding import fp4_group, scaled_fp4, unscaled_fp4
+from finwhale.ops.rounding import fp4_group, scaled_fp4
 
 # The largest difference between the exponents of a key.
 MAX_SPREAD = 11
@@ -55,15 +55,3 @@ def pack_keys(keys: Tensor, rows_per_page: int) -> Tensor:
     words = size[:, 0::2] | size[:, 1::2] << 4 | signs
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
     return torch.cat((words.view(pages, -1), exponents.view(pages, -1)), 1)
-
-
-def unpack_keys(pool: Tensor, rows_per_page: int, width: int) -> Tensor:
-    """Keys of packed pages uint8 [pages, bytes], as float32 [pages * rows_per_page, width]."""
-    end = rows_per_page * code_bytes(width)
-    words = pool[:, :end].reshape(-1, code_bytes(width))
-    size = torch.stack((words & 7, words >> 4 & 7), -1).flatten(1)
-    sign = torch.stack((words >> 7, words >> 3 & 1), -1).unflatten(1, (-1, 4)).mT.flatten(1)
-    codes = size | sign << 3
-    exponents = pool[:, end : end + rows_per_page * scale_bytes(width)]
-    scale = (exponents.reshape(-1, scale_bytes(width)).int() << 23).view(torch.float32)
-    return unscaled_fp4(codes, scale)

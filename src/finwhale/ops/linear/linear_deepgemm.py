@@ -105,7 +105,7 @@ def grouped_form(
 
     def empty(num_tokens: int) -> tuple[Tensor, Tensor]:
         """Allocate the tokens, followed by the GEMM's padding rows."""
-        x, scales = empty_quantised(rows_of(num_tokens), groups, width, False, w.weight)
+        x, scales = empty_quantised(rows_of(num_tokens), groups, width, w.weight)
         return x[:num_tokens], scales.flatten(1)[:num_tokens]
 
     return RoundedInput(min_tokens, empty)

@@ -159,36 +159,28 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 
 
 def empty_quantised(
-    num_tokens: int, num_groups: int, width: int, token_major: bool, like: Tensor
+    num_tokens: int, num_groups: int, width: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Allocate E4M3 [N, G, K] and float32 scales [N, G, ceil(K/128)] in `quantise`'s layout."""
     shape = (num_tokens, num_groups, width)
     y = torch.empty(shape, dtype=torch.float8_e4m3fn, device=like.device)
     total = triton.cdiv(width, ACTIVATION_GROUP)
     shape = (num_groups, total, triton.cdiv(num_tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT)
-    if token_major:
-        shape = (num_tokens, num_groups, total)
     scales = torch.empty(shape, dtype=torch.float32, device=like.device)
-    return y, scales if token_major else scales.permute(2, 0, 1)[:num_tokens]
+    return y, scales.permute(2, 0, 1)[:num_tokens]
 
 
 def quantise(
-    x_NK: Tensor,
-    token_major: bool = False,
-    num_rows: int | None = None,
-    *,
-    early_launch: bool = False,
+    x_NK: Tensor, num_rows: int | None = None, *, early_launch: bool = False
 ) -> tuple[Tensor, Tensor]:
     """x [N, K] or [N, G, K] -> (E4M3 of the same shape, float32 scales [.., ceil(K/128)]).
 
     The scales of all tokens for one group are contiguous and start at a multiple of 16 bytes, which
-    is DeepGEMM's layout. With `token_major`, the scales of a token are contiguous instead. With
-    `num_rows` (at least N), the results have that many rows; rows past N are not written.
+    is DeepGEMM's layout. With `num_rows` (at least N), the results have that many rows; rows past N
+    are not written.
     """
     x_NGK = x_NK.unsqueeze(1) if x_NK.dim() == 2 else x_NK
-    y, scale = empty_quantised(
-        num_rows or x_NGK.shape[0], x_NGK.shape[1], x_NGK.shape[2], token_major, x_NK
-    )
+    y, scale = empty_quantised(num_rows or x_NGK.shape[0], x_NGK.shape[1], x_NGK.shape[2], x_NK)
     _launch(x_NGK, y, scale, None, early_launch=early_launch)
     return (y.squeeze(1), scale.squeeze(1)) if x_NK.dim() == 2 else (y, scale)
 
@@ -201,7 +193,7 @@ def swiglu_quantise(
     silu(min(gate, limit)) * clamp(up, -limit, limit) is rounded to gate_up's dtype, then to E4M3.
     """
     num_tokens, double = gate_up.shape
-    y, scale = empty_quantised(num_tokens, 1, double // 2, False, gate_up)
+    y, scale = empty_quantised(num_tokens, 1, double // 2, gate_up)
     _launch(gate_up.unsqueeze(1), y, scale, limit, early_launch=early_launch)
     return y.squeeze(1), scale.squeeze(1)
 

@@ -31,14 +31,13 @@ class OrderedPairs(Dispatched):
 
     Attributes:
         order: int32 [P]: the pair of each row; undefined for rows without a pair.
-        pair_rows: int32 [N K]: the row of each pair, -1: none. None for one token, whose pair k is
-            in row 8 k; the kernel that rounds the token then writes `order` and `blocks`.
+        pair_rows: int32 [N K]: the row of each pair, -1: none.
         blocks: int32 [B,3]: (expert, first row, end) of up to block_rows rows; expert -1: no block.
         block_rows: the most rows of a block.
     """
 
     order: Tensor
-    pair_rows: Tensor | None
+    pair_rows: Tensor
     blocks: Tensor
     block_rows: int
 
@@ -203,14 +202,6 @@ def _order_many_kernel(
 
 
 # --- Launch ---------------------------------------------------------------------------------------
-
-
-def order_one_token(ids_NK: Tensor, block_rows: int) -> OrderedPairs:
-    """Allocate the result for one token; the kernel that rounds the token fills it."""
-    pairs, device = ids_NK.numel(), ids_NK.device
-    order = torch.empty(ALIGN * pairs, dtype=torch.int32, device=device)
-    blocks = torch.empty((pairs, 3), dtype=torch.int32, device=device)
-    return OrderedPairs(ids_NK, order, None, blocks, block_rows)
 
 
 def order_sizes(pairs: int, num_experts: int, block_rows: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3
 from finwhale.ops.moe import Dispatched, ExpertWeight
-from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_one_token, order_pairs
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.moe.experts_layout import GROUP, TiledExperts, check_inputs
 from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, round_tokens
 
@@ -251,8 +251,6 @@ LAUNCH_CLASSES = LaunchClasses(tokens=partial(launch_tokens_of, plan))
 def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
     """ids int32 or int64, contiguous."""
     block_rows = plan(ids_NK.numel(), num_experts).block_rows
-    if len(ids_NK) == 1:
-        return order_one_token(ids_NK, block_rows)
     return order_pairs(ids_NK, num_experts, block_rows, early_launch=False)
 
 

@@ -31,9 +31,6 @@ def _round_rows_kernel(
     pair_rows_ptr,
     values_ptr,
     scale_ptr,
-    ids_ptr,
-    order_ptr,
-    blocks_ptr,
     stride_scale,
     D,
     stride_x,
@@ -43,9 +40,7 @@ def _round_rows_kernel(
 ):
     """Round BLOCK groups of row n of x into rows pair_rows[n K ..] of values and columns of scale.
 
-    The kernel skips rows of -1. Without pair_rows_ptr, K is 1 and row n of x goes to row n. With
-    ids_ptr there is one token: its pair k goes to row 8 k, which is a block, and the kernel also
-    writes order and blocks.
+    The kernel skips rows of -1. Without pair_rows_ptr, K is 1 and row n of x goes to row n.
     """
     if PDL:
         # Wait first: the next kernel reads `order` and `blocks` before its own wait.
@@ -59,15 +54,7 @@ def _round_rows_kernel(
     values, scale = round_e4m3(x, 1)
     for k in tl.static_range(K):
         target_row = token
-        if ids_ptr is not None:
-            expert = tl.load(ids_ptr + k).to(tl.int32)
-            if tl.program_id(1) == 0:
-                tl.store(order_ptr + 8 * k, k)
-                tl.store(blocks_ptr + 3 * k, expert)
-                tl.store(blocks_ptr + 3 * k + 1, 8 * k)
-                tl.store(blocks_ptr + 3 * k + 2, 8 * k + 1)
-            target_row = tl.where(expert >= 0, 8 * k, -1).to(tl.int64)
-        elif pair_rows_ptr is not None:
+        if pair_rows_ptr is not None:
             target_row = tl.load(pair_rows_ptr + token * K + k).to(tl.int64)
         used = is_group & (target_row >= 0)
         tl.store(values_ptr + target_row * D + d, values, mask=used[:, None])
@@ -82,11 +69,7 @@ def round_tokens(x_ND: Tensor, pairs: OrderedPairs, early_launch: bool) -> tuple
 
     P' exceeds P by a block, because kernels read the scales of whole blocks.
     """
-    topk = pairs.ids.shape[1]
-    if pairs.pair_rows is None:
-        one_token = pairs.ids, pairs.order, pairs.blocks
-        return _round_rows(x_ND, None, topk, pairs, early_launch, one_token)
-    return _round_rows(x_ND, pairs.pair_rows, topk, pairs, early_launch)
+    return _round_rows(x_ND, pairs.pair_rows, pairs.ids.shape[1], pairs, early_launch)
 
 
 def round_hidden(
@@ -121,7 +104,6 @@ def _round_rows(
     topk: int,
     pairs: OrderedPairs,
     early_launch: bool,
-    one_token: tuple[Tensor | None, ...] = (None, None, None),
 ) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     padded = len(pairs.order)
@@ -134,7 +116,6 @@ def _round_rows(
         pair_rows,
         values,
         scale,
-        *one_token,
         scale.stride(0),
         width,
         x.stride(0),
