@@ -20,9 +20,13 @@ from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
 from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.sizes import LaunchClasses, up_to
 from finwhale.ops.paging import PageTable, Tokens
 
 VALUES_PER_WARP = 512
+# Up to this many tokens, the next kernel loads its weights while it waits. With more tokens, it
+# would only take the room of the compressors' kernels on a side stream.
+NEXT_FIRST_TOKENS = 8
 
 
 @triton.jit
@@ -53,18 +57,24 @@ def _prepare_qkv_kernel(
     GROUP: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    NEXT_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, 1) normalises the query's latent, program (token, 0) prepares kv."""
+    """Program (token, 1) normalises the query's latent, program (token, 0) prepares kv.
+
+    NEXT_FIRST: let the next kernel start before this one waits for the previous kernel.
+    """
     token = tl.program_id(0).to(tl.int64)
+    if PDL and NEXT_FIRST:
+        tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(1) == 1:
         q_columns = tl.arange(0, BLOCK_Q)
         mask = q_columns < Q
         norm = tl.load(q_norm_ptr + q_columns, mask=mask, other=0.0)
         if PDL:
-            # The next kernel would take the room of the compressors' on a side stream.
             tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+            if not NEXT_FIRST:
+                tl.extra.cuda.gdc_launch_dependents()
         q = tl.load(q_ptr + token * stride_q + q_columns, mask=mask, other=0.0).to(tl.float32)
         q = q * tl.rsqrt(tl.sum(q * q) / Q + eps) * norm
         tl.store(q_out_ptr + token * Q + q_columns, q.to(q_out_ptr.dtype.element_ty), mask=mask)
@@ -81,7 +91,8 @@ def _prepare_qkv_kernel(
     cos, sin = rotation(rotary_ptr + tl.maximum(position, 0) * R, 0, C, R, BLOCK_C)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not NEXT_FIRST:
+            tl.extra.cuda.gdc_launch_dependents()
     if position < 0:
         return
     kv = tl.load(kv_ptr + token * stride_kv + columns, mask=mask, other=0.0).to(tl.float32)
@@ -105,6 +116,9 @@ def _prepare_qkv_kernel(
 
 
 # --- Launch ---------------------------------------------------------------------------------------
+
+
+LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, {NEXT_FIRST_TOKENS}))
 
 
 def prepare_qkv(
@@ -163,6 +177,7 @@ def prepare_qkv(
         GROUP=NOPE_GROUP,
         BLOCK_Q=block_q,
         BLOCK_C=block_c,
+        NEXT_FIRST=num_tokens <= NEXT_FIRST_TOKENS,
         num_warps=max(1, min(4, max(block_q, block_c) // VALUES_PER_WARP)),
         **launch_options(early_launch),
     )

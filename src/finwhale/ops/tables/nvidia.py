@@ -6,7 +6,7 @@ No kernel launches early or uses PTX. `ops/__init__.py` lists the architectures.
 import torch
 
 from finwhale.ops import Capabilities, Ops
-from finwhale.ops.attention import sparse_attention_triton
+from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_triton
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
@@ -58,6 +58,7 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
         launch_classes=(
             linear_triton.LAUNCH_CLASSES,
             mhc_triton.LAUNCH_CLASSES,
+            prepare_qkv_triton.LAUNCH_CLASSES,
             select_entries_triton.LAUNCH_CLASSES,
             sparse_attention_triton.LAUNCH_CLASSES,
             router_triton.LAUNCH_CLASSES,

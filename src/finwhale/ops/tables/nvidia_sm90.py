@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from finwhale.ops import Ops
-from finwhale.ops.attention import sparse_attention_hopper
+from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_hopper
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
@@ -66,6 +66,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         launch_classes=(
             linears.LAUNCH_CLASSES,
             mhc.LAUNCH_CLASSES,
+            prepare_qkv_triton.LAUNCH_CLASSES,
             select_entries_triton.LAUNCH_CLASSES,
             sparse_attention_hopper.LAUNCH_CLASSES,
             router_triton.LAUNCH_CLASSES,
