@@ -637,12 +637,8 @@ class Engine:
             self._finish(stream, "length", None)
 
     def _with_texts(self, table: Mapping[int, TokenLogprob]) -> dict[int, Logprob]:
-        return {
-            i: Logprob(entry.logprob, entry.rank, self._token_text(i)) for i, entry in table.items()
-        }
-
-    def _token_text(self, token_id: int) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+        text = (lambda _: "") if self.tokenizer is None else self.tokenizer.token_text
+        return {i: Logprob(entry.logprob, entry.rank, text(i)) for i, entry in table.items()}
 
     def _finish(self, stream: TextStream, reason: FinishReason, stop: str | int | None) -> None:
         stream.close()
