@@ -80,7 +80,7 @@ class Placement:
 
     def open_store(self) -> Store:
         """The ranks' store, for rank 0. Raises FinwhaleError."""
-        return self.store.open(serves=self.serves_store)
+        return self.store.join(serves=self.serves_store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def work_at(placement: Placement) -> NoReturn:
         FinwhaleError: rank 0 cannot be reached.
     """
     begin = time.monotonic()
-    store = placement.store.open(timeout_seconds=CONNECT_S)
+    store = placement.store.join(CONNECT_S)
     left = max(1.0, CONNECT_S - (time.monotonic() - begin))
     try:
         store.wait([_INVITATION], timedelta(seconds=left))

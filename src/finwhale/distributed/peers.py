@@ -93,7 +93,7 @@ class StoreAddress:
     port: int
     prefix: str = "finwhale"
 
-    def open(self, *, serves: bool = False, timeout_seconds: float = CONNECT_S / 2) -> Store:
+    def join(self, timeout_seconds: float = CONNECT_S / 2, *, serves: bool = False) -> Store:
         """Connect to the store that another process serves, or serve it from this process.
 
         Raises:

@@ -310,7 +310,7 @@ def _limit_exit() -> None:
 def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     """Open one rank in its process, and execute the plans that arrive."""
     owner.report(CONNECTING)
-    store = address.open()
+    store = address.join()
     owner.report(OPENING)
     try:
         executor = open_worker(Peers(owner.rank, store))
