@@ -603,7 +603,10 @@ class LLM(LoadedModel):
                     begun.append((None, job))
                     continue
                 ids.append(self._new_id())  # as in `stream`
-                begun.append(self._begin(engine, ids[-1], job))
+                try:
+                    begun.append((job, add_job(engine, ids[-1], job)))
+                except RequestError as error:
+                    begun.append((None, self._refused(error, job)))
             results = [result for _, result in begun]
             with _progress(show_progress, results) as update:
                 while not all(result.finished for result in results):
@@ -615,15 +618,7 @@ class LLM(LoadedModel):
         for accepted, result in begun:
             if accepted is not None:
                 self._parse_answer(accepted, result)
-        return [result for _, result in begun]
-
-    def _begin(
-        self, engine: Engine, request_id: str, job: PreparedPrompt
-    ) -> tuple[PreparedPrompt | None, RequestOutput]:
-        try:
-            return job, add_job(engine, request_id, job)
-        except RequestError as error:
-            return None, self._refused(error, job)
+        return results
 
 
 def progress_bar(what: str) -> RichProgress:

@@ -13,7 +13,7 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.plan.draft_policy import NO_DRAFTS, DraftChoice, step_kinds
+from finwhale.engine.plan.draft_policy import NO_DRAFTS, step_kinds
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -61,14 +61,16 @@ class RandomDrafts:
         self.draw = random.Random(seed)
         self.seen: set[tuple[int, ...]] = set()
 
-    def choose(self, sequences: Sequence[Any], limits: Sequence[int], *, unresolved: bool) -> Any:
+    def choose(
+        self, sequences: Sequence[Any], limits: Sequence[int], *, unresolved: bool
+    ) -> list[int]:
         self.kind = self.draw.choice(self.kinds)
         left, counts = len(sequences) * (self.kind.width - 1), []
         for limit in limits:
             counts.append(self.draw.randint(0, min(limit, left, self.kind.drafts)))
             left -= counts[-1]
         self.seen.add(tuple(counts))
-        return DraftChoice(self.kind, counts)
+        return counts
 
 
 class Watch:

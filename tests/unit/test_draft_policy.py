@@ -51,8 +51,9 @@ class Play:
     def run(self, steps: int, right: Sequence[float], noise: float = 0.03) -> "Play":
         for _ in range(steps):
             batch = len(self.sequences)
-            choice = self.policy.choose(self.sequences, [self.drafts] * batch, unresolved=False)
-            for index, count in enumerate(choice.counts):
+            counts = self.policy.choose(self.sequences, [self.drafts] * batch, unresolved=False)
+            kind = self.policy.kind
+            for index, count in enumerate(counts):
                 accepted = 0
                 while accepted < count and self.draw.random() < right[index]:
                     accepted += 1
@@ -60,11 +61,11 @@ class Play:
                 self.policy.record_verified(chunk, accepted)
                 self.tokens += 1 + accepted
                 self.counts[index] += count
-            seconds = self.seconds_of(batch, choice.kind) * self.draw.uniform(1 - noise, 1 + noise)
-            self.policy.record_time(batch, sum(choice.counts), choice.kind, seconds)
+            seconds = self.seconds_of(batch, kind) * self.draw.uniform(1 - noise, 1 + noise)
+            self.policy.record_time(batch, sum(counts), kind, seconds)
             self.seconds += seconds
-            self.drafts = choice.kind.drafts
-            self.kinds.append(choice.kind)
+            self.drafts = kind.drafts
+            self.kinds.append(kind)
         return self
 
     def share(self, kind: StepKind, last: int) -> float:
@@ -171,9 +172,9 @@ def test_padded_steps_fill_their_rows() -> None:
     """A batch of 5 is padded to 8: two rows a sequence are 16, one of which is padding."""
     policy = DraftPolicy(3, sizes=(1, 2, 4, 8))
     play = Play(policy, CHEAP, 5).run(300, [0.9] * 5)
-    choice = policy.choose(play.sequences, [3] * 5, unresolved=False)
-    assert choice.kind == StepKind(3, 3) or sum(choice.counts) == 15
-    assert 5 + sum(choice.counts) <= 8 * choice.kind.width - 1
+    counts = policy.choose(play.sequences, [3] * 5, unresolved=False)
+    assert policy.kind == StepKind(3, 3) or sum(counts) == 15
+    assert 5 + sum(counts) <= 8 * policy.kind.width - 1
 
 
 def survivals_of(draw: random.Random, batch: int, most: int) -> list[list[float]]:

@@ -80,7 +80,7 @@ class Placement:
 
     def open_store(self) -> Store:
         """The ranks' store, for rank 0. Raises FinwhaleError."""
-        return self.store.serve() if self.serves_store else self.store.join()
+        return self.store.join(serves=self.serves_store)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,22 +93,15 @@ class StoreAddress:
     port: int
     prefix: str = "finwhale"
 
-    def join(self, timeout_seconds: float = CONNECT_S / 2) -> Store:
-        """Connect to the store that another process serves.
+    def join(self, timeout_seconds: float = CONNECT_S / 2, *, serves: bool = False) -> Store:
+        """Connect to the store that another process serves, or serve it from this process.
 
         Raises:
-            FinwhaleError: the store cannot be reached.
+            FinwhaleError: the store cannot be reached, or the port is in use.
         """
-        return self._open(is_master=False, timeout_seconds=timeout_seconds)
-
-    def serve(self) -> Store:
-        """Serve the store from this process. Raises FinwhaleError."""
-        return self._open(is_master=True, timeout_seconds=CONNECT_S / 2)
-
-    def _open(self, *, is_master: bool, timeout_seconds: float) -> Store:
         timeout = timedelta(seconds=timeout_seconds)
         try:
-            if is_master:
+            if serves:
                 store = _serve(self.host, self.port, timeout)
             else:
                 store = TCPStore(self.host, self.port, timeout=timeout, wait_for_workers=False)

@@ -25,7 +25,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.in_flight import InFlightStep, Request, TextStream
 from finwhale.engine.loop.metrics import Clock, EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.request_checks import checked_prompt, new_filter, new_matcher
-from finwhale.engine.loop.routed_experts import RoutedExperts
+from finwhale.engine.loop.routed_experts import ExpertRecord
 from finwhale.engine.loop.sampled_tokens import (
     NOT_FINITE,
     SampledToken,
@@ -274,6 +274,11 @@ class Engine:
     ) -> None:
         """Add a continuation of a request, which arrived at time `began` (time.monotonic())."""
         params, form = sequence.params, self.executor.description.routed_experts
+        detokenizer = stop = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+        if params.stop:
+            stop = StopChecker(tuple(params.stop), keep=params.include_stop_str_in_output)
         output = CompletionOutput(sequence.index, logprobs=None if params.logprobs is None else [])
         request.output.outputs.append(output)
         stream = self._text_streams[sequence.key] = TextStream(
@@ -281,21 +286,16 @@ class Engine:
             request,
             output,
             ends,
-            self._new_detokenizer(params),
-            _new_stop_checker(params),
+            detokenizer,
+            stop,
             stop_after if params.stop else None,
             Clock(began),
         )
         if params.return_routed_experts and form is not None:
             # The first continuation also has the experts of the prompt.
-            stream.routed = RoutedExperts(sequence.num_prompt if sequence.index else 0, form)
+            stream.routed = ExpertRecord(sequence.num_prompt if sequence.index else 0, form)
             sequence.num_routed = stream.routed.end
         self.scheduler.add(sequence)
-
-    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        return Detokenizer(self.tokenizer, params.skip_special_tokens)
 
     def _check_usable(self) -> None:
         if self._dead is not None:
@@ -642,12 +642,8 @@ class Engine:
             self._finish(stream, "length", None)
 
     def _with_texts(self, table: Mapping[int, TokenLogprob]) -> dict[int, Logprob]:
-        return {
-            i: Logprob(entry.logprob, entry.rank, self._token_text(i)) for i, entry in table.items()
-        }
-
-    def _token_text(self, token_id: int) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+        text = (lambda _: "") if self.tokenizer is None else self.tokenizer.token_text
+        return {i: Logprob(entry.logprob, entry.rank, text(i)) for i, entry in table.items()}
 
     def _finish(self, stream: TextStream, reason: FinishReason, stop: str | int | None) -> None:
         stream.close()
@@ -720,12 +716,6 @@ def _checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
     if isinstance(tags, str) or not tags or not set(tags) <= set(known):
         raise RequestError(f"tags must be some of {known}, got {tags!r}")
     return tuple(tag for tag in known if tag in tags)
-
-
-def _new_stop_checker(params: SamplingParams) -> StopChecker | None:
-    if not params.stop:
-        return None
-    return StopChecker(tuple(params.stop), keep=params.include_stop_str_in_output)
 
 
 def _never_free(step: InFlightStep) -> None:

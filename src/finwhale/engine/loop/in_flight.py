@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.engine.loop.metrics import Clock
-from finwhale.engine.loop.routed_experts import RoutedExperts
+from finwhale.engine.loop.routed_experts import ExpertRecord
 from finwhale.engine.plan.draft_policy import NO_DRAFTS, StepKind
 from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History
@@ -34,7 +34,7 @@ class TextStream:
     stop_after: int | None
     clock: Clock
     ended: bool = False
-    routed: RoutedExperts | None = None
+    routed: ExpertRecord | None = None
 
     def add_token(self, detokenizer: Detokenizer, token_id: int) -> bool:
         """Add a token's text to the output; returns whether a stop string ends the text here."""

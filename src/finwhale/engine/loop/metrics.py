@@ -186,8 +186,11 @@ class Meter:
             times = lasts.count(last)
             if last:
                 self.time_between_tokens.add(now - last, times)
-            else:
-                self._record_first_tokens([clock for clock in clocks if not clock.last], now)
+                continue
+            for clock in clocks:
+                if not clock.last:
+                    clock.first = now
+                    self.time_to_first_token.add(now - clock.began)
         for clock in clocks:
             clock.last = now
 
@@ -212,11 +215,6 @@ class Meter:
             self.drafts_accepted[position] += position < num_accepted
         if num_proposed:
             self.verifications += 1
-
-    def _record_first_tokens(self, clocks: list[Clock], now: float) -> None:
-        for clock in clocks:
-            clock.first = now
-            self.time_to_first_token.add(now - clock.began)
 
     def record_end(self, how: FinishReason, clock: Clock, num_tokens: int) -> None:
         """Record the end of a sequence that got `num_tokens` tokens."""

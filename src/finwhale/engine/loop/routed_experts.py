@@ -9,7 +9,7 @@ from finwhale.request import ExpertIds
 FEWEST_TOKENS = 64  # smallest size of the array
 
 
-class RoutedExperts:
+class ExpertRecord:
     """The routed experts of one sequence's tokens, from token `first` on.
 
     A token keeps the experts of the step that computed it first, even if a preempted sequence

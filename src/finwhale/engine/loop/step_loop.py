@@ -12,7 +12,6 @@ prompt needs prefill, if a sequence could be admitted, or if sampling needs the 
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.acceptance_watch import AcceptanceWatch
@@ -29,20 +28,6 @@ from finwhale.models.protocol import ModelConfig
 
 # A text stream, the index of its new token in the sequence's token_ids, and the token.
 NewToken = tuple[TextStream, int, SampledToken]
-
-
-@dataclass(frozen=True, slots=True)
-class _Verified:
-    """A sequence in a step that has been collected.
-
-    Attributes:
-        num_before: the number of its output tokens before the step.
-    """
-
-    stream: TextStream
-    num_before: int
-    num_drafts: int
-    num_accepted: int
 
 
 class StepLoop:
@@ -76,7 +61,8 @@ class StepLoop:
             scheduler.drafting.chooser = FixedDrafts(draft_tokens)
         self._drafts = rank.can_draft
         self._last_collected = 0.0
-        self._verified: list[_Verified] = []
+        # Of each collected sequence: number of its output tokens before, drafts, accepted drafts.
+        self._verified: list[tuple[TextStream, int, int, int]] = []
         self.drop_rows()
 
     def drop_rows(self) -> None:
@@ -280,7 +266,7 @@ class StepLoop:
                 stream.clock.tick(now)
             num_drafts = len(chunk.drafts)
             before = len(stream.output.token_ids)
-            self._verified.append(_Verified(stream, before, num_drafts, num_accepted))
+            self._verified.append((stream, before, num_drafts, num_accepted))
             self._acceptance.record_verified(num_drafts, num_accepted, now)
             if self._policy is not None:
                 self._policy.record_verified(chunk, num_accepted)
@@ -291,10 +277,10 @@ class StepLoop:
         """Record which tokens of the last `collect` became output. A stop may come before the last
         accepted draft.
         """
-        for one in self._verified:
-            count = len(one.stream.output.token_ids) - one.num_before
-            self._meter.record_tokens(one.stream.clock, count)
-            self._meter.record_drafts(one.num_drafts, min(one.num_accepted, count))
+        for stream, before, num_drafts, num_accepted in self._verified:
+            count = len(stream.output.token_ids) - before
+            self._meter.record_tokens(stream.clock, count)
+            self._meter.record_drafts(num_drafts, min(num_accepted, count))
         self._verified.clear()
 
     def _record_time(self, step: InFlightStep, result: StepResult) -> None:

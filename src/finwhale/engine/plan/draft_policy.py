@@ -69,17 +69,6 @@ def step_kinds(max_drafts: int, *, block: bool) -> tuple[StepKind, ...]:
     )
 
 
-class DraftChoice(NamedTuple):
-    """The drafts of one step.
-
-    Attributes:
-        counts: number of drafts that each sequence verifies.
-    """
-
-    kind: StepKind
-    counts: Sequence[int]
-
-
 class DraftChooser(Protocol):
     """Chooses the drafts of a step's decodes."""
 
@@ -90,12 +79,15 @@ class DraftChooser(Protocol):
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
-    ) -> DraftChoice:
-        """Choose the drafts of a step.
+    ) -> Sequence[int]:
+        """Choose the `kind` of a step.
 
         Args:
             limits: the most drafts that each sequence can verify.
             unresolved: the result of the previous step is not known yet.
+
+        Returns:
+            The number of drafts that each sequence verifies.
         """
         ...
 
@@ -108,8 +100,8 @@ class FixedDrafts:
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
-    ) -> DraftChoice:
-        return DraftChoice(self.kind, [min(limit, self.kind.drafts) for limit in limits])
+    ) -> Sequence[int]:
+        return [min(limit, self.kind.drafts) for limit in limits]
 
 
 @dataclass(slots=True)
@@ -168,7 +160,7 @@ class DraftPolicy:
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
-    ) -> DraftChoice:
+    ) -> Sequence[int]:
         """See DraftChooser."""
         self.estimates.keep(sequences)
         batch = len(sequences)
@@ -186,20 +178,20 @@ class DraftPolicy:
         kind = self.kind = size.best if self._probe is None else self._probe.kind
         rows = self._tokens(batch, kind) - batch
         if not kind.drafts:
-            return DraftChoice(kind, [0] * batch)
+            return [0] * batch
         most = [min(limit, kind.drafts) for limit in limits]
         if sum(most) <= rows:
-            return DraftChoice(kind, most)
+            return most
         if survivals is None:
             survivals = [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
-        return DraftChoice(kind, select_drafts(survivals, most, rows))
+        return select_drafts(survivals, most, rows)
 
     def record_time(self, batch: int, num_drafts: int, proposed: StepKind, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes.
 
         Args:
             num_drafts: number of drafts that the step verified, of all sequences together.
-            proposed: the kind that `choose` returned for the step.
+            proposed: the kind that `choose` chose for the step.
         """
         size = self._size_of(batch)
         self._credit = min(GRANT_SECONDS, self._credit + PROBE_SHARE * seconds)

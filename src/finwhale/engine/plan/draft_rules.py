@@ -99,7 +99,7 @@ class DraftRules:
     ) -> None:
         assert self.chooser is not None
         sequences = [chunk.sequence for chunk in chunks]
-        counts = self.chooser.choose(sequences, limits, unresolved=unresolved).counts
+        counts = self.chooser.choose(sequences, limits, unresolved=unresolved)
         for chunk, count in zip(chunks, counts, strict=True):
             if count:
                 drafts = (0,) * count if unresolved else tuple(chunk.sequence.drafts[:count])

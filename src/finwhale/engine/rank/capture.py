@@ -1,4 +1,4 @@
-"""Captures the steps of one rank as CUDA graphs, and makes the decodes of a drafting engine."""
+"""Adds drafting and captured steps to a rank's runner."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from finwhale.config import EngineConfig
 from finwhale.engine.rank.draft_decode import VerificationSteps
+from finwhale.engine.rank.drafter import Drafter
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.graphs import GraphMemory, Graphs
 from finwhale.engine.rank.inputs import StaticInputs
@@ -16,8 +17,10 @@ from finwhale.models.step_inputs import Segments, StepInputs
 
 
 @torch.inference_mode()
-def capture_graphs(runner: ModelRunner, largest: StepLimits) -> None:
-    """Capture whole decodes with logits, and steps with prefill up to the residual streams."""
+def add_steps(runner: ModelRunner, config: EngineConfig, largest: StepLimits) -> None:
+    """Add the drafter, if the engine drafts, and capture steps of the configured sizes: whole
+    decodes with logits, and steps with prefill up to the residual streams.
+    """
 
     def streams(inputs: StepInputs, segments: Segments) -> Tensor:
         return runner.model(inputs, runner.cache, segments)
@@ -25,6 +28,11 @@ def capture_graphs(runner: ModelRunner, largest: StepLimits) -> None:
     def logits(inputs: StepInputs, segments: Segments) -> Tensor:
         return runner.model.forward_with_logits(inputs, runner.cache, segments)[0]
 
+    head = runner.model.draft_head
+    if config.draft_tokens and head is not None:
+        runner.drafter = Drafter(head, runner.model.sample, runner.cache, runner.device)
+        if runner.ops.capabilities.captures_steps and config.enforce_eager:
+            runner.verification_steps = new_verification_steps(runner, largest, None)
     if not largest.graphs:
         return
     memory = GraphMemory(runner.device)
@@ -37,25 +45,12 @@ def capture_graphs(runner: ModelRunner, largest: StepLimits) -> None:
         runner.device,
     )
     if largest.prefill_graphs:
-        runner.prefill_graphs = Graphs(
-            streams,
-            static,
-            sizes=largest.prefill_graphs,
-            decode=False,
-            device=runner.device,
-            memory=memory,
-        )
+        prefills = largest.prefill_graphs
+        runner.prefill_graphs = Graphs(streams, static, prefills, memory, decode=False)
     if runner.drafter is not None:
         runner.verification_steps = new_verification_steps(runner, largest, memory)
         return
-    runner.graphs = Graphs(
-        logits,
-        static,
-        sizes=largest.decode_graphs,
-        decode=True,
-        device=runner.device,
-        memory=memory,
-    )
+    runner.graphs = Graphs(logits, static, largest.decode_graphs, memory, decode=True)
     runner.sampled = static.sampled
 
 

@@ -124,24 +124,24 @@ class Graphs:
         forward: computes one tensor [tokens, ..] from a step's inputs.
         static: the inputs of every graph.
         sizes: numbers of tokens to capture, ascending.
-        decode: capture decodes, in which each token is a sequence; else steps with prefill.
         memory: the memory pool of all graphs.
+        decode: capture decodes, in which each token is a sequence; else steps with prefill.
     """
 
     def __init__(
         self,
         forward: Forward,
         static: StaticInputs,
-        *,
         sizes: Sequence[int],
-        decode: bool,
-        device: torch.device,
         memory: GraphMemory,
+        *,
+        decode: bool,
     ) -> None:
         self.sizes = list(sizes)
         self.static = static
         self.decode = decode
         self._captured: dict[int, _Captured] = {}
+        device = memory.stream.device
 
         def whole(inputs: StepInputs, segments: Segments) -> Tensor:
             static.gather_ids(len(inputs.token_ids))

@@ -19,9 +19,9 @@ from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.plan.step_sizes import StepSizes, choose_step_sizes
 from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.capture import capture_graphs, new_verification_steps
+from finwhale.engine.rank.capture import add_steps
 from finwhale.engine.rank.devices import choose_device, choose_dtype
-from finwhale.engine.rank.drafter import Drafter, check_can_draft
+from finwhale.engine.rank.drafter import check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.host_transfer import hold_pinned_memory
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
@@ -169,8 +169,8 @@ class _Start:
         runner = self._allocate_cache(cache_plan, weights, model)
         self._prepare_shorter_context(runner)
         compiled_layers = self._compile_layers(runner)
-        self._add_drafter(runner)
-        self._capture_steps(runner)
+        add_steps(runner, self.config, self._step_limits(runner.max_model_len))
+        self.phases.end("graphs")
         memory = self._reserve_memory(runner)
         return self._new_executor(runner, memory, built, compiled_layers)
 
@@ -267,7 +267,15 @@ class _Start:
 
     def _load(self) -> Any:
         """Load the weights, and count their bytes."""
-        weights = self._fill_weights()
+        ranks: IpcJointRanks | None = None
+        if self.device.type == "cpu":
+            # Ranks on a CPU share its memory. Together they hold at least all weights.
+            check_host_memory(
+                self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
+            )
+        else:
+            ranks = IpcJointRanks(self.peers, self.device)
+        weights = self.loader.begin(self.device).fill(self.stream, ranks)
         if self.arenas:
             self.arenas["weights"].adopt(tensors_of(weights))
             self.weight_bytes = self.arenas["weights"].num_bytes
@@ -277,16 +285,6 @@ class _Start:
             self.weight_bytes = tensor_bytes(weights)
         self.phases.end("weights")
         return weights
-
-    def _fill_weights(self) -> Any:
-        if self.device.type == "cpu":
-            # Ranks on a CPU share its memory. Together they hold at least all weights.
-            check_host_memory(
-                self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
-            )
-            return self.loader.begin(self.device).fill(self.stream)
-        ranks = IpcJointRanks(self.peers, self.device)
-        return self.loader.begin(self.device).fill(self.stream, ranks)
 
     def _prepare_kernels(self, weights: Any) -> tuple[Model | None, Built]:
         """Load the kernels, and compile those that are still missing.
@@ -435,7 +433,7 @@ class _Start:
             self._prepare_in_turn(runner.model, runner.max_model_len)
             self.phases.end("kernels")
 
-    # --- Compiled layers and captured steps -------------------------------------------------------
+    # --- Compiled layers --------------------------------------------------------------------------
 
     def _compile_layers(self, runner: ModelRunner) -> int:
         """Compile the decoder layers to graphs; returns how many were not in the cache."""
@@ -446,22 +444,6 @@ class _Start:
         count = self.compiled_mode.compile_layers(runner.model, runner.cache, directory / "layers")
         self.phases.end("compiled layers")
         return count
-
-    def _add_drafter(self, runner: ModelRunner) -> None:
-        """Add the drafter, if the engine drafts, and eager verification steps."""
-        config, head = self.config, runner.model.draft_head
-        if config.draft_tokens and head is not None:
-            runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
-            if self.capabilities.captures_steps and config.enforce_eager:
-                runner.verification_steps = new_verification_steps(
-                    runner, self._step_limits(runner.max_model_len), None
-                )
-
-    def _capture_steps(self, runner: ModelRunner) -> None:
-        """Capture steps of the configured sizes."""
-        largest = self._step_limits(runner.max_model_len)
-        capture_graphs(runner, largest)
-        self.phases.end("graphs")
 
     # --- Memory and result ------------------------------------------------------------------------
 
