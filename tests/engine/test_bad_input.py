@@ -283,7 +283,7 @@ def test_weights_that_do_not_fit(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("finwhale.models.deepseek_v4.weight_builder.torch.empty", full)
+        patched.setattr("finwhale.weights.assembler.torch.empty", full)
         with pytest.raises(ResourceError, match="the model does not fit cpu: ") as raised:
             LLM(tiny_path, device="cpu")
     assert str(error).splitlines()[0] in str(raised.value) and "\n" not in str(raised.value)
@@ -300,7 +300,7 @@ def test_a_gpu_without_room_is_refused_before_anything_is_read(
         return room
 
     def checked(start: Any) -> Any:
-        start._check_fits_gpu(start.loader.begin(torch.device("meta")).num_bytes)
+        start._check_fits_gpu(start._assembler(torch.device("meta")).num_bytes)
         loaded.append(tensor_bytes(start._load()))
         raise ResourceError("enough")
 

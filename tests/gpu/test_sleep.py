@@ -18,8 +18,8 @@ from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.registry import architecture_of
-from finwhale.models.weight_protocol import tensors_of
 from finwhale.models.weight_sources import DummyWeights
+from finwhale.weights.tree import tensors_of
 
 pytestmark = pytest.mark.alone
 CACHE_BYTES = 2**30

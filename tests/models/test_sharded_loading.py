@@ -28,11 +28,10 @@ from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import ModelWeights
-from finwhale.models.deepseek_v4.weight_loading import WeightLoading
-from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.weight_protocol import WeightStream
+from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
+from finwhale.weights.assembler import WeightForm, WeightStream
 
 DTYPES: dict[Storage, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -279,15 +278,14 @@ def loaded(
     packed: bool,
     ranks: JointRanks | None = None,
 ) -> ModelWeights:
-    return WeightLoading(
-        config,
+    form = WeightForm(
         storages=stream.storages,
         dtype=torch.bfloat16 if packed else torch.float32,
-        device=torch.device("cpu"),
         round_activations=config.quantised,
         ops=packed_ops() if packed else load_ops(Platform.cpu(), reference=True),
         rank=rank,
-    ).fill(stream, ranks)
+    )
+    return assembler(config, form, torch.device("cpu")).fill(stream, ranks)
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -49,11 +49,11 @@ from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import ModelWeights
-from finwhale.models.deepseek_v4.weight_loading import WeightLoading
-from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options
 from finwhale.platform import Platform, existing_folder
+from finwhale.weights.assembler import WeightForm
 
 # Bytes of one value in a checkpoint. The scales of FP8 and FP4 add less than 7%.
 STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4": 0.54}
@@ -127,15 +127,14 @@ class Loader:
             ignored=ignored_prefixes(self.config),
             device=self.device,
         )
-        weights = WeightLoading(
-            self.config,
-            storages=source.storages,
-            dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,
-            device=self.device,
-            round_activations=True,
+        form = WeightForm(
             ops=replace(self.ops, finish_experts=lambda w: w),
+            dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,
+            round_activations=True,
             rank=self.rank,
-        ).fill(source, ranks)
+            storages=source.storages,
+        )
+        weights = assembler(self.config, form, self.device).fill(source, ranks)
         self._settle()
         return weights
 

@@ -170,7 +170,7 @@ def _compare(
     # because they name the tensor.
     known: dict[object, _Match] = {}
     for name, spec in specs.items():
-        _, shape, spec_storage, part = spec
+        _, shape, spec_storage, part = spec[:4]
         scale_name = name_of_scale(name)
         data, scale = tensors.get(name), tensors.get(scale_name)
         if data is None:
@@ -331,9 +331,9 @@ class WeightSource:
         """A reader of the tensors that have a destination."""
         axes: dict[str, int | None] = {}
         parts = destinations.parts
-        for name, _, _, part in self._specs.values():
+        for name, spec in self._specs.items():
             if name in parts:
-                axes[name] = axis = None if part is None else part.axis
+                axes[name] = axis = None if spec.slice is None else spec.slice.axis
                 scale_name = name_of_scale(name)
                 if scale_name in parts:
                     axes[scale_name] = axis

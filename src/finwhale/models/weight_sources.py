@@ -15,7 +15,7 @@ from finwhale.checkpoint.spec import Progress
 from finwhale.distributed.rank import Rank
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of
-from finwhale.models.weight_protocol import WeightStream
+from finwhale.weights.assembler import WeightStream
 
 
 class Weights(Protocol):

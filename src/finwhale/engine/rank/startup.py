@@ -40,16 +40,16 @@ from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
-from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.registry import architecture_of
-from finwhale.models.weight_protocol import WeightLoading, WeightStream, tensors_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
+from finwhale.weights.assembler import Assembler, WeightForm, WeightStream
+from finwhale.weights.tree import tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,12 +128,9 @@ class _Start:
             self.ops = self.compiled_mode.ops
         self.capabilities = self.ops.capabilities
         self.builds_ahead = self.device.type == "cuda" and self.capabilities.builds_kernels
-        self.loader = WeightLoader(
-            architecture=self.architecture,
-            model_config=model_config,
+        self.weight_form = WeightForm(
             ops=self.ops,
             dtype=self.dtype,
-            device=self.device,
             rank=self.rank,
             round_activations=self.round_activations,
             round_wo_a=config.wo_a_input == "fp8",
@@ -205,18 +202,18 @@ class _Start:
 
     # --- Kernels and weights ----------------------------------------------------------------------
 
-    def _check_gpu(self) -> WeightLoading | None:
+    def _check_gpu(self) -> Assembler[Any] | None:
         """Note the memory in use on a GPU, and check that weights and cache fit the rest.
 
         Returns:
-            The loading of the weights, without memory; None: the device is no GPU.
+            The weights without memory; None: the device is no GPU.
         """
         if self.device.type != "cuda":
             return None
         torch.cuda.empty_cache()
         self.allocated_before = torch.cuda.memory_allocated(self.device)
         self.reserved_before = torch.cuda.memory_reserved(self.device)
-        unfilled = self.loader.begin(torch.device("meta"))
+        unfilled = self._assembler(torch.device("meta"))
         self._check_fits_gpu(unfilled.num_bytes)
         return unfilled
 
@@ -241,7 +238,7 @@ class _Start:
         self.phases.end("connect")
         return collectives
 
-    def _begin_builds(self, unfilled: WeightLoading | None) -> None:
+    def _begin_builds(self, unfilled: Assembler[Any] | None) -> None:
         """Compile missing kernels while the GPU's memory is free. Rank 0 does it for all ranks."""
         if self.capabilities.builds_kernels and not self.peers.rank.index and unfilled is not None:
             launch_all = partial(self._launch_without_weights, unfilled)
@@ -267,9 +264,15 @@ class _Start:
             check_host_memory(
                 self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
             )
-            return self.loader.begin(self.device).fill(self.stream)
+            return self._assembler(self.device).fill(self.stream)
         ranks = IpcJointRanks(self.peers, self.device)
-        return self.loader.begin(self.device).fill(self.stream, ranks)
+        return self._assembler(self.device).fill(self.stream, ranks)
+
+    def _assembler(self, device: torch.device) -> Assembler[Any]:
+        weights: Assembler[Any] = self.architecture.assembler(
+            self.model_config, self.weight_form, device
+        )
+        return weights
 
     def _prepare_kernels(self, weights: Any) -> tuple[Model | None, Built]:
         """Load the kernels, and compile those that are still missing.
@@ -309,7 +312,7 @@ class _Start:
             eager=self.config.enforce_eager,
         )
 
-    def _launch_without_weights(self, unfilled: WeightLoading) -> None:
+    def _launch_without_weights(self, unfilled: Assembler[Any]) -> None:
         """Call the operators with a model and a cache that have no memory."""
         model = self._build_model(unfilled.finish_unfilled(), self.longest)
         self._every_launch(model, self.longest)()
@@ -508,13 +511,13 @@ class _Start:
             routed_experts=_form(self.routed),
         )
         # Weights under compiled layers were never updated.
-        loader = self.loader if self.compiled_mode is None else None
+        form = self.weight_form if self.compiled_mode is None else None
         return LocalExecutor(
             runner,
             self.builds,
             description,
             self.collectives,
-            loader,
+            form,
             self.arenas,
             self.peers.on_this_host(),
         )
