@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial as partial_of
 from typing import Any, Literal
 
-from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.weight_updates import WeightsSource
 from finwhale.errors import FinwhaleError, RequestError
 from finwhale.llm import LoadedModel, Messages, PreparedPrompt, Prompt, add_job, plain_prompt
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
+from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 
 # Time limit for the thread's current step when the thread ends: a device may never finish.
 STOP_S = 30.0

@@ -27,7 +27,6 @@ from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement
-from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
@@ -45,6 +44,7 @@ from finwhale.request import (
     RequestOutput,
     SamplingParams,
 )
+from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 
 PlainPrompt = str | Sequence[int]
 Prompt = PlainPrompt | Mapping[str, Any]  # a mapping as in vLLM: see `plain_prompt`

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
@@ -37,6 +36,7 @@ from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform
 from finwhale.weights.assembler import WeightForm
+from finwhale.weights.source import WeightSource
 
 CPU = torch.device("cpu")
 CACHE_BYTES = 2**24

@@ -17,15 +17,15 @@ from tests.models.test_joint_loading import in_threads, weights_of
 from tests.models.test_sharded_loading import tensors
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
-from finwhale.checkpoint.joint import Part
-from finwhale.distributed import joint_ranks
 from finwhale.distributed.cuda_ipc import IpcHandle
-from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers, serve_store
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.model import ModelWeights
+from finwhale.weights import joint_ranks
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint import Part
+from finwhale.weights.joint_ranks import IpcJointRanks
 
 CPU = torch.device("cpu")
 THREAD = threading.local()

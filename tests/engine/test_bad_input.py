@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
@@ -25,6 +24,7 @@ from finwhale.engine.rank.memory import tensor_bytes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.weights.source import WeightSource
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 Capture = pytest.CaptureFixture[str]

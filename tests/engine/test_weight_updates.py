@@ -31,7 +31,7 @@ from finwhale import (
     ResourceError,
     SamplingParams,
 )
-from finwhale.checkpoint.loading import DTYPE_NAMES
+from finwhale.checkpoint.stored import DTYPE_NAMES
 from finwhale.engine.loop.weight_updates import WeightUpdates, _staging
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.staged_weights import StagedWeights, discard_update

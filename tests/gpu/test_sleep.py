@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
@@ -19,6 +18,7 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import DummyWeights
+from finwhale.weights.dummy import DummySource
 from finwhale.weights.tree import tensors_of
 
 pytestmark = pytest.mark.alone

@@ -30,7 +30,6 @@ from finwhale import (
     RequestError,
     SamplingParams,
 )
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.loop import weight_updates
@@ -39,6 +38,7 @@ from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
 from finwhale.weights.assembler import WeightForm
+from finwhale.weights.source import WeightSource
 from finwhale.weights.tree import tensors_of
 
 ROOT = Path(__file__).parents[2]

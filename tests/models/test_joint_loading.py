@@ -16,17 +16,18 @@ import torch
 from tests.models.test_sharded_loading import QUANTISED, loaded, opened, tensors
 from tests.support.tiny import random_weights
 
-from finwhale.checkpoint.destinations import Destinations
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.joint import JointRanks, JointReader, Part
-from finwhale.checkpoint.loading import StoredWeight, WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.stored import StoredWeight
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError, OtherRankError
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.joint import JointRanks, JointReader, Part
+from finwhale.weights.source import WeightSource
 
 
 class Threads:
@@ -114,7 +115,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """
     monkeypatch.setattr("finwhale.weights.assembler.LARGE_BYTES", 0)
     reader = partial(JointReader, piece_bytes=request.param)
-    monkeypatch.setattr("finwhale.checkpoint.loading.JointReader", reader)
+    monkeypatch.setattr("finwhale.weights.source.JointReader", reader)
 
 
 def destinations_of(stream: WeightSource) -> Destinations:
@@ -223,7 +224,7 @@ def test_the_ranks_read_each_byte_of_their_destinations_once(
             reads[name][offset : offset + len(views[0])] += 1
         return read_at(number, views, offset)
 
-    monkeypatch.setattr("finwhale.checkpoint.staging.os.preadv", preadv)
+    monkeypatch.setattr("finwhale.weights.staging.os.preadv", preadv)
 
     def load(ranks: ThreadRank) -> ModelWeights:
         return weights_of(files, Rank(ranks.index, size, whole_attention=size == 2), ranks)
@@ -260,7 +261,7 @@ def test_a_fault_of_one_rank_stops_all(
     files: Path, monkeypatch: pytest.MonkeyPatch, failing: int, error: Exception | None
 ) -> None:
     """Each rank closes once, and all tell the same cause, also if the error has no message."""
-    monkeypatch.setattr("finwhale.checkpoint.joint.PIECES_A_CHECK", 1)
+    monkeypatch.setattr("finwhale.weights.joint.PIECES_A_CHECK", 1)
     read = JointReader._read
 
     def failing_read(self: JointReader, piece: Any, buffer: Any) -> None:

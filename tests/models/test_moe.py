@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from tests.support.tiny import tiny_config
 
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -16,6 +15,7 @@ from finwhale.ops import load_ops
 from finwhale.ops.case import step_tokens
 from finwhale.platform import Platform
 from finwhale.weights.assembler import WeightForm
+from finwhale.weights.dummy import DummySource
 
 NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", "experts_combine")
 

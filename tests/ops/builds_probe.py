@@ -29,7 +29,6 @@ from triton.runtime import driver
 from triton.runtime.jit import ConstexprFunction
 
 from finwhale.artefacts import Artefacts
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import read_config
 from finwhale.demo import DSPARK_PATH
 from finwhale.distributed.collectives import Alone
@@ -60,6 +59,7 @@ from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling import cases as sampling
 from finwhale.platform import Platform
 from finwhale.weights.assembler import WeightForm
+from finwhale.weights.dummy import DummySource
 
 CALL = ConstexprFunction.__call__
 

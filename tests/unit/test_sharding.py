@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from finwhale.checkpoint.loading import Inventory
 from finwhale.cli import inspect
 from finwhale.config import EngineConfig
 from finwhale.distributed.peers import Peers
@@ -29,6 +28,7 @@ from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
+from finwhale.weights.source import Inventory
 
 MODELS = {name: DeepseekV4Config.preset(name) for name in ("flash", "pro")}
 # The last part of the name of every divided weight, with its axis.

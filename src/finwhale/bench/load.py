@@ -31,14 +31,9 @@ from finwhale.bench.preflight import check_disk
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.joint import JointRanks
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored, write_zeros
 from finwhale.config import EngineConfig
-from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers, StoreAddress, serve_store
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.worker import OwnerLink
@@ -54,6 +49,11 @@ from finwhale.ops import load_ops
 from finwhale.options import add_options
 from finwhale.platform import Platform, existing_folder
 from finwhale.weights.assembler import WeightForm
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.joint import JointRanks
+from finwhale.weights.joint_ranks import IpcJointRanks
+from finwhale.weights.source import WeightSource
+from finwhale.weights.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 
 # Bytes of one value in a checkpoint. The scales of FP8 and FP4 add less than 7%.
 STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4": 0.54}

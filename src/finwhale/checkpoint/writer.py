@@ -15,9 +15,9 @@ from finwhale.checkpoint.formats import (
     quantise_fp4,
     quantise_fp8_block,
 )
-from finwhale.checkpoint.loading import DTYPE_NAMES, StoredWeight
 from finwhale.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.stored import DTYPE_NAMES, StoredWeight
 from finwhale.errors import CheckpointError
 
 _PLAIN_DTYPES = {

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from finwhale.checkpoint.loading import Inventory, inventory_report
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
@@ -25,6 +24,7 @@ from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import Ops, load_ops
 from finwhale.options import Parser
 from finwhale.platform import Platform
+from finwhale.weights.source import Inventory, inventory_report
 
 SHOWN = 10
 

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import torch
 
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Progress
 from finwhale.distributed.rank import Rank
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of
 from finwhale.weights.assembler import WeightStream
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.source import WeightSource
 
 
 class Weights(Protocol):

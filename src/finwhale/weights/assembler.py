@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
-from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import (
     FP4_BLOCK,
     FP8_BLOCK,
@@ -24,14 +23,15 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
     scale_to_float32,
 )
-from finwhale.checkpoint.joint import JointRanks
-from finwhale.checkpoint.loading import PLAIN_STORAGES, StoredWeight
 from finwhale.checkpoint.spec import Slice, Storage, WeightSpec, name_of_scale
+from finwhale.checkpoint.stored import PLAIN_STORAGES, StoredWeight
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint import JointRanks
 from finwhale.weights.table import Convert, WeightList
 from finwhale.weights.tree import routed_experts, tensors_of, with_routed_experts
 

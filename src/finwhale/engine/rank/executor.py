@@ -9,7 +9,6 @@ from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import disconnect
-from finwhale.distributed.weight_group import WeightGroup
 from finwhale.engine.plan.executor import (
     Executor,
     RankDescription,
@@ -30,6 +29,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
 from finwhale.weights.assembler import WeightForm
+from finwhale.weights.weight_group import WeightGroup
 
 ALONE = Alone()
 T = TypeVar("T")

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.incoming import Announced, Incoming
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.protocol import Model
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.weights.assembler import Assembler, WeightForm
+from finwhale.weights.incoming import Announced, Incoming
+from finwhale.weights.source import WeightSource
 from finwhale.weights.tree import tensors_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from finwhale.compiled import CompiledMode
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
-from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
@@ -49,6 +48,7 @@ from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 from finwhale.weights.assembler import Assembler, WeightForm, WeightStream
+from finwhale.weights.joint_ranks import IpcJointRanks
 from finwhale.weights.tree import tensors_of
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.incoming import Announced
 from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer
-from finwhale.distributed.weight_group import GroupAddress, WeightGroup
 from finwhale.engine.rank.staged_weights import staged_weights_of, weight_form_of
 from finwhale.errors import CheckpointError
+from finwhale.weights.incoming import Announced
+from finwhale.weights.weight_group import GroupAddress, WeightGroup
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor

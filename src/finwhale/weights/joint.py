@@ -18,9 +18,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.reader import TensorInfo
-from finwhale.checkpoint.staging import (
+from finwhale.errors import OtherRankError, first_line
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.staging import (
     PIECE_BYTES,
     PINNED_PIECES,
     Bytes,
@@ -28,7 +29,6 @@ from finwhale.checkpoint.staging import (
     fill,
     num_threads,
 )
-from finwhale.errors import OtherRankError, first_line
 
 # Pieces after which a thread asks whether another rank has failed.
 PIECES_A_CHECK = 8

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import (
     E8M0_BIAS,
     FP4_BLOCK,
     fp8_scale_shape,
 )
-from finwhale.checkpoint.joint import JointRanks
-from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
+from finwhale.checkpoint.stored import StoredWeight
 from finwhale.number_formats import E2M1_VALUES
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint import JointRanks
 
 _E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
 _SLICE_ELEMENTS = 1 << 24

@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import E8M0_NAN, fault, not_finite
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import CheckpointError
+from finwhale.weights.destinations import Destinations
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 

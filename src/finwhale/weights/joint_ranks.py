@@ -12,12 +12,12 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
-from finwhale.checkpoint.joint import Part
 from finwhale.distributed.cuda_ipc import IpcHandle, discard, export_handle, open_buffer, uuid_of
 from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError, OtherRankError, first_line
 from finwhale.non_owning import non_owning_view
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint import Part
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ OTHER_ALLOCATIONS = "another rank has other allocations, or cannot share them"
 
 
 class IpcJointRanks:
-    """Implements checkpoint.joint.JointRanks for GPUs.
+    """Implements joint.JointRanks for GPUs.
 
     Args:
         peers: all ranks of the model, each in its own process.
@@ -236,7 +236,7 @@ _DEVICE_MEMORY, _NOT_READY = 2, 600  # CU_MEMORYTYPE_DEVICE, CUDA_ERROR_NOT_READ
 
 
 class _IpcLane:
-    """Implements checkpoint.joint.Lane by calls of the driver.
+    """Implements joint.Lane by calls of the driver.
 
     The calls keep Python's lock: they are short, and each release costs more, because the other
     threads wait for the lock. With torch, thousands of small copies would take longer than reading.
