@@ -37,7 +37,7 @@ from finwhale.errors import FinwhaleError, RequestError
 from finwhale.files import is_file
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
-from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
+from finwhale.models.weight_sources import Weights
 from finwhale.options import similar
 from finwhale.request import (
     CompletionOutput,
@@ -694,10 +694,10 @@ def _find_weights(
     """The configuration of a checkpoint and its weights."""
     if config.load_format == "dummy":
         model_config = parse_config(read_config(directory))
-        return model_config, DummyWeights(model_config, progress)
+        return model_config, Weights(model_config, progress=progress)
     checkpoint = Checkpoint.open(directory)
     model_config = parse_config(checkpoint.config)
-    return model_config, CheckpointWeights(model_config, checkpoint, progress)
+    return model_config, Weights(model_config, checkpoint, progress)
 
 
 def has_tokenizer(directory: Path) -> bool:

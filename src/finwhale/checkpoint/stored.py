@@ -21,6 +21,7 @@ PLAIN_STORAGES: dict[torch.dtype, Storage] = {
     torch.float16: "f16",
     torch.float32: "f32",
 }
+PLAIN_DTYPES = {storage: dtype for dtype, storage in PLAIN_STORAGES.items()}
 _SCALE_DTYPES = (torch.float8_e8m0fnu, torch.float32)
 
 

@@ -17,7 +17,7 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
 )
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
-from finwhale.checkpoint.stored import StoredWeight
+from finwhale.checkpoint.stored import PLAIN_DTYPES, StoredWeight
 from finwhale.number_formats import E2M1_VALUES
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.joint import JointRanks
@@ -25,7 +25,6 @@ from finwhale.weights.joint import JointRanks
 _E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
 _SLICE_ELEMENTS = 1 << 24
 _SMALL = 0.1
-_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 class DummySource:
@@ -85,7 +84,7 @@ class DummySource:
             return _fp8(spec, generator)
         if spec.storage == "i64":
             return StoredWeight(self._experts_of_tokens(spec, generator), None, "i64")
-        dtype = _DTYPES[spec.storage]
+        dtype = PLAIN_DTYPES[spec.storage]
         if spec.name.endswith("norm.weight"):
             data = torch.ones(spec.shape, dtype=dtype, device=self._device)
         else:
