@@ -218,9 +218,10 @@ class Assembler(WeightList, Generic[W]):
         """See WeightList."""
         round_input = self._form.round_activations
         width, hidden = specs[0].local_shape
-        found = {self._storage(spec) for spec in specs}
-        if self.packed and count is not None and found == {"fp4"}:
-            return self._fp4_experts(specs, count)
+        if self.packed and count is not None:
+            names = [spec.name for spec in specs]
+            if self._are_fp4(names, specs[0]):
+                return self._fp4_experts(names, specs, count)
         if self.packed and count is None and self._are_fp8(specs):
             w13, scale13 = self._empty_fp8((2 * width, hidden))
             w2, scale2 = self._empty_fp8((hidden, width))
@@ -258,6 +259,12 @@ class Assembler(WeightList, Generic[W]):
         return all(self._storage(spec) == "fp8_block" for spec in specs) and all(
             spec.local_shape[0] % FP8_BLOCK == 0 for spec in specs[:-1]
         )
+
+    def _are_fp4(self, names: Iterable[str], like: WeightSpec) -> bool:
+        """Whether all experts are FP4. like: the spec of one of them."""
+        if self._storages is None:
+            return like.storage == "fp4"
+        return set(map(self._storages.__getitem__, names)) == {"fp4"}
 
     def _stacked(
         self,
@@ -304,14 +311,15 @@ class Assembler(WeightList, Generic[W]):
                 self._scales[spec.name] = of_part
             start = stop
 
-    def _fp4_experts(self, specs: Sequence[WeightSpec], count: int) -> ExpertWeight:
+    def _fp4_experts(
+        self, names: Sequence[str], specs: Sequence[WeightSpec], count: int
+    ) -> ExpertWeight:
         """Allocate FP4 codes and exponents in their stored form."""
         width, hidden = specs[0].local_shape
         if self._slabs is not None:
             # One allocation for all of them: 3 hidden * width values in codes and exponents.
             values = 3 * hidden * width * count
             self._slabs.allocate(values // 2 + values // FP4_BLOCK)
-        names = [spec.name for spec in specs]
         self.specs.update(zip(names, specs, strict=True))
 
         def allocate(names: Sequence[str], rows: int, columns: int) -> tuple[Tensor, Tensor]:

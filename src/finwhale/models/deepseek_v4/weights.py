@@ -32,6 +32,7 @@ from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.mtp import MtpWeights
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.ops.compressor import CompressorWeight
+from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight, MhcWeight
 from finwhale.weights.assembler import Assembler, WeightForm
 from finwhale.weights.table import Lines, WeightList
@@ -101,11 +102,7 @@ class _Table:
         w = self._lines("", "embedding and head")
         return ModelWeights(
             embed=make.tensor(w("embed.weight", (V, D), "bf16"), make.dtype),
-            head=make.matrix(
-                w("head.weight", (V, D), "bf16", ROWS),
-                dtype=make.dtype,
-                out_dtype=torch.float32 if make.packed else None,
-            ),
+            head=self._logits(w("head.weight", (V, D), "bf16", ROWS)),
             hc_head=self._hc_head(self._lines("", "final norm and hc head")),
             layers=tuple(
                 self._layer(f"layers.{i}.", "norms and mHC", ratio, config.is_hash_layer(i))
@@ -119,6 +116,10 @@ class _Table:
         if prefix.startswith("mtp."):
             part = f"draft head: {part}"
         return Lines(prefix, part, self.make.rank)
+
+    def _logits(self, line: WeightSpec) -> LinearWeight:
+        out_dtype = torch.float32 if self.make.packed else None
+        return self.make.matrix(line, dtype=self.make.dtype, out_dtype=out_dtype)
 
     def _layer(self, layer: str, part: str, ratio: int, hashed: bool) -> LayerWeights:
         w = self._lines(layer, part)
@@ -155,13 +156,14 @@ class _Table:
     def _attention(self, attn: str, ratio: int) -> AttentionWeights:
         c, make, w = self.config, self.make, self._lines(attn, "attention")
         D, C, Q = c.hidden_size, c.head_dim, c.q_lora_rank
+        wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
         heads, all_heads = self._heads(attn, ratio), None
         if make.rank.whole_attention:
             heads, all_heads = self._local_heads(heads, attn, ratio), heads
         return AttentionWeights(
             q_norm=make.tensor(w("q_norm.weight", (Q,), "bf16")),
             kv_norm=make.tensor(w("kv_norm.weight", (C,), "bf16")),
-            wq_a_wkv=make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn)),
+            wq_a_wkv=wq_a_wkv,
             heads=heads,
             all_heads=all_heads,
             compressor=self._compressor(attn, ratio) if ratio else None,
@@ -250,9 +252,11 @@ class _Table:
 
     def _moe(self, ffn: str, hashed: bool) -> MoeWeights:
         c, make = self.config, self.make
-        D, E, I = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size  # noqa: E741
+        D, E = c.hidden_size, c.n_routed_experts
         w = self._lines(ffn, "router")
         shared = self._lines(f"{ffn}shared_experts.", "shared expert")
+        routed = self._lines(f"{ffn}experts.{{expert}}.", "routed experts")
+        fp4: Storage = "fp4" if c.quantised and c.expert_dtype == "fp4" else self.fp8
         gate = make.tensor(w("gate.weight", (E, D), "bf16"), self.precise)
         bias = tid2eid = None
         if hashed:
@@ -265,29 +269,17 @@ class _Table:
             gate=gate,
             bias=bias,
             tid2eid=tid2eid,
-            shared_experts=make.experts(
-                (
-                    shared("w1.weight", (I, D), self.fp8, ROWS),
-                    shared("w3.weight", (I, D), self.fp8, ROWS),
-                    shared("w2.weight", (D, I), self.fp8, COLUMNS),
-                )
-            ),
-            experts=make.experts(self._expert_lines(f"{ffn}experts."), E),
+            shared_experts=make.experts(self._expert_lines(shared, self.fp8)),
+            experts=make.experts(_of_each_expert(self._expert_lines(routed, fp4), E), E),
         )
 
-    def _expert_lines(self, experts: str) -> list[WeightSpec]:
+    def _expert_lines(self, w: Lines, storage: Storage) -> tuple[WeightSpec, ...]:
         D, I = self.config.hidden_size, self.config.moe_intermediate_size  # noqa: E741
-        fp4: Storage = "fp4" if self.config.expert_dtype == "fp4" else "fp8_block"
-        storage = fp4 if self.config.quantised else "bf16"
-        w = self._lines(experts, "routed experts")
-        # A model has tens of thousands, which differ only in their names.
-        up = w("w1 or w3", (I, D), storage, ROWS)[1:]
-        down = w("w2", (D, I), storage, COLUMNS)[1:]
-        return [
-            WeightSpec(f"{experts}{e}.{name}.weight", *line)
-            for e in range(self.config.n_routed_experts)
-            for name, line in (("w1", up), ("w3", up), ("w2", down))
-        ]
+        return (
+            w("w1.weight", (I, D), storage, ROWS),
+            w("w3.weight", (I, D), storage, ROWS),
+            w("w2.weight", (D, I), storage, COLUMNS),
+        )
 
     def _mtp(self, mtp: str) -> MtpWeights:
         D, make, part = self.config.hidden_size, self.make, "norms, mHC and projections"
@@ -325,13 +317,21 @@ class _Table:
             markov_w1=make.tensor(
                 markov("markov_w1.weight", (V, head.markov_rank), "bf16"), make.dtype
             ),
-            markov_w2=make.matrix(
-                markov("markov_w2.weight", (V, head.markov_rank), "bf16", ROWS),
-                dtype=make.dtype,
-                out_dtype=torch.float32 if make.packed else None,
-            ),
+            markov_w2=self._logits(markov("markov_w2.weight", (V, head.markov_rank), "bf16", ROWS)),
             confidence=confidence,
         )
+
+
+# A model has tens of thousands of experts, and a start lists them several times.
+@lru_cache(maxsize=128)
+def _of_each_expert(lines: tuple[WeightSpec, ...], num_experts: int) -> tuple[WeightSpec, ...]:
+    """The lines for every expert, with its number in place of `{expert}`."""
+    others = [(line.name.split("{expert}"), line[1:]) for line in lines]
+    return tuple(
+        WeightSpec(f"{before}{expert}{after}", *other)
+        for expert in range(num_experts)
+        for (before, after), other in others
+    )
 
 
 # --- Conversions of loaded values -----------------------------------------------------------------
