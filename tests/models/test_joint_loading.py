@@ -26,7 +26,8 @@ from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.dummy import DummySource
-from finwhale.weights.joint import JointRanks, JointReader, Part
+from finwhale.weights.joint import JointReader, PiecePart
+from finwhale.weights.joint_ranks import JointRanks, Lane
 from finwhale.weights.source import WeightSource
 
 
@@ -43,8 +44,8 @@ class Threads:
         return ThreadRank(self, index)
 
 
-class ThreadRank:
-    """A JointRanks for a rank that is a thread."""
+class ThreadRank(JointRanks):
+    """A rank that is a thread."""
 
     def __init__(self, threads: Threads, index: int) -> None:
         self._threads, self.index, self.size = threads, index, threads.size
@@ -73,14 +74,14 @@ class ThreadRank:
                 raise OtherRankError(f"rank {index}: {text}")
 
 
-class ThreadLane:
+class ThreadLane(Lane):
     def __init__(self, piece_bytes: int, threads: Threads) -> None:
         self.buffer, self._threads = np.empty(piece_bytes, np.uint8), threads
 
     def wait(self) -> None:
         pass
 
-    def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
+    def send(self, num_bytes: int, parts: Iterable[PiecePart]) -> None:
         piece = torch.from_numpy(self.buffer[:num_bytes])
         for part in parts:
             for one in part.copies:

@@ -30,7 +30,7 @@ from finwhale.platform import Platform
 from finwhale.weights.assembler import WeightForm, WeightStream
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.dummy import DummySource
-from finwhale.weights.joint import JointRanks
+from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.source import WeightSource
 from finwhale.weights.staging import Staging
 

@@ -50,8 +50,7 @@ from finwhale.options import add_options
 from finwhale.platform import Platform, existing_folder
 from finwhale.weights.assembler import WeightForm
 from finwhale.weights.dummy import DummySource
-from finwhale.weights.joint import JointRanks
-from finwhale.weights.joint_ranks import IpcJointRanks
+from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.source import WeightSource
 from finwhale.weights.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 
@@ -110,7 +109,7 @@ class Loader:
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
         self.ops = load_ops(platform)
-        self.ranks = IpcJointRanks(peers, self.device)
+        self.ranks = JointRanks(peers, self.device)
         self.weights: ModelWeights | None = None
 
     def plain(self) -> None:

@@ -31,7 +31,7 @@ from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.weights.destinations import Destinations
-from finwhale.weights.joint import JointRanks
+from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.table import Convert, WeightList
 from finwhale.weights.tree import routed_experts, tensors_of, with_routed_experts
 

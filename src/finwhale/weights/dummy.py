@@ -20,7 +20,7 @@ from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
 from finwhale.checkpoint.stored import PLAIN_DTYPES, StoredWeight
 from finwhale.number_formats import E2M1_VALUES
 from finwhale.weights.destinations import Destinations
-from finwhale.weights.joint import JointRanks
+from finwhale.weights.joint_ranks import JointRanks
 
 _E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
 _SLICE_ELEMENTS = 1 << 24

@@ -27,7 +27,8 @@ from finwhale.checkpoint.stored import (
 )
 from finwhale.errors import CheckpointError
 from finwhale.weights.destinations import Destinations
-from finwhale.weights.joint import JointRanks, JointReader
+from finwhale.weights.joint import JointReader
+from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.staging import (
     THREADS,
     THREADS_BESIDE_JOINT,

@@ -48,7 +48,7 @@ from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 from finwhale.weights.assembler import Assembler, WeightForm, WeightStream
-from finwhale.weights.joint_ranks import IpcJointRanks
+from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.tree import tensors_of
 
 logger = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class _Start:
                 self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
             )
             return self._assembler(self.device).fill(self.stream)
-        ranks = IpcJointRanks(self.peers, self.device)
+        ranks = JointRanks(self.peers, self.device)
         return self._assembler(self.device).fill(self.stream, ranks)
 
     def _assembler(self, device: torch.device) -> Assembler[Any]:
