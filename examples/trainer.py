@@ -19,7 +19,7 @@ import torch
 
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
-from finwhale.distributed.weight_group import GroupAddress, WeightGroup
+from finwhale.weights.weight_group import GroupAddress, WeightGroup
 
 BUCKET = 200  # tensors in one request
 

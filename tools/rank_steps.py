@@ -27,7 +27,7 @@ from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.sharding import rank_config
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 
 # Replays of a graph before a measurement, and of one measurement.
 WARM_UP, REPLAYS = 5, 25
@@ -57,7 +57,7 @@ def captured_steps(ranks: int, layers: int, drafts: int, context: int) -> dict[s
         cache_memory_bytes=2**28,
         graph_sizes=(1,),
     )
-    engine = start_engine(options, config, DummyWeights(config), None)
+    engine = start_engine(options, config, Weights(config), None)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, config.vocab_size, (context,), generator=generator).tolist()
     params = SamplingParams(temperature=0, max_tokens=context, ignore_eos=True)

@@ -28,7 +28,6 @@ from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement
-from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
@@ -39,13 +38,14 @@ from finwhale.errors import FinwhaleError, RequestError
 from finwhale.files import is_file
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
-from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
+from finwhale.models.weight_sources import Weights
 from finwhale.options import similar
 from finwhale.request import (
     CompletionOutput,
     RequestOutput,
     SamplingParams,
 )
+from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 
 PlainPrompt = str | Sequence[int]
 Prompt = PlainPrompt | Mapping[str, Any]  # a mapping as in vLLM: see `plain_prompt`
@@ -684,10 +684,10 @@ def _find_weights(
     """The configuration of a checkpoint and its weights."""
     if config.load_format == "dummy":
         model_config = parse_config(read_config(directory))
-        return model_config, DummyWeights(model_config, progress)
+        return model_config, Weights(model_config, progress=progress)
     checkpoint = Checkpoint.open(directory)
     model_config = parse_config(checkpoint.config)
-    return model_config, CheckpointWeights(model_config, checkpoint, progress)
+    return model_config, Weights(model_config, checkpoint, progress)
 
 
 def has_tokenizer(directory: Path) -> bool:

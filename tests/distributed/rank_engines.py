@@ -17,7 +17,6 @@ from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
@@ -37,6 +36,8 @@ from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform
+from finwhale.weights.assembler import WeightForm
+from finwhale.weights.source import WeightSource
 
 CPU = torch.device("cpu")
 CACHE_BYTES = 2**24
@@ -56,16 +57,15 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
     ops = load_ops(platform, reference=config.reference)
     rounded = config.activations == "as-trained"
     source = WeightSource(checkpoint, architecture.weight_specs(model_config, rank))
-    weights = architecture.begin_loading(
-        model_config,
+    form = WeightForm(
         storages=source.storages,
         dtype=torch.float32,
-        device=CPU,
         round_activations=rounded,
         round_wo_a=config.wo_a_input == "fp8",
         ops=ops,
         rank=rank,
-    ).fill(source)
+    )
+    weights = architecture.assembler(model_config, form, CPU).fill(source)
     longest = config.max_model_len or model_config.max_position_embeddings
     model = architecture.build(
         model_config,

@@ -17,15 +17,15 @@ from tests.models.test_joint_loading import in_threads, weights_of
 from tests.models.test_sharded_loading import tensors
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
-from finwhale.checkpoint.joint import Part
-from finwhale.distributed import joint_ranks
 from finwhale.distributed.cuda_ipc import IpcHandle
-from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers, serve_store
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.model import ModelWeights
+from finwhale.weights import joint_ranks
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint import PiecePart
+from finwhale.weights.joint_ranks import JointRanks
 
 CPU = torch.device("cpu")
 THREAD = threading.local()
@@ -80,13 +80,13 @@ class Driver:
 class HostLane:
     """A lane that copies within the host's memory."""
 
-    def __init__(self, ranks: IpcJointRanks, device: torch.device, piece_bytes: int) -> None:
+    def __init__(self, ranks: JointRanks, device: torch.device, piece_bytes: int) -> None:
         self.buffer, self._ranks = np.empty(piece_bytes, np.uint8), ranks
 
     def wait(self) -> None:
         pass
 
-    def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
+    def send(self, num_bytes: int, parts: Iterable[PiecePart]) -> None:
         piece = self.buffer.ctypes.data
         for part in parts:
             addresses = self._ranks.addresses(part.name)
@@ -106,7 +106,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         "discard": found.discard,
         "uuid_of": lambda device: "uuid",
         "non_owning_view": lambda tensor: tensor,
-        "_IpcLane": HostLane,
+        "Lane": HostLane,
     }.items():
         monkeypatch.setattr(joint_ranks, name, fake)
     monkeypatch.setattr(IpcHandle, "from_json", Handle)
@@ -116,20 +116,20 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     assert not found.unused, "the owner of the memory could never free it"
 
 
-def on_ranks(size: int, work: Callable[[IpcJointRanks], Any]) -> list[Any]:
+def on_ranks(size: int, work: Callable[[JointRanks], Any]) -> list[Any]:
     """Call `work` for each rank; see `in_threads`."""
     store, address = serve_store()
 
     def work_of(index: int) -> Any:
         THREAD.rank = index
         peers = Peers(Rank(index, size), store if index == 0 else address.join())
-        return work(IpcJointRanks(peers, CPU))
+        return work(JointRanks(peers, CPU))
 
     return in_threads(size, work_of)
 
 
 def check_loading(files: Path, size: int) -> None:
-    def load(ranks: IpcJointRanks) -> ModelWeights:
+    def load(ranks: JointRanks) -> ModelWeights:
         return weights_of(files, Rank(ranks.index, size), ranks)
 
     for index, weights in enumerate(on_ranks(size, load)):
@@ -192,7 +192,7 @@ def test_an_allocation_that_cannot_be_mapped_later_ends_the_loading(
 def test_a_load_can_follow_one_that_failed(files: Path, driver: Driver) -> None:
     """On the same store."""
 
-    def load(ranks: IpcJointRanks) -> Any:
+    def load(ranks: JointRanks) -> Any:
         rank = Rank(ranks.index, 2)
         driver.refuses = lambda _: threading.current_thread().name == "joint ranks"
         with pytest.raises(FinwhaleError):
@@ -209,7 +209,7 @@ def test_a_load_can_follow_one_that_failed(files: Path, driver: Driver) -> None:
 
 
 def test_allocations_of_other_sizes_are_not_written(files: Path, driver: Driver) -> None:
-    def open_(ranks: IpcJointRanks) -> bool:
+    def open_(ranks: JointRanks) -> bool:
         return ranks.open(Destinations({"x": torch.zeros(64 + ranks.index, dtype=torch.uint8)}))
 
     assert on_ranks(2, open_) == [False, False]

@@ -19,7 +19,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 
 from .test_equal_ranks import sharded_config
 
@@ -104,7 +104,7 @@ def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
             max_num_batched_tokens=64,
             max_model_len=128,
         ),
-        (model, DummyWeights(model)),
+        (model, Weights(model)),
         batches=[2],
         context=16,
         steps=4,

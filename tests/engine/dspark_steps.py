@@ -12,7 +12,6 @@ from tests.support.tiny import random_weights, with_dspark, write_quantised_chec
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
@@ -23,6 +22,7 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.step_inputs import Inline
+from finwhale.weights.source import WeightSource
 
 from ..conftest import write_tokenizer  # noqa: TID252
 from ..models.dspark_transcription import context_rows, draft, main_of  # noqa: TID252

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
@@ -25,6 +24,7 @@ from finwhale.engine.rank.memory import tensor_bytes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.weights.source import WeightSource
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 Capture = pytest.CaptureFixture[str]
@@ -282,7 +282,7 @@ def test_weights_that_do_not_fit(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("finwhale.models.deepseek_v4.weight_builder.torch.empty", full)
+        patched.setattr("finwhale.weights.assembler.torch.empty", full)
         with pytest.raises(ResourceError, match="the model does not fit cpu: ") as raised:
             LLM(tiny_path, device="cpu")
     assert str(error).splitlines()[0] in str(raised.value) and "\n" not in str(raised.value)
@@ -299,7 +299,7 @@ def test_a_gpu_without_room_is_refused_before_anything_is_read(
         return room
 
     def checked(start: Any) -> Any:
-        start._check_fits_gpu(start.loader.begin(torch.device("meta")).num_bytes)
+        start._check_fits_gpu(start._assembler(torch.device("meta")).num_bytes)
         loaded.append(tensor_bytes(start._load()))
         raise ResourceError("enough")
 

@@ -67,7 +67,7 @@ LOAD = """
 import json, sys
 import torch
 from finwhale import LLM
-import finwhale.engine.loop.engine, finwhale.models.deepseek_v4.weight_loading
+import finwhale.engine.loop.engine, finwhale.models.deepseek_v4.weights
 
 def status(name):
     with open("/proc/self/status") as lines:

@@ -31,14 +31,14 @@ from finwhale import (
     ResourceError,
     SamplingParams,
 )
-from finwhale.checkpoint.loading import DTYPE_NAMES
+from finwhale.checkpoint.stored import DTYPE_NAMES
 from finwhale.engine.loop.weight_updates import WeightUpdates, _staging
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.staged_weights import StagedWeights, discard_update
-from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.cpu_gemm import _Half, _rows_are_independent
 from finwhale.ops.moe import ExpertWeight
+from finwhale.weights.tree import tensors_of
 
 from .weights import bits_of, forms_of, in_one_buffer, weights_of
 
@@ -468,7 +468,7 @@ def test_an_update_does_not_get_the_version_of_a_dropped_one() -> None:
 
 def test_a_compiled_engine_is_refused(engine: LLM, other_path: Path) -> None:
     executor = local_executor(engine._engine.executor)
-    executor.loader, loader = None, executor.loader
+    executor.weight_form, form = None, executor.weight_form
     with pytest.raises(Exception, match="compiled"):
         engine.update_weights(other_path)
-    executor.loader = loader
+    executor.weight_form = form

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.engine.rank.executor import local_executor
-from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops.host_forms import _FORMS
+from finwhale.weights.tree import tensors_of
 
 
 def bits_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[object]:

@@ -16,7 +16,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 
 from ..models.drafts import STORY, RandomDrafts, Watch, compare, demo_weights, generate  # noqa: TID252
 
@@ -116,7 +116,7 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
         cache_memory_bytes=2**31,
         draft_tokens=2,
     )
-    yield start_engine(config, model, DummyWeights(model), None)
+    yield start_engine(config, model, Weights(model), None)
 
 
 @pytest.mark.parametrize("rate", [0, 0.5, 1])

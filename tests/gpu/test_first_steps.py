@@ -16,7 +16,7 @@ from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 
 pytestmark = pytest.mark.alone
 NUM_SEQS, NUM_TOKENS = 192, 4096
@@ -35,7 +35,7 @@ def runner() -> ModelRunner:
         graph_sizes=(1, 8),
         cache_memory_bytes=2**31,
     )
-    engine = start_engine(config, model, DummyWeights(model), None)
+    engine = start_engine(config, model, Weights(model), None)
     return local_executor(engine.executor).runner
 
 

@@ -12,13 +12,13 @@ import torch
 from tests.models.test_sharded_loading import tensors
 
 from finwhale.bench.load import Loader, Loaders
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_stored
-from finwhale.distributed import joint_ranks
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.weights import joint_ranks
+from finwhale.weights.dummy import DummySource
 
 pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parents[2]

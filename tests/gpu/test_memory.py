@@ -13,7 +13,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.memory import GRAPH_BYTES
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 
 pytestmark = pytest.mark.alone
 # Allocator segments are rounded up. A process keeps its cuBLAS workspaces (32 MiB a stream): they
@@ -27,7 +27,7 @@ def held(num_layers: int, **options: Any) -> dict[str, int]:
     """Open an engine on Flash, cut to `num_layers`, and return the bytes that it holds."""
     model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(num_layers)
     config = EngineConfig(device="cuda", max_num_seqs=16, max_model_len=8192, **options)
-    source = DummyWeights(model)
+    source = Weights(model)
     memory = start_engine(config, model, source, None).memory
     free, total = torch.cuda.mem_get_info()
     return {"workspace": memory.workspace, "used": total - free, "gpu": total}

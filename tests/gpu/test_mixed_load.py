@@ -22,7 +22,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 
 pytestmark = pytest.mark.alone
 SECONDS = float(os.environ.get("FINWHALE_MIXED_SECONDS", "15"))
@@ -64,7 +64,7 @@ def engine() -> Iterator[Engine]:
             max_num_batched_tokens=1024,
             cache_memory_bytes=57 * 10**6,  # 26,000 tokens: some sequences are preempted
         )
-        engine = start_engine(config, model, DummyWeights(model), None)
+        engine = start_engine(config, model, Weights(model), None)
         yield engine
         if isinstance(engine.executor, Ranks):
             engine.executor.close()

@@ -16,7 +16,7 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.step_inputs import StepInputs
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 from finwhale.request import ExpertIds
 
 PARAMS = SamplingParams(
@@ -41,7 +41,7 @@ def open_engine(kind: str, **options: Any) -> Engine:
     if kind == "demo":
         return LLM(**chosen)._engine
     model = DeepseekV4Config.preset("flash").with_layers(4)
-    return start_engine(EngineConfig(**chosen), model, DummyWeights(model), None)
+    return start_engine(EngineConfig(**chosen), model, Weights(model), None)
 
 
 def outputs(engine: Engine, prompts: list[list[int]]) -> Found:

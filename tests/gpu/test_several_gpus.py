@@ -33,7 +33,7 @@ from finwhale.engine.rank.inputs import with_bounds
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.step_inputs import Inline
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 
 pytestmark = [
     pytest.mark.alone,
@@ -76,7 +76,7 @@ def new_engine(
         max_num_batched_tokens=4096 if whole_attention else 1024,
         cache_memory_bytes=2**31,
     )
-    return start_engine(config, model, DummyWeights(model), None)
+    return start_engine(config, model, Weights(model), None)
 
 
 def text(seed: int, length: int) -> list[int]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
@@ -18,8 +17,9 @@ from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.registry import architecture_of
-from finwhale.models.weight_protocol import tensors_of
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.tree import tensors_of
 
 pytestmark = pytest.mark.alone
 CACHE_BYTES = 2**30
@@ -41,7 +41,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield LLM(device="cuda", **options)._engine
         return
     model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(4)
-    yield start_engine(EngineConfig(device="cuda", **options), model, DummyWeights(model), None)
+    yield start_engine(EngineConfig(device="cuda", **options), model, Weights(model), None)
 
 
 def outputs(engine: Engine) -> list[object]:
@@ -60,7 +60,7 @@ def weights_of(engine: Engine) -> list[Tensor]:
 
 
 def random_tensors(engine: Engine, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Weights as DummyWeights makes them; with seed 0 the same."""
+    """Random weights as the engine makes them; with seed 0 the same."""
     specs = architecture_of(engine.model_config).weight_specs(engine.model_config)
     for spec, stored in DummySource(specs, "cuda", seed=seed):
         yield spec.name, stored.data

@@ -16,7 +16,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(4)
     options |= {"max_num_batched_tokens": 1500, "cache_memory_bytes": 2**31}
     config = EngineConfig(max_model_len=40000, **options)
-    return start_engine(config, model, DummyWeights(model), None)
+    return start_engine(config, model, Weights(model), None)
 
 
 def test_nothing_is_compiled_after_ready(engine: Engine) -> None:

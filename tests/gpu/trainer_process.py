@@ -13,7 +13,7 @@ from torch import Tensor
 
 from finwhale.demo import DEMO_PATH
 from finwhale.distributed.cuda_ipc import export_handle
-from finwhale.distributed.weight_group import GroupAddress, WeightGroup
+from finwhale.weights.weight_group import GroupAddress, WeightGroup
 
 
 def changed_weights() -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,16 +30,16 @@ from finwhale import (
     RequestError,
     SamplingParams,
 )
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.loop import weight_updates
 from finwhale.engine.rank.staged_weights import StagedWeights
-from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.models.registry import architecture_of, parse_config
-from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
+from finwhale.weights.assembler import WeightForm
+from finwhale.weights.source import WeightSource
+from finwhale.weights.tree import tensors_of
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [9] * 300, list(range(2, 40))]
@@ -169,38 +170,33 @@ def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:
     old, new = (Checkpoint.open(tmp_path / str(seed)) for seed in (1, 2))
     for rank in (ALONE, Rank(1, 2)):
         specs = architecture.weight_specs(model_config, rank)
-        form = {
-            "dtype": torch.bfloat16,
-            "device": torch.device("cpu"),
-            "round_activations": True,
-            "round_wo_a": True,
-            "ops": ops,
-            "rank": rank,
-        }
         sources = [WeightSource(one, specs) for one in (old, new)]
-        running, fresh = (
-            architecture.begin_loading(model_config, storages=s.storages, **form).fill(s)
-            for s in sources
-        )
-        loader = WeightLoader(
-            architecture=architecture,
-            model_config=model_config,
+        form = WeightForm(
+            dtype=torch.bfloat16,
+            round_activations=True,
+            ops=ops,
+            rank=rank,
             storages=sources[0].storages,
-            **form,  # type: ignore[arg-type]
         )
+        assert sources[1].storages == form.storages
+        cpu = torch.device("cpu")
+        running, fresh = (
+            architecture.assembler(model_config, form, cpu).fill(source) for source in sources
+        )
+        model: Any = SimpleNamespace(config=model_config, weights=running, device=cpu)
         names = sorted(new.tensors, key=lambda name: name[::-1])
         for some in (False, True):
-            staged = StagedWeights(loader, running, partial=some)
+            staged = StagedWeights(model, form, partial=some)
             staged.add((name, new.read(name)) for name in names)
             staged.prepare()
             staged.commit()
             for ours, theirs in zip(tensors_of(running), tensors_of(fresh), strict=True):
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-        staged = StagedWeights(loader, running, partial=True)
+        staged = StagedWeights(model, form, partial=True)
         name = next(n for n in names if n.endswith("wq_a.weight"))
         with pytest.raises(CheckpointError, match=r"stored as bf16.*fp8_block"):
             staged.add([(name, new.read(name).to(torch.bfloat16))])
-        staged = StagedWeights(loader, running, partial=True)
+        staged = StagedWeights(model, form, partial=True)
         name = next(n for n in names if n.endswith(".scale"))
         staged.add([(name, new.read(name))])
         with pytest.raises(CheckpointError, match="without"):

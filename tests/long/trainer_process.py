@@ -10,7 +10,7 @@ import sys
 import torch
 from tests.support.tiny import divisible_config, random_weights
 
-from finwhale.distributed.weight_group import GroupAddress, WeightGroup
+from finwhale.weights.weight_group import GroupAddress, WeightGroup
 
 port, world_size, count = map(int, sys.argv[1:4])
 address = GroupAddress(

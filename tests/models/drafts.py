@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
@@ -18,6 +17,7 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.sampling.noise import gumbel
+from finwhale.weights.source import WeightSource
 
 from . import transcription
 

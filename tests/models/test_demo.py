@@ -5,12 +5,12 @@ import torch
 from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
-from finwhale.checkpoint.loading import inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.weights.source import inventory_report
 
 MAX_BYTES = 24_000_000
 MAX_BYTES_OF_BOTH = 36_000_000

@@ -16,17 +16,19 @@ import torch
 from tests.models.test_sharded_loading import QUANTISED, loaded, opened, tensors
 from tests.support.tiny import random_weights
 
-from finwhale.checkpoint.destinations import Destinations
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.joint import JointRanks, JointReader, Part
-from finwhale.checkpoint.loading import StoredWeight, WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.stored import StoredWeight
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError, OtherRankError
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.joint import JointReader, PiecePart
+from finwhale.weights.joint_ranks import JointRanks, Lane
+from finwhale.weights.source import WeightSource
 
 
 class Threads:
@@ -42,8 +44,8 @@ class Threads:
         return ThreadRank(self, index)
 
 
-class ThreadRank:
-    """A JointRanks for a rank that is a thread."""
+class ThreadRank(JointRanks):
+    """A rank that is a thread."""
 
     def __init__(self, threads: Threads, index: int) -> None:
         self._threads, self.index, self.size = threads, index, threads.size
@@ -72,14 +74,14 @@ class ThreadRank:
                 raise OtherRankError(f"rank {index}: {text}")
 
 
-class ThreadLane:
+class ThreadLane(Lane):
     def __init__(self, piece_bytes: int, threads: Threads) -> None:
         self.buffer, self._threads = np.empty(piece_bytes, np.uint8), threads
 
     def wait(self) -> None:
         pass
 
-    def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
+    def send(self, num_bytes: int, parts: Iterable[PiecePart]) -> None:
         piece = torch.from_numpy(self.buffer[:num_bytes])
         for part in parts:
             for one in part.copies:
@@ -112,9 +114,9 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
     Unquantised weights of any size have destinations.
     """
-    monkeypatch.setattr("finwhale.models.deepseek_v4.weight_builder.LARGE_BYTES", 0)
+    monkeypatch.setattr("finwhale.weights.assembler.LARGE_BYTES", 0)
     reader = partial(JointReader, piece_bytes=request.param)
-    monkeypatch.setattr("finwhale.checkpoint.loading.JointReader", reader)
+    monkeypatch.setattr("finwhale.weights.source.JointReader", reader)
 
 
 def destinations_of(stream: WeightSource) -> Destinations:
@@ -193,9 +195,9 @@ def test_weights_in_slabs_are_those_with_separate_memory(
 ) -> None:
     rank = Rank(1, 2)
     separate = dict(tensors(weights_of(files, rank, None)))
-    monkeypatch.setattr("finwhale.models.deepseek_v4.weight_builder.SLAB_DEVICES", ("cpu",))
-    monkeypatch.setattr("finwhale.models.deepseek_v4.weight_builder.FIRST_SLAB_BYTES", slab_bytes)
-    monkeypatch.setattr("finwhale.models.deepseek_v4.weight_builder.SLAB_BYTES", 2 * slab_bytes)
+    monkeypatch.setattr("finwhale.weights.assembler.SLAB_DEVICES", ("cpu",))
+    monkeypatch.setattr("finwhale.weights.assembler.FIRST_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr("finwhale.weights.assembler.SLAB_BYTES", 2 * slab_bytes)
     weights = dict(tensors(weights_of(files, rank, None)))
     assert weights.keys() == separate.keys()
     for path, tensor in weights.items():
@@ -223,7 +225,7 @@ def test_the_ranks_read_each_byte_of_their_destinations_once(
             reads[name][offset : offset + len(views[0])] += 1
         return read_at(number, views, offset)
 
-    monkeypatch.setattr("finwhale.checkpoint.staging.os.preadv", preadv)
+    monkeypatch.setattr("finwhale.weights.staging.os.preadv", preadv)
 
     def load(ranks: ThreadRank) -> ModelWeights:
         return weights_of(files, Rank(ranks.index, size, whole_attention=size == 2), ranks)
@@ -260,7 +262,7 @@ def test_a_fault_of_one_rank_stops_all(
     files: Path, monkeypatch: pytest.MonkeyPatch, failing: int, error: Exception | None
 ) -> None:
     """Each rank closes once, and all tell the same cause, also if the error has no message."""
-    monkeypatch.setattr("finwhale.checkpoint.joint.PIECES_A_CHECK", 1)
+    monkeypatch.setattr("finwhale.weights.joint.PIECES_A_CHECK", 1)
     read = JointReader._read
 
     def failing_read(self: JointReader, piece: Any, buffer: Any) -> None:

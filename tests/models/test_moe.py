@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from tests.support.tiny import tiny_config
 
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.deepseek_v4.weight_loading import WeightLoading
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import load_ops
 from finwhale.ops.case import step_tokens
 from finwhale.platform import Platform
+from finwhale.weights.assembler import WeightForm
+from finwhale.weights.dummy import DummySource
 
 NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", "experts_combine")
 
@@ -25,14 +25,10 @@ def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
     config = DeepseekV4Config.from_dict(tiny_config(0) | {"num_hash_layers": 0})
     cpu, table = torch.device("cpu"), load_ops(Platform.cpu(), reference=True)
     source = DummySource(weight_specs(config), cpu)
-    weights = WeightLoading(
-        config,
-        storages=source.storages,
-        dtype=torch.float32,
-        device=cpu,
-        round_activations=False,
-        ops=table,
-    ).fill(source)
+    form = WeightForm(
+        storages=source.storages, dtype=torch.float32, round_activations=False, ops=table
+    )
+    weights = assembler(config, form, cpu).fill(source)
     called: list[str] = []
 
     def noted(name: str) -> Any:

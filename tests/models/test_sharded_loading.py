@@ -16,23 +16,23 @@ import torch
 from tests.unit.test_sharding import MODELS, packed_ops, wanted_axis
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.joint import JointRanks
-from finwhale.checkpoint.loading import StoredWeight, WeightSource
 from finwhale.checkpoint.reader import Checkpoint, TensorInfo
 from finwhale.checkpoint.spec import Storage, WeightSpec
-from finwhale.checkpoint.staging import Staging
+from finwhale.checkpoint.stored import StoredWeight
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import ModelWeights
-from finwhale.models.deepseek_v4.weight_loading import WeightLoading
-from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.weight_protocol import WeightStream
+from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
+from finwhale.weights.assembler import WeightForm, WeightStream
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.joint_ranks import JointRanks
+from finwhale.weights.source import WeightSource
+from finwhale.weights.staging import Staging
 
 DTYPES: dict[Storage, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -174,9 +174,9 @@ def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "mapped":
         return WeightSource
     if request.param == "small pieces":
-        monkeypatch.setattr("finwhale.checkpoint.staging.GAPPED_BYTES", 5000)
+        monkeypatch.setattr("finwhale.weights.staging.GAPPED_BYTES", 5000)
         monkeypatch.setattr(
-            "finwhale.checkpoint.loading.Staging",
+            "finwhale.weights.source.Staging",
             partial(Staging, piece_bytes=1 << 13),
         )
     return StagedSource
@@ -250,7 +250,7 @@ def test_a_rank_reads_its_own_bytes_once(
             reads[name][offset : offset + len(views[0])] += 1
             return read_at(number, views, offset)
 
-        monkeypatch.setattr("finwhale.checkpoint.staging.os.preadv", preadv)
+        monkeypatch.setattr("finwhale.weights.staging.os.preadv", preadv)
         for _ in source:
             pass
         for name, whole in Checkpoint.open(files).tensors.items():
@@ -279,15 +279,14 @@ def loaded(
     packed: bool,
     ranks: JointRanks | None = None,
 ) -> ModelWeights:
-    return WeightLoading(
-        config,
+    form = WeightForm(
         storages=stream.storages,
         dtype=torch.bfloat16 if packed else torch.float32,
-        device=torch.device("cpu"),
         round_activations=config.quantised,
         ops=packed_ops() if packed else load_ops(Platform.cpu(), reference=True),
         rank=rank,
-    ).fill(stream, ranks)
+    )
+    return assembler(config, form, torch.device("cpu")).fill(stream, ranks)
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

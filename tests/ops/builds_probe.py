@@ -30,7 +30,6 @@ from triton.runtime import driver
 from triton.runtime.jit import ConstexprFunction
 
 from finwhale.artefacts import Artefacts
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import read_config
 from finwhale.demo import DSPARK_PATH
 from finwhale.distributed.collectives import Alone
@@ -47,8 +46,7 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.tensor_parallel import NoCollectives
-from finwhale.models.deepseek_v4.weight_loading import WeightLoading
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, launches, triton_cache
 from finwhale.ops.builds.kernel_builds import KernelBuilds
@@ -59,6 +57,8 @@ from finwhale.ops.builds.worker import NoDriver
 from finwhale.ops.moe import dispatch_triton, experts_hopper
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.platform import Platform
+from finwhale.weights.assembler import WeightForm
+from finwhale.weights.dummy import DummySource
 
 CALL = ConstexprFunction.__call__
 
@@ -416,15 +416,17 @@ def new_model(config: DeepseekV4Config, round_wo_a: bool, rank: Rank = ALONE) ->
     def load() -> None:
         source = DummySource(weight_specs(config, rank), cpu)
         weights.append(
-            WeightLoading(
+            assembler(
                 config,
-                storages=source.storages,
-                dtype=torch.bfloat16,
-                device=cpu,
-                round_activations=True,
-                round_wo_a=round_wo_a,
-                ops=OPS,
-                rank=rank,
+                WeightForm(
+                    storages=source.storages,
+                    dtype=torch.bfloat16,
+                    round_activations=True,
+                    round_wo_a=round_wo_a,
+                    ops=OPS,
+                    rank=rank,
+                ),
+                cpu,
             ).fill(source)
         )
 
@@ -443,18 +445,12 @@ def without_weights(
     config: DeepseekV4Config, round_wo_a: bool, largest: StepLimits, *, eager: bool
 ) -> set[tuple[str, str]]:
     """The launches of a model whose tensors have no memory, as `Builds.begin` gets them."""
-    specs = weight_specs(config)
 
     def launch_all() -> None:
-        weights = WeightLoading(
-            config,
-            storages={name: spec.storage for name, spec in specs.items()},
-            dtype=torch.bfloat16,
-            device=torch.device("meta"),
-            round_activations=True,
-            round_wo_a=round_wo_a,
-            ops=OPS,
-        ).finish_unfilled()
+        form = WeightForm(
+            dtype=torch.bfloat16, round_activations=True, round_wo_a=round_wo_a, ops=OPS
+        )
+        weights = assembler(config, form, torch.device("meta")).finish_unfilled()
         model = DeepseekV4(config, OPS, weights, round_activations=True, max_positions=40000)
         groups = cache_spec(config)
         cache = LargestSteps.alone(model, groups, OPS).cache

@@ -15,8 +15,7 @@ from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.weight_loading import WeightLoading
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.deepseek_v4.weights import assembler
 from finwhale.ops import load_ops
 from finwhale.ops.attention import TopkEntries, Window
 from finwhale.ops.attention import layout as rows_layout
@@ -25,6 +24,7 @@ from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import linear
 from finwhale.platform import Platform
+from finwhale.weights.assembler import WeightForm
 
 from .kernel_sources import kernel_names
 from .sm90_compile import (
@@ -80,15 +80,8 @@ def launch_all() -> None:
     """All launches of the AMD table that an engine with Flash and its DSpark head builds ahead."""
     ops = load_ops(Platform("amd", "gfx942"))
     config = DeepseekV4Config.preset("flash-0731").with_layers(4)  # one of each kind
-    weights = WeightLoading(
-        config,
-        storages={name: spec.storage for name, spec in weight_specs(config).items()},
-        dtype=torch.bfloat16,
-        device=torch.device("meta"),
-        round_activations=True,
-        round_wo_a=True,
-        ops=ops,
-    ).finish_unfilled()
+    form = WeightForm(dtype=torch.bfloat16, round_activations=True, ops=ops)
+    weights = assembler(config, form, torch.device("meta")).finish_unfilled()
     model = DeepseekV4(config, ops, weights, round_activations=True, max_positions=2**20)
     groups = cache_spec(config)
     cache = LargestSteps.alone(model, groups, ops).cache

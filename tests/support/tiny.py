@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,41 @@ def random_weights(
     generator = torch.Generator().manual_seed(seed)
     specs = weight_specs(DeepseekV4Config.from_dict(config))
     experts = config["n_routed_experts"]
-    weights = {name: _random_weight(spec, experts, generator) for name, spec in specs.items()}
+    order = sorted(specs, key=_draw_order)
+    weights = {name: _random_weight(specs[name], experts, generator) for name in order}
     for weight in weights.values():
         if weight.is_floating_point():
             weight.copy_(weight.to(values))
     return weights
+
+
+# The order in which a layer's weights draw random values, so that no value depends on the order of
+# the model's table.
+_DRAW_ORDER = """
+    embed head main_proj main_norm enorm hnorm norm e_proj h_proj hc_head_fn hc_head_base
+    hc_head_scale attn_norm ffn_norm hc_attn_fn hc_attn_base hc_attn_scale hc_ffn_fn hc_ffn_base
+    hc_ffn_scale attn.q_norm attn.kv_norm attn.attn_sink attn.wq_a attn.wq_b attn.wkv attn.wo_a
+    attn.wo_b attn.compressor.wkv attn.compressor.wgate attn.compressor.ape attn.compressor.norm
+    attn.indexer.wq_b attn.indexer.weights_proj attn.indexer.compressor.wkv
+    attn.indexer.compressor.wgate attn.indexer.compressor.ape attn.indexer.compressor.norm
+    ffn.gate ffn.gate.tid2eid ffn.gate.bias ffn.shared_experts.w1 ffn.shared_experts.w3
+    ffn.shared_experts.w2 ffn.experts.w1 ffn.experts.w3 ffn.experts.w2 markov_head.markov_w1
+    markov_head.markov_w2 confidence_head.proj
+"""
+
+
+def _draw_order(name: str) -> tuple[int, int, bool, bool, int, int]:
+    layer, expert = re.match(r"(?:layers|mtp)\.(\d+)\.", name), re.search(r"experts\.(\d+)\.", name)
+    leaf = re.sub(r"^(layers|mtp)\.\d+\.|(?<=experts\.)\d+\.|\.weight$", "", name)
+    return (
+        0 if layer is None else 1 + name.startswith("mtp."),
+        0 if layer is None else int(layer[1]),
+        # DSpark's last stage has its final norm and its head after its layer.
+        name.startswith("mtp.2.") and leaf.startswith(("norm", "hc_head", "markov", "confidence")),
+        expert is not None,
+        0 if expert is None else int(expert[1]),
+        _DRAW_ORDER.split().index(leaf),
+    )
 
 
 def _random_weight(spec: WeightSpec, experts: int, generator: torch.Generator) -> Tensor:

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from tests.support.tiny import tiny_config
 from torch import Tensor
 
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.formats import dequantise_fp4, dequantise_fp8_block
 from finwhale.checkpoint.names import official_name
 from finwhale.checkpoint.reader import Checkpoint
@@ -19,6 +18,7 @@ from finwhale.checkpoint.writer import write_checkpoint, write_stored, write_zer
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.weights.dummy import DummySource
 
 SPECS = {
     spec.name: spec

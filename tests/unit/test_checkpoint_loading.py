@@ -12,15 +12,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.formats import quantise_fp8_block
-from finwhale.checkpoint.incoming import Incoming
-from finwhale.checkpoint.loading import WeightSource, inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.incoming import Incoming
+from finwhale.weights.source import WeightSource, inventory_report
 
 TINY = DeepseekV4Config(
     vocab_size=96,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from finwhale.checkpoint.destinations import Destinations
+from finwhale.weights.destinations import Destinations
 
 
 def test_destinations_are_views_of_the_tensors() -> None:

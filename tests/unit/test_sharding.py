@@ -10,24 +10,24 @@ import pytest
 import torch
 from rich.console import Console
 
-from finwhale.checkpoint.loading import Inventory
 from finwhale.cli import inspect
 from finwhale.config import EngineConfig
 from finwhale.distributed.peers import Peers
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.startup import _Start
 from finwhale.errors import FinwhaleError
+from finwhale.models.deepseek_v4 import architecture
 from finwhale.models.deepseek_v4.architecture import (
-    DEEPSEEK_V4,
     fits_whole_attention,
     weight_bytes,
     whole_attention_bytes,
 )
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.sharding import rank_config, sharded_axis
+from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
+from finwhale.weights.source import Inventory
 
 MODELS = {name: DeepseekV4Config.preset(name) for name in ("flash", "pro")}
 # The last part of the name of every divided weight, with its axis.
@@ -58,7 +58,8 @@ def test_blocks_and_rounding_groups_stay_whole(model: str, size: int) -> None:
     for index in range(size):
         for spec in weight_specs(config, Rank(index, size)).values():
             axis = wanted_axis(spec.name)
-            assert sharded_axis(spec.name) == axis == (spec.slice and spec.slice.axis), spec
+            assert axis == (spec.shard and spec.shard.axis), spec
+            assert axis == (spec.slice and spec.slice.axis), spec
             if spec.slice is None:
                 assert spec.local_shape == spec.shape
                 continue
@@ -198,7 +199,7 @@ def test_which_ranks_hold_attention_whole(
 ) -> None:
     start = object.__new__(_Start)
     start.config = EngineConfig(**options)  # type: ignore[arg-type]
-    start.model_config, start.architecture = MODELS["flash"], DEEPSEEK_V4
+    start.model_config, start.architecture = MODELS["flash"], architecture
     start.device, start.peers = torch.device(device), Peers(Rank(0, ranks))
     assert start._holds_whole_attention(min(gpus, default=0) // sharers) is wanted
 
@@ -208,13 +209,13 @@ def test_whole_attention_with_batch_invariance_is_refused() -> None:
         EngineConfig(whole_attention=True, batch_invariant=True)
 
 
-def test_inspect_leaves_room_for_whole_attention() -> None:
+def test_inspect_leaves_room_for_whole_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     config = MODELS["flash"].with_layers(3)
     storages = {name: spec.storage for name, spec in weight_specs(config).items()}
     shown = []
     for fits in (False, True):
         console = Console(record=True, width=160, file=io.StringIO())
-        architecture = replace(DEEPSEEK_V4, fits_whole_attention=partial(bool_of, fits))
+        monkeypatch.setattr(architecture, "fits_whole_attention", partial(bool_of, fits))
         inspect._print_ranks(console, config, architecture, Inventory((), (), (), (), storages))
         shown.append(console.export_text())
     rows = [re.findall(r"^│ (\d) +│ +([\d.]+ GiB) │ +([\d,]+) ", text, re.M) for text in shown]

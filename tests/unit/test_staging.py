@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import save_file
 from tests.support.tiny import tiny_config
 
-from finwhale.checkpoint.destinations import Destinations
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.checkpoint.staging import ALIGN, Staging, groups_of
 from finwhale.checkpoint.writer import write_stored
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.source import WeightSource
+from finwhale.weights.staging import ALIGN, Staging, groups_of
 
 CPU = torch.device("cpu")
 CONFIG = replace(
@@ -49,7 +49,7 @@ def source(path: Path) -> WeightSource:
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones: most tensors take several. Large: hundreds of tensors share one."""
     monkeypatch.setattr(
-        "finwhale.checkpoint.loading.Staging",
+        "finwhale.weights.source.Staging",
         partial(Staging, piece_bytes=request.param),
     )
 
@@ -108,7 +108,7 @@ def test_adjacent_tensors_are_read_at_once(path: Path, monkeypatch: pytest.Monke
     checkpoint = Checkpoint.open(path)
     infos = sorted(checkpoint.tensors.values(), key=lambda i: (i.file, i.offset))
     wanted = {i.name: checkpoint.read(i.name) for i in infos}
-    monkeypatch.setattr("finwhale.checkpoint.staging.os.preadv", preadv)
+    monkeypatch.setattr("finwhale.weights.staging.os.preadv", preadv)
     for info, tensor in Staging(path, CPU).tensors(infos):
         assert tensor is not None
         assert torch.equal(tensor.view(torch.uint8), wanted[info.name].view(torch.uint8))

@@ -29,7 +29,7 @@ from finwhale.engine.rank.devices import parse_device
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.weight_sources import DummyWeights
+from finwhale.models.weight_sources import Weights
 from finwhale.options import add_options
 
 TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 **options,
             ),
             config,
-            DummyWeights(config),
+            Weights(config),
             None,
         )
         computed[name] = call_ranks_collectively(

@@ -24,7 +24,6 @@ from finwhale.bench.preflight import check_disk
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
@@ -38,6 +37,7 @@ from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
 from finwhale.request import SamplingParams
+from finwhale.weights.source import WeightSource
 
 BATCHES = (1, 8)
 TURN = 8  # decode steps that one contender runs before the next one's turn

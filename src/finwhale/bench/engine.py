@@ -19,7 +19,7 @@ from finwhale.engine.rank.ranks import Ranks, first_rank
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
+from finwhale.models.weight_sources import Weights
 from finwhale.options import read_options
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def source(
     if args.model is not None:
         checkpoint = Checkpoint.open(checkpoint_directory(args.model))
         config = DeepseekV4Config.from_dict(checkpoint.config)
-        return config, CheckpointWeights(config, checkpoint)
+        return config, Weights(config, checkpoint)
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
     config = DeepseekV4Config.preset(args.config)
@@ -47,7 +47,7 @@ def source(
         config = config.without_draft_head()
     if args.layers is not None:
         config = config.with_layers(args.layers)
-    return config, DummyWeights(config)
+    return config, Weights(config)
 
 
 def open_engine(

@@ -31,14 +31,9 @@ from finwhale.bench.preflight import check_disk
 from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.joint import JointRanks
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored, write_zeros
 from finwhale.config import EngineConfig
-from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers, StoreAddress, serve_store
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.worker import OwnerLink
@@ -49,11 +44,15 @@ from finwhale.engine.rank.memory_checks import check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import ModelWeights
-from finwhale.models.deepseek_v4.weight_loading import WeightLoading
-from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options
 from finwhale.platform import Platform, existing_folder
+from finwhale.weights.assembler import WeightForm
+from finwhale.weights.dummy import DummySource
+from finwhale.weights.joint_ranks import JointRanks
+from finwhale.weights.source import WeightSource
+from finwhale.weights.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 
 # Bytes of one value in a checkpoint. The scales of FP8 and FP4 add less than 7%.
 STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4": 0.54}
@@ -110,7 +109,7 @@ class Loader:
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
         self.ops = load_ops(platform)
-        self.ranks = IpcJointRanks(peers, self.device)
+        self.ranks = JointRanks(peers, self.device)
         self.weights: ModelWeights | None = None
 
     def plain(self) -> None:
@@ -127,15 +126,14 @@ class Loader:
             ignored=ignored_prefixes(self.config),
             device=self.device,
         )
-        weights = WeightLoading(
-            self.config,
-            storages=source.storages,
-            dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,
-            device=self.device,
-            round_activations=True,
+        form = WeightForm(
             ops=replace(self.ops, finish_experts=lambda w: w),
+            dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,
+            round_activations=True,
             rank=self.rank,
-        ).fill(source, ranks)
+            storages=source.storages,
+        )
+        weights = assembler(self.config, form, self.device).fill(source, ranks)
         self._settle()
         return weights
 

@@ -50,7 +50,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpertPart:
     """A slice of a stacked expert tensor [experts, rows, columns]: [expert, start:stop]."""
 
     expert: int
@@ -78,7 +78,7 @@ def _renamed(name: str) -> str:
 
 def official_tensors(
     stored: str, shape: tuple[int, ...]
-) -> list[tuple[str, tuple[int, ...], Part | None]]:
+) -> list[tuple[str, tuple[int, ...], ExpertPart | None]]:
     """The official tensors in one stored tensor: name, shape, and part of the stored tensor.
 
     `experts.gate_up_proj` [E, 2I, D] holds w1 in its first I rows and w3 in the others;
@@ -94,7 +94,7 @@ def official_tensors(
     else:
         slices = [("w1", 0, rows // 2), ("w3", rows // 2, rows)]
     return [
-        (f"{match[1]}.{e}.{w}.weight", (stop - start, columns), Part(e, start, stop))
+        (f"{match[1]}.{e}.{w}.weight", (stop - start, columns), ExpertPart(e, start, stop))
         for e in range(experts)
         for w, start, stop in slices
     ]

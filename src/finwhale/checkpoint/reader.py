@@ -20,7 +20,7 @@ from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.generation_config import add_end_tokens
-from finwhale.checkpoint.names import Part, official_tensors
+from finwhale.checkpoint.names import ExpertPart, official_tensors
 from finwhale.checkpoint.spec import Slice
 from finwhale.errors import CheckpointError
 from finwhale.files import is_file, mode_of, read_json
@@ -79,7 +79,7 @@ class TensorInfo:
     file: str
     stored_name: str
     offset: int
-    part: Part | None = None
+    part: ExpertPart | None = None
     pitch: int | None = None
 
     @property

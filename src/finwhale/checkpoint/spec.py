@@ -34,6 +34,19 @@ class Slice(NamedTuple):
         return Slice(self.axis, self.start // count, self.stop // count)
 
 
+class Shard(NamedTuple):
+    """How the ranks divide a weight.
+
+    Attributes:
+        axis: 0: by rows, 1: by columns.
+        of_heads: the weight belongs to attention's heads or their output groups. A rank with
+            `whole_attention` loads all of it.
+    """
+
+    axis: int
+    of_heads: bool = False
+
+
 class WeightSpec(NamedTuple):
     """One tensor of the model.
 
@@ -42,12 +55,16 @@ class WeightSpec(NamedTuple):
         shape: the logical shape of the whole weight, before packing.
         storage: the weight's format in an official checkpoint of this configuration.
         slice: the part of the weight that this process holds; None: the whole weight.
+        shard: how the ranks divide the weight; None: each holds all of it.
+        part: the part of the model to which it belongs, for users.
     """
 
     name: str
     shape: tuple[int, ...]
     storage: Storage
     slice: Slice | None = None
+    shard: Shard | None = None
+    part: str = ""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Writes a checkpoint in the official layout: quantised, sharded, with index and config.json."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,12 @@ from finwhale.checkpoint.formats import (
     quantise_fp4,
     quantise_fp8_block,
 )
-from finwhale.checkpoint.loading import DTYPE_NAMES, StoredWeight
 from finwhale.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.stored import DTYPE_NAMES, PLAIN_DTYPES, StoredWeight
 from finwhale.errors import CheckpointError
 
-_PLAIN_DTYPES = {
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "f32": torch.float32,
-    "i64": torch.int64,
-}
+_PLAIN_DTYPES = {**PLAIN_DTYPES, "i64": torch.int64}
 # The order in which save_file writes tensors; those of the same dtype are ordered by name.
 _DTYPE_ORDER = ("I64", "F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "I8")
 # Writes tensors to a file, with metadata.
@@ -60,25 +56,26 @@ def write_checkpoint(
         CheckpointError: a tensor is unknown, given twice, missing or of another shape, has a
             value that is not finite, or the directory already holds weights.
     """
-    shards = _ShardWriter(_empty_directory(path), max_shard_bytes)
-    missing = dict(specs)
-    for name, tensor in tensors:
-        if name not in specs:
-            raise CheckpointError(f"cannot write {name}: the model has no such tensor")
-        if name not in missing:
-            raise CheckpointError(f"cannot write {name} twice")
-        spec = missing.pop(name)
-        if tuple(tensor.shape) != spec.shape:
+
+    def encoded() -> Iterator[dict[str, Tensor]]:
+        missing = dict(specs)
+        for name, tensor in tensors:
+            if name not in specs:
+                raise CheckpointError(f"cannot write {name}: the model has no such tensor")
+            if name not in missing:
+                raise CheckpointError(f"cannot write {name} twice")
+            spec = missing.pop(name)
+            if tuple(tensor.shape) != spec.shape:
+                raise CheckpointError(
+                    f"cannot write {name} of shape {list(tensor.shape)}, wanted {list(spec.shape)}"
+                )
+            yield encode(spec, tensor, scale_dtype, plain_dtype)
+        if missing:
             raise CheckpointError(
-                f"cannot write {name} of shape {list(tensor.shape)}, wanted {list(spec.shape)}"
+                f"{len(missing)} tensors were not given: {', '.join(list(missing)[:3])}"
             )
-        shards.add(encode(spec, tensor, scale_dtype, plain_dtype))
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} tensors were not given: {', '.join(list(missing)[:3])}"
-        )
-    shards.finish()
-    _write_config(path, config)
+
+    _write(path, config, encoded(), max_shard_bytes)
 
 
 def write_stored(
@@ -95,14 +92,12 @@ def write_stored(
     Raises:
         CheckpointError: the directory already holds weights.
     """
-    shards = _ShardWriter(_empty_directory(path), max_shard_bytes)
-    for spec, stored in weights:
-        tensors = {spec.name: stored.data.cpu()}
-        if stored.scale is not None:
-            tensors[spec.scale_name] = stored.scale.cpu()
-        shards.add(tensors)
-    shards.finish()
-    _write_config(path, config)
+
+    def named(spec: WeightSpec, stored: StoredWeight) -> dict[str, Tensor]:
+        scale = {} if stored.scale is None else {spec.scale_name: stored.scale.cpu()}
+        return {spec.name: stored.data.cpu(), **scale}
+
+    _write(path, config, starmap(named, weights), max_shard_bytes)
 
 
 def write_zeros(
@@ -119,11 +114,7 @@ def write_zeros(
     Raises:
         CheckpointError: the directory already holds weights.
     """
-    shards = _ShardWriter(_empty_directory(path), max_shard_bytes, _save_zeros)
-    for spec in specs:
-        shards.add(_without_values(spec))
-    shards.finish()
-    _write_config(path, config)
+    _write(path, config, map(_without_values, specs), max_shard_bytes, _save_zeros)
 
 
 def _without_values(spec: WeightSpec) -> dict[str, Tensor]:
@@ -160,17 +151,24 @@ def _save_zeros(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]
         out.truncate(8 + len(text) + end)
 
 
-def _empty_directory(path: str | Path) -> Path:
+def _write(
+    path: str | Path,
+    config: Mapping[str, Any],
+    weights: Iterable[dict[str, Tensor]],
+    max_shard_bytes: int,
+    save: Save = save_file,
+) -> None:
+    """Write a checkpoint. weights: the stored tensors of each weight by official name."""
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("*.safetensors")) or (directory / INDEX_FILE).exists():
         raise CheckpointError(f"{directory} already holds a checkpoint; choose an empty directory")
-    return directory
-
-
-def _write_config(path: str | Path, config: Mapping[str, Any]) -> None:
+    shards = _ShardWriter(directory, max_shard_bytes, save)
+    for stored in weights:
+        shards.add(stored)
+    shards.finish()
     text = json.dumps(config, indent=2) + "\n"
-    (Path(path) / CONFIG_FILE).write_text(text, encoding="utf-8")
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def encode(
@@ -202,7 +200,7 @@ def encode(
 class _ShardWriter:
     """Collects tensors into files of limited size, and names the files at the end."""
 
-    def __init__(self, directory: Path, max_shard_bytes: int, save: Save = save_file) -> None:
+    def __init__(self, directory: Path, max_shard_bytes: int, save: Save) -> None:
         self._directory, self._save = directory, save
         self._max_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}

@@ -3,27 +3,29 @@
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from finwhale.checkpoint.loading import Inventory, inventory_report
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.spec import WeightSpec
 from finwhale.cli.options import add_path
 from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.engine.plan.step_sizes import choose_step_sizes
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.cache import CacheGroup
-from finwhale.models.protocol import Architecture, ModelConfig
+from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import Ops, load_ops
 from finwhale.options import Parser
 from finwhale.platform import Platform
+from finwhale.weights.source import Inventory, inventory_report
 
 SHOWN = 10
 
@@ -40,12 +42,11 @@ def run(argv: Sequence[str]) -> int:
     checkpoint = Checkpoint.open(checkpoint_directory(args.path, args.revision))
     config = parse_config(checkpoint.config)
     architecture = architecture_of(config)
-    inventory = inventory_report(
-        checkpoint, architecture.weight_specs(config), architecture.ignored_prefixes(config)
-    )
+    specs = architecture.weight_specs(config)
+    inventory = inventory_report(checkpoint, specs, architecture.ignored_prefixes(config))
     console.print(f"[bold]{checkpoint.path}[/]")
     console.print(_config_table(architecture.describe(config)))
-    console.print(_tensor_table(checkpoint, architecture))
+    console.print(_tensor_table(checkpoint, specs))
     console.print(_memory_table(config, architecture))
     _print_ranks(console, config, architecture, inventory)
     if args.tensors:
@@ -77,17 +78,19 @@ def _config_table(rows: dict[str, str]) -> Table:
     return table
 
 
-def _tensor_table(checkpoint: Checkpoint, architecture: Architecture) -> Table:
+def _tensor_table(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> Table:
+    parts = {name: spec.part for spec in specs.values() for name in (spec.name, spec.scale_name)}
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for info in checkpoint.tensors.values():
-        entry = groups[architecture.part_of(info.name), str(info.dtype).removeprefix("torch.")]
+        part = parts.get(info.name, "not in the model")
+        entry = groups[part, str(info.dtype).removeprefix("torch.")]
         entry[0] += 1
         entry[1] += info.num_bytes
     table = _table("tensors", "part", "dtype", "tensors", "bytes", numbers=2)
     # Parts in order of first appearance, with the dtypes of one part together.
-    parts = list(dict.fromkeys(part for part, _ in groups))
+    order = list(dict.fromkeys(part for part, _ in groups))
     for (part, dtype), (count, num_bytes) in sorted(
-        groups.items(), key=lambda item: parts.index(item[0][0])
+        groups.items(), key=lambda item: order.index(item[0][0])
     ):
         table.add_row(part, dtype, f"{count:,}", _size(num_bytes))
     table.add_section()
@@ -101,7 +104,7 @@ def _tensor_table(checkpoint: Checkpoint, architecture: Architecture) -> Table:
     return table
 
 
-def _memory_table(config: ModelConfig, architecture: Architecture) -> Table:
+def _memory_table(config: ModelConfig, architecture: ModuleType) -> Table:
     """Memory with values in two dtypes, and packed in FP8 and FP4 as on a Hopper GPU."""
     names = ("float32", "bfloat16", "packed")
     table = _table("memory needed, with weights and cache in", "", *names, numbers=3)
@@ -141,7 +144,7 @@ def _forms() -> tuple[tuple[torch.dtype, Ops], ...]:
 
 
 def _print_ranks(
-    console: Console, config: ModelConfig, architecture: Architecture, inventory: Inventory
+    console: Console, config: ModelConfig, architecture: ModuleType, inventory: Inventory
 ) -> None:
     """The weights of one rank of several GPUs, and the tokens of context that fit beside them."""
     gpus = dict(GPUS)
@@ -190,7 +193,7 @@ def _print_ranks(
 
 def _capacity_tokens(
     config: ModelConfig,
-    architecture: Architecture,
+    architecture: ModuleType,
     dtype: torch.dtype,
     ops: Ops,
     num_ranks: int,

@@ -10,7 +10,7 @@ from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.layer import BlockOutput, DecoderLayer, LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
-from finwhale.models.weight_protocol import tensors_of
+from finwhale.weights.tree import tensors_of
 
 # Largest number of tokens in a step that runs compiled. In larger steps GEMMs take nearly all the
 # time, so the graphs, which are compiled for few rows, save nothing.

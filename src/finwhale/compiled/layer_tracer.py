@@ -19,11 +19,11 @@ from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.step_inputs import StepInputs
-from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens, contiguous_rows
 from finwhale.ops.slots import write_slots
+from finwhale.weights.tree import tensors_of
 
 T = TypeVar("T")
 # Sample values of a graph's dynamic sizes. All differ, so that the tracer does not merge any two.

@@ -7,7 +7,7 @@ pickled, because unpickling can run code.
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ MAX_HANDLE_BYTES = 4096  # torch's handles have less than 200
 MAX_SIZE = 2**48
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class IpcHandle:
-    """The memory of a buffer, as torch describes it (`UntypedStorage._share_cuda_`).
+    """The memory of a buffer, as torch describes it (`UntypedStorage._share_cuda_`, in this order).
 
     The owner of the memory must keep the buffer until the receiver has answered.
 
@@ -81,19 +81,8 @@ def export_handle(buffer: Tensor) -> tuple[str, IpcHandle]:
     """
     assert buffer.is_cuda and buffer.is_contiguous() and buffer.dtype == torch.uint8
     assert buffer.storage_offset() == 0 and buffer.nbytes == buffer.untyped_storage().nbytes()
-    _, memory, size, offset, counter, counter_offset, event, waits = (
-        buffer.untyped_storage()._share_cuda_()
-    )
-    handle = IpcHandle(
-        memory=memory,
-        size_bytes=size,
-        offset_bytes=offset,
-        counter=counter,
-        counter_offset=counter_offset,
-        event=event,
-        waits=waits,
-    )
-    return uuid_of(buffer.device), handle
+    _, *values = buffer.untyped_storage()._share_cuda_()
+    return uuid_of(buffer.device), IpcHandle(*values)
 
 
 def open_buffer(handles: Mapping[str, IpcHandle], device: torch.device) -> Tensor:
@@ -110,14 +99,7 @@ def open_buffer(handles: Mapping[str, IpcHandle], device: torch.device) -> Tenso
         # A device without an index means the current device.
         with torch.cuda.device(device):
             storage = torch.UntypedStorage._new_shared_cuda(
-                torch.cuda.current_device(),
-                handle.memory,
-                handle.size_bytes,
-                handle.offset_bytes,
-                handle.counter,
-                handle.counter_offset,
-                handle.event,
-                handle.waits,
+                torch.cuda.current_device(), *astuple(handle)
             )
     except RuntimeError as error:
         reason = first_line(error)

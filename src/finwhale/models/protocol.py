@@ -1,28 +1,21 @@
 """Protocols that a model implements: its configuration, its forward and its draft head.
 
 The engine, the server and the commands use models through this module, `registry.py`, and the
-modules that this one imports: `cache.py`, `step_inputs.py` and `weight_protocol.py`.
+modules that this one imports: `cache.py` and `step_inputs.py`.
 
 Legend: N tokens of a step, all sequences one after the other; M rows whose logits are wanted; H
 residual streams; D hidden; X tokens of the vocabulary whose logits this rank computes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from finwhale.chat.effort import EffortLadder
-from finwhale.checkpoint.spec import Storage
-from finwhale.distributed.collectives import Collectives
-from finwhale.models.cache import CacheGroup, PagedCache
+from finwhale.models.cache import PagedCache
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
-from finwhale.models.weight_protocol import BeginLoading, WeightBytes, WeightSpecs
-from finwhale.ops import Ops
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.sampling import Sample
 
@@ -148,7 +141,7 @@ class Model(Protocol):
 
     @property
     def weights(self) -> Any:
-        """The result of `WeightLoading.fill`: data classes and tuples of tensors."""
+        """The result of `Assembler.finish`: data classes and tuples of tensors."""
         ...
 
     @property
@@ -241,78 +234,3 @@ class Model(Protocol):
     def limit_positions(self, max_positions: int) -> None:
         """Shrink the rotary tables to the first `max_positions` positions."""
         ...
-
-
-class RankConfig(Protocol):
-    def __call__(self, config: Any, size: int, *, round_activations: bool = False) -> ModelConfig:
-        """The sizes of one of `size` ranks. Raises FinwhaleError if they cannot divide the model.
-
-        Args:
-            round_activations: the model rounds groups of activations, which must remain whole.
-        """
-        ...
-
-
-class BuildModel(Protocol):
-    def __call__(
-        self,
-        config: Any,
-        ops: Ops,
-        weights: Any,
-        *,
-        round_activations: bool,
-        max_positions: int,
-        collectives: Collectives = ...,
-    ) -> Model:
-        """Create one rank of the model from the weights of `WeightLoading.fill`.
-
-        Args:
-            config: the configuration of the whole model.
-            round_activations: round activations and cached state as the model was trained.
-            max_positions: the longest sequence.
-            collectives: combines the ranks' results; by default there is one rank.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """One kind of model in the registry: the functions that the engine needs to run it.
-
-    Configurations come from `read_config`, and weights from `begin_loading`.
-
-    Attributes:
-        read_config: reads the contents of a config.json. Raises CheckpointError.
-        check_rounding: raises CheckpointError if the model cannot round activations as trained.
-        rank_config: returns the sizes of one rank of several.
-        weight_specs: returns every tensor of a checkpoint, by its official name.
-        ignored_prefixes: returns prefixes of tensor names that loading ignores, with the reason.
-        kernel_obstacles: returns the reasons why the kernels for packed weights do not support this
-            model with weights stored in these ways; empty: they support it.
-        cache_groups: declares the cache, including that of draft layers.
-        begin_loading: allocates the weights; the caller then fills them.
-        build: creates the model.
-        chat_dialect: returns the dialect of the chat format of the checkpoint in a directory.
-        describe: describes the parts of the model for users: title and text.
-        part_of: returns the part of the model to which a tensor belongs, by the tensor's name.
-        weight_bytes: returns the bytes of one rank's weights.
-        whole_attention_bytes: returns the bytes that `Rank.whole_attention` adds to them.
-        fits_whole_attention: returns the default of `Rank.whole_attention` for several ranks, on
-            GPUs with the given number of bytes.
-    """
-
-    read_config: Callable[[Mapping[str, Any]], ModelConfig]
-    check_rounding: Callable[[Any], None]
-    rank_config: RankConfig
-    weight_specs: WeightSpecs
-    ignored_prefixes: Callable[[Any], dict[str, str]]
-    kernel_obstacles: Callable[[Any, Mapping[str, Storage]], Sequence[str]]
-    cache_groups: Callable[[Any], tuple[CacheGroup, ...]]
-    begin_loading: BeginLoading
-    build: BuildModel
-    chat_dialect: Callable[[Path], EffortLadder]
-    describe: Callable[[Any], dict[str, str]]
-    part_of: Callable[[str], str]
-    weight_bytes: WeightBytes
-    whole_attention_bytes: WeightBytes
-    fits_whole_attention: Callable[[Any, int], bool]

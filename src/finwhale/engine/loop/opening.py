@@ -1,6 +1,7 @@
 """Opens an engine on one or several devices, warmed up."""
 
 import time
+from dataclasses import replace
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
@@ -33,7 +34,7 @@ def start_engine(
     if unused_head == "dspark":
         # The head has three whole layers, and every forward would compute its context.
         model_config = model_config.without_draft_head()
-        weights = weights.of(model_config)
+        weights = replace(weights, config=model_config)
     executor = open_executor(config, model_config, weights, placement)
     engine = Engine(config, model_config, executor, tokenizer)
     engine.unused_draft_head = unused_head

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.incoming import Announced
-from finwhale.checkpoint.loading import DTYPE_NAMES
+from finwhale.checkpoint.stored import DTYPE_NAMES
 from finwhale.distributed.cuda_ipc import IpcHandle
-from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupAddress, GroupBackend
 from finwhale.engine.loop.engine import Engine, Requests
 from finwhale.engine.rank.staged_weights import (
     begin_update,
@@ -35,6 +33,8 @@ from finwhale.engine.rank.weight_transfer import (
     start_receive,
 )
 from finwhale.errors import EngineDeadError, RequestError
+from finwhale.weights.incoming import Announced
+from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S, GroupAddress, GroupBackend
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

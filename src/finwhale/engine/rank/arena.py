@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import tempfile
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +18,6 @@ from finwhale.errors import ResourceError
 
 CHUNK_BYTES = 2**23
 ALIGN = 256
-
-
-class Chunk(Protocol):
-    """One range of addresses, with or without memory.
-
-    Attributes:
-        bytes: uint8 tensor of the whole range. It may be used only while the range is mapped.
-    """
-
-    bytes: Tensor
-
-    def unmap(self) -> None:
-        """Free the memory. Its contents are lost."""
-        ...
-
-    def map(self) -> None:
-        """Allocate memory for the addresses again, with undefined contents."""
-        ...
 
 
 class Arena:
@@ -47,7 +29,7 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._chunks: list[Chunk] = []
+        self._chunks: list[_CpuChunk | _CudaChunk] = []
         self._used = 0
         self._saved: list[Any] = []
         self.mapped = True
@@ -125,7 +107,7 @@ class Arena:
         self._saved = []
         self.mapped = True
 
-    def _save(self, chunk: Chunk) -> Any:
+    def _save(self, chunk: "_CpuChunk | _CudaChunk") -> Any:
         if self._device.type == "cuda":
             return chunk.bytes.cpu()
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (`restore` closes it)
@@ -136,15 +118,22 @@ class Arena:
 
 
 class _CpuChunk:
+    """One range of addresses, with or without memory.
+
+    Attributes:
+        bytes: uint8 tensor of the whole range. It may be used only while the range is mapped.
+    """
+
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def unmap(self) -> None:
+        """Free the memory. Its contents are lost."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def map(self) -> None:
-        """Do nothing: the system allocates memory at the first write."""
+        """Allocate memory again, with undefined contents: the system does so at the first write."""
 
 
 # --- The driver of an NVIDIA GPU ------------------------------------------------------------------
@@ -187,6 +176,8 @@ class _Pointer:
 
 
 class _CudaChunk:
+    """See _CpuChunk."""
+
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._range = _Range(num_bytes, index)

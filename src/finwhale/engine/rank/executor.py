@@ -9,7 +9,6 @@ from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import disconnect
-from finwhale.distributed.weight_group import WeightGroup
 from finwhale.engine.plan.executor import (
     Executor,
     RankDescription,
@@ -25,10 +24,11 @@ from finwhale.engine.rank.prompt_scores import read_scores, score
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.engine.rank.staged_weights import StagedWeights
-from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import FinwhaleError
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
+from finwhale.weights.assembler import WeightForm
+from finwhale.weights.weight_group import WeightGroup
 
 ALONE = Alone()
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class LocalExecutor:
 
     Attributes:
         receiver: transfers results to the host.
-        loader: loads weights as this rank does; None: the weights cannot be replaced.
+        weight_form: how this rank holds its weights; None: they cannot be replaced.
         arenas: the memory of "weights" and "cache", if it can be freed while the engine sleeps.
         ranks_on_host: number of ranks on this host, with this rank.
         staged_weights: the new weights of an update that has begun.
@@ -70,12 +70,12 @@ class LocalExecutor:
         builds: Builds,
         description: RankDescription,
         collectives: Collectives = ALONE,
-        loader: WeightLoader | None = None,
+        weight_form: WeightForm | None = None,
         arenas: Mapping[str, Arena] | None = None,
         ranks_on_host: int = 1,
     ) -> None:
         self.ranks_on_host = ranks_on_host
-        self.loader, self.arenas = loader, arenas or {}
+        self.weight_form, self.arenas = weight_form, arenas or {}
         self.staged_weights: StagedWeights | None = None
         self.groups: dict[str, WeightGroup] = {}
         self.waiting: dict[str, Future[Any]] = {}

@@ -82,7 +82,7 @@ def open_executor(
         processes = spawn(devices)
     return open_ranks(
         partial(open_one, config, model_config, weights, processes.devices),
-        partial(open_one, config, model_config, weights.without_progress(), processes.devices),
+        partial(open_one, config, model_config, replace(weights, progress=None), processes.devices),
         processes,
     )
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from finwhale.engine.rank.memory_checks import check_host_memory, check_temporary_disk
-from finwhale.models.weight_protocol import tensors_of
 from finwhale.ops.host_forms import forget_forms
+from finwhale.weights.tree import tensors_of
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor

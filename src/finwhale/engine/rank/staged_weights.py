@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.incoming import Announced, Incoming
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.engine.rank.memory_checks import check_host_memory
-from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import CheckpointError, FinwhaleError
-from finwhale.models.registry import parse_config
-from finwhale.models.weight_protocol import WeightLoading, tensors_of
+from finwhale.models.protocol import Model
+from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops.host_forms import forget_forms
+from finwhale.weights.assembler import Assembler, WeightForm
+from finwhale.weights.incoming import Announced, Incoming
+from finwhale.weights.source import WeightSource
+from finwhale.weights.tree import tensors_of
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
@@ -35,7 +36,8 @@ class StagedWeights:
     """The copy of new weights that an update fills before it writes any of them.
 
     Args:
-        weights: the weights that the model runs with.
+        model: the model whose weights are updated.
+        form: how this rank holds them.
         partial: weights that do not arrive keep their values.
         ranks_on_host: number of ranks that stage their weights in this host's memory.
 
@@ -44,22 +46,22 @@ class StagedWeights:
     """
 
     def __init__(
-        self, loader: WeightLoader, weights: Any, *, partial: bool, ranks_on_host: int = 1
+        self, model: Model, form: WeightForm, *, partial: bool, ranks_on_host: int = 1
     ) -> None:
-        self._loader, self._weights, self._partial = loader, weights, partial
+        self._model, self._form, self._partial = model, form, partial
         if not partial:
             check_host_memory(
-                ranks_on_host * sum(tensor.nbytes for tensor in tensors_of(weights)),
+                ranks_on_host * sum(tensor.nbytes for tensor in tensors_of(model.weights)),
                 "new weights, which are staged in host memory,",
                 "end other programs, or start the engine again with the new weights",
             )
-        self._loading: WeightLoading | None = loader.begin(CPU)
-        architecture, config = loader.architecture, loader.model_config
-        self._specs = architecture.weight_specs(config, loader.rank)
+        architecture, config = architecture_of(model.config), model.config
+        self._assembler: Assembler[Any] | None = architecture.assembler(config, form, CPU)
+        self._specs = architecture.weight_specs(config, form.rank)
         self._ignored = architecture.ignored_prefixes(config)
         # Dequantised weights have one layout, whatever their stored format.
-        self._packed = loader.ops.capabilities.quantised_weights
-        storages = loader.storages if self._packed else None
+        self._packed = form.ops.capabilities.quantised_weights
+        storages = form.storages if self._packed else None
         self._incoming = Incoming(self._specs, self._ignored, storages)
         self._announced = Incoming(self._specs, self._ignored, storages)
         self._whole = False
@@ -81,17 +83,17 @@ class StagedWeights:
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stage tensors. Raises CheckpointError."""
-        assert self._loading is not None
+        assert self._assembler is not None
         for name, tensor in tensors:
             for spec, stored in self._incoming.add(name, tensor):
-                self._loading.add(spec, stored)
+                self._assembler.add(spec, stored)
 
     def read(self, path: Path) -> None:
         """Stage a whole checkpoint; this rank reads its part only. Raises CheckpointError."""
-        assert self._loading is not None
+        assert self._assembler is not None
         checkpoint = Checkpoint.open(path)
         theirs = parse_config(checkpoint.config)
-        ours = self._loader.model_config
+        ours = self._model.config
         if theirs.draft_head != ours.draft_head and ours.draft_head is None:
             theirs = theirs.without_draft_head()
         # Trainers save no generation_config.json, which may have end tokens.
@@ -99,23 +101,23 @@ class StagedWeights:
         if replace(theirs, **ends) != ours:  # type: ignore[type-var]
             raise CheckpointError(f"{path} is a checkpoint of another model")
         source = WeightSource(checkpoint, self._specs, ignored=self._ignored)
-        if self._packed and source.storages != self._loader.storages:
+        if self._packed and source.storages != self._form.storages:
             raise CheckpointError(
                 f"{path} stores weights in other formats than the loaded checkpoint, for which the "
                 "kernels' memory is laid out"
             )
         for spec, stored in source:
-            self._loading.add(spec, stored)
+            self._assembler.add(spec, stored)
         self._whole = True
 
     def prepare(self) -> None:
         """Complete the staged weights. Raises CheckpointError if one is missing."""
-        assert self._loading is not None
+        assert self._assembler is not None
         if not self._whole:
             self._incoming.check_complete(partial=self._partial)
-        staged, complete = self._loading.finish_part(self._loader.device, self._weights)
-        self._loading = None
-        pairs = list(zip(tensors_of(self._weights), tensors_of(staged), strict=True))
+        staged, complete = self._assembler.finish_part(self._model.device, self._model.weights)
+        self._assembler = None
+        pairs = list(zip(tensors_of(self._model.weights), tensors_of(staged), strict=True))
         for old, new in pairs:
             assert old.shape == new.shape and old.dtype == new.dtype, (old.shape, new.shape)
         self._staged = [(old, new) for old, new in pairs if id(new) in complete]
@@ -126,8 +128,8 @@ class StagedWeights:
         for old, new in self._staged:
             old.copy_(new)
             forget_forms(old)
-        if self._loader.device.type == "cuda":
-            torch.cuda.synchronize(self._loader.device)
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
 
 
 # --- Work that the engine sends to its ranks ------------------------------------------------------
@@ -135,11 +137,10 @@ class StagedWeights:
 
 def begin_update(executor: "LocalExecutor", *, partial: bool) -> None:
     """Begin to stage an update (StagedWeights)."""
-    loader = loader_of(executor)
+    form = weight_form_of(executor)
     executor.staged_weights = None
-    weights = executor.runner.model.weights
     executor.staged_weights = StagedWeights(
-        loader, weights, partial=partial, ranks_on_host=executor.ranks_on_host
+        executor.runner.model, form, partial=partial, ranks_on_host=executor.ranks_on_host
     )
 
 
@@ -173,11 +174,11 @@ def discard_update(executor: "LocalExecutor") -> None:
     executor.staged_weights = None
 
 
-def loader_of(executor: "LocalExecutor") -> WeightLoader:
-    """How this rank loads weights. Raises FinwhaleError if they cannot be updated."""
-    if executor.loader is None:
+def weight_form_of(executor: "LocalExecutor") -> WeightForm:
+    """How this rank holds its weights. Raises FinwhaleError if they cannot be updated."""
+    if executor.weight_form is None:
         raise FinwhaleError("the weights of a compiled engine cannot be updated")
-    return executor.loader
+    return executor.weight_form
 
 
 def staged_weights_of(executor: "LocalExecutor") -> StagedWeights:

@@ -14,7 +14,6 @@ from finwhale.compiled import CompiledMode
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
-from finwhale.distributed.joint_ranks import IpcJointRanks
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.plan.step_sizes import StepSizes, choose_step_sizes
@@ -41,16 +40,17 @@ from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
-from finwhale.engine.rank.weight_loader import WeightLoader
 from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.registry import architecture_of
-from finwhale.models.weight_protocol import WeightLoading, WeightStream, tensors_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
+from finwhale.weights.assembler import Assembler, WeightForm, WeightStream
+from finwhale.weights.joint_ranks import JointRanks
+from finwhale.weights.tree import tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +134,9 @@ class _Start:
         self.capabilities = self.ops.capabilities
         self.sizes = self._step_sizes(total)
         self.builds_ahead = self.device.type == "cuda" and self.capabilities.builds_kernels
-        self.loader = WeightLoader(
-            architecture=self.architecture,
-            model_config=model_config,
+        self.weight_form = WeightForm(
             ops=self.ops,
             dtype=self.dtype,
-            device=self.device,
             rank=self.rank,
             round_activations=self.round_activations,
             round_wo_a=config.wo_a_input == "fp8",
@@ -197,7 +194,7 @@ class _Start:
             return config.whole_attention
         if self.device.type != "cuda" or config.batch_invariant or config.reference:
             return False
-        return self.architecture.fits_whole_attention(self.model_config, total)
+        return bool(self.architecture.fits_whole_attention(self.model_config, total))
 
     def _new_compiled_mode(self) -> CompiledMode | None:
         """The compiled mode, if the options ask for it."""
@@ -222,18 +219,18 @@ class _Start:
 
     # --- Kernels and weights ----------------------------------------------------------------------
 
-    def _check_gpu(self) -> WeightLoading | None:
+    def _check_gpu(self) -> Assembler[Any] | None:
         """Note the memory in use on a GPU, and check that weights and cache fit the rest.
 
         Returns:
-            The loading of the weights, without memory; None: the device is no GPU.
+            The weights without memory; None: the device is no GPU.
         """
         if self.device.type != "cuda":
             return None
         torch.cuda.empty_cache()
         self.allocated_before = torch.cuda.memory_allocated(self.device)
         self.reserved_before = torch.cuda.memory_reserved(self.device)
-        unfilled = self.loader.begin(torch.device("meta"))
+        unfilled = self._assembler(torch.device("meta"))
         self._check_fits_gpu(unfilled.num_bytes)
         return unfilled
 
@@ -258,7 +255,7 @@ class _Start:
         self.phases.end("connect")
         return collectives
 
-    def _begin_builds(self, unfilled: WeightLoading | None) -> None:
+    def _begin_builds(self, unfilled: Assembler[Any] | None) -> None:
         """Compile missing kernels while the GPU's memory is free. Rank 0 does it for all ranks."""
         if self.capabilities.builds_kernels and not self.peers.rank.index and unfilled is not None:
             launch_all = partial(self._launch_without_weights, unfilled)
@@ -267,15 +264,15 @@ class _Start:
 
     def _load(self) -> Any:
         """Load the weights, and count their bytes."""
-        ranks: IpcJointRanks | None = None
+        ranks: JointRanks | None = None
         if self.device.type == "cpu":
             # Ranks on a CPU share its memory. Together they hold at least all weights.
             check_host_memory(
                 self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
             )
         else:
-            ranks = IpcJointRanks(self.peers, self.device)
-        weights = self.loader.begin(self.device).fill(self.stream, ranks)
+            ranks = JointRanks(self.peers, self.device)
+        weights = self._assembler(self.device).fill(self.stream, ranks)
         if self.arenas:
             self.arenas["weights"].adopt(tensors_of(weights))
             self.weight_bytes = self.arenas["weights"].num_bytes
@@ -284,6 +281,12 @@ class _Start:
         else:
             self.weight_bytes = tensor_bytes(weights)
         self.phases.end("weights")
+        return weights
+
+    def _assembler(self, device: torch.device) -> Assembler[Any]:
+        weights: Assembler[Any] = self.architecture.assembler(
+            self.model_config, self.weight_form, device
+        )
         return weights
 
     def _prepare_kernels(self, weights: Any) -> tuple[Model | None, Built]:
@@ -324,13 +327,13 @@ class _Start:
             eager=self.config.enforce_eager,
         )
 
-    def _launch_without_weights(self, unfilled: WeightLoading) -> None:
+    def _launch_without_weights(self, unfilled: Assembler[Any]) -> None:
         """Call the operators with a model and a cache that have no memory."""
         model = self._build_model(unfilled.finish_unfilled(), self.longest)
         self._every_launch(model, self.longest)()
 
     def _build_model(self, weights: Any, max_positions: int) -> Model:
-        model = self.architecture.build(
+        model: Model = self.architecture.build(
             self.model_config,
             self.ops,
             weights,
@@ -511,13 +514,13 @@ class _Start:
             routed_experts=_form(self.routed),
         )
         # Weights under compiled layers were never updated.
-        loader = self.loader if self.compiled_mode is None else None
+        form = self.weight_form if self.compiled_mode is None else None
         return LocalExecutor(
             runner,
             self.builds,
             description,
             self.collectives,
-            loader,
+            form,
             self.arenas,
             self.peers.on_this_host(),
         )

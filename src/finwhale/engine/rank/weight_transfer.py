@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.incoming import Announced
 from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer
-from finwhale.distributed.weight_group import GroupAddress, WeightGroup
-from finwhale.engine.rank.staged_weights import loader_of, staged_weights_of
+from finwhale.engine.rank.staged_weights import staged_weights_of, weight_form_of
 from finwhale.errors import CheckpointError
+from finwhale.weights.incoming import Announced
+from finwhale.weights.weight_group import GroupAddress, WeightGroup
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
@@ -30,9 +30,8 @@ def start_join(executor: "LocalExecutor", *, address: GroupAddress, rank_offset:
     Args:
         rank_offset: the number of this engine's rank 0 in the group.
     """
-    loader = loader_of(executor)
-    device = loader.device if address.backend == "nccl" else CPU
-    rank = rank_offset + loader.rank.index
+    device = executor.runner.device if address.backend == "nccl" else CPU
+    rank = rank_offset + weight_form_of(executor).rank.index
     _start(executor, address.group_name, lambda: WeightGroup(address, rank, device))
 
 
@@ -97,7 +96,7 @@ def read_buffer(
         handles: a handle for each GPU, by its UUID. All buffers have the same contents.
         tensors: the tensors in the buffer, one after the other.
     """
-    staged, device = staged_weights_of(executor), loader_of(executor).device
+    staged, device = staged_weights_of(executor), executor.runner.device
     buffer = open_buffer(handles, device)
     total = sum(one.nbytes for one in tensors)
     if buffer.nbytes < total:

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's entry in the registry: the functions that the engine and the commands use."""
+"""DeepSeek-V4's functions for the engine and the commands (registry.py)."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,30 @@ from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.sharding import is_of_heads, rank_config
-from finwhale.models.deepseek_v4.weight_builder import WeightBuilder
-from finwhale.models.deepseek_v4.weight_loading import WeightLoading
-from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
-from finwhale.models.protocol import Architecture
+from finwhale.models.deepseek_v4.sharding import rank_config
+from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.ops import Ops
+from finwhale.weights.assembler import WeightForm
+
+__all__ = [
+    "assembler",
+    "build",
+    "cache_groups",
+    "chat_dialect",
+    "check_rounding",
+    "describe",
+    "fits_whole_attention",
+    "ignored_prefixes",
+    "kernel_obstacles",
+    "rank_config",
+    "read_config",
+    "weight_bytes",
+    "weight_specs",
+    "whole_attention_bytes",
+]
+
+read_config, check_rounding = DeepseekV4Config.from_dict, DeepseekV4Config.check_index_rotation
+cache_groups, build, chat_dialect = cache_spec, DeepseekV4, effort_ladder
 
 # Attention's weights are whole on every rank if they take at most this part of a GPU's memory.
 WHOLE_ATTENTION_PART = 24
@@ -85,31 +103,6 @@ def _draft_head(config: DeepseekV4Config) -> str:
     )
 
 
-def part_of(name: str) -> str:
-    """Name the part of the model that a tensor belongs to; all layers share their names."""
-    pieces = name.split(".")
-    prefix = "draft head: " if pieces[0] == "mtp" else ""
-    if pieces[0] not in ("layers", "mtp"):
-        return "embedding and head" if pieces[0] in ("embed", "head") else "final norm and hc head"
-    match pieces[2:]:
-        case ["attn", "indexer", *_]:
-            return prefix + "indexer"
-        case ["attn", "compressor", *_]:
-            return prefix + "compressor"
-        case ["attn", *_]:
-            return prefix + "attention"
-        case ["ffn", "experts", *_]:
-            return prefix + "routed experts"
-        case ["ffn", "shared_experts", *_]:
-            return prefix + "shared expert"
-        case ["ffn", *_]:
-            return prefix + "router"
-        case ["markov_head", *_]:
-            return prefix + "Markov head"
-        case _:
-            return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
-
-
 def weight_bytes(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
     """Bytes of one rank's weights in the operator table's memory layout."""
     return _bytes_of(config, dtype, ops, Rank(0, ranks))
@@ -126,14 +119,8 @@ def whole_attention_bytes(
 
 
 def _bytes_of(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, rank: Rank) -> int:
-    return WeightBuilder(
-        config,
-        dtype=dtype,
-        device=torch.device("meta"),
-        round_activations=True,
-        ops=ops,
-        rank=rank,
-    ).num_bytes
+    form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
+    return assembler(config, form, torch.device("meta")).num_bytes
 
 
 def fits_whole_attention(config: DeepseekV4Config, total: int) -> bool:
@@ -141,25 +128,7 @@ def fits_whole_attention(config: DeepseekV4Config, total: int) -> bool:
     values = sum(
         math.prod(spec.shape)
         for spec in weight_specs(config).values()
-        if is_of_heads(spec.name) or spec.name.endswith(".indexer.wq_b.weight")
+        if (spec.shard is not None and spec.shard.of_heads)
+        or spec.name.endswith(".indexer.wq_b.weight")
     )
     return values * (1 if config.quantised else 2) * WHOLE_ATTENTION_PART <= total
-
-
-DEEPSEEK_V4 = Architecture(
-    read_config=DeepseekV4Config.from_dict,
-    check_rounding=DeepseekV4Config.check_index_rotation,
-    rank_config=rank_config,
-    weight_specs=weight_specs,
-    ignored_prefixes=ignored_prefixes,
-    kernel_obstacles=kernel_obstacles,
-    cache_groups=cache_spec,
-    begin_loading=WeightLoading,
-    build=DeepseekV4,
-    chat_dialect=effort_ladder,
-    describe=describe,
-    part_of=part_of,
-    weight_bytes=weight_bytes,
-    whole_attention_bytes=whole_attention_bytes,
-    fits_whole_attention=fits_whole_attention,
-)

@@ -5,58 +5,18 @@ head, and a part of every expert's intermediate size. It holds a copy of every o
 block, an FP4 block and a group of 128 activations that are rounded together never span two ranks.
 
 With `Rank.whole_attention`, a rank loads the weights of all heads, and also keeps a copy of those
-of its own heads (weight_builder.py).
+of its own heads. The table (weights.py) says for each weight how it is divided.
 """
 
-import re
 from dataclasses import replace
 
 from finwhale.checkpoint.formats import FP8_BLOCK
-from finwhale.checkpoint.spec import Slice
 from finwhale.config import RANK_COUNTS
-from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 
 # Number of values that share a scale when activations are rounded.
 GROUP = FP8_BLOCK
-
-# A search is fast if every match starts with the same character.
-_ROWS = re.compile(
-    r"\.((markov_head\.markov_w2|attn\.wq_b|attn\.wo_a"
-    r"|(experts\.\d+|shared_experts)\.w[13])\.weight|attn\.attn_sink)$"
-)
-_COLUMNS = re.compile(r"\.(attn\.wo_b|(experts\.\d+|shared_experts)\.w2)\.weight$")
-_HEADS = re.compile(r"\.attn\.((wq_b|wo_a|wo_b)\.weight|attn_sink)$")
-
-
-def sharded_axis(name: str) -> int | None:
-    """The axis along which the ranks divide a weight; None: every rank holds the whole weight."""
-    if name == "head.weight" or _ROWS.search(name):
-        return 0
-    return 1 if _COLUMNS.search(name) else None
-
-
-def is_of_heads(name: str) -> bool:
-    """Whether a weight belongs to attention's heads or their output groups."""
-    return _HEADS.search(name) is not None
-
-
-def loaded_slice(name: str, shape: tuple[int, ...], rank: Rank) -> Slice | None:
-    """The slice of a weight that a rank loads; None: the whole weight."""
-    if rank.whole_attention and is_of_heads(name):
-        return None
-    return rank_slice(name, shape, rank)
-
-
-def rank_slice(name: str, shape: tuple[int, ...], rank: Rank) -> Slice | None:
-    """A rank's slice of a weight of the whole model; None: the whole weight."""
-    axis = sharded_axis(name)
-    if axis is None or rank.size == 1:
-        return None
-    length, rest = divmod(shape[axis], rank.size)
-    assert not rest, (name, shape, rank)
-    return Slice(axis, rank.index * length, (rank.index + 1) * length)
 
 
 def rank_config(

@@ -1,24 +1,50 @@
-"""The table of DeepSeek-V4's weights by official name."""
+"""The table of DeepSeek-V4's weights: one line each, in the place where the model reads it.
+
+A line has the weight's name, shape and storage, and how the ranks divide it (sharding.py). The call
+around it says in which form the model reads it; several lines in a call are packed into one tensor.
+Specs, destinations and sizes in memory follow from the table (weights/table.py).
+
+Legend: D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank,
+O o_lora_rank, G o_groups, K index_head_dim, E n_routed_experts, I moe_intermediate_size, H hc_mult,
+M (2 + H) * H mHC outputs: H pre, H post, H * H residual.
+"""
 
 from collections.abc import Mapping
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Literal
 
-from finwhale.checkpoint.spec import Storage, WeightSpec
+import torch
+from torch import Tensor
+
+from finwhale.checkpoint.collection import no_collection
+from finwhale.checkpoint.spec import Shard, Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
+from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v4.attention import AttentionWeights, HeadWeights
+from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.dspark import DsparkWeights
 from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
-from finwhale.models.deepseek_v4.sharding import loaded_slice, rank_config
+from finwhale.models.deepseek_v4.layer import LayerWeights
+from finwhale.models.deepseek_v4.model import ModelWeights
+from finwhale.models.deepseek_v4.moe import MoeWeights
+from finwhale.models.deepseek_v4.mtp import MtpWeights
+from finwhale.models.deepseek_v4.sharding import rank_config
+from finwhale.ops.compressor import CompressorWeight
+from finwhale.ops.linear import LinearWeight
+from finwhale.ops.mhc import HcHeadWeight, MhcWeight
+from finwhale.weights.assembler import Assembler, WeightForm
+from finwhale.weights.table import Lines, WeightList
 
-# --- The name table -------------------------------------------------------------------------------
-# D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank, O o_lora_rank,
-# G o_groups, J index_n_heads, K index_head_dim, E n_routed_experts, I moe_intermediate_size,
-# H hc_mult, M (2 + H) * H mHC outputs: H pre, H post, H * H residual.
+ROWS, COLUMNS = Shard(0), Shard(1)
+HEAD_ROWS, HEAD_COLUMNS = Shard(0, of_heads=True), Shard(1, of_heads=True)
 
 
 # A start asks for them several times.
 @lru_cache(maxsize=2)
 def weight_specs(config: DeepseekV4Config, rank: Rank = ALONE) -> Mapping[str, WeightSpec]:
-    """Every tensor of a checkpoint of this configuration, in file order, by name.
+    """Every tensor of a checkpoint of this configuration, by name.
 
     The table omits `.scale` tensors, which belong to their weights. If the configuration is not
     quantised, the storage of every FP8 and FP4 weight is "bf16". `config` describes the whole
@@ -28,25 +54,25 @@ def weight_specs(config: DeepseekV4Config, rank: Rank = ALONE) -> Mapping[str, W
         FinwhaleError: this number of ranks cannot divide the model.
     """
     rank_config(config, rank.size)
-    D, V = config.hidden_size, config.vocab_size
-    specs = [
-        WeightSpec("embed.weight", (V, D), "bf16"),
-        WeightSpec("head.weight", (V, D), "bf16"),
-        WeightSpec("norm.weight", (D,), "bf16"),
-        *_hc_head("", config),
-    ]
-    for i, ratio in enumerate(config.layer_ratios):
-        specs += _layer(f"layers.{i}", config, ratio, config.is_hash_layer(i))
-    for i in range(config.num_nextn_predict_layers):
-        specs += _mtp(f"mtp.{i}", config)
-    if config.dspark is not None:
-        specs += _dspark(config, config.dspark)
-    if rank.size > 1:
-        specs = [
-            WeightSpec(name, shape, storage, loaded_slice(name, shape, rank))
-            for name, shape, storage, _ in specs
-        ]
-    return {spec.name: spec for spec in specs}
+    listed = WeightList(rank)
+    with no_collection():
+        _Table(config, listed).model()
+    return listed.specs
+
+
+def assembler(
+    config: DeepseekV4Config, form: WeightForm, device: torch.device
+) -> Assembler[ModelWeights]:
+    """Allocate a rank's weights on a device, for the caller to load.
+
+    Args:
+        config: the configuration of the whole model.
+
+    Raises:
+        FinwhaleError: this number of ranks cannot divide the model.
+    """
+    rank_config(config, form.rank.size, round_activations=form.round_activations)
+    return Assembler(lambda weights: _Table(config, weights).model(), form, device)
 
 
 def ignored_prefixes(config: DeepseekV4Config) -> dict[str, str]:
@@ -56,131 +82,276 @@ def ignored_prefixes(config: DeepseekV4Config) -> dict[str, str]:
     return {}
 
 
-def _layer(layer: str, config: DeepseekV4Config, ratio: int, hashed: bool) -> list[WeightSpec]:
-    D, H = config.hidden_size, config.hc_mult
-    M = (2 + H) * H
-    return [
-        WeightSpec(f"{layer}.attn_norm.weight", (D,), "bf16"),
-        WeightSpec(f"{layer}.ffn_norm.weight", (D,), "bf16"),
-        WeightSpec(f"{layer}.hc_attn_fn", (M, H * D), "f32"),
-        WeightSpec(f"{layer}.hc_attn_base", (M,), "f32"),
-        WeightSpec(f"{layer}.hc_attn_scale", (3,), "f32"),
-        WeightSpec(f"{layer}.hc_ffn_fn", (M, H * D), "f32"),
-        WeightSpec(f"{layer}.hc_ffn_base", (M,), "f32"),
-        WeightSpec(f"{layer}.hc_ffn_scale", (3,), "f32"),
-        *_attention(f"{layer}.attn", config, ratio),
-        *_moe(f"{layer}.ffn", config, hashed),
-    ]
+class _Table:
+    """The table for one configuration.
+
+    Args:
+        config: the configuration of the whole model.
+        make: lists or allocates the weights of one rank.
+    """
+
+    def __init__(self, config: DeepseekV4Config, make: WeightList) -> None:
+        self.config, self.make = config, make
+        self.fp8: Storage = "fp8_block" if config.quantised else "bf16"
+        # Matrices that the checkpoint stores in bf16, and that have float32 results.
+        self.precise = make.dtype if make.packed else torch.float32
+
+    def model(self) -> ModelWeights:
+        config, make = self.config, self.make
+        D, V = config.hidden_size, config.vocab_size
+        w = self._lines("", "embedding and head")
+        return ModelWeights(
+            embed=make.tensor(w("embed.weight", (V, D), "bf16"), make.dtype),
+            head=self._logits(w("head.weight", (V, D), "bf16", ROWS)),
+            hc_head=self._hc_head(self._lines("", "final norm and hc head")),
+            layers=tuple(
+                self._layer(f"layers.{i}.", "norms and mHC", ratio, config.is_hash_layer(i))
+                for i, ratio in enumerate(config.layer_ratios)
+            ),
+            mtp=self._mtp("mtp.0.") if config.num_nextn_predict_layers else None,
+            dspark=None if config.dspark is None else self._dspark(config.dspark),
+        )
+
+    def _lines(self, prefix: str, part: str) -> Lines:
+        if prefix.startswith("mtp."):
+            part = f"draft head: {part}"
+        return Lines(prefix, part, self.make.rank)
+
+    def _logits(self, line: WeightSpec) -> LinearWeight:
+        out_dtype = torch.float32 if self.make.packed else None
+        return self.make.matrix(line, dtype=self.make.dtype, out_dtype=out_dtype)
+
+    def _layer(self, layer: str, part: str, ratio: int, hashed: bool) -> LayerWeights:
+        w = self._lines(layer, part)
+        return LayerWeights(
+            hc_attn=self._mhc(w, "attn"),
+            hc_ffn=self._mhc(w, "ffn"),
+            attn=self._attention(f"{layer}attn.", ratio),
+            ffn=self._moe(f"{layer}ffn.", hashed),
+        )
+
+    def _mhc(self, w: Lines, block: Literal["attn", "ffn"]) -> MhcWeight:
+        D, H, make = self.config.hidden_size, self.config.hc_mult, self.make
+        M = (2 + H) * H
+        return MhcWeight(
+            norm=make.tensor(w(f"{block}_norm.weight", (D,), "bf16")),
+            fn=make.tensor(w(f"hc_{block}_fn", (M, H * D), "f32")),
+            base=make.tensor(w(f"hc_{block}_base", (M,), "f32")),
+            scale=make.tensor(
+                w(f"hc_{block}_scale", (3,), "f32"),
+                shape=(M,),
+                convert=partial(_scale_of_each_output, hc_mult=H),
+            ),
+        )
+
+    def _hc_head(self, w: Lines) -> HcHeadWeight:
+        D, H, make = self.config.hidden_size, self.config.hc_mult, self.make
+        return HcHeadWeight(
+            norm=make.tensor(w("norm.weight", (D,), "bf16")),
+            fn=make.tensor(w("hc_head_fn", (H, H * D), "f32")),
+            base=make.tensor(w("hc_head_base", (H,), "f32")),
+            scale=make.tensor(w("hc_head_scale", (1,), "f32")),
+        )
+
+    def _attention(self, attn: str, ratio: int) -> AttentionWeights:
+        c, make, w = self.config, self.make, self._lines(attn, "attention")
+        D, C, Q = c.hidden_size, c.head_dim, c.q_lora_rank
+        wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
+        heads, all_heads = self._heads(attn, ratio), None
+        if make.rank.whole_attention:
+            heads, all_heads = self._local_heads(heads, attn, ratio), heads
+        return AttentionWeights(
+            q_norm=make.tensor(w("q_norm.weight", (Q,), "bf16")),
+            kv_norm=make.tensor(w("kv_norm.weight", (C,), "bf16")),
+            wq_a_wkv=wq_a_wkv,
+            heads=heads,
+            all_heads=all_heads,
+            compressor=self._compressor(attn, ratio) if ratio else None,
+        )
+
+    def _wkv(self, attn: str) -> WeightSpec:
+        w = self._lines(attn, "attention")
+        return w("wkv.weight", (self.config.head_dim, self.config.hidden_size), self.fp8)
+
+    def _head_lines(self, w: Lines) -> tuple[WeightSpec, WeightSpec, WeightSpec, WeightSpec]:
+        c = self.config
+        A, C, Q = c.num_attention_heads, c.head_dim, c.q_lora_rank
+        G, O = c.o_groups, c.o_lora_rank  # noqa: E741
+        return (
+            w("wq_b.weight", (A * C, Q), self.fp8, HEAD_ROWS),
+            w("wo_a.weight", (G * O, A * C // G), self.fp8, HEAD_ROWS),
+            w("wo_b.weight", (c.hidden_size, G * O), self.fp8, HEAD_COLUMNS),
+            w("attn_sink", (A,), "f32", HEAD_ROWS),
+        )
+
+    def _index_queries(self, attn: str, ratio: int) -> list[WeightSpec]:
+        """The indexer's wq_b, whose rows follow those of attention."""
+        c, w = self.config, self._lines(f"{attn}indexer.", "indexer")
+        shape = c.index_n_heads * c.index_head_dim, c.q_lora_rank
+        return [w("wq_b.weight", shape, self.fp8)] if ratio == 4 else []
+
+    def _heads(self, attn: str, ratio: int) -> HeadWeights:
+        """The heads that the rank loads."""
+        wq_b, wo_a, wo_b, attn_sink = self._head_lines(self._lines(attn, "attention"))
+        return HeadWeights(
+            wq_b=self.make.projection(wq_b, *self._index_queries(attn, ratio)),
+            wo_a=self.make.grouped(wo_a, self.config.o_lora_rank),
+            wo_b=self.make.projection(wo_b),
+            attn_sink=self.make.tensor(attn_sink),
+        )
+
+    def _local_heads(self, all_heads: HeadWeights, attn: str, ratio: int) -> HeadWeights:
+        """The rank's part of all heads: views where possible, otherwise copies."""
+        rank = replace(self.make.rank, whole_attention=False)
+        wq_b, wo_a, wo_b, attn_sink = self._head_lines(Lines(attn, "attention", rank))
+        assert wq_b.slice and wo_a.slice and attn_sink.slice
+        queries, sinks = wq_b.slice, attn_sink.slice
+        groups = wo_a.slice.over(self.config.o_lora_rank)
+        return HeadWeights(
+            wq_b=(
+                self.make.projection(wq_b, *self._index_queries(attn, ratio))
+                if ratio == 4
+                else all_heads.wq_b.rows(queries.start, queries.stop)
+            ),
+            wo_a=all_heads.wo_a.rows(groups.start, groups.stop),
+            wo_b=self.make.projection(wo_b),
+            attn_sink=all_heads.attn_sink[sinks.start : sinks.stop],
+        )
+
+    def _compressor(self, attn: str, ratio: int) -> C4Weights | C128Weights:
+        C, K, make = self.config.head_dim, self.config.index_head_dim, self.make
+        w = self._lines(f"{attn}compressor.", "compressor")
+        proj = self._compressor_lines(w, C, ratio)
+        if ratio == 128:
+            return C128Weights(
+                proj=make.matrix(*proj, dtype=self.precise, out_dtype=torch.float32),
+                mix=self._mix(w, C, 128),
+            )
+        indexer = self._lines(f"{attn}indexer.", "indexer")
+        keys = self._lines(f"{attn}indexer.compressor.", "indexer")
+        shape = self.config.index_n_heads, self.config.hidden_size
+        proj += *self._compressor_lines(keys, K, 4), indexer("weights_proj.weight", shape, "bf16")
+        return C4Weights(
+            proj=make.matrix(*proj, dtype=self.precise, out_dtype=torch.float32),
+            mix=self._mix(w, C, 4),
+            index_mix=self._mix(keys, K, 4),
+        )
+
+    def _compressor_lines(self, w: Lines, dim: int, ratio: int) -> tuple[WeightSpec, ...]:
+        # Ratio 4: the two overlapping halves Ca and Cb.
+        shape = 2 * dim if ratio == 4 else dim, self.config.hidden_size
+        return w("wkv.weight", shape, "bf16"), w("wgate.weight", shape, "bf16")
+
+    def _mix(self, w: Lines, dim: int, ratio: Literal[4, 128]) -> CompressorWeight:
+        norm = self.make.tensor(w("norm.weight", (dim,), "bf16"))
+        if ratio == 128:
+            return CompressorWeight(self.make.tensor(w("ape", (128, dim), "f32")), norm, ratio)
+        line = w("ape", (4, 2 * dim), "f32")
+        ape = self.make.tensor(line, shape=(8, dim), convert=_halves_as_rows)
+        return CompressorWeight(ape, norm, ratio)
+
+    def _moe(self, ffn: str, hashed: bool) -> MoeWeights:
+        c, make = self.config, self.make
+        D, E = c.hidden_size, c.n_routed_experts
+        w = self._lines(ffn, "router")
+        shared = self._lines(f"{ffn}shared_experts.", "shared expert")
+        routed = self._lines(f"{ffn}experts.{{expert}}.", "routed experts")
+        fp4: Storage = "fp4" if c.quantised and c.expert_dtype == "fp4" else self.fp8
+        gate = make.tensor(w("gate.weight", (E, D), "bf16"), self.precise)
+        bias = tid2eid = None
+        if hashed:
+            line = w("gate.tid2eid", (c.vocab_size, c.num_experts_per_tok), "i64")
+            convert = partial(_checked_expert_ids, name=line.name, num_experts=E)
+            tid2eid = make.tensor(line, torch.int64, convert=convert)
+        else:
+            bias = make.tensor(w("gate.bias", (E,), "f32"))
+        return MoeWeights(
+            gate=gate,
+            bias=bias,
+            tid2eid=tid2eid,
+            shared_experts=make.experts(self._expert_lines(shared, self.fp8)),
+            experts=make.experts(_of_each_expert(self._expert_lines(routed, fp4), E), E),
+        )
+
+    def _expert_lines(self, w: Lines, storage: Storage) -> tuple[WeightSpec, ...]:
+        D, I = self.config.hidden_size, self.config.moe_intermediate_size  # noqa: E741
+        return (
+            w("w1.weight", (I, D), storage, ROWS),
+            w("w3.weight", (I, D), storage, ROWS),
+            w("w2.weight", (D, I), storage, COLUMNS),
+        )
+
+    def _mtp(self, mtp: str) -> MtpWeights:
+        D, make, part = self.config.hidden_size, self.make, "norms, mHC and projections"
+        w = self._lines(mtp, part)
+        return MtpWeights(
+            enorm=make.tensor(w("enorm.weight", (D,), "bf16")),
+            hnorm=make.tensor(w("hnorm.weight", (D,), "bf16")),
+            e_proj=make.projection(w("e_proj.weight", (D, D), self.fp8)),
+            h_proj=make.projection(w("h_proj.weight", (D, D), self.fp8)),
+            hc_head=self._hc_head(w),
+            layer=self._layer(mtp, part, 0, False),
+        )
+
+    def _dspark(self, head: DsparkConfig) -> DsparkWeights:
+        D, V, make = self.config.hidden_size, self.config.vocab_size, self.make
+        part = "norms, mHC and projections"
+        stages = [f"mtp.{i}." for i in range(NUM_STAGES)]
+        first, last = self._lines(stages[0], part), self._lines(stages[-1], part)
+        markov = self._lines(f"{stages[-1]}markov_head.", "Markov head")
+        of_stage = _Table(self.config.of_stage(), make)
+        confidence = None
+        if head.enable_confidence_head:
+            shape = 1, D + head.confidence_width
+            confidence = make.tensor(last("confidence_head.proj.weight", shape, "bf16"))
+        return DsparkWeights(
+            main_proj=make.projection(
+                first("main_proj.weight", (D, len(head.target_layer_ids) * D), self.fp8)
+            ),
+            main_norm=make.tensor(first("main_norm.weight", (D,), "bf16")),
+            layers=tuple(of_stage._layer(stage, part, 0, False) for stage in stages),
+            # A stage multiplies the rows of a block by its wkv, and the rows of the context by a
+            # copy that is stacked with the other stages' wkv.
+            context_kv=make.projection(*(self._wkv(f"{stage}attn.") for stage in stages)),
+            hc_head=self._hc_head(last),
+            markov_w1=make.tensor(
+                markov("markov_w1.weight", (V, head.markov_rank), "bf16"), make.dtype
+            ),
+            markov_w2=self._logits(markov("markov_w2.weight", (V, head.markov_rank), "bf16", ROWS)),
+            confidence=confidence,
+        )
 
 
-def _attention(attn: str, config: DeepseekV4Config, ratio: int) -> list[WeightSpec]:
-    D, A, C = config.hidden_size, config.num_attention_heads, config.head_dim
-    Q, O, G = config.q_lora_rank, config.o_lora_rank, config.o_groups  # noqa: E741
-    J, K = config.index_n_heads, config.index_head_dim
-    fp8 = _quantised(config, "fp8_block")
-    specs = [
-        WeightSpec(f"{attn}.q_norm.weight", (Q,), "bf16"),
-        WeightSpec(f"{attn}.kv_norm.weight", (C,), "bf16"),
-        WeightSpec(f"{attn}.attn_sink", (A,), "f32"),
-        WeightSpec(f"{attn}.wq_a.weight", (Q, D), fp8),
-        WeightSpec(f"{attn}.wq_b.weight", (A * C, Q), fp8),
-        WeightSpec(f"{attn}.wkv.weight", (C, D), fp8),
-        WeightSpec(f"{attn}.wo_a.weight", (G * O, A * C // G), fp8),
-        WeightSpec(f"{attn}.wo_b.weight", (D, G * O), fp8),
-    ]
-    if ratio:
-        specs += _compressor(f"{attn}.compressor", D, C, ratio)
-    if ratio == 4:
-        specs += [
-            WeightSpec(f"{attn}.indexer.wq_b.weight", (J * K, Q), fp8),
-            WeightSpec(f"{attn}.indexer.weights_proj.weight", (J, D), "bf16"),
-            *_compressor(f"{attn}.indexer.compressor", D, K, ratio),
-        ]
-    return specs
+# A model has tens of thousands of experts, and a start lists them several times.
+@lru_cache(maxsize=128)
+def _of_each_expert(lines: tuple[WeightSpec, ...], num_experts: int) -> tuple[WeightSpec, ...]:
+    """The lines for every expert, with its number in place of `{expert}`."""
+    others = [(line.name.split("{expert}"), line[1:]) for line in lines]
+    return tuple(
+        WeightSpec(f"{before}{expert}{after}", *other)
+        for expert in range(num_experts)
+        for (before, after), other in others
+    )
 
 
-def _compressor(compressor: str, hidden: int, dim: int, ratio: int) -> list[WeightSpec]:
-    width = 2 * dim if ratio == 4 else dim  # ratio 4: the two overlapping halves Ca and Cb
-    return [
-        WeightSpec(f"{compressor}.wkv.weight", (width, hidden), "bf16"),
-        WeightSpec(f"{compressor}.wgate.weight", (width, hidden), "bf16"),
-        WeightSpec(f"{compressor}.ape", (ratio, width), "f32"),
-        WeightSpec(f"{compressor}.norm.weight", (dim,), "bf16"),
-    ]
+# --- Conversions of loaded values -----------------------------------------------------------------
 
 
-def _moe(ffn: str, config: DeepseekV4Config, hashed: bool) -> list[WeightSpec]:
-    D, V, E = config.hidden_size, config.vocab_size, config.n_routed_experts
-    I, top = config.moe_intermediate_size, config.num_experts_per_tok  # noqa: E741
-    fp8 = _quantised(config, "fp8_block")
-    expert = _quantised(config, "fp4" if config.expert_dtype == "fp4" else "fp8_block")
-    specs = [WeightSpec(f"{ffn}.gate.weight", (E, D), "bf16")]
-    if hashed:
-        specs.append(WeightSpec(f"{ffn}.gate.tid2eid", (V, top), "i64"))
-    else:
-        specs.append(WeightSpec(f"{ffn}.gate.bias", (E,), "f32"))
-    specs += [
-        WeightSpec(f"{ffn}.shared_experts.w1.weight", (I, D), fp8),
-        WeightSpec(f"{ffn}.shared_experts.w3.weight", (I, D), fp8),
-        WeightSpec(f"{ffn}.shared_experts.w2.weight", (D, I), fp8),
-    ]
-    for e in range(E):
-        specs += [
-            WeightSpec(f"{ffn}.experts.{e}.w1.weight", (I, D), expert),
-            WeightSpec(f"{ffn}.experts.{e}.w3.weight", (I, D), expert),
-            WeightSpec(f"{ffn}.experts.{e}.w2.weight", (D, I), expert),
-        ]
-    return specs
+def _scale_of_each_output(scale: Tensor, *, hc_mult: int) -> Tensor:
+    """The scales [3] of pre, post and residual outputs, repeated for each output: [M]."""
+    counts = hc_mult, hc_mult, hc_mult**2
+    return torch.cat([one.expand(count) for one, count in zip(scale, counts, strict=True)])
 
 
-def _mtp(mtp: str, config: DeepseekV4Config) -> list[WeightSpec]:
-    D = config.hidden_size
-    fp8 = _quantised(config, "fp8_block")
-    return [
-        WeightSpec(f"{mtp}.enorm.weight", (D,), "bf16"),
-        WeightSpec(f"{mtp}.hnorm.weight", (D,), "bf16"),
-        WeightSpec(f"{mtp}.norm.weight", (D,), "bf16"),
-        WeightSpec(f"{mtp}.e_proj.weight", (D, D), fp8),
-        WeightSpec(f"{mtp}.h_proj.weight", (D, D), fp8),
-        *_hc_head(f"{mtp}.", config),
-        *_layer(mtp, config, 0, False),
-    ]
+def _halves_as_rows(ape: Tensor) -> Tensor:
+    """[4, Ca | Cb] to [8, C]."""
+    return torch.cat(ape.chunk(2, 1))
 
 
-def _dspark(config: DeepseekV4Config, head: DsparkConfig) -> list[WeightSpec]:
-    D, V = config.hidden_size, config.vocab_size
-    of_stage = config.of_stage()
-    specs = [
-        WeightSpec(
-            "mtp.0.main_proj.weight",
-            (D, len(head.target_layer_ids) * D),
-            _quantised(config, "fp8_block"),
-        ),
-        WeightSpec("mtp.0.main_norm.weight", (D,), "bf16"),
-    ]
-    for i in range(NUM_STAGES):
-        specs += _layer(f"mtp.{i}", of_stage, 0, False)
-    last = f"mtp.{NUM_STAGES - 1}"
-    specs += [
-        WeightSpec(f"{last}.norm.weight", (D,), "bf16"),
-        *_hc_head(f"{last}.", config),
-        WeightSpec(f"{last}.markov_head.markov_w1.weight", (V, head.markov_rank), "bf16"),
-        WeightSpec(f"{last}.markov_head.markov_w2.weight", (V, head.markov_rank), "bf16"),
-    ]
-    if head.enable_confidence_head:
-        width = D + head.confidence_width
-        specs.append(WeightSpec(f"{last}.confidence_head.proj.weight", (1, width), "bf16"))
-    return specs
-
-
-def _hc_head(prefix: str, config: DeepseekV4Config) -> list[WeightSpec]:
-    D, H = config.hidden_size, config.hc_mult
-    return [
-        WeightSpec(f"{prefix}hc_head_fn", (H, H * D), "f32"),
-        WeightSpec(f"{prefix}hc_head_base", (H,), "f32"),
-        WeightSpec(f"{prefix}hc_head_scale", (1,), "f32"),
-    ]
-
-
-def _quantised(config: DeepseekV4Config, storage: Storage) -> Storage:
-    return storage if config.quantised else "bf16"
+def _checked_expert_ids(ids: Tensor, *, name: str, num_experts: int) -> Tensor:
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_experts):
+        raise CheckpointError(
+            f"{name} holds expert ids from {int(ids.min())} to {int(ids.max())}, wanted "
+            f"0 to {num_experts - 1}; the file is damaged or belongs to another model"
+        )
+    return ids

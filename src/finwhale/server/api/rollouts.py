@@ -12,7 +12,6 @@ from pydantic import Field
 from starlette.responses import Response
 
 from finwhale.distributed.cuda_ipc import IpcHandle
-from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S
 from finwhale.engine.loop.engine import MemoryTag, Requests
 from finwhale.engine.loop.weight_updates import BroadcastTensors, SharedTensors, WeightsSource
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
@@ -23,6 +22,7 @@ from finwhale.server.protocols.body_route import BodyRoute
 from finwhale.server.protocols.schemas import Body
 from finwhale.server.sse import unless_disconnected
 from finwhale.server.state import ServerState
+from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Names = Annotated[list[Name], Field(fail_fast=True)]

@@ -12,12 +12,13 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
-from finwhale.checkpoint.joint import Part
 from finwhale.distributed.cuda_ipc import IpcHandle, discard, export_handle, open_buffer, uuid_of
 from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError, OtherRankError, first_line
 from finwhale.non_owning import non_owning_view
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint import PiecePart
+from finwhale.weights.staging import Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +26,22 @@ logger = logging.getLogger(__name__)
 OTHER_ALLOCATIONS = "another rank has other allocations, or cannot share them"
 
 
-class IpcJointRanks:
-    """Implements checkpoint.joint.JointRanks for GPUs.
+class JointRanks:
+    """The ranks of a host, each on its own GPU, as one of them sees them.
+
+    Every rank calls `open`. If it returns True, every rank later calls `close`.
 
     Args:
         peers: all ranks of the model, each in its own process.
         device: this rank's GPU.
+
+    Attributes:
+        index, size: this rank's number, and the number of ranks.
     """
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self._peers, self._device = peers, device
+        self.index, self.size = peers.rank.index, peers.rank.size
         self._own = Destinations()
         # For each tensor in `_own.memories`: the address of the allocation that holds it, and the
         # offset of the tensor in this allocation.
@@ -52,19 +59,17 @@ class IpcJointRanks:
         self._mapper: threading.Thread | None = None
         self._fault, self._failed_key = "", ""
 
-    @property
-    def index(self) -> int:
-        return self._peers.rank.index
-
-    @property
-    def size(self) -> int:
-        return self._peers.rank.size
-
     def open(self, destinations: Destinations) -> bool:
-        """See JointRanks.
+        """Tell the other ranks this rank's destinations.
 
         Mapping an allocation takes about a millisecond, so this maps only the first one of each
         rank. A thread maps the others while reading begins.
+
+        Args:
+            destinations: this rank's own. Those of the other ranks have the same names and sizes.
+
+        Returns:
+            False if some rank cannot write to the memory of another one.
         """
         if self._peers.on_this_host() < self.size:
             return False
@@ -92,12 +97,12 @@ class IpcJointRanks:
         self._mapper.start()
         return True
 
-    def lane(self, piece_bytes: int) -> "_IpcLane":
-        """See JointRanks."""
-        return _IpcLane(self, self._device, piece_bytes)
+    def lane(self, piece_bytes: int) -> "Lane":
+        """A new lane, for one thread at a time."""
+        return Lane(self, self._device, piece_bytes)
 
     def begin_thread(self) -> None:
-        """See JointRanks."""
+        """Prepare a thread for the use of lanes."""
         torch.cuda.set_device(self._device)
         torch.cuda.synchronize()  # the driver's context is now the thread's own
 
@@ -116,12 +121,19 @@ class IpcJointRanks:
         return [address + offset for address in found]
 
     def has_failed(self) -> bool:
-        """See JointRanks."""
+        """Whether some rank has failed, so that the others can stop reading."""
         store = self._peers.store
         return store is not None and store.check([self._failed_key])
 
     def close(self, fault: str | None) -> None:
-        """See JointRanks."""
+        """Wait until every rank has written all its parts, or has stopped.
+
+        Args:
+            fault: why this rank has stopped early, in one line; None: it has not.
+
+        Raises:
+            OtherRankError: another rank has stopped early, and this one has not.
+        """
         store = self._peers.store
         assert store is not None and fault != ""
         if fault is not None:
@@ -235,14 +247,19 @@ class _Memcpy2D(ctypes.Structure):
 _DEVICE_MEMORY, _NOT_READY = 2, 600  # CU_MEMORYTYPE_DEVICE, CUDA_ERROR_NOT_READY
 
 
-class _IpcLane:
-    """Implements checkpoint.joint.Lane by calls of the driver.
+class Lane:
+    """Sends pieces, one after the other, to the destinations of all ranks, by calls of the driver.
 
     The calls keep Python's lock: they are short, and each release costs more, because the other
     threads wait for the lock. With torch, thousands of small copies would take longer than reading.
+
+    Attributes:
+        buffer: uint8 [piece_bytes]; the caller fills it with a piece.
     """
 
-    def __init__(self, ranks: IpcJointRanks, device: torch.device, piece_bytes: int) -> None:
+    buffer: Bytes
+
+    def __init__(self, ranks: JointRanks, device: torch.device, piece_bytes: int) -> None:
         self._ranks = ranks
         self._host = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True)
         self.buffer = self._host.numpy()
@@ -257,15 +274,15 @@ class _IpcLane:
         self._driver = _driver()
 
     def wait(self) -> None:
-        """See Lane."""
+        """Wait until the last piece has left the buffer."""
         code = self._driver.cuEventQuery(self._done.cuda_event)
         if code == _NOT_READY:
             self._done.synchronize()
         else:
             _check(code)
 
-    def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
-        """See Lane."""
+    def send(self, num_bytes: int, parts: Iterable[PiecePart]) -> None:
+        """Send the piece in the buffer to the device, and from there to the destinations."""
         driver, stream, piece = self._driver, self._stream.cuda_stream, self._piece.data_ptr()
         try:
             _check(driver.cuMemcpyHtoDAsync_v2(piece, self._host.data_ptr(), num_bytes, stream))

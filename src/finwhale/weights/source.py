@@ -1,4 +1,4 @@
-"""Loads a checkpoint's weights, after a check of all its tensors against the model."""
+"""Reads a checkpoint's weights, after a check of all its tensors against the model."""
 
 import logging
 from collections import Counter
@@ -11,100 +11,33 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
-from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import (
-    FP4_BLOCK,
-    FP8_BLOCK,
-    dequantise_fp4,
-    dequantise_fp8_block,
     find_nan,
-    fp8_scale_shape,
 )
-from finwhale.checkpoint.joint import JointRanks, JointReader
-from finwhale.checkpoint.reader import DTYPES, Checkpoint, Layout, TensorInfo, TensorReader
-from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec, name_of_scale
-from finwhale.checkpoint.staging import (
+from finwhale.checkpoint.reader import Checkpoint, Layout, TensorInfo, TensorReader
+from finwhale.checkpoint.spec import Progress, Storage, WeightSpec, name_of_scale
+from finwhale.checkpoint.stored import (
+    Mismatch,
+    StoredWeight,
+    data_slice,
+    has_scale,
+    scale_mismatch,
+    scale_slice,
+    storage_of,
+)
+from finwhale.errors import CheckpointError
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint import JointReader
+from finwhale.weights.joint_ranks import JointRanks
+from finwhale.weights.staging import (
     THREADS,
     THREADS_BESIDE_JOINT,
     Faults,
     Staging,
     destination_checks,
 )
-from finwhale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PLAIN_STORAGES: dict[torch.dtype, Storage] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float32: "f32",
-}
-_SCALE_DTYPES = (torch.float8_e8m0fnu, torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A weight in its stored form.
-
-    Attributes:
-        data: bfloat16, float16, float32 or int64 of the logical shape; float8_e4m3fn [out, in];
-            or int8 [out, in/2], two e2m1 codes a byte.
-        scale: float8_e8m0fnu or float32, one per 128x128 block (FP8); float8_e8m0fnu, one per
-            1x32 (FP4); None for plain storages.
-        storage: the name of the format.
-    """
-
-    data: Tensor
-    scale: Tensor | None
-    storage: Storage
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of data and scales."""
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-    def to(self, device: torch.device | str) -> "StoredWeight":
-        """The same weight on a device. The result shares tensors that are already there."""
-        scale = None if self.scale is None else self.scale.to(device)
-        return StoredWeight(self.data.to(device), scale, self.storage)
-
-    def sliced(self, part: Slice | None) -> "StoredWeight":
-        """A slice of this weight with its scales, as views; None: the whole weight."""
-        if part is None:
-            return self
-        data = _data_slice(part, self.storage).of(self.data)
-        scale = self.scale
-        if scale is not None:
-            scale = _scale_slice(part, self.storage).of(scale)
-        return StoredWeight(data, scale, self.storage)
-
-    def dequantise(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-        """The values in the logical shape, as dtype; int64 stays int64.
-
-        The stored bytes are first copied to the device. A plain weight that already has the dtype
-        and device is returned unchanged; it may be a view of the checkpoint's file.
-        """
-        stored = self if device is None else self.to(device)
-        if self.storage == "i64":
-            return stored.data
-        if stored.scale is None:
-            return stored.data.to(dtype)
-        if self.storage == "fp4":
-            return dequantise_fp4(stored.data, stored.scale, dtype)
-        return dequantise_fp8_block(stored.data, stored.scale, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A tensor that does not match the configuration; `found` and `wanted` describe both."""
-
-    name: str
-    found: str
-    wanted: str
-
-    def __str__(self) -> str:
-        return f"{self.name} is {self.found}, wanted {self.wanted}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +103,7 @@ def _compare(
     # because they name the tensor.
     known: dict[object, _Match] = {}
     for name, spec in specs.items():
-        _, shape, spec_storage, part = spec
+        _, shape, spec_storage, part = spec[:4]
         scale_name = name_of_scale(name)
         data, scale = tensors.get(name), tensors.get(scale_name)
         if data is None:
@@ -331,9 +264,9 @@ class WeightSource:
         """A reader of the tensors that have a destination."""
         axes: dict[str, int | None] = {}
         parts = destinations.parts
-        for name, _, _, part in self._specs.values():
+        for name, spec in self._specs.items():
             if name in parts:
-                axes[name] = axis = None if part is None else part.axis
+                axes[name] = axis = None if spec.slice is None else spec.slice.axis
                 scale_name = name_of_scale(name)
                 if scale_name in parts:
                     axes[scale_name] = axis
@@ -457,72 +390,10 @@ def _match(spec: WeightSpec, data: TensorInfo, scale: TensorInfo | None) -> _Mat
     if part is None:
         num_bytes = data.num_bytes + (scale.num_bytes if scale else 0)
         return _Match(storage, num_bytes=num_bytes, may_have_scale=scaled)
-    data_layout = data.layout_of(_data_slice(part, storage))
-    scale_layout = None if scale is None else scale.layout_of(_scale_slice(part, storage))
+    data_layout = data.layout_of(data_slice(part, storage))
+    scale_layout = None if scale is None else scale.layout_of(scale_slice(part, storage))
     num_bytes = data_layout.num_bytes + (scale_layout.num_bytes if scale_layout else 0)
     return _Match(storage, data_layout, scale_layout, num_bytes, None, scaled)
-
-
-def has_scale(storage: Storage) -> bool:
-    return storage in ("fp8_block", "fp4")
-
-
-def _data_slice(part: Slice, storage: Storage) -> Slice:
-    """The slice of a weight's stored data. Only matrices have slices along axis 1."""
-    return part.over(2) if storage == "fp4" and part.axis == 1 else part
-
-
-def _scale_slice(part: Slice, storage: Storage) -> Slice:
-    """The slice of a weight's scales: one for 128x128 values in FP8, for 1x32 in FP4."""
-    if storage == "fp8_block":
-        return part.over(FP8_BLOCK)
-    return part.over(FP4_BLOCK) if part.axis == 1 else part
-
-
-def storage_of(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
-    """The stored format of a tensor, or a Mismatch if it does not fit its spec."""
-    if spec.storage == "i64":
-        found: Storage | None = "i64" if info.dtype == torch.int64 else None
-    elif info.dtype == torch.float8_e4m3fn and spec.storage in ("fp8_block", "fp4"):
-        found = "fp8_block"
-    elif info.dtype == torch.int8 and spec.storage == "fp4":
-        found = "fp4"
-    else:
-        found = PLAIN_STORAGES.get(info.dtype)
-    shape = spec.shape
-    if found == "fp4":
-        shape = (*spec.shape[:-1], spec.shape[-1] // 2)
-    if found is None or info.shape != shape:
-        have = f"{DTYPE_NAMES[info.dtype]} {list(info.shape)}"
-        return Mismatch(spec.name, have, _wanted(spec))
-    return found
-
-
-def scale_mismatch(spec: WeightSpec, scale: TensorInfo, storage: Storage) -> Mismatch | None:
-    if storage == "fp4":
-        shape: tuple[int, ...] = (*spec.shape[:-1], spec.shape[-1] // FP4_BLOCK)
-        dtypes: tuple[torch.dtype, ...] = _SCALE_DTYPES[:1]
-    else:
-        shape, dtypes = fp8_scale_shape(spec.shape), _SCALE_DTYPES
-    if scale.shape == shape and scale.dtype in dtypes:
-        return None
-    return Mismatch(
-        spec.scale_name,
-        f"{DTYPE_NAMES[scale.dtype]} {list(scale.shape)}",
-        f"{' or '.join(DTYPE_NAMES[d] for d in dtypes)} {list(shape)}",
-    )
-
-
-def _wanted(spec: WeightSpec) -> str:
-    plain = f"BF16, F16 or F32 {list(spec.shape)}"
-    if spec.storage == "i64":
-        return f"I64 {list(spec.shape)}"
-    if spec.storage == "fp8_block":
-        return f"F8_E4M3, {plain}"
-    if spec.storage == "fp4":
-        packed = [*spec.shape[:-1], spec.shape[-1] // 2]
-        return f"I8 {packed} or F8_E4M3, {plain}"
-    return plain
 
 
 def _log(checkpoint: Checkpoint, found: Inventory, ignored: Mapping[str, str]) -> None:

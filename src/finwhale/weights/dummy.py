@@ -11,21 +11,20 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import (
     E8M0_BIAS,
     FP4_BLOCK,
     fp8_scale_shape,
 )
-from finwhale.checkpoint.joint import JointRanks
-from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
+from finwhale.checkpoint.stored import PLAIN_DTYPES, StoredWeight
 from finwhale.number_formats import E2M1_VALUES
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint_ranks import JointRanks
 
 _E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
 _SLICE_ELEMENTS = 1 << 24
 _SMALL = 0.1
-_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 class DummySource:
@@ -85,7 +84,7 @@ class DummySource:
             return _fp8(spec, generator)
         if spec.storage == "i64":
             return StoredWeight(self._experts_of_tokens(spec, generator), None, "i64")
-        dtype = _DTYPES[spec.storage]
+        dtype = PLAIN_DTYPES[spec.storage]
         if spec.name.endswith("norm.weight"):
             data = torch.ones(spec.shape, dtype=dtype, device=self._device)
         else:

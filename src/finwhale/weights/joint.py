@@ -14,13 +14,14 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.reader import TensorInfo
-from finwhale.checkpoint.staging import (
+from finwhale.errors import OtherRankError, first_line
+from finwhale.weights.destinations import Destinations
+from finwhale.weights.staging import (
     PIECE_BYTES,
     PINNED_PIECES,
     Bytes,
@@ -28,7 +29,9 @@ from finwhale.checkpoint.staging import (
     fill,
     num_threads,
 )
-from finwhale.errors import OtherRankError, first_line
+
+if TYPE_CHECKING:
+    from finwhale.weights.joint_ranks import JointRanks, Lane
 
 # Pieces after which a thread asks whether another rank has failed.
 PIECES_A_CHECK = 8
@@ -53,7 +56,7 @@ class RankCopy(NamedTuple):
     pitch: int
 
 
-class Part(NamedTuple):
+class PiecePart(NamedTuple):
     """A tensor, or some rows of one, in a piece.
 
     Attributes:
@@ -64,72 +67,6 @@ class Part(NamedTuple):
     name: str
     begin: int
     copies: Sequence[RankCopy]
-
-
-class Lane(Protocol):
-    """Sends pieces, one after the other, to the destinations of all ranks.
-
-    Attributes:
-        buffer: uint8 [piece_bytes]; the caller fills it with a piece.
-    """
-
-    buffer: Bytes
-
-    def wait(self) -> None:
-        """Wait until the last piece has left the buffer."""
-        ...
-
-    def send(self, num_bytes: int, parts: Iterable[Part]) -> None:
-        """Send the piece in the buffer to the device, and from there to the destinations."""
-        ...
-
-
-class JointRanks(Protocol):
-    """The ranks of a host, as one of them sees them.
-
-    Every rank calls `open`. If it returns True, every rank later calls `close`.
-
-    Attributes:
-        index, size: this rank's number, and the number of ranks.
-    """
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def open(self, destinations: Destinations) -> bool:
-        """Tell the other ranks this rank's destinations.
-
-        Args:
-            destinations: this rank's own. Those of the other ranks have the same names and sizes.
-
-        Returns:
-            False if some rank cannot write to the memory of another one.
-        """
-        ...
-
-    def lane(self, piece_bytes: int) -> Lane:
-        """A new lane, for one thread at a time."""
-        ...
-
-    def begin_thread(self) -> None:
-        """Prepare a thread for the use of lanes."""
-        ...
-
-    def has_failed(self) -> bool:
-        """Whether some rank has failed, so that the others can stop reading."""
-        ...
-
-    def close(self, fault: str | None) -> None:
-        """Wait until every rank has written all its parts, or has stopped.
-
-        Args:
-            fault: why this rank has stopped early, in one line; None: it has not.
-
-        Raises:
-            OtherRankError: another rank has stopped early, and this one has not.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -203,20 +140,20 @@ class Division:
         # Most tensors have one of a few shapes.
         self._known: dict[tuple[int, tuple[int, ...], int | None], Sequence[RankCopy]] = {}
 
-    def parts(self, piece: Piece) -> Iterator[Part]:
+    def parts(self, piece: Piece) -> Iterator[PiecePart]:
         """Every rank's part of a piece."""
         axes, known, num_ranks = self._axes, self._known, self._num_ranks
         if piece.start is not None:
             info = piece.infos[0]
             copies = copies_of(info, piece.start, piece.num_bytes, axes[info.name], num_ranks)
-            yield Part(info.name, 0, tuple(copies))
+            yield PiecePart(info.name, 0, tuple(copies))
             return
         for info in piece.infos:
             kind = info.num_bytes, info.shape, axes[info.name]
             found = known.get(kind)
             if found is None:
                 found = known[kind] = tuple(copies_of(info, 0, kind[0], kind[2], num_ranks))
-            yield Part(info.name, info.offset - piece.offset, found)
+            yield PiecePart(info.name, info.offset - piece.offset, found)
 
 
 def copies_of(
@@ -259,7 +196,7 @@ class JointReader:
         directory: Path,
         infos: Iterable[TensorInfo],
         axes: Mapping[str, int | None],
-        ranks: JointRanks,
+        ranks: "JointRanks",
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.axes = axes

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from finwhale.checkpoint.incoming import Announced
 from finwhale.distributed.connect import NO_MULTICAST
 from finwhale.errors import FinwhaleError
+from finwhale.weights.incoming import Announced
 
 GroupBackend = Literal["nccl", "gloo"]
 GROUP_NAME = "weight_update_group"

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.formats import find_nan
-from finwhale.checkpoint.loading import (
+from finwhale.checkpoint.names import official_tensors
+from finwhale.checkpoint.reader import TensorInfo
+from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.checkpoint.stored import (
     DTYPE_NAMES,
     Mismatch,
     StoredWeight,
@@ -16,9 +19,6 @@ from finwhale.checkpoint.loading import (
     scale_mismatch,
     storage_of,
 )
-from finwhale.checkpoint.names import official_tensors
-from finwhale.checkpoint.reader import TensorInfo
-from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.errors import CheckpointError
 
 

@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.destinations import Destinations
 from finwhale.checkpoint.formats import E8M0_NAN, fault, not_finite
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import CheckpointError
+from finwhale.weights.destinations import Destinations
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -68,7 +68,7 @@ class Read:
 
 
 @dataclass(slots=True)
-class Group:
+class TransferGroup:
     """Tensors that arrive together, and the pieces in which they are read.
 
     Attributes:
@@ -86,19 +86,19 @@ class Group:
 
 def groups_of(
     infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES, destinations: Container[str] = ()
-) -> Iterator[Group]:
-    """Group the tensors in order, small ones together.
+) -> Iterator[TransferGroup]:
+    """TransferGroup the tensors in order, small ones together.
 
     Args:
         destinations: the names of tensors that have a destination. They have separate groups.
     """
-    group = Group(pieces=[[]])
+    group = TransferGroup(pieces=[[]])
     for info in infos:
         has_destination = info.name in destinations
         if info.num_bytes > piece_bytes:
             if group.offsets:
                 yield group
-                group = Group(pieces=[[]])
+                group = TransferGroup(pieces=[[]])
             most = piece_bytes
             if info.pitch is not None:  # whole rows
                 most -= piece_bytes % info.row_bytes
@@ -108,12 +108,12 @@ def groups_of(
                 for start in range(0, info.num_bytes, most)
             ]
             pieces = [[read] for read in reads]
-            yield Group(has_destination, {info.name: 0}, pieces, info.num_bytes)
+            yield TransferGroup(has_destination, {info.name: 0}, pieces, info.num_bytes)
             continue
         full = group.num_bytes + info.num_bytes > piece_bytes
         if group.offsets and (full or group.have_destinations != has_destination):
             yield group
-            group = Group(pieces=[[]])
+            group = TransferGroup(pieces=[[]])
         group.have_destinations = has_destination
         offset = group.num_bytes
         group.offsets[info.name] = offset
@@ -149,7 +149,7 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._stopped = threading.Event()
         self._room = threading.Semaphore(GROUPS_AHEAD)
-        self._ready: Queue[_Arrived | Group | BaseException | None] = Queue()
+        self._ready: Queue[_Arrived | TransferGroup | BaseException | None] = Queue()
 
     def tensors(self, infos: Sequence[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         """Iterate over the tensors on the device, in order.
@@ -181,7 +181,7 @@ class Staging:
                         # Break the reference cycle of exception and frame, which would keep the
                         # frame's objects alive.
                         del arrived
-                if isinstance(arrived, Group):
+                if isinstance(arrived, TransferGroup):
                     for name in arrived.offsets:
                         yield by_name[name], None
                     continue
@@ -211,8 +211,10 @@ class Staging:
         except BaseException as error:
             self._ready.put(error)
 
-    def _pipeline(self, groups: Iterator[Group], files: "Files", pool: ThreadPoolExecutor) -> None:
-        asked: deque[Group] = deque()
+    def _pipeline(
+        self, groups: Iterator[TransferGroup], files: "Files", pool: ThreadPoolExecutor
+    ) -> None:
+        asked: deque[TransferGroup] = deque()
         # Keep no failed future in this frame: its exception refers to the frame, which is a cycle.
         reading: deque[Future[_Pinned]] = deque()
 
@@ -250,7 +252,7 @@ class Staging:
                 arrived.sent(self._stream)
                 self._ready.put(arrived)
 
-    def _new(self, group: Group) -> "_Arrived":
+    def _new(self, group: TransferGroup) -> "_Arrived":
         size = max(ALIGN, group.num_bytes)  # so that an empty tensor has a view of any dtype
         if self._stream is None:
             return _Arrived(group, torch.empty(size, dtype=torch.uint8, device=self._device))
@@ -284,7 +286,7 @@ class Staging:
 class _Arrived:
     """A group on the device."""
 
-    def __init__(self, group: Group, memory: Tensor) -> None:
+    def __init__(self, group: TransferGroup, memory: Tensor) -> None:
         self.group, self.memory = group, memory
         self._event: torch.cuda.Event | None = None
 

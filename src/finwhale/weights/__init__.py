@@ -1,0 +1,1 @@
+"""A model's weights: from checkpoints, dummies and updates to the tensors of one rank."""
