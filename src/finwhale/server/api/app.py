@@ -280,39 +280,29 @@ async def _with_errors(
 
 
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
-    async def known(request: Request, error: Exception) -> Response:
+    """`gate.RefusalAnswers` answers all errors that these handlers do not."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGone):
+            request.scope["state"]["client_gone"] = True
+            return Response(status_code=499)  # only for the log: the client has gone
         if isinstance(error, GrammarError):
             state.metrics.grammar(error.reason)
-        return _refused(request, state, state.to_api_error(error))
+        if isinstance(error, RequestValidationError):
+            told = validation_error(error)
+        elif isinstance(error, HTTPException):
+            path = request.url.path[:200]
+            reasons = {
+                404: f"this server has no {path}: see /docs for its paths",
+                405: f"{path} does not take {request.method}",
+            }
+            text = reasons.get(error.status_code, str(error.detail))
+            told = ApiError(error.status_code, text, headers=error.headers or {})
+        else:
+            told = state.to_api_error(error)
+        note_refusal(request.scope, told, state.config.log_prompts)
+        return error_response(told, request.url.path)
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _refused(request, state, validation_error(error))
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        method, path = request.method, request.url.path[:200]
-        reasons = {
-            404: f"this server has no {path}: see /docs for its paths",
-            405: f"{path} does not take {method}",
-        }
-        text = reasons.get(error.status_code, str(error.detail))
-        told = ApiError(error.status_code, text, headers=error.headers or {})
-        return _refused(request, state, told)
-
-    async def gone(request: Request, error: Exception) -> Response:
-        request.scope["state"]["client_gone"] = True
-        return Response(status_code=499)  # only for the log: the client has gone
-
-    app.add_exception_handler(FinwhaleError, known)
-    app.add_exception_handler(ApiError, known)
-    app.add_exception_handler(TimeoutError, known)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ClientGone, gone)
-    # `gate.RefusalAnswers` answers all other errors.
-
-
-def _refused(request: Request, state: ServerState, error: ApiError) -> Response:
-    note_refusal(request.scope, error, state.config.log_prompts)
-    return error_response(error, request.url.path)
+    for kind in (FinwhaleError, ApiError, TimeoutError, RequestValidationError, HTTPException,
+                 ClientGone):  # fmt: skip
+        app.add_exception_handler(kind, refuse)
