@@ -1,9 +1,9 @@
 """Traces as a real collector sees them: a receiver of OTLP over HTTP on loopback decodes them."""
 
-import importlib
 import json
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -249,12 +249,12 @@ def test_a_collector_that_does_not_answer(
 def test_a_missing_extra_is_one_line(
     start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError("No module", name="opentelemetry.sdk")
-
     config = start().state.config
     assert open_traces(config) is None
-    monkeypatch.setattr(importlib, "import_module", absent)
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "opentelemetry":
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "finwhale.server.observe.tracing", raising=False)
     object.__setattr__(config, "otlp_traces_endpoint", "http://127.0.0.1:4318/v1/traces")
     with pytest.raises(FinwhaleError, match=r"pip install 'finwhale\[trace\]'"):
         open_traces(config)

@@ -9,6 +9,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.store import Store, open_store
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge import listening
-from finwhale.server.edge.connections import Connections
+from finwhale.server.edge.connections import Connection, Connections
 from finwhale.server.grammars.check import GrammarChecker
 from finwhale.server.link.client import EngineClient
 from finwhale.server.observe import logs
@@ -239,7 +240,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             lifespan="off",
-            http=self.connections.protocol(),  # type: ignore[arg-type]
+            http=partial(Connection, self.connections),  # type: ignore[arg-type]
             ws="none",
             # The event loop tries to accept this many connections in a row, even if no file
             # descriptor is left, and complains each time. `startup` sets the real backlog.

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -36,7 +36,6 @@ from finwhale.server.observe.logs import RequestLog, note_refusal
 from finwhale.server.observe.metrics import CONTENT_TYPE
 from finwhale.server.protocols import chat_answers, chat_requests, completions, schemas
 from finwhale.server.protocols.body_route import BodyRoute, note_ignored
-from finwhale.server.protocols.chat_requests import ChatProtocolBody
 from finwhale.server.protocols.json_answer import json_answer
 from finwhale.server.protocols.validation_errors import validation_error
 from finwhale.server.sse import COMMENT, NO_BUFFER, ClientGone, Stream, event, unless_disconnected
@@ -44,7 +43,6 @@ from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 PING = event('{"type": "ping"}', "ping")  # as Anthropic's API sends it
-T = TypeVar("T", chat_requests.ChatRequest, completions.CompletionJob)
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -104,32 +102,39 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
 def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", responses=_STREAMS, response_model=None)
     async def create_completion(body: schemas.CompletionBody, request: Request) -> Response:
-        log = _begin(state, request, body)
-        job = await _prepared(request, state, log, completions.prepare(state, body, log))
-        if body.stream:
-            return await _stream(request, state, completions.stream(state, job, log))
-        return await _whole(request, state, completions.complete(state, job, log))
+        return await _generated(state, body, request, completions, completions)
 
     @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
     async def create_chat_completion(body: schemas.ChatBody, request: Request) -> Response:
-        return await _chat(state, body, request)
+        return await _generated(state, body, request, chat_requests, chat_answers)
 
     @app.post("/v1/responses", responses=_STREAMS, response_model=None)
     async def create_response(body: schemas.ResponsesBody, request: Request) -> Response:
-        return await _chat(state, body, request)
+        return await _generated(state, body, request, chat_requests, chat_answers)
 
     @app.post("/v1/messages", responses=_STREAMS, response_model=None)
     async def create_message(body: schemas.MessagesBody, request: Request) -> Response:
-        return await _chat(state, body, request)
+        return await _generated(state, body, request, chat_requests, chat_answers)
 
 
-async def _chat(state: ServerState, body: ChatProtocolBody, request: Request) -> Response:
+async def _generated(
+    state: ServerState, body: schemas.SamplingBody, request: Request, requests: Any, answers: Any
+) -> Response:
+    """The answer that the engine generates.
+
+    Args:
+        requests, answers: the modules of the protocol. Preparation ends when the client leaves or
+            the request times out.
+    """
     log = _begin(state, request, body)
-    preparing = chat_requests.prepare(state, body, log)
-    prepared = await _prepared(request, state, log, preparing)
+    async with asyncio.timeout(state.time_left_s(log)):
+        prepared = await unless_disconnected(request, requests.prepare(state, body, log))
+    if prepared.ignored:
+        note_ignored(request.scope["state"], prepared.ignored)
     if body.stream:
-        return await _stream(request, state, chat_answers.stream(state, prepared, log))
-    return await _whole(request, state, chat_answers.complete(state, prepared, log))
+        return await _stream(request, state, answers.stream(state, prepared, log))
+    whole = await unless_disconnected(request, answers.complete(state, prepared, log))
+    return json_answer(whole, state.turn)
 
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
@@ -239,21 +244,6 @@ def _begin(state: ServerState, request: Request, body: schemas.Body) -> RequestL
     return log
 
 
-async def _prepared(
-    request: Request, state: ServerState, log: RequestLog, preparing: Awaitable[T]
-) -> T:
-    """A prepared request. Preparation ends when the client leaves or the request times out."""
-    async with asyncio.timeout(state.time_left_s(log)):
-        prepared = await unless_disconnected(request, preparing)
-    if prepared.ignored:
-        note_ignored(request.scope["state"], prepared.ignored)
-    return prepared
-
-
-async def _whole(request: Request, state: ServerState, work: Any) -> Response:
-    return json_answer(await unless_disconnected(request, work), state.turn)
-
-
 async def _stream(
     request: Request, state: ServerState, source: AsyncGenerator[bytes, None]
 ) -> Response:
@@ -290,39 +280,29 @@ async def _with_errors(
 
 
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
-    async def known(request: Request, error: Exception) -> Response:
+    """`gate.RefusalAnswers` answers all errors that these handlers do not."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGone):
+            request.scope["state"]["client_gone"] = True
+            return Response(status_code=499)  # only for the log: the client has gone
         if isinstance(error, GrammarError):
             state.metrics.grammar(error.reason)
-        return _refused(request, state, state.to_api_error(error))
+        if isinstance(error, RequestValidationError):
+            told = validation_error(error)
+        elif isinstance(error, HTTPException):
+            path = request.url.path[:200]
+            reasons = {
+                404: f"this server has no {path}: see /docs for its paths",
+                405: f"{path} does not take {request.method}",
+            }
+            text = reasons.get(error.status_code, str(error.detail))
+            told = ApiError(error.status_code, text, headers=error.headers or {})
+        else:
+            told = state.to_api_error(error)
+        note_refusal(request.scope, told, state.config.log_prompts)
+        return error_response(told, request.url.path)
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _refused(request, state, validation_error(error))
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        method, path = request.method, request.url.path[:200]
-        reasons = {
-            404: f"this server has no {path}: see /docs for its paths",
-            405: f"{path} does not take {method}",
-        }
-        text = reasons.get(error.status_code, str(error.detail))
-        told = ApiError(error.status_code, text, headers=error.headers or {})
-        return _refused(request, state, told)
-
-    async def gone(request: Request, error: Exception) -> Response:
-        request.scope["state"]["client_gone"] = True
-        return Response(status_code=499)  # only for the log: the client has gone
-
-    app.add_exception_handler(FinwhaleError, known)
-    app.add_exception_handler(ApiError, known)
-    app.add_exception_handler(TimeoutError, known)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ClientGone, gone)
-    # `gate.RefusalAnswers` answers all other errors.
-
-
-def _refused(request: Request, state: ServerState, error: ApiError) -> Response:
-    note_refusal(request.scope, error, state.config.log_prompts)
-    return error_response(error, request.url.path)
+    for kind in (FinwhaleError, ApiError, TimeoutError, RequestValidationError, HTTPException,
+                 ClientGone):  # fmt: skip
+        app.add_exception_handler(kind, refuse)

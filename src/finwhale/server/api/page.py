@@ -1,10 +1,9 @@
 """The page at / and its files, which load nothing from other hosts."""
 
-from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -36,9 +35,5 @@ class PageFiles(StaticFiles):
 
 
 def page_response() -> Response:
-    return HTMLResponse(_page(), headers={"content-security-policy": _POLICY})
-
-
-@cache
-def _page() -> str:
-    return (_WEB / "index.html").read_text(encoding="utf-8")
+    headers = {"content-security-policy": _POLICY, "cache-control": "no-cache"}
+    return FileResponse(_WEB / "index.html", headers=headers)

@@ -4,17 +4,14 @@ from typing import Any
 
 from finwhale.chat.template import ProtocolRequest, convert
 from finwhale.errors import RequestError
+from finwhale.server.protocols import schemas
 from finwhale.server.protocols.chat_requests import convert_body
-from finwhale.server.protocols.schemas import (
-    CountTokensBody,
-    DetokenizeBody,
-    ResponsesBody,
-    TokenizeBody,
-)
 from finwhale.server.state import ServerState
 
 
-async def tokenize(state: ServerState, body: TokenizeBody, body_bytes: int) -> dict[str, Any]:
+async def tokenize(
+    state: ServerState, body: schemas.TokenizeBody, body_bytes: int
+) -> dict[str, Any]:
     """The fields of TokenizeAnswer. Raises RequestError, ApiError."""
     if body.model is not None:
         state.check_model(body.model)
@@ -29,7 +26,7 @@ async def tokenize(state: ServerState, body: TokenizeBody, body_bytes: int) -> d
     return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
 
 
-def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
+def _encode(state: ServerState, body: schemas.TokenizeBody) -> list[int]:
     if body.prompt is not None:
         return state.encode(body.prompt, with_bos=body.add_special_tokens)
     fields: dict[str, Any] = {"messages": body.messages}
@@ -45,7 +42,9 @@ def _encode_converted(state: ServerState, converted: ProtocolRequest) -> list[in
     return state.need_template().encode(converted, state.check_text).token_ids
 
 
-async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) -> dict[str, Any]:
+async def detokenize(
+    state: ServerState, body: schemas.DetokenizeBody, body_bytes: int
+) -> dict[str, Any]:
     """The fields of DetokenizeAnswer. Raises RequestError, ApiError."""
     if body.model is not None:
         state.check_model(body.model)
@@ -57,7 +56,9 @@ async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) 
     return {"prompt": text}
 
 
-async def count(state: ServerState, body: CountTokensBody | ResponsesBody, body_bytes: int) -> int:
+async def count(
+    state: ServerState, body: schemas.CountTokensBody | schemas.ResponsesBody, body_bytes: int
+) -> int:
     """The number of tokens of a prompt of Messages or Responses. Raises RequestError, ApiError."""
     state.check_model(body.model)
 

@@ -40,7 +40,8 @@ class Batches:
         self._held = Room(lambda: MAX_HELD_BYTES)
         self._alone = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._cancelled: dict[str, asyncio.Event] = {}
+        # The batches that run, each with the task of its lines.
+        self._running: dict[str, asyncio.Task[None] | None] = {}
         self._closed = False
         # One scan at a time, which pauses half of the time, leaves time to serve requests.
         self._scanning = asyncio.Semaphore(1)
@@ -94,8 +95,9 @@ class Batches:
         if batch.ended:
             raise ApiError(409, f"the batch has ended: {batch.status}", code="batch_ended")
         batch.enter("cancelling")
-        if batch_id in self._cancelled:
-            self._cancelled[batch_id].set()
+        if batch_id in self._running:
+            if (running := self._running[batch_id]) is not None:
+                running.cancel()
         elif "in_progress_at" not in batch.times:
             batch.enter("cancelled")
         _save_if_possible(owner, batch)
@@ -110,7 +112,7 @@ class Batches:
     async def _run_all(self, key: ApiKey | None, owner: Owner) -> None:
         while waiting := [batch for batch in owner.batches.values() if not batch.ended]:
             batch = waiting[0]
-            self._cancelled[batch.id] = asyncio.Event()
+            self._running[batch.id] = None
             try:
                 await self._run(key, owner, batch)
             except (EngineDeadError, StoppingError):
@@ -119,7 +121,7 @@ class Batches:
                 logger.error("a batch failed", extra={"batch": batch.id, "reason": str(error)})
                 self._fail(owner, batch, "server_error", "the server could not run the batch")
             finally:
-                del self._cancelled[batch.id]
+                del self._running[batch.id]
             logger.info("batch", extra={"batch": batch.id, "status": batch.status,
                                         "lines": batch.total, "failed": batch.failed})  # fmt: skip
 
@@ -176,26 +178,20 @@ class Batches:
 
         count()
         job.on_result = count
-        cancelled = self._cancelled[batch.id]
         if batch.status == "cancelling":
             return "cancelled"
         batch.enter("in_progress")
         owner.save(batch)
-        running = asyncio.ensure_future(run(self._app, job, self._held))
-        stopping = asyncio.ensure_future(cancelled.wait())
-        left_s = max(0.0, batch.expires_at - time.time())
+        running = self._running[batch.id] = asyncio.create_task(run(self._app, job, self._held))
         try:
-            await asyncio.wait(
-                (running, stopping), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if running.done():
+            await asyncio.wait((running,), timeout=max(0.0, batch.expires_at - time.time()))
+            if running.done() and not running.cancelled():
                 running.result()
         finally:
-            for task in (running, stopping):
-                task.cancel()
+            running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(running, stopping, return_exceptions=True)
-        if cancelled.is_set():
+                await asyncio.gather(running, return_exceptions=True)
+        if batch.status == "cancelling":
             return "cancelled"
         if running.cancelled():
             message = "the request could not run before the completion window ended"

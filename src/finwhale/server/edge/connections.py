@@ -22,9 +22,7 @@ from itertools import islice
 from typing import Any, Literal
 
 import h11
-from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState as UvicornState
 
 from finwhale.errors import FinwhaleError, QueueFullError
 from finwhale.server.config import UNIX, ServerConfig
@@ -71,19 +69,6 @@ class Connections:
         self.on_refusal: Callable[[ConnectionRefusal], None] = lambda reason: None
         self._logged: dict[str, tuple[float, int]] = {}
 
-    def protocol(self) -> Callable[..., "Connection"]:
-        """The factory that uvicorn calls for each connection."""
-
-        def make(
-            config: Config,
-            server_state: UvicornState,
-            app_state: dict[str, Any],
-            _loop: asyncio.AbstractEventLoop | None = None,
-        ) -> Connection:
-            return Connection(self, config, server_state, app_state, _loop)
-
-        return make
-
     def has_room(self, user: str) -> bool:
         """Whether a user may have one more connection, maybe instead of one that waits: of the same
         user, unless the server is full."""
@@ -125,10 +110,10 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One connection."""
+    """One connection; the arguments besides `shared` are uvicorn's."""
 
-    def __init__(self, shared: Connections, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, shared: Connections, **given: Any) -> None:
+        super().__init__(**given)
         self.user = ""
         self._shared = shared
         self._phase: Phase = "idle"

@@ -25,19 +25,25 @@ LOCAL_HOSTS = ("localhost", ADDRESSES)
 
 def listen(config: ServerConfig) -> socket.socket:
     """Raises FinwhaleError."""
-    if config.uds is not None:
-        return _listen_unix(Path(config.uds), int(config.uds_mode, 8))
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    path, family = config.uds, socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family if path is None else socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind((config.host, config.port))
+        if path is None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((config.host, config.port))
+        else:
+            _remove_stale(Path(path))
+            # bind creates the file with all permissions that the umask allows.
+            umask = os.umask(0o777 & ~int(config.uds_mode, 8))
+            try:
+                listener.bind(path)
+            finally:
+                os.umask(umask)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise FinwhaleError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
-        ) from error
+        where = f"{config.host} port {config.port}" if path is None else path
+        raise FinwhaleError(f"cannot listen on {where}: {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
 
@@ -56,24 +62,6 @@ def close(listener: socket.socket, config: ServerConfig) -> None:
     listener.close()
     if config.uds is not None:
         Path(config.uds).unlink(missing_ok=True)
-
-
-def _listen_unix(path: Path, mode: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _remove_stale(path)
-        # bind creates the file with all permissions that the umask allows.
-        umask = os.umask(0o777 & ~mode)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(umask)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise FinwhaleError(f"cannot listen on {path}: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
 
 
 def _remove_stale(path: Path) -> None:

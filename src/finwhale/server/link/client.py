@@ -111,12 +111,7 @@ class EngineClient:
         process: BaseProcess | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """
-        Args:
-            connection: the server's end of the pipe.
-            process: the process at the other end.
-            heartbeat: its signs of life.
-        """
+        """`connection`: the server's end of the pipe; `process` is at the other end."""
         self.heartbeat = heartbeat
         self.ready: wire.Ready | None = None
         self.failure: str | None = None

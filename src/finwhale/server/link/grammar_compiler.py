@@ -75,9 +75,8 @@ class GrammarCompiler:
         """Drops a request. If its grammar is being compiled, the result is discarded."""
         self._wanted.discard(request_id)
 
-    def take(self) -> list[tuple[Add, Matcher | BaseException, float | None]]:
-        """Returns the requests whose grammars are compiled, each with its matcher or exception and
-        the seconds that this took."""
+    def take(self) -> list[Compiled]:
+        """The requests whose grammars are compiled; none that was dropped."""
         found = []
         while self._compiled:
             command, result, seconds = self._compiled.popleft()

@@ -114,13 +114,12 @@ class RolloutControl:
 
     def update(self, source: WeightsSource, *, version: str | None = None) -> None:
         """Add weights to the update that has begun, or make an update of them."""
-        if self.updates.begun:
-            self.updates.add(source, version=version)
-        elif self.engine.needs_resume_or_wake:
+        if not self.updates.begun:
+            if not self.engine.needs_resume_or_wake:
+                self.updates.update(source, version=version)
+                return
             self.updates.begin()
-            self.updates.add(source, version=version)
-        else:
-            self.updates.update(source, version=version)
+        self.updates.add(source, version=version)
 
     def update_from_directory(self, path: str, *, version: str | None, abort: bool) -> None:
         requests: Requests = "abort" if abort else "recompute"

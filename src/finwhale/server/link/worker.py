@@ -124,7 +124,8 @@ class EngineLoop:
             if timeout:
                 wait([self._connection, self._grammars.done], timeout)
                 timeout = 0.0
-            self._take_compiled(self._grammars)
+            for compiled in self._grammars.take():
+                self._add(*compiled)
         while self._connection.poll(timeout):
             command: wire.Command = self._connection.recv()
             if isinstance(command, wire.Stop):
@@ -132,17 +133,6 @@ class EngineLoop:
             self._carry_out(command)
             timeout = 0.0
         return True
-
-    def _take_compiled(self, grammars: GrammarCompiler) -> None:
-        """Starts the requests whose grammars have been compiled."""
-        for add, result, seconds in grammars.take():
-            if isinstance(result, Matcher):
-                self._add(add, result, seconds)
-            elif isinstance(result, RequestError | QueueFullError):
-                full = isinstance(result, QueueFullError)
-                self._send(wire.Refused(add.request_id, str(result), full))
-            else:
-                raise result
 
     def _carry_out(self, command: wire.Add | wire.Abort | wire.Call | wire.Cancel) -> None:
         if isinstance(command, wire.Call):
@@ -157,12 +147,18 @@ class EngineLoop:
         elif self._grammars is not None and command.params.guide is not None:
             self._grammars.submit(command)
         else:
-            self._add(command, None)
+            self._add(command)
 
     def _add(
-        self, command: wire.Add, matcher: Matcher | None, compile_seconds: float | None = None
+        self,
+        command: wire.Add,
+        matcher: Matcher | BaseException | None = None,
+        compile_seconds: float | None = None,
     ) -> None:
+        """Starts a request, unless the engine refuses it or its grammar could not be compiled."""
         try:
+            if isinstance(matcher, BaseException):
+                raise matcher
             request = self._engine.add_request(
                 command.request_id,
                 command.prompt_token_ids,
@@ -173,8 +169,9 @@ class EngineLoop:
                 prefix_owner=command.prefix_owner,
                 filter=command.filter,
             )
-        except RequestError as error:
-            self._send(wire.Refused(command.request_id, str(error)))
+        except (RequestError, QueueFullError) as error:
+            full = isinstance(error, QueueFullError)
+            self._send(wire.Refused(command.request_id, str(error), full))
             return
         self._sent[command.request_id] = [_Sent(output) for output in request.outputs]
         self._send(wire.Accepted(command.request_id, compile_seconds))

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import deepseek_recipe as recipe
 
@@ -13,27 +14,10 @@ from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.errors import ApiError
 from finwhale.server.observe.logs import RequestLog
-from finwhale.server.protocols.answer_formats import (
-    Fields,
-    held_grammar,
-    named_format,
-    only_format,
-    recipe_format,
-    take_choice,
-    take_own_format,
-    tool_signatures,
-)
-from finwhale.server.protocols.schemas import (
-    LOGPROBS,
-    ChatBody,
-    CountTokensBody,
-    MessagesBody,
-    OpenAIBody,
-    ResponsesBody,
-)
+from finwhale.server.protocols import answer_formats, schemas
 from finwhale.server.state import ServerState
 
-ChatProtocolBody = ChatBody | ResponsesBody | MessagesBody
+ChatProtocolBody = schemas.ChatBody | schemas.ResponsesBody | schemas.MessagesBody
 
 _ID_PREFIXES: dict[ProtocolName, str] = {
     "chat": "chatcmpl-",
@@ -43,7 +27,7 @@ _ID_PREFIXES: dict[ProtocolName, str] = {
 # deepseek-recipe reads these fields as this server does.
 _SHARED_FIELDS = {"stream", "temperature", "top_p", "stop", "stream_options", "user"}
 # deepseek-recipe does not know these fields, or accepts fewer values than this server.
-_OWN_FIELDS = frozenset(OpenAIBody.model_fields) - _SHARED_FIELDS | {
+_OWN_FIELDS = frozenset(schemas.OpenAIBody.model_fields) - _SHARED_FIELDS | {
     "previous_response_id",
     "background",
     "client_metadata",
@@ -88,7 +72,7 @@ async def prepare(state: ServerState, body: ChatProtocolBody, log: RequestLog) -
     """Checks a body, converts it and encodes its prompt. Raises RequestError, ApiError."""
     state.check_model(body.model)
     request, made = await state.in_thread(log.body_bytes, lambda: _prepare(state, body))
-    guide, request.ignored = await held_grammar(state, made, log)
+    guide, request.ignored = await answer_formats.held_grammar(state, made, log)
     request.params = replace(request.params, guide=guide)
     return request
 
@@ -107,11 +91,13 @@ class ConvertedBody:
     choice: ToolChoice
 
 
-def convert_body(state: ServerState, body: ChatProtocolBody | CountTokensBody) -> ConvertedBody:
+def convert_body(
+    state: ServerState, body: ChatProtocolBody | schemas.CountTokensBody
+) -> ConvertedBody:
     """Converts a checked body to a conversation. Raises RequestError and ApiError."""
     protocol = body.protocol
     fields = plain_fields(body)
-    if isinstance(body, MessagesBody) and body.thread is not None:
+    if isinstance(body, schemas.MessagesBody) and body.thread is not None:
         raise ApiError(
             400,
             "thread is not supported: send the whole conversation in messages",
@@ -119,18 +105,18 @@ def convert_body(state: ServerState, body: ChatProtocolBody | CountTokensBody) -
             param="thread",
             details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
         )
-    if isinstance(body, CountTokensBody):
+    if isinstance(body, schemas.CountTokensBody):
         fields["max_tokens"] = 1  # deepseek-recipe needs a value, which no prompt depends on
     if protocol == "responses":  # whose answer repeats these fields
         defaults = state.sampling_defaults
         fields = {n: defaults[n] for n in ("temperature", "top_p") if n in defaults} | fields
     original = dict(fields)
-    if isinstance(body, ChatBody):
+    if isinstance(body, schemas.ChatBody):
         _take_extensions(body, fields)
-    wanted = take_own_format(protocol, fields)
-    if isinstance(body, ChatBody):
-        wanted = only_format(wanted, body, fields.get("response_format"))
-    choice = take_choice(protocol, fields)
+    wanted = answer_formats.take_own_format(protocol, fields)
+    if isinstance(body, schemas.ChatBody):
+        wanted = answer_formats.only_format(wanted, body, fields.get("response_format"))
+    choice = answer_formats.take_choice(protocol, fields)
     given = original.get("tool_choice")
     if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
         # deepseek-recipe does not know this type, which an answer of Responses would repeat.
@@ -145,8 +131,8 @@ def convert_body(state: ServerState, body: ChatProtocolBody | CountTokensBody) -
         echo_body=original,
         response_schema=wanted[1] if protocol == "messages" and wanted else None,
     )
-    wanted = wanted or recipe_format(converted.conversation)
-    named = None if wanted is None else named_format(protocol, original, wanted)
+    wanted = wanted or answer_formats.recipe_format(converted.conversation)
+    named = None if wanted is None else answer_formats.named_format(protocol, original, wanted)
     return ConvertedBody(converted, named, choice)
 
 
@@ -162,10 +148,11 @@ def _prepare(
     thinks = stage is not None and stage.starts_in_reasoning()
     end_of_thinking = template.end_of_thinking if thinks else None
 
+    tools = answer_formats.tool_signatures(conversation.tools)
+    hold: Literal["possible", "asked"] = "possible" if state.ready.tool_grammar else "asked"
     form = AnswerForm(
-        state.need_tokenizer(), read.wanted, tool_signatures(conversation.tools), read.choice,
-        end_of_thinking, "possible" if state.ready.tool_grammar else "asked",
-    )  # fmt: skip
+        state.need_tokenizer(), read.wanted, tools, read.choice, end_of_thinking, hold
+    )
     grammar = form.grammar()
     prompt = template.encode(converted, state.check_text)
     state.check_prompt(prompt.token_ids)
@@ -197,13 +184,13 @@ def _prepare(
     return request, grammar
 
 
-def plain_fields(body: ChatProtocolBody | CountTokensBody) -> Fields:
+def plain_fields(body: ChatProtocolBody | schemas.CountTokensBody) -> answer_formats.Fields:
     """The fields that the client sent, without those that deepseek-recipe must not see."""
     sent = body.model_dump(exclude_unset=True)
     return {k: v for k, v in sent.items() if k not in _OWN_FIELDS and v is not None}
 
 
-def _take_extensions(body: ChatBody, fields: Fields) -> None:
+def _take_extensions(body: schemas.ChatBody, fields: answer_formats.Fields) -> None:
     """Replaces fields that deepseek-recipe does not know by those that it knows. Raises
     RequestError: a value is not supported, or fields contradict each other."""
     body.check_stream()
@@ -233,7 +220,7 @@ def _take_extensions(body: ChatBody, fields: Fields) -> None:
         )
 
 
-def _default_thinking(fields: Fields, default: bool) -> bool:
+def _default_thinking(fields: answer_formats.Fields, default: bool) -> bool:
     """Whether the model thinks if a Responses request has no reasoning effort.
 
     deepseek-recipe does not read `thinking` in this protocol.
@@ -253,9 +240,9 @@ def _default_thinking(fields: Fields, default: bool) -> bool:
     return thinks
 
 
-def _template_fields(kwargs: Fields) -> Fields:
+def _template_fields(kwargs: answer_formats.Fields) -> answer_formats.Fields:
     """The fields of a body that replace its `chat_template_kwargs`. Raises RequestError."""
-    found: Fields = {}
+    found: answer_formats.Fields = {}
     for name, value in kwargs.items():
         if name in ("thinking", "enable_thinking") and isinstance(value, bool):
             if found.get("thinking", value) is not value:
@@ -275,7 +262,7 @@ def _template_fields(kwargs: Fields) -> Fields:
 
 
 def _wanted_logprobs(body: ChatProtocolBody, options: recipe.InferenceOptions) -> int | None:
-    asked = isinstance(body, ResponsesBody) and LOGPROBS in (body.include or ())
-    if isinstance(body, MessagesBody) or not (options.logprobs or asked):
+    asked = isinstance(body, schemas.ResponsesBody) and schemas.LOGPROBS in (body.include or ())
+    if isinstance(body, schemas.MessagesBody) or not (options.logprobs or asked):
         return None
     return int(options.top_logprobs or 0)

@@ -213,11 +213,8 @@ class OpenAIBody(_second_names(_FirstNames)):  # type: ignore[misc]
     @property
     def wants_continuous_usage(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
-        return (
-            self.wants_usage
-            and self.stream_options is not None
-            and self.stream_options.continuous_usage_stats
-        )
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def check_stream(self) -> None:
         """Raises RequestError if the answer cannot stream as the body asks."""
