@@ -20,62 +20,37 @@ from finwhale.errors import FinwhaleError
 T = TypeVar("T")
 
 
-def option(
-    default: T,
-    help: str,
-    *,
-    unset: str | None = None,
-    metavar: str | None = None,
-    flag: str | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    items: int | None = None,
-    marks: tuple[str, ...] = (),
-) -> T:
-    """A dataclass field that is an option.
-
-    Args:
-        help: what the option does, in one line.
-        unset: what a default of None, or an empty one, means.
-        metavar: the name of the value in `--help`; None: argparse chooses it.
-        flag: the command-line flag; None: "--" and the name of the field. A flag that begins with
-            "--no-" sets a bool to False.
-        least, above, most: bounds of a number, which `check_options` checks; None: no bound.
-        items: most items of a list that a client of the server may send.
-        marks: names of lists of options to which this one belongs (`marked`).
-    """
-    given = {"help": help, "unset": unset, "metavar": metavar, "flag": flag, "marks": marks}
-    bounds = {"least": least, "above": above, "most": most, "items": items}
-    return field(default=default, metadata={**given, **bounds})
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One option of a dataclass.
 
     Attributes:
-        flag: its command-line flag.
         kind: the type of its value; None: the value is one of `words`.
         words: words that the value may be.
         optional: whether the value may be None.
-        least, above, most, items, marks: see `option`.
+        help: what the option does, in one line.
+        flag: the command-line flag. One that begins with "--no-" sets a bool to False.
+        unset: what a default of None, or an empty one, means.
+        metavar: the name of the value in `--help`; None: argparse chooses it.
+        least, above, most: bounds of a number, which `check_options` checks; None: no bound.
+        items: most items of a list that a client of the server may send.
+        marks: names of lists of options to which this one belongs (`marked`).
     """
 
     name: str
-    flag: str
     default: Any
-    help: str
-    unset: str | None
-    metavar: str | None
     kind: Any
     words: tuple[str, ...]
     optional: bool
-    least: float | None
-    above: float | None
-    most: float | None
-    items: int | None
-    marks: tuple[str, ...]
+    help: str
+    flag: str
+    unset: str | None = None
+    metavar: str | None = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    items: int | None = None
+    marks: tuple[str, ...] = ()
 
     def argument(self, default: Any) -> dict[str, Any]:
         """Keyword arguments of `ArgumentParser.add_argument`.
@@ -99,7 +74,16 @@ class Option:
             return {**found, "default": None, "action": "append", "help": f"{text}; repeatable"}
         if self.kind == tuple[int, ...]:
             return {**found, "type": _integers}
-        return {**found, "type": partial(_word_or_number, self.words) if self.words else self.kind}
+        return {**found, "type": partial(word_or_number, self.words) if self.words else self.kind}
+
+
+def option(default: T, help: str, **given: Any) -> T:
+    """A dataclass field that is an option.
+
+    Args:
+        given: attributes of Option, from `flag` on. The default flag is "--" and the field's name.
+    """
+    return field(default=default, metadata={"help": help, **given})
 
 
 def options_of(config: type) -> tuple[Option, ...]:
@@ -114,8 +98,8 @@ def _options_of(config: type) -> tuple[Option, ...]:
     for declared in fields(config):
         if "help" not in declared.metadata:
             continue
-        given, hint = dict(declared.metadata), hints[declared.name]
-        given["flag"] = given["flag"] or "--" + declared.name.replace("_", "-")
+        hint, flag = hints[declared.name], "--" + declared.name.replace("_", "-")
+        given = {"flag": flag, **declared.metadata}
         union = get_origin(hint) in (typing.Union, types.UnionType)
         kinds = get_args(hint) if union else (hint,)
         given["optional"] = types.NoneType in kinds
@@ -232,7 +216,8 @@ def similar(name: str, names: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
-def _word_or_number(words: Sequence[str], text: str) -> str | int:
+def word_or_number(words: Sequence[str], text: str) -> str | int:
+    """The value of an argument that is a number or one of `words`. Raises ArgumentTypeError."""
     if text in words or text.isdecimal():
         return text if text in words else int(text)
     listed = " or ".join(f'"{word}"' for word in words)

@@ -11,7 +11,7 @@ import importlib
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 
 from finwhale.bench.arguments import new_parser
+from finwhale.bench.floors import weight_sums
 from finwhale.bench.preflight import check_disk
-from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.loading import WeightSource
@@ -37,6 +37,7 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
+from finwhale.printing import new_console, print_table
 from finwhale.request import SamplingParams
 
 BATCHES = (1, 8)
@@ -223,7 +224,7 @@ def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
 
 def fastest_transformers(model: Any, work: Workload, batch: int) -> Transformers:
     """Choose the way to run experts and the number of threads that decode fastest here."""
-    short = Workload(work.context, 3 * TURN, 1, 0, work.vocab_size)
+    short = replace(work, steps=3 * TURN, rounds=1)
     threads = sorted({1, torch.get_num_threads()})
     candidates = [Transformers(model, experts, n) for experts in EXPERTS for n in threads]
     times, _ = measure_decode(candidates, short, batch)
@@ -244,19 +245,11 @@ def machine_rates() -> tuple[float, float]:
 def floor_ms(config: DeepseekV4Config, tokens: int, sequences: int) -> float:
     """The least time of a forward: reading its float32 weights once, or computing its GEMMs."""
     specs = weight_specs(config.without_draft_head())
-    numel = {name: torch.Size(spec.shape).numel() for name, spec in specs.items()}
-    experts = sum(n for name, n in numel.items() if ".experts." in name)
-    head = numel["head.weight"]
-    # A forward reads only a few rows of the embedding and of the routing tables.
-    others = sum(
-        n
-        for name, n in numel.items()
-        if ".experts." not in name and name not in ("embed.weight", "head.weight")
-        if not name.endswith("tid2eid")
-    )
+    others, experts = weight_sums(specs)
+    head = torch.Size(specs["head.weight"].shape).numel()
     share = config.num_experts_per_tok / config.n_routed_experts
-    read = 4 * (others + head + experts * min(1.0, tokens * share))
-    operations = 2 * (tokens * (others + experts * share) + sequences * head)
+    read = 4 * (others + experts * min(1.0, tokens * share))
+    operations = 2 * (tokens * (others - head + experts * share) + sequences * head)
     bandwidth, rate = machine_rates()
     return 1e3 * max(read / bandwidth, operations / rate)
 
@@ -269,20 +262,20 @@ def report(
 ) -> dict[str, Any]:
     """Print a table of one measurement, and return its part of the record."""
     base = summary(next(v for name, v in times.items() if name.startswith("transformers")))
-    table = new_table(what, "", "ms", "p10", "p90", "tokens/s", "x", "x p10", no_wrap=True)
-    table.caption = "medians; p10 is near the time on an idle machine"
-    rows = []
+    rows, cells = [], []
     for name, values in times.items():
         line = summary(values)
         rate = tokens_a_step / line["median"] * 1e3
         speedup = {key: round(base[key] / line[key], 2) for key in ("median", "p10")}
         shown = (*(line[key] for key in ("median", "p10", "p90")), rate, *speedup.values())
-        table.add_row(name, *(f"{value:,.{int(value < 100)}f}" for value in shown))
+        cells.append((name, *(f"{value:,.{int(value < 100)}f}" for value in shown)))
         rows.append(
             {"engine": name, "ms": line, "tokens_per_s": round(rate, 1), "speedup": speedup}
         )
-    table.add_row("the machine's floor", f"{floor:,.2f}")
-    console.print(table)
+    cells.append(("the machine's floor", f"{floor:,.2f}"))
+    columns = ("", "ms", "p10", "p90", "tokens/s", "x", "x p10")
+    caption = "medians; p10 is near the time on an idle machine"
+    print_table(console, what, columns, cells, no_wrap=True, caption=caption)
     return {"what": what, "floor_ms": round(floor, 3), "engines": rows}
 
 
@@ -308,26 +301,24 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         write_plain_twin(checkpoint, Path(directory) / "plain")
         model = load_transformers(Path(directory) / "plain")
     prompts = max(args.batches), longest
-    exact = Finwhale(checkpoint.path, "exact", prompts)
-    trained = Finwhale(checkpoint.path, "as-trained", prompts)
-    compiled = []
-    if args.compile:
-        modes: tuple[Activations, ...] = ("exact", "as-trained")
-        compiled = [Finwhale(checkpoint.path, mode, prompts, compile=True) for mode in modes]
+    modes: tuple[Activations, ...] = ("exact", "as-trained")
+    eager = [Finwhale(checkpoint.path, mode, prompts) for mode in modes]
+    compiled = [Finwhale(checkpoint.path, mode, prompts, True) for mode in modes if args.compile]
+    exact = eager[0].name
     results = []
     for batch in args.batches:
         best = fastest_transformers(model, work, batch)
-        times, tokens = measure_decode([best, exact, trained, *compiled], work, batch)
+        times, tokens = measure_decode([best, *eager, *compiled], work, batch)
         what = f"decode, batch {batch}, context {work.context}"
         result = report(what, times, batch, floor_ms(config, batch, batch), console)
-        result["same_tokens"] = same_share(tokens, exact.name, best.name)
+        result["same_tokens"] = same_share(tokens, exact, best.name)
         console.print(f"the same {work.steps + 1} tokens: {result['same_tokens']:.0%} of sequences")
         if compiled:
-            result["same_tokens_compiled"] = same_share(tokens, compiled[0].name, exact.name)
+            result["same_tokens_compiled"] = same_share(tokens, compiled[0].name, exact)
         results.append(result)
     if work.prefill:
         best = Transformers(model, "eager", torch.get_num_threads())
-        times = measure_prefill([best, exact, trained], work)
+        times = measure_prefill([best, *eager], work)
         floor = floor_ms(config, work.prefill, 1)
         results.append(
             report(f"prefill, {work.prefill} tokens", times, work.prefill, floor, console)
@@ -345,12 +336,8 @@ def _check_room(config: DeepseekV4Config, num_engines: int) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     twin = weight_bytes(config, torch.float32, load_ops(Platform.cpu()))
     check_host_memory((1 + num_engines) * twin)  # transformers' model and Finwhale's
-    check_disk(
-        Path(tempfile.gettempdir()),
-        twin,
-        "the model in float32",
-        "set TMPDIR to a folder on a larger disk",
-    )
+    remedy = "set TMPDIR to a folder on a larger disk"
+    check_disk(Path(tempfile.gettempdir()), twin, "the model in float32", remedy)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -28,7 +28,6 @@ from rich.console import Console
 
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.preflight import check_disk
-from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.dummy import DummySource
@@ -53,7 +52,8 @@ from finwhale.models.deepseek_v4.weight_loading import WeightLoading
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options
-from finwhale.platform import Platform, existing_folder
+from finwhale.platform import Platform
+from finwhale.printing import new_console, print_table
 
 # Bytes of one value in a checkpoint. The scales of FP8 and FP4 add less than 7%.
 STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4": 0.54}
@@ -205,8 +205,8 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
         config = DeepseekV4Config.preset(args.config).without_draft_head().with_layers(args.layers)
     else:
         config = DeepseekV4Config.from_dict(Checkpoint.open(directory).config)
-    _check_room(config, directory, devices, args.zeros)
-    if args.model is None and not any(directory.glob("*.safetensors")):
+    _check_room(args, config, directory, devices)
+    if args.model is None:
         specs, about = weight_specs(config), {"written_by": "finwhale bench load"}
         about |= {"num_hidden_layers": args.layers}
         if args.zeros:
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
 
 
 def _check_room(
-    config: DeepseekV4Config, directory: Path, devices: Sequence[str], zeros: bool = False
+    args: argparse.Namespace, config: DeepseekV4Config, directory: Path, devices: Sequence[str]
 ) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     if devices[0] == "cpu":
@@ -228,16 +228,12 @@ def _check_room(
         check_host_memory(weight_bytes(config, torch.float32, ops))
     specs = weight_specs(config).values()
     stored = sum(math.prod(spec.shape) * STORED_BYTES[spec.storage] for spec in specs)
-    if zeros:
+    if args.zeros:
         remedy = "end other programs, or use fewer --layers"
         check_host_memory(int(stored), "the page cache, which holds all files,", remedy)
-    elif not any(directory.glob("*.safetensors")):
-        check_disk(
-            existing_folder(directory),
-            stored,
-            "the checkpoint of random weights",
-            "use --directory on a larger disk, or fewer --layers",
-        )
+    elif args.model is None:
+        remedy = "set TMPDIR to a folder on a larger disk, or use fewer --layers"
+        check_disk(directory, stored, "the checkpoint of random weights", remedy)
 
 
 def measure(
@@ -255,14 +251,14 @@ def measure(
     ranks = loaders.own.rank.size
     where = f"{device.type} on {ranks} ranks" if ranks > 1 else str(device)
     title = f"{size / 1e9:.1f} GB to {where}; medians"
-    table = new_table(title, "", "s", "GB/s", "of the plain read")
     results = {name: summary(found) for name, found in times.items()}
     plain = results["plain read"]["median"]
+    rows = []
     for name, found in results.items():
         seconds = max(found["median"], 1e-6)
-        rate, share = f"{size / seconds / 1e9:.1f}", f"{plain / seconds:.0%}"
-        table.add_row(name, f"{seconds:.3f}", *(("", "") if name == "fold" else (rate, share)))
-    console.print(table)
+        rates = f"{size / seconds / 1e9:.1f}", f"{plain / seconds:.0%}"
+        rows.append((name, f"{seconds:.3f}", *(("", "") if name == "fold" else rates)))
+    print_table(console, title, ("", "s", "GB/s", "of the plain read"), rows)
     return {
         "config": args.model or args.config,
         "layers": config.num_hidden_layers,
@@ -282,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--zeros writes a checkpoint, and --model uses one: give only one of them")
     record = stamp("load", argv, ("torch",))
     with tempfile.TemporaryDirectory(prefix="finwhale-load-") as temporary:
-        record |= run(args, Path(args.model or args.directory or temporary), new_console())
+        record |= run(args, Path(args.model or temporary), new_console())
         # Deleting the files comes later: with all layers, it takes many seconds.
         keep_record(args.record, record)
     return 0
@@ -293,8 +289,6 @@ def _parser() -> argparse.ArgumentParser:
     add_sizes(parser, 6)
     add = parser.add_argument
     add("--model", metavar="PATH", help="directory of a checkpoint to use instead")
-    about = "keep the synthetic checkpoint here (default: delete it)"
-    add("--directory", metavar="DIR", help=about)
     add("--zeros", action="store_true", help="write only zeros, which take no room on the disk")
     add("--repeats", type=int, default=3, help="number of repetitions")
     add_options(parser, EngineConfig, ("device", "tensor_parallel_size"))

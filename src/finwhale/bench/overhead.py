@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from finwhale.bench.arguments import new_parser
-from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
@@ -41,6 +40,7 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.ops.builds import NothingToBuild
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.options import add_options
+from finwhale.printing import new_console, print_table
 from finwhale.request import SamplingParams
 
 BATCHES = (1, 64, 256)
@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench overhead`. Returns 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
     columns = ("", "running", "median", "p10", "p90", "max", "clock", "allowed")
-    table = new_table("host time of a decode step, microseconds", *columns, no_wrap=True)
+    rows = []
     record = stamp("overhead", argv, ("torch",))
     record |= {"context": args.context, "results": []}
     record["tensor_parallel_size"] = args.tensor_parallel_size or 1
@@ -202,8 +202,9 @@ def main(argv: Sequence[str]) -> int:
             )
             shown = [micros[key] for key in ("median", "p10", "p90", "max")]
             shown.append(result["clock_us"]["median"])
-            table.add_row(name, str(batch), *(f"{us:,.0f}" for us in shown), f"{allowed:,.0f}")
-    new_console().print(table)
+            rows.append((name, batch, *(f"{us:,.0f}" for us in (*shown, allowed))))
+    title = "host time of a decode step, microseconds"
+    print_table(new_console(), title, columns, rows, no_wrap=True)
     keep_record(args.record, record)
     return int(too_slow)
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from finwhale.bench.arguments import new_parser
-from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.engine.plan.pages import PageManager
@@ -22,6 +21,7 @@ from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.printing import new_console, print_table
 from finwhale.request import SamplingParams
 
 LENGTHS = (1024, 8192, 65536, 1048576)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench prefix`. Returns 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
     columns = ("tokens", "found", "keys", "until planned", "p90", "allowed")
-    table = new_table("a cached prompt, nanoseconds per token", *columns)
+    rows = []
     record = stamp("prefix", argv, ()) | {"results": []}
     too_slow = False
     for num_tokens in args.tokens:
@@ -102,10 +102,8 @@ def main(argv: Sequence[str]) -> int:
         whole = result["whole_ns"]
         too_slow |= whole["median"] > TOKEN_NS
         shown = (result["keys_ns"]["median"], whole["median"], whole["p90"], TOKEN_NS)
-        table.add_row(
-            f"{num_tokens:,}", f"{result['found']:,}", *(f"{nanos:,.0f}" for nanos in shown)
-        )
-    new_console().print(table)
+        rows.append([f"{number:,.0f}" for number in (num_tokens, result["found"], *shown)])
+    print_table(new_console(), "a cached prompt, nanoseconds per token", columns, rows)
     keep_record(args.record, record)
     return int(too_slow)
 

@@ -18,6 +18,7 @@ import torch
 
 import finwhale
 from finwhale.errors import FinwhaleError
+from finwhale.platform import processor_name, usable_cores
 
 RESULTS = Path("bench/results")
 
@@ -35,11 +36,9 @@ def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, 
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "hardware": {
-            "cpu": _cpu_name(),
+            "cpu": processor_name(),
             "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "usable_cores": usable_cores(),
             "load_1min": round(os.getloadavg()[0], 2),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
@@ -124,15 +123,6 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise FinwhaleError(f"{where}: expected a JSON object, got {type(data).__name__}")
     return data
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

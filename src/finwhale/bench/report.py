@@ -14,7 +14,7 @@ from typing import Any
 
 import finwhale
 from finwhale.bench.record import Record, read_records
-from finwhale.bench.report_values import Group, Value, groups_of
+from finwhale.bench.report_values import RunGroup, Value, groups_of
 from finwhale.errors import FinwhaleError
 from finwhale.options import Parser
 
@@ -38,7 +38,7 @@ MAX_ROWS = 1000  # of a table; a record of unknown kind may have any size
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def page(title: str, groups: Sequence[Group]) -> str:
+def page(title: str, groups: Sequence[RunGroup]) -> str:
     """The whole page: one file, so that it can be opened from a disk or sent by mail."""
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     parts = [
@@ -60,12 +60,12 @@ def page(title: str, groups: Sequence[Group]) -> str:
     return "".join([*parts, "</main></body></html>\n"])
 
 
-def _heading(group: Group) -> str:
+def _heading(group: RunGroup) -> str:
     title = TITLES.get(group.kind, group.kind)
     return escape(f"{title}: {group.work}" if group.work else title)
 
 
-def _runs(groups: Sequence[Group]) -> Iterator[str]:
+def _runs(groups: Sequence[RunGroup]) -> Iterator[str]:
     headers = ("run", "what", "when", "hardware", "versions", "command", "record")
     yield _table_head(headers)
     for group in groups:
@@ -106,7 +106,7 @@ def _place(record: Record) -> str:
     return f"{record.path}:{record.line}"
 
 
-def _comparison(group: Group) -> Iterator[str]:
+def _comparison(group: RunGroup) -> Iterator[str]:
     keys = list(dict.fromkeys(key for run in group.runs for key in run.values))
     # Rows of one thing stand together, in the order of the first.
     order = {what: i for i, what in enumerate(dict.fromkeys(what for what, _ in keys))}

@@ -1,9 +1,9 @@
-"""Load-test any OpenAI-compatible endpoint: throughput, and latencies in the record.
+"""Load-test an OpenAI-compatible endpoint: throughput, and latencies in the record.
 
-Requests stream. Time to first token (TTFT) is the time from sending a request to its first piece.
-Time between tokens (ITL) is the time between successive pieces. Time per output token (TPOT) is the
-time from the first piece to the last, divided by the number of tokens after the first. The server
-counts the tokens (usage).
+Requests go to /v1/completions, with prompts of token ids, and stream. Time to first token (TTFT) is
+the time from sending a request to its first piece. Time between tokens (ITL) is the time between
+successive pieces. Time per output token (TPOT) is the time from the first piece to the last,
+divided by the number of tokens after the first. The server counts the tokens (usage).
 """
 
 import argparse
@@ -18,18 +18,17 @@ from typing import Any
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
-from finwhale.bench.printing import new_console
 from finwhale.bench.record import keep_record, percentile, stamp
-from finwhale.bench.workload import DATASETS, Load
+from finwhale.bench.workload import DATASETS, ServerLoad
+from finwhale.printing import new_console
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench serving`. Returns 1 if a request failed, otherwise 0."""
     args = _parser().parse_args(argv)
-    values = {name: getattr(args, name) for name in Load.__dataclass_fields__}
-    sizes = asdict(DATASETS[args.dataset])
-    values |= {name: size for name, size in sizes.items() if values[name] is None}
-    load = Load(**values)
+    values = {name: getattr(args, name) for name in ServerLoad.__dataclass_fields__}
+    given = {name: value for name, value in values.items() if value is not None}
+    load = ServerLoad(**DATASETS[args.dataset] | given)
     root = args.url.rstrip("/").removesuffix("/v1")
     endpoint = Endpoint(url=root, model=args.model, api_key=os.environ.get("OPENAI_API_KEY"))
     asyncio.run(check_endpoint(endpoint))
@@ -96,7 +95,7 @@ def _span(text: str) -> tuple[int, int]:
 
 def _default(name: str) -> str:
     """The default sizes of the data sets, in words."""
-    sizes = [getattr(DATASETS[dataset], name) for dataset in ("uniform", "agents")]
+    sizes = [DATASETS[dataset][name] for dataset in ("uniform", "agents")]
     spans = [s if isinstance(s, int) else ":".join(map(str, dict.fromkeys(s))) for s in sizes]
     return f" (default: {spans[0]}; agents: {spans[1]})"
 
@@ -110,8 +109,6 @@ def _parser() -> argparse.ArgumentParser:
     about = "lengths of the requests: uniform in a range; or agents, which are sessions of growing "
     about += "prompts with a shared system prompt"
     add("--dataset", choices=DATASETS, default="uniform", help=about)
-    about = "use /v1/chat/completions, with words instead of token ids"
-    add("--chat", action="store_true", help=about)
     add("--num-requests", type=int, default=256, metavar="N", help="number of requests")
     about = "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: "
     about += "all at once"

@@ -10,7 +10,7 @@ from finwhale.chat.grammar import json_guide
 from finwhale.errors import RequestError
 from finwhale.llm import LLM
 from finwhale.request import CompletionOutput, SamplingParams
-from finwhale.validation.report import Check, Verdict
+from finwhale.validation.report import Check, CheckVerdict
 from finwhale.validation.texts import AUSTEN
 
 QUESTIONS = {
@@ -100,7 +100,7 @@ def _says(output: CompletionOutput, pattern: str) -> bool:
 def _count(name: str, right: Sequence[bool], what: Sequence[str]) -> Check:
     """All right is ok, and fewer than two thirds right is failed."""
     wrong = [one for one, is_right in zip(what, right, strict=True) if not is_right]
-    verdict: Verdict = "ok" if not wrong else "unusual"
+    verdict: CheckVerdict = "ok" if not wrong else "unusual"
     if 3 * sum(right) < 2 * len(right):
         verdict = "failed"
     reason = f"wrong: {'; '.join(wrong)}" if wrong else ""
