@@ -53,11 +53,7 @@ class Option:
     marks: tuple[str, ...] = ()
 
     def argument(self, default: Any) -> dict[str, Any]:
-        """Keyword arguments of `ArgumentParser.add_argument`.
-
-        Args:
-            default: the default value for this command.
-        """
+        """Keyword arguments of `ArgumentParser.add_argument`, with this command's default value."""
         is_unset = default is None or default == ()
         shown = f" (default: {self.unset})" if is_unset and self.unset else ""
         text = (self.help + shown).replace("%", "%%")  # argparse formats it
@@ -78,10 +74,8 @@ class Option:
 
 
 def option(default: T, help: str, **given: Any) -> T:
-    """A dataclass field that is an option.
-
-    Args:
-        given: attributes of Option, from `flag` on. The default flag is "--" and the field's name.
+    """A dataclass field that is an option. `given` are attributes of Option, from `flag` on; the
+    default flag is "--" and the field's name.
     """
     return field(default=default, metadata={"help": help, **given})
 
@@ -134,13 +128,9 @@ def add_options(
 
 
 def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T:
-    """Make the dataclass `config` from the arguments that `add_options` has declared.
-
-    Args:
-        more: further fields; they replace values from `args`.
-
-    Raises:
-        FinwhaleError: a value is out of range.
+    """Make the dataclass `config` from the arguments that `add_options` has declared; `more` are
+    further fields, which replace values from `args`. Raises FinwhaleError if a value is out of
+    range.
     """
     given = {one.name: getattr(args, one.name, None) for one in options_of(config)}
     values = {name: value for name, value in given.items() if value is not None}
@@ -148,10 +138,8 @@ def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T
 
 
 def check_options(config: Any, error: type[FinwhaleError] = FinwhaleError) -> None:
-    """Check the types and the bounds of the options of a dataclass instance.
-
-    Raises:
-        error: a value has a wrong type, or is out of bounds.
+    """Check the types and the bounds of the options of a dataclass instance. Raises `error` if a
+    value has a wrong type, or is out of bounds.
     """
     for one in options_of(type(config)):
         value = getattr(config, one.name)
@@ -206,10 +194,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def similar(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """A question after the name of an unknown option: whether the most similar one was meant.
-
-    Args:
-        prefix: what all names begin with.
+    """A question after the name of an unknown option: whether the most similar one was meant. All
+    names begin with `prefix`.
     """
     parts = [one.removeprefix(prefix) for one in names]
     close = difflib.get_close_matches(name.removeprefix(prefix), parts, 1)

@@ -50,10 +50,8 @@ class Platform:
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes of host memory that this process can still allocate; None: the system does not say.
 
-    The limits of its control groups count, for a container may have less than its host has.
-
-    Args:
-        root: the directory of proc and sys.
+    The limits of its control groups count, for a container may have less than its host has. `root`
+    is the directory of proc and sys.
     """
     free = [*_free_on_host(root / "proc"), *_free_in_control_groups(root)]
     return min(free, default=None)

@@ -16,23 +16,20 @@ def new_console(width: int = 120) -> Console:
 
 def print_table(
     console: Console,
-    title: str,
+    title: str | None,
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
     *,
     num_texts: int = 1,
-    no_wrap: bool = False,
-    caption: str | None = None,
 ) -> None:
     """Print a table whose first columns are texts, and whose other columns are numbers.
 
     Args:
         num_texts: number of columns of texts.
-        no_wrap: keep each text in one line.
     """
-    table = Table(title=title, title_justify="left", caption=caption)
+    table = Table(title=title, title_justify="left")
     for column in columns[:num_texts]:
-        table.add_column(column, no_wrap=no_wrap, overflow="fold")
+        table.add_column(column, overflow="fold")
     for column in columns[num_texts:]:
         table.add_column(column, justify="right")
     for row in rows:

@@ -60,7 +60,7 @@ def test_command(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFi
     args = ["--url", f"{server.url}/v1", "--model", MODEL, "--num-requests", "3",
             "--input-tokens", "10", "--output-tokens", "4", "--record", str(record)]  # fmt: skip
     assert main(args) == 0
-    assert "3 requests in" in capsys.readouterr().out
+    assert "output tokens per second" in capsys.readouterr().out
     (line,) = record.read_text().splitlines()
     found = json.loads(line)
     assert found["completed"] == 3 and found["output_tokens"] == 12

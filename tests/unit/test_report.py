@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from finwhale.bench.record import Record, read_records
-from finwhale.bench.report import main, page
-from finwhale.bench.report_values import groups_of
+from finwhale.bench.report import groups_of, main, page
 from finwhale.errors import FinwhaleError
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench/results").glob("*.jsonl"))

@@ -32,7 +32,6 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.options import add_options
-from finwhale.printing import new_console, print_table
 
 TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
 WHOLE, CHUNKED, DECODED = "whole", "chunked", "decoded"
@@ -217,19 +216,9 @@ def passes(result: dict[str, Any]) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench accuracy`. Returns 1 if the table's errors are too large, otherwise 0."""
     args = _parser().parse_args(argv)
-    console = new_console()
-    record = stamp("accuracy", argv, ("torch",))
-    record |= run(args)
-    ranks, ways = record["tensor_parallel_size"], (BFLOAT16, TABLE)
-    title = f"{args.config}, {args.layers} layers, {args.tokens} tokens"
-    title += f", {ranks} ranks" if ranks > 1 else ""
-    rows = (
-        (what, *(", ".join(f"{k} {v:.4g}" for k, v in record[name][what].items()) for name in ways))
-        for what in record[TABLE]
-    )
-    print_table(console, title, ("", *ways), rows)
+    record = stamp("accuracy", argv, ("torch",)) | run(args)
     if not record["same_bits_on_all_ranks"]:
-        console.print("the ranks have computed different bits")
+        print("the ranks have computed different bits")
     record["passes"] = passes(record)
     keep_record(args.record, record)
     return 0 if record["passes"] else 1

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 import torch.multiprocessing
-from rich.console import Console
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
@@ -42,7 +41,6 @@ from finwhale.ops import Ops, load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.ranks import PartialSum
 from finwhale.platform import Platform
-from finwhale.printing import print_table
 
 ROWS = (1, 2, 6, 16, 32, 64, 128, 256, 1024, 2048, 8192)
 GATHERED_ROWS = (1, 8, 32)
@@ -80,10 +78,8 @@ class Implementation:
 
 
 class BenchRanks:
-    """This process's rank, and helpers that all ranks call together.
-
-    Args:
-        group: process group of the kernels that the benchmark makes itself; None on a CPU.
+    """This process's rank, and helpers that all ranks call together. `group` is the process group
+    of the kernels that the benchmark makes itself; None on a CPU.
     """
 
     def __init__(
@@ -172,17 +168,14 @@ def _symmetric_copy(x: Tensor) -> Tensor:
 
 def _pushes(ranks: BenchRanks) -> Iterator[Implementation]:
     """Each algorithm at all sizes that fit its buffers."""
-    one = PushSizes(one_shot=2**21, two_shot=2**21, bulk=2**16)
-    two = PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)
-    bulk = PushSizes(one_shot=0, two_shot=0, gather=4, nccl=2**62)
-    yield push(ranks, "one shot", one)
-    yield push(ranks, "two shots", two)
-    yield push(ranks, "bulk", bulk)
-
-
-def push(ranks: BenchRanks, name: str, sizes: PushSizes) -> Implementation:
-    most = 2**62 if sizes.two_shot == 0 else sizes.two_shot
-    return Implementation(f"push {name}", make_push(ranks, sizes).all_reduce, most)
+    for name, sizes in (
+        ("one shot", PushSizes(one_shot=2**21, two_shot=2**21, bulk=2**16)),
+        ("two shots", PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)),
+        ("bulk", PushSizes(one_shot=0, two_shot=0, gather=4, nccl=2**62)),
+    ):
+        yield Implementation(
+            f"push {name}", make_push(ranks, sizes).all_reduce, sizes.two_shot or 2**62
+        )
 
 
 def make_push(
@@ -234,10 +227,8 @@ def measure(
     *,
     repeatable: bool = True,
 ) -> Line:
-    """Time a call, after comparing its results.
-
-    Args:
-        repeatable: a later call has the same results, and the first of them is compared again.
+    """Time a call, after comparing its results. If it is `repeatable`, a later call has the same
+    results, and the first of them is compared again.
     """
     first, *others = (x.clone() for x in call())
     ranks.synchronise()
@@ -292,13 +283,10 @@ def measure_sums(ranks: BenchRanks, args: argparse.Namespace, send: Send) -> Non
             line = line_of("all_reduce", how.name, x)
             if line["bytes"] > how.most:
                 continue
-            line["floor_us"] = floor_us(line["bytes"], ranks.rank.size)
+            sent = 2 * (1 - 1 / ranks.rank.size) * line["bytes"]
+            line["floor_us"] = round(sent / SEND_RATE * 1e6, 3)
             wanted = ref.all_reduce(ranks.gathered(x))
             send(line | attempt(measure_collective, ranks, how, x, wanted))
-
-
-def floor_us(num_bytes: int, size: int) -> float:
-    return round(2 * (size - 1) / size * num_bytes / SEND_RATE * 1e6, 3)
 
 
 def measure_gathers(ranks: BenchRanks, send: Send) -> None:
@@ -423,10 +411,8 @@ def work(index: int, run: Run, size: int, port: int, args: argparse.Namespace, l
 
 
 def run_ranks(size: int, args: argparse.Namespace, show: Send, run: Run = measure_all) -> None:
-    """Run the ranks until all have ended, one fails, or the time is over.
-
-    Args:
-        run: called on every rank; picklable.
+    """Call `run` on every rank until all have ended, one fails, or the time is over. `run` is
+    picklable.
     """
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     lines = torch.multiprocessing.get_context("spawn").SimpleQueue()
@@ -454,49 +440,24 @@ def failed(line: Line) -> bool:
     return "error" in line or not line.get("right", True) or not line.get("same_on_all_ranks", True)
 
 
-def show_times(lines: Sequence[Line]) -> None:
-    """Print microseconds in a row for each message, a column for each implementation."""
-    timed = [line for line in lines if "us" in line]
-    names = list(dict.fromkeys(line["implementation"] for line in timed))
-    columns = ("message", "KiB", "floor", *names)
-    rows: dict[tuple[Any, ...], dict[str, Line]] = {}
-    for line in timed:
-        key = line["what"], line["dtype"], line["rows"], line["width"]
-        rows.setdefault(key, {})[line["implementation"]] = line
-    cells = []
-    for (what, dtype, num_rows, width), ways in rows.items():
-        first = next(iter(ways.values()))
-        times = [
-            f"{ways[name]['us']['median']:.1f}{'!' * failed(ways[name])}" if name in ways else ""
-            for name in names
-        ]
-        message = f"{what} {dtype} {num_rows} x {width}"
-        floor = f"{first['floor_us']:.1f}" if "floor_us" in first else ""
-        cells.append((message, f"{first['bytes'] / 1024:,.0f}", floor, *times))
-    print_table(Console(width=300), "microseconds a call, slowest rank", columns, cells)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench collectives`. Returns 1 if a result was wrong or a rank failed."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.device == "cuda" and torch.cuda.device_count() < max(2, args.ranks or 0):
-        raise FinwhaleError(
-            f"bench collectives needs {max(2, args.ranks or 0)} GPUs, "
-            f"and torch sees {torch.cuda.device_count()}"
-        )
-    size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    found = torch.cuda.device_count() if args.device == "cuda" else 2
+    size = args.ranks or found
+    if found < max(2, size) and args.device == "cuda":
+        raise FinwhaleError(f"bench collectives needs {max(2, size)} GPUs, and torch sees {found}")
     if size not in (2, 4, 8):
         parser.error("--ranks must be 2, 4 or 8")
-    console, lines = Console(), []
+    lines: list[Line] = []
 
     def show(line: Line) -> None:
         lines.append(line)
         if "us" not in line or failed(line):
-            console.print(line, markup=False)
+            print(line)
 
     run_ranks(size, args, show)
-    show_times(lines)
     record = stamp("collectives", argv, ("torch", "triton")) | {
         "ranks": size,
         "send_bytes_per_s": SEND_RATE,

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from finwhale.bench.engine import begin_decodes, call_ranks_collectively, timed_steps
@@ -40,7 +39,6 @@ from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
-from finwhale.printing import print_table
 from finwhale.request import RequestOutput
 
 WARM_UP = 8
@@ -270,10 +268,8 @@ def _decode(engine: Engine, batch: int, length: int, steps: int) -> dict[str, An
 
 
 def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str, Any]:
-    """What was verified and accepted between two snapshots.
-
-    Args:
-        runs: number of times that one sequence was part of a step.
+    """What was verified and accepted between two snapshots, in which sequences were `runs` times
+    part of a step.
     """
 
     def difference(name: str) -> list[int]:
@@ -312,36 +308,11 @@ def floors(read: DecodeBytes, context: int, batch: int, rows: float) -> dict[str
     }
 
 
-def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows of `measure` as a table."""
-    names = ("batch", "drafts", "accept", "tokens/s", "speed", "a step", "rows", "step ms", "floor")
-    columns = (*names, "time", "verify ms", "draft ms")
-
-    def cells(row: dict[str, Any]) -> tuple[object, ...]:
-        forced = "" if not row["draft_tokens"] else "model's" if row["accept"] is None else None
-        return (
-            row["batch"],
-            row["draft_tokens"],
-            f"{row['accept']:g}" if forced is None else forced,
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['speed_over_plain']:.3f}",
-            f"{row['tokens_per_step']:.2f}",
-            f"{row['rows']:.2f}",
-            f"{row['step_ms']['median']:,.3f}",
-            f"{row['floor_ms']:,.3f}" if "floor_ms" in row else "",
-            f"{row['step_over_plain']:.2f}",
-            row.get("verification_ms", ""),
-            row.get("draft_ms", ""),
-        )
-
-    print_table(console, "decoding with drafts; medians", columns, map(cells, rows))
-    console.print(
-        "floor: the time to read a step's weights and rows at an H200's rate\n"
-        "speed, time: tokens/s and the time of a step as multiples of plain decoding's"
-    )
+def show_verdict(rows: Sequence[dict[str, Any]]) -> None:
+    """Say whether "auto" was fast enough, if it was measured."""
     adaptive = [row for row in rows if row["draft_tokens"] == "auto"]
     if adaptive:
         worst = min(adaptive, key=lambda row: row["speed_over_plain"])
         speed, where = worst["speed_over_plain"], f"batch {worst['batch']}"
         verdict = "as wanted" if speed >= LEAST_SPEED else "TOO SLOW"
-        console.print(f"auto: at least {speed} of plain decoding ({where}): {verdict}")
+        print(f"auto: at least {speed} of plain decoding ({where}): {verdict}")

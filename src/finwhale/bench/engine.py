@@ -31,12 +31,10 @@ def source(
     args: argparse.Namespace, *, draft_head: bool = False
 ) -> tuple[DeepseekV4Config, Weights]:
     """The configuration and the weights that the arguments of `add_model_arguments` name.
+    Raises FinwhaleError if they name none.
 
     Args:
         draft_head: include the draft head in a model of random weights.
-
-    Raises:
-        FinwhaleError: the arguments name no weights.
     """
     if args.model is not None:
         checkpoint = Checkpoint.open(checkpoint_directory(args.model))
@@ -55,14 +53,12 @@ def source(
 def open_engine(
     args: argparse.Namespace, longest: int, tokenizer: Tokenizer | None = None, **options: Any
 ) -> tuple[Engine, float]:
-    """Open an engine for the model and with the options of the arguments.
+    """Open an engine for the model and with the options of the arguments; returns it and the
+    seconds of its start.
 
     Args:
         longest: maximum number of tokens of a sequence, unless the model's context is shorter.
         options: options that the benchmark sets.
-
-    Returns:
-        The engine, and the seconds of its start.
     """
     config, weights = source(args)
     options["max_model_len"] = min(longest, config.max_position_embeddings)
@@ -82,10 +78,8 @@ def begin(engine: Engine, prompt: list[int], max_tokens: int = 10**6) -> Request
 def begin_decodes(
     engine: Engine, prompts: Sequence[list[int]], max_tokens: int = 10**6
 ) -> list[RequestOutput]:
-    """Begin a request for each prompt, and step until all of them decode.
-
-    Raises:
-        FinwhaleError: a request ended before all prompts were prefilled.
+    """Begin a request for each prompt, and step until all of them decode. Raises FinwhaleError if a
+    request ended before all prompts were prefilled.
     """
     longest = max(map(len, prompts))
     if longest > engine.config.max_num_batched_tokens:

@@ -99,9 +99,7 @@ def weight_sums(
     specs: Mapping[str, WeightSpec], size: Callable[[WeightSpec], float] = lambda spec: 1.0
 ) -> tuple[float, float]:
     """The sizes of a rank's weights: of all that a step reads except experts, and of experts.
-
-    Args:
-        size: the size of one value of a weight; by default, values are counted.
+    `size` is the size of one value of a weight; by default, values are counted.
     """
     sums = {True: 0.0, False: 0.0}
     for name, spec in specs.items():

@@ -24,7 +24,6 @@ from queue import Queue
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.preflight import check_disk
@@ -53,7 +52,6 @@ from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options
 from finwhale.platform import Platform
-from finwhale.printing import new_console, print_table
 
 # Bytes of one value in a checkpoint. The scales of FP8 and FP4 add less than 7%.
 STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4": 0.54}
@@ -156,10 +154,6 @@ class Loader:
             torch.cuda.synchronize(self.device)
 
 
-# The commands to a loader: the names of its methods.
-PLAIN, LOAD, FOLD, FREE = "plain", "load", "fold", "free"
-
-
 class Loaders:
     """The loaders of all ranks: rank 0's in this process, the others in worker processes."""
 
@@ -198,7 +192,7 @@ def serve(new_loader: Callable[[Peers], Loader], address: StoreAddress, owner: O
         owner.report(Answer(pickle.dumps(None)))
 
 
-def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
+def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     options = EngineConfig(device=args.device, tensor_parallel_size=args.tensor_parallel_size)
     devices = choose_devices(options, lambda count: 1)
     if args.model is None:
@@ -214,9 +208,9 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
         else:
             source = DummySource(specs, choose_device(devices[0])[1])
             written = seconds_of(lambda: write_stored(directory, about, source))
-            console.print(f"wrote {directory} in {written:.1f} s")
+            print(f"wrote {directory} in {written:.1f} s")
     with closing(Loaders(partial(Loader, directory, config, devices), devices)) as loaders:
-        return measure(args, config, loaders, console)
+        return measure(args, config, loaders)
 
 
 def _check_room(
@@ -236,29 +230,19 @@ def _check_room(
         check_disk(directory, stored, "the checkpoint of random weights", remedy)
 
 
-def measure(
-    args: argparse.Namespace, config: DeepseekV4Config, loaders: Loaders, console: Console
-) -> dict[str, Any]:
-    checkpoint, device = loaders.own.checkpoint, loaders.own.device
+def measure(args: argparse.Namespace, config: DeepseekV4Config, loaders: Loaders) -> dict[str, Any]:
+    checkpoint = loaders.own.checkpoint
     size = sum((checkpoint.path / file).stat().st_size for file, _ in checkpoint.shards())
-    times: dict[str, list[float]] = {"plain read": [], "load": [], "fold": []}
-    loaders.run(PLAIN)  # This fills the page cache.
-    ways = {"plain read": PLAIN, "load": LOAD, "fold": FOLD}
+    loaders.run("plain")  # This fills the page cache.
+    ways = {"plain read": "plain", "load": "load", "fold": "fold"}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(args.repeats):
         for name, what in ways.items():
             times[name].append(seconds_of(partial(loaders.run, what)))
-        loaders.run(FREE)
+        loaders.run("free")
     ranks = loaders.own.rank.size
-    where = f"{device.type} on {ranks} ranks" if ranks > 1 else str(device)
-    title = f"{size / 1e9:.1f} GB to {where}; medians"
     results = {name: summary(found) for name, found in times.items()}
     plain = results["plain read"]["median"]
-    rows = []
-    for name, found in results.items():
-        seconds = max(found["median"], 1e-6)
-        rates = f"{size / seconds / 1e9:.1f}", f"{plain / seconds:.0%}"
-        rows.append((name, f"{seconds:.3f}", *(("", "") if name == "fold" else rates)))
-    print_table(console, title, ("", "s", "GB/s", "of the plain read"), rows)
     return {
         "config": args.model or args.config,
         "layers": config.num_hidden_layers,
@@ -278,7 +262,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--zeros writes a checkpoint, and --model uses one: give only one of them")
     record = stamp("load", argv, ("torch",))
     with tempfile.TemporaryDirectory(prefix="finwhale-load-") as temporary:
-        record |= run(args, Path(args.model or temporary), new_console())
+        record |= run(args, Path(args.model or temporary))
         # Deleting the files comes later: with all layers, it takes many seconds.
         keep_record(args.record, record)
     return 0

@@ -18,12 +18,7 @@ REQUEST_S = 3600.0  # time limit of a request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """A server.
-
-    Attributes:
-        url: its root, before /v1.
-        model: its name of the model.
-    """
+    """A server: its root URL, before /v1, and its name of the model."""
 
     url: str
     model: str

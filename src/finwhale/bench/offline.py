@@ -20,12 +20,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, starmap
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
 
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
@@ -248,40 +247,20 @@ def _room(shape: Shape, steps: int, step_tokens: int) -> int:
     return shape.tokens + prefill_steps + 2 * WARM_UP + steps + 8
 
 
-def show_kernels(console: Console, shape: Shape, rows: list[tuple[str, int, float]]) -> None:
+def show_kernels(shape: Shape, rows: list[tuple[str, int, float]]) -> None:
     cells = (
         (name[:70], launches, f"{micros:,.0f}", f"{micros / launches:,.1f}")
         for name, launches, micros in rows
     )
     columns = ("kernel", "launches", "us", "us each")
-    print_table(console, f"{shape}: kernels of one step", columns, cells)
+    print_table(new_console(), f"{shape}: kernels of one step", columns, cells)
 
 
 # Options of the engine that the benchmark derives from the measured shapes.
 SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
 
 
-def show(console: Console, rows: list[tuple[Shape, dict[str, Any]]]) -> None:
-    columns = ("", "ms", "p90", "graph ms", "tokens/s", "floor ms", "share", "experts")
-
-    def cells(shape: Shape, result: dict[str, Any]) -> tuple[object, ...]:
-        median, graph = result["ms"]["median"], result.get("graph_ms")
-        return (
-            shape,
-            f"{median:,.3f}",
-            f"{result['ms']['p90']:,.3f}",
-            "" if graph is None else f"{graph:,.3f}",
-            f"{(shape.batch or shape.tokens) / median * 1e3:,.0f}",
-            f"{result['floor_ms']:,.3f}",
-            f"{result['floor_ms'] / median:.0%}",
-            result.get("experts_hit", ""),
-        )
-
-    title = "whole steps of the engine; medians"
-    print_table(console, title, columns, starmap(cells, rows), no_wrap=True)
-
-
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     shapes = [Shape(batch, args.context) for batch in args.batches]
     shapes += [Shape(1, context) for context in args.long_contexts]
@@ -290,24 +269,21 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     num_seqs = max(1, *(shape.batch for shape in shapes))
     engine, load_s = open_engine(args, longest, max_num_seqs=num_seqs)
     if args.verbose:
-        console.print(f"loaded and captured in {load_s} s")
+        print(f"loaded and captured in {load_s} s")
     bench = Bench(engine, args.steps)
     rows: list[tuple[Shape, dict[str, Any]]] = []
     for shape in shapes:
         rows.append((shape, bench.decode(shape) if shape.batch else bench.prefill(shape)))
         if args.verbose:
-            console.print(f"{shape}: {rows[-1][1]}")
-    show(console, rows)
+            print(f"{shape}: {rows[-1][1]}")
     kernels = {}
     for shape in shapes if args.kernels else ():
         kernels[str(shape)] = bench.kernels(shape, args.kernels)
-        show_kernels(console, shape, kernels[str(shape)])
-    held = memory(engine)
-    console.print(f"loaded and captured in {load_s} s; {held}")
+        show_kernels(shape, kernels[str(shape)])
     return {
         **measured(args, engine),
         "load_s": load_s,
-        "memory": held,
+        "memory": memory(engine),
         "kernels": kernels,
         "results": [
             {"what": str(shape), "batch": shape.batch, "tokens": shape.tokens, **result}
@@ -316,7 +292,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_drafting(args: argparse.Namespace) -> dict[str, Any]:
     """Compare decoding with drafts to plain decoding; returns the record without its stamp."""
     config, weights = source(args, draft_head=True)
     adaptive = args.draft_tokens == "auto"
@@ -334,7 +310,6 @@ def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         graph_sizes=tuple(sorted(set(args.batches))),
     )
     rows = drafting.measure(args, options, config, weights)
-    drafting.show(console, rows)
     return {
         "benchmark": "offline with drafts",
         "config": args.model or args.config,
@@ -361,8 +336,10 @@ def main(argv: Sequence[str]) -> int:
     if args.steps is None:
         args.steps = ADAPTIVE_STEPS if args.draft_tokens == "auto" else STEPS
     record = stamp("offline", argv, ("torch",))
-    record |= (run_drafting if args.draft_tokens else run)(args, new_console())
+    record |= (run_drafting if args.draft_tokens else run)(args)
     keep_record(args.record, record)
+    if args.draft_tokens:
+        drafting.show_verdict(record["results"])
     return 0
 
 

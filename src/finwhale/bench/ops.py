@@ -141,27 +141,16 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops) -> dict[str, Any]:
 def run_timing(
     sizes: Sizes, ops: Ops, operators: Sequence[str], batches: Sequence[int], context: int
 ) -> list[Any]:
-    """Measure each kernel at each batch, and print a line for it; returns the lines as dicts."""
+    """Measure each kernel at each batch."""
     draw = ModelDraw("cuda")
     chosen = [name for name in kernels(ops) if not operators or name in operators]
-    print(
-        f"{'operator':29}{'tokens':>7}{'us':>9}{'p10':>9}{'p90':>9}{'MB':>9}{'floor':>8}{'share':>7}"
-    )
     lines = []
     steps = [step(batch, context) for batch in batches]
     for cases in zip(*(model_cases(sizes, draw, chunks) for chunks in steps), strict=True):
         if cases[0].operator not in chosen:
             continue
-        for case, batch, chunks in zip(cases, batches, steps, strict=True):
-            line = measure(case, chunks, ops)
-            lines.append(line)
-            us = line["kernel_us"]
-            print(
-                f"{case.operator + ' ' + case.name:29}{batch:7}{us['median']:9.2f}"
-                f"{us['p10']:9.2f}{us['p90']:9.2f}{line['bytes'] / 1e6:9.2f}"
-                f"{line['floor_us']:8.2f}{line['share_of_floor']:7.1%}",
-                flush=True,
-            )
+        for case, chunks in zip(cases, steps, strict=True):
+            lines.append(measure(case, chunks, ops))
             torch.cuda.empty_cache()
     return lines
 

@@ -17,20 +17,16 @@ from typing import Any
 import torch
 
 import finwhale
+from finwhale.bench.results import print_results
 from finwhale.errors import FinwhaleError
 from finwhale.platform import processor_name, usable_cores
+from finwhale.printing import new_console
 
 RESULTS = Path("bench/results")
 
 
 def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """The name, time, hardware, versions and command of a measurement.
-
-    Args:
-        what: name of the benchmark.
-        argv: its command-line arguments.
-        packages: packages whose versions to record.
-    """
+    """The name, time, hardware, command and versions of a measurement, also of `packages`."""
     return {
         "benchmark": what,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -70,7 +66,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def keep_record(path: Path | None, record: dict[str, Any]) -> None:
-    """Append a record to the file of --record, and say so; None: the user wants no record."""
+    """Print a record's results. Append it to the file of --record; None: the user wants no file."""
+    print_results(new_console(160), record)
     if path is not None:
         append_record(path, record)
         print(f"recorded in {path}")
@@ -85,12 +82,7 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a results file.
-
-    Attributes:
-        line: its number, from 1.
-        data: the JSON object.
-    """
+    """One line of a results file: its number, from 1, and its JSON object."""
 
     path: Path
     line: int
@@ -98,10 +90,8 @@ class Record:
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
-    """Read all records of JSONL files; empty lines are left out.
-
-    Raises:
-        FinwhaleError: a file cannot be read, or a line is no JSON object.
+    """Read all records of JSONL files; empty lines are left out. Raises FinwhaleError if a file
+    cannot be read, or a line is no JSON object.
     """
     found = []
     for path in paths:

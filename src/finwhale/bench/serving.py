@@ -8,7 +8,6 @@ divided by the number of tokens after the first. The server counts the tokens (u
 
 import argparse
 import asyncio
-import math
 import os
 import statistics
 from collections import Counter
@@ -20,21 +19,20 @@ from finwhale.bench.arguments import new_parser
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
 from finwhale.bench.record import keep_record, percentile, stamp
 from finwhale.bench.workload import DATASETS, ServerLoad
-from finwhale.printing import new_console
+from finwhale.options import add_options, read_options
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench serving`. Returns 1 if a request failed, otherwise 0."""
     args = _parser().parse_args(argv)
-    values = {name: getattr(args, name) for name in ServerLoad.__dataclass_fields__}
-    given = {name: value for name, value in values.items() if value is not None}
-    load = ServerLoad(**DATASETS[args.dataset] | given)
+    sizes = DATASETS[args.dataset]
+    given = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
+    load = read_options(args, ServerLoad, **sizes | given)
     root = args.url.rstrip("/").removesuffix("/v1")
     endpoint = Endpoint(url=root, model=args.model, api_key=os.environ.get("OPENAI_API_KEY"))
     asyncio.run(check_endpoint(endpoint))
     check_client(load)
     found = summarise(*asyncio.run(run_load(endpoint, load)))
-    _print(found)
     server = {"url": root, "model": args.model, "api_key": endpoint.api_key is not None}
     described = server | asdict(load) | {"request_rate": str(load.request_rate)}
     record = stamp("serving", argv, ("aiohttp",)) | {"load": described} | found
@@ -73,18 +71,6 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"mean": round(statistics.fmean(times), 4), "p50": p50, "p99": p99}
 
 
-def _print(found: dict[str, Any]) -> None:
-    console = new_console()
-    console.print(
-        f"{found['completed']} requests in {found['seconds']:.2f} s: "
-        f"{found['requests_per_second']:.2f} requests/s; {found['output_tokens_per_second']:,.1f} "
-        f"tokens/s generated, {found['total_tokens_per_second']:,.1f} tokens/s with prompts; "
-        f"{found['cached_tokens']} of {found['prompt_tokens']} prompt tokens were cached"
-    )
-    if found["errors"]:
-        console.print(f"errors: {found['errors']}", style="red")
-
-
 def _span(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     span = int(low), int(high or low)
@@ -106,24 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="URL of the endpoint")
     add("--model", required=True, help="the endpoint's name of the model")
-    about = "lengths of the requests: uniform in a range; or agents, which are sessions of growing "
-    about += "prompts with a shared system prompt"
-    add("--dataset", choices=DATASETS, default="uniform", help=about)
-    add("--num-requests", type=int, default=256, metavar="N", help="number of requests")
-    about = "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: "
-    about += "all at once"
-    add("--request-rate", type=float, default=math.inf, metavar="R", help=about)
-    about = "maximum number of requests at once (default: no limit)"
-    add("--concurrency", type=int, metavar="N", help=about)
     about = "length of a prompt, or a range of lengths; of agents: what each turn adds"
     add("--input-tokens", type=_span, metavar="N[:M]", help=about + _default("input_tokens"))
     about = "length of an output, or a range of lengths"
     add("--output-tokens", type=_span, metavar="N[:M]", help=about + _default("output_tokens"))
     about = "number of tokens with which all prompts begin; of agents: the system prompt"
     add("--shared-prefix", type=int, metavar="N", help=about + _default("shared_prefix"))
-    about = "number of requests of an agent's session"
-    add("--turns", type=int, default=8, metavar="N", help=about)
-    about = "let the model end its output"
-    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help=about)
-    add("--seed", type=int, default=0, help="seed of prompts and arrival times")
+    add_options(parser, ServerLoad)
     return parser

@@ -13,15 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.engine import measured, open_engine, prefill
 from finwhale.bench.record import keep_record, stamp
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.rank.start_times import process_start, whole_start
-from finwhale.printing import new_console, print_table
 
 REPORT = "finwhale-start "  # Each start's process prints its results on a line with this prefix.
 
@@ -72,32 +69,14 @@ def starts(args: argparse.Namespace, argv: Sequence[str]) -> list[dict[str, Any]
     return results
 
 
-def show(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    phases = list(results[0]["phases"])
-    columns = ("start", *phases, "first token", "kernels", "compiled")
-    rows = (
-        (
-            result["start"],
-            *(f"{result['phases'][name]:.2f}" for name in phases),
-            f"{result['first_token_s']:.2f}",
-            result["kernels"],
-            result["compiled"],
-        )
-        for result in results
-    )
-    print_table(console, "seconds of each start", columns, rows, no_wrap=True)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench start`."""
     args = _parser().parse_args(argv)
     if args.one:
         print(REPORT + json.dumps(measure(args)), flush=True)
         return 0
-    console = new_console(160)
     record = stamp("start", argv, ("torch",))
     results = starts(args, argv)
-    show(console, results)
     shared = ("config", "layers", "tensor_parallel_size")
     record |= {name: results[0][name] for name in shared}
     record["results"] = [{k: v for k, v in one.items() if k not in shared} for one in results]

@@ -15,13 +15,11 @@ from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
-from rich.console import Console
 
 from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.engine import begin, measured, memory, open_engine
 from finwhale.bench.record import keep_record, percentile, stamp, summary
 from finwhale.engine.loop.engine import Engine
-from finwhale.printing import new_console, print_table
 from finwhale.request import RequestOutput
 
 # Number of steps between two other requests of each kind, and the tokens that each one generates.
@@ -88,10 +86,8 @@ class OtherRequests:
 def serve(
     engine: Engine, draw: np.random.Generator, load: EngineLoad, long_prompt: int | None = None
 ) -> dict[str, Any]:
-    """Run a load to its end, and measure it.
-
-    Args:
-        long_prompt: number of tokens of other requests' long prompts; None: no other requests.
+    """Run a load to its end, and measure it. `long_prompt` is the number of tokens of other
+    requests' long prompts; None: there are no other requests.
     """
     shape = load.requests, load.prompt_tokens
     prompts = draw.integers(engine.model_config.vocab_size, size=shape).tolist()
@@ -131,21 +127,6 @@ def serve(
     return found | ({} if others is None else {"others": others.summary()})
 
 
-def show(console: Console, load: EngineLoad, rows: dict[str, dict[str, Any]]) -> None:
-    columns = ("", "tokens/s", "step ms", "slowest", "between tokens: p50", "p99", "max")
-    cells = (
-        (
-            what,
-            f"{row['output_tokens_per_s']:,}",
-            f"{row['step_ms']['median']:,.2f}",
-            f"{row['step_ms']['max']:,.1f}",
-            *(f"{row['between_tokens_ms'][name]:,.2f}" for name in ("p50", "p99", "max")),
-        )
-        for what, row in rows.items()
-    )
-    print_table(console, str(load), columns, cells)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench throughput`."""
     parser = _parser()
@@ -160,10 +141,8 @@ def main(argv: Sequence[str]) -> int:
     rows = {"alone": serve(engine, draw, load)}
     if args.long_prompt:
         rows["among others"] = serve(engine, draw, load, args.long_prompt)
-    console = new_console()
-    show(console, load, rows)
     late = dict(engine.metrics().late_compilations)
-    console.print(f"started in {start_s} s; kernels compiled since then: {late}")
+    print(f"started in {start_s} s; kernels compiled since then: {late}")
     found = {
         **measured(args, engine),
         "load": str(load),

@@ -24,10 +24,8 @@ def warm_up(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def replay_ms(replay: Callable[[], object], repeats: int, *, wait: bool = True) -> list[float]:
-    """Call `replay` several times; returns how many milliseconds the GPU took for each call.
-
-    Args:
-        wait: the host waits for the end of each call before it makes the next.
+    """Call `replay` several times; returns how many milliseconds the GPU took for each call. With
+    `wait`, the host waits for the end of each call before it makes the next.
     """
     events = []
     for _ in range(repeats):

@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from finwhale.errors import FinwhaleError
+from finwhale.options import check_options, option
 
 TOKEN_IDS = range(256, 4000)  # Low ids are often control tokens.
 # The default lengths of each data set, in tokens.
@@ -38,34 +39,37 @@ class ServerLoad:
     """The requests to send to an endpoint.
 
     Attributes:
-        num_requests: total number of requests.
-        request_rate: requests (of agents: sessions) per second; infinite: all at once.
-        concurrency: maximum number of requests at once; None: no limit.
         input_tokens, output_tokens: least and largest length; each request draws its own. Of
             agents: the tokens that a turn adds.
         shared_prefix: number of tokens with which all prompts begin, of input_tokens; of agents:
             the system prompt, which comes before input_tokens.
-        turns: number of requests of an agent's session.
-        ignore_eos: whether outputs have exactly the wanted length.
-        seed: of prompts and arrival times.
     """
 
-    dataset: Literal["uniform", "agents"] = "uniform"
-    num_requests: int = 256
-    request_rate: float = math.inf
-    concurrency: int | None = None
     input_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
     shared_prefix: int = 0
-    turns: int = 8
-    ignore_eos: bool = True
-    seed: int = 0
+    dataset: Literal["uniform", "agents"] = option(
+        "uniform",
+        "lengths of the requests: uniform in a range; or agents, which are sessions of growing "
+        "prompts with a shared system prompt",
+    )
+    num_requests: int = option(256, "number of requests", metavar="N", least=1)
+    request_rate: float = option(
+        math.inf,
+        "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: all "
+        "at once",
+        metavar="R",
+        above=0,
+    )
+    concurrency: int | None = option(
+        None, "maximum number of requests at once", unset="no limit", metavar="N", least=1
+    )
+    turns: int = option(8, "number of requests of an agent's session", metavar="N", least=1)
+    ignore_eos: bool = option(True, "let the model end its output", flag="--no-ignore-eos")
+    seed: int = option(0, "seed of prompts and arrival times")
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1 or not self.request_rate > 0:
-            raise FinwhaleError("--request-rate and --num-requests must be above 0")
-        if self.turns < 1 or (self.concurrency is not None and self.concurrency < 1):
-            raise FinwhaleError("--turns and --concurrency must be at least 1")
+        check_options(self)
         least = self.input_tokens[0]
         if self.dataset == "uniform" and self.shared_prefix >= least:
             raise FinwhaleError(

@@ -51,11 +51,7 @@ GPU_TORCH = "2.11.0"  # the newest that has run on a GPU, with its Triton; also 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        advice: what to do; empty if nothing is to be done.
-    """
+    """One line of the report. `advice` says what to do; empty: nothing is to be done."""
 
     subject: str
     found: str

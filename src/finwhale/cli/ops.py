@@ -31,10 +31,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="finwhale ops",
-        description="List the implementation of each operator.",
-    )
+    parser = Parser(prog="finwhale ops", description="List the implementation of each operator.")
     parser.add_argument(
         "--platform", choices=PLATFORMS, help="show this platform's table instead of this machine's"
     )

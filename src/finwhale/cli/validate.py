@@ -77,11 +77,7 @@ def run(argv: Sequence[str]) -> int:
 def _check_model(
     llm: "finwhale.LLM", expectations: Expectations, recall_tokens: int
 ) -> list[Check]:
-    """All checks that run the model.
-
-    Raises:
-        FinwhaleError: the context limit is too low.
-    """
+    """All checks that run the model. Raises FinwhaleError if the context limit is too low."""
     if llm._engine.max_model_len < MIN_CONTEXT:
         raise FinwhaleError(
             f"validate needs room for {MIN_CONTEXT} tokens, and max_model_len is "

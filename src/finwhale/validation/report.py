@@ -29,10 +29,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The usual values of a number, and the values beyond which its check fails.
-
-    Attributes:
-        reason: what the limits rest on.
+    """The usual values of a number, the values beyond which its check fails, and `reason`: what
+    these limits rest on.
     """
 
     low: float

@@ -1,27 +1,32 @@
-"""Turns records into values that can be compared.
+"""Finds the results of a record, and prints them.
 
-A result is a number whose name ends with its unit, such as step_ms, or is listed in MORE or LESS. A
+A result is a number whose name ends with its unit, such as step_ms, or as one of BETTER does. A
 summary counts with its median. A record without results becomes a list of all its fields, so that a
 report leaves nothing out.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from finwhale.bench.record import Record
+from rich.console import Console
+
+from finwhale.printing import print_table
 
 # Fields that describe a run instead of its results.
 STAMP = ("date", "commit", "hardware", "versions", "command", "benchmark")
-OTHER = "other"
 # By the last word of a name: the unit. Less is better, except of memory.
 UNITS = {"ms": "ms", "us": "µs", "ns": "ns", "s": "s", "seconds": "s", "gib": "GiB"}
 # Of the numbers in an object.
 INNER_UNITS = {"phases": "s", "errors": "requests"}
-# Ends of names of numbers without a unit, of which more or less is better.
-MORE = ("per_s", "per_second", "per_step", "speedup", "overlap", "same_top_1")
-LESS = ("relative_error",)
+# By the end of a name, of numbers without a unit: whether more is better; None: neither.
+BETTER = {
+    **dict.fromkeys(("tokens_per_s", "per_second", "per_step", "speedup", "accepted"), True),
+    **dict.fromkeys(("speed_over_plain", "overlap", "same_top_1", "same_tokens"), True),
+    **dict.fromkeys(("relative_error", "step_over_plain"), False),
+    **dict.fromkeys(("experts_hit", "found", "prompt_tokens", "cached_tokens"), None),
+}
 # The fields of a result that say what it is.
 WORDS = ("what", "operator", "case", "start", "engine", "implementation", "dtype", "launch")
 SIZES = ("running", "batch", "draft_tokens", "rows", "width", "tokens")
@@ -41,56 +46,48 @@ class Value:
     more_is_better: bool | None = None
     floor: float | None = None
 
+    @property
+    def floor_share(self) -> float | None:
+        """How near the value is to its floor; None: it has no floor."""
+        if self.floor is None or not self.value or isinstance(self.value, str):
+            return None
+        return self.floor / self.value
+
 
 # What was measured and the name of the value, such as ("decode, batch 1", "time").
 Key = tuple[str, str]
 Values = dict[Key, Value]
 
 
-@dataclass(slots=True)
-class Run:
-    """A record, which is a column of a comparison."""
-
-    name: str
-    record: Record
-    values: Values
-
-    @property
-    def data(self) -> dict[str, Any]:
-        return self.record.data
-
-
-@dataclass(slots=True)
-class RunGroup:
-    """Runs of one kind that measured the same work."""
-
-    kind: str
-    work: str
-    runs: list[Run]
-
-
-def groups_of(records: Sequence[Record]) -> list[RunGroup]:
-    """RunGroup the records by kind and work, in the order of their first record."""
-    groups: dict[tuple[str, str], RunGroup] = {}
-    for number, record in enumerate(records, 1):
-        kind, work = str(record.data.get("benchmark", OTHER)), _work(record.data)
-        group = groups.setdefault((kind, work), RunGroup(kind, work, []))
-        group.runs.append(Run(f"R{number}", record, values_of(record.data)))
-    return list(groups.values())
+def print_results(console: Console, data: dict[str, Any]) -> None:
+    """Print a record's results: a row for what was measured, a column for the name of a value."""
+    rows: dict[str, dict[str, str]] = {}
+    for (what, name), value in values_of(data).items():
+        share = f" ({value.floor_share:.0%})" if value.floor_share else ""
+        column = f"{name}, {value.unit}" if value.unit else name
+        rows.setdefault(what, {})[column] = f"{in_digits(value.value)}{share}"
+    tables: list[dict[str, dict[str, str]]] = []
+    for what, cells in rows.items():
+        # Rows share a table if they share a column.
+        fitting = (one for one in tables if any(cells.keys() & row.keys() for row in one.values()))
+        table = next(fitting, None)
+        if table is None:
+            tables.append(table := {})
+        table[what] = cells
+    for table in tables:
+        columns = list(dict.fromkeys(column for cells in table.values() for column in cells))
+        lines = ((what, *(cells.get(one, "") for one in columns)) for what, cells in table.items())
+        print_table(console, None, ("", *columns), lines)
+    console.print("times are medians; in brackets: the share of the floor")
 
 
-def _work(data: dict[str, Any]) -> str:
-    """What a record measured, in words; runs with the same words are compared."""
-    load = data.get("load")
-    if isinstance(load, dict):
-        others = ("url", "model", "api_key", "seed")
-        load = ", ".join(f"{k} {v}" for k, v in load.items() if k not in others and v is not None)
-    words = [str(data[name]) for name in ("config", "model") if data.get(name) is not None]
-    if data.get("layers") is not None:
-        words.append(f"{data['layers']} layers")
-    ranks = data.get("tensor_parallel_size") or data.get("ranks") or 1
-    words += [f"{ranks} ranks"] if ranks != 1 else []
-    return ", ".join([*words, load] if load else words)
+def in_digits(value: float | str | None) -> str:
+    """A value with four digits, or all of a whole number."""
+    if isinstance(value, str | None):
+        return value or ""
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def values_of(data: dict[str, Any]) -> Values:
@@ -112,11 +109,11 @@ def _results(
     floors = {**floors, **{name: value for name, value in fields.items() if "floor" in name}}
     for name, value in fields.items():
         stem, _, last = name.rpartition("_")
-        rate = name.endswith(MORE)
+        end = next(filter(name.endswith, BETTER), None)
         own, shown = INNER_UNITS.get(name, unit), name
-        if rate or name.endswith(LESS):
+        if end is not None:
             own = ""
-        elif last in UNITS:
+        elif last in UNITS and not name.endswith("_per_s"):
             own, shown = UNITS[last], stem or "time"
         shown = shown.replace("_", " ")
         if isinstance(value, dict) and "median" in value:
@@ -132,11 +129,11 @@ def _results(
                     seen[inner] = seen.get(inner, 0) + 1
                     inner += f" {seen[inner]}" if seen[inner] > 1 else ""
                     yield from _results(part, _join(what, inner), "", floors)
-        elif name not in floors and (own or rate or name.endswith(LESS)) and _is_finite(value):
+        elif name not in floors and (own or end is not None) and _is_finite(value):
             floor = floors.get(f"{stem}_floor_{last}")
             if floor is None and stem in ("", "kernel", "step"):
                 floor = floors.get(f"floor_{last}")
-            better = None if own == "GiB" else rate
+            better = BETTER[end] if end is not None else None if own == "GiB" else False
             yield (what, shown), Value(value, own, better, floor if _is_finite(floor) else None)
 
 
@@ -144,7 +141,8 @@ def _name(result: dict[str, Any]) -> str:
     """The name of a result of a list. It has the sizes that the words do not mention."""
     words = " ".join(str(result[name]) for name in WORDS if result.get(name))
     known = words.replace(",", " ").split()
-    sizes = ((name, result.get(name)) for name in SIZES)
+    # A batch of 0 is a prefill.
+    sizes = ((name, result.get(name)) for name in SIZES if name != "batch" or result.get(name))
     more = [f"{k} {v}" for k, v in sizes if isinstance(v, int | str) and str(v) not in known]
     if isinstance(result.get("accept"), int | float):
         more.append(f"{result['accept']:.0%} right")
