@@ -417,7 +417,7 @@ def run_ranks(size: int, args: argparse.Namespace, show: Send, run: Run = measur
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     lines = torch.multiprocessing.get_context("spawn").SimpleQueue()
     given = run, size, store.port, args, lines
-    ranks: Any = spawn(work, given, size, join=False, daemon=True)  # type: ignore[no-untyped-call]
+    ranks: Any = spawn(work, given, size, join=False, daemon=True)
     deadline, ended = time.monotonic() + args.timeout, False
     try:
         while not ended and time.monotonic() < deadline:

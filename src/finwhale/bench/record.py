@@ -69,15 +69,10 @@ def keep_record(path: Path | None, record: dict[str, Any]) -> None:
     """Print a record's results. Append it to the file of --record; None: the user wants no file."""
     print_results(new_console(160), record)
     if path is not None:
-        append_record(path, record)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
         print(f"recorded in {path}")
-
-
-def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Append a record to a JSONL file; creates the file's folder if it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

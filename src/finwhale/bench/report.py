@@ -108,7 +108,7 @@ def _runs(groups: Sequence[RunGroup]) -> Iterator[str]:
                 escape(_hardware(run.data.get("hardware"))),
                 escape(_versions(run.data)),
                 "<br>".join(f"<code>{escape(str(text))}</code>" for text in texts if text),
-                escape(_place(run.record)),
+                escape(f"{run.record.path}:{run.record.line}"),
             ]
             yield f'<tr><th scope="row">{run.name}</th>'
             yield "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
@@ -131,10 +131,6 @@ def _versions(data: dict[str, Any]) -> str:
     if data.get("commit"):
         parts.append(f"commit {data['commit']}")
     return ", ".join(parts)
-
-
-def _place(record: Record) -> str:
-    return f"{record.path}:{record.line}"
 
 
 def _comparison(group: RunGroup) -> Iterator[str]:

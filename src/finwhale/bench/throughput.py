@@ -118,7 +118,7 @@ def serve(
         "output_tokens_per_s": round(load.requests * load.output_tokens / seconds),
         "step_ms": steps,
         "slowest_over_median": round(steps["max"] / steps["median"], 2),
-        "slowest": {number: round(times[number], 3) for number in slowest},
+        "slowest": {str(number): round(times[number], 3) for number in slowest},
         "between_tokens_ms": {
             name: percentile(between, part)
             for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
