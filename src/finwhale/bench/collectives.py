@@ -53,7 +53,6 @@ TICK_S = 0.25
 WAIT_SECONDS = 30.0  # A kernel waits this long for another rank, which may still be compiling.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-Call = Callable[[Tensor], Tensor]
 Line = dict[str, Any]
 Send = Callable[[Line], None]
 MhcCall = Callable[[Tensor | PartialSum], tuple[Tensor, ...]]
@@ -71,7 +70,7 @@ class Implementation:
     """
 
     name: str
-    call: Call
+    call: Callable[[Tensor], Tensor]
     most: int = 2**62
     exact: bool = True
     own_input: Callable[[Tensor], Tensor] = Tensor.clone
