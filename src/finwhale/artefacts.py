@@ -15,7 +15,7 @@ import shutil
 import struct
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 
@@ -70,10 +70,8 @@ def checksum(data: bytes) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically, safe against concurrent readers and writers.
-
-    Raises:
-        OSError: the file cannot be written; nothing is left of it.
+    """Write a file atomically, safe against concurrent readers and writers. Raises OSError if it
+    cannot be written; nothing is left of it.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
@@ -181,25 +179,15 @@ class Artefacts:
 
     # --- Filling ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Hold the lock for filling the folder.
-
-        Other processes wait, and then find the artefacts.
-        """
-        if not self.writable:
-            yield
-            return
-        with locked(self.path / "lock"):
-            yield
+    def filling(self) -> AbstractContextManager[None]:
+        """Hold the lock for filling the folder. Others wait, and then find the artefacts."""
+        return locked(self.path / "lock") if self.writable else nullcontext()
 
     # --- Damage -----------------------------------------------------------------------------------
 
     def check(self) -> int:
-        """Remove damaged artefacts, so that they are built again; returns their number.
-
-        Raises:
-            ResourceError: a damaged artefact cannot be removed.
+        """Remove damaged artefacts, so that they are built again; returns their number. Raises
+        ResourceError if one cannot be removed.
         """
         seals = self._seals()
         bad = [entry for entry in self._entries() if not self._is_whole(entry, seals)]

@@ -12,10 +12,8 @@ MAX_BYTES = 1 << 28
 
 
 def mode_of(path: Path) -> int:
-    """The st_mode of the file that a path names, after symbolic links; 0: there is no file.
-
-    Raises:
-        CheckpointError: the path cannot be followed, for example because links form a loop.
+    """The st_mode of the file that a path names, after symbolic links; 0: there is no file. Raises
+    CheckpointError if the path cannot be followed, for example because links form a loop.
     """
     try:
         return path.stat().st_mode

@@ -19,9 +19,7 @@ class _Bytes(DownloadColumn):
 @contextmanager
 def loading_bar() -> Iterator[Callable[[int, int], None]]:
     """Shows one line on standard error, if that is a terminal: the weights, then what follows them.
-
-    Yields:
-        A function that takes the numbers of bytes read and of all bytes.
+    Yields a function that takes the numbers of bytes read and of all bytes.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), _Bytes(), TimeElapsedColumn())
     console, disable = Console(file=sys.stderr), not sys.stderr.isatty()

@@ -20,70 +20,40 @@ from finwhale.errors import FinwhaleError
 T = TypeVar("T")
 
 
-def option(
-    default: T,
-    help: str,
-    *,
-    unset: str | None = None,
-    metavar: str | None = None,
-    flag: str | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    items: int | None = None,
-    marks: tuple[str, ...] = (),
-) -> T:
-    """A dataclass field that is an option.
-
-    Args:
-        help: what the option does, in one line.
-        unset: what a default of None, or an empty one, means.
-        metavar: the name of the value in `--help`; None: argparse chooses it, or SECONDS if the
-            name of the field ends with "_s".
-        flag: the command-line flag; None: "--" and the name of the field, without "_s". A flag that
-            begins with "--no-" sets a bool to False.
-        least, above, most: bounds of a number, which `check_options` checks; None: no bound.
-        items: most items of a list that a client of the server may send.
-        marks: names of lists of options to which this one belongs (`marked`).
-    """
-    given = {"help": help, "unset": unset, "metavar": metavar, "flag": flag, "marks": marks}
-    bounds = {"least": least, "above": above, "most": most, "items": items}
-    return field(default=default, metadata={**given, **bounds})
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One option of a dataclass.
 
     Attributes:
-        flag: its command-line flag.
         kind: the type of its value; None: the value is one of `words`.
         words: words that the value may be.
         optional: whether the value may be None.
-        least, above, most, items, marks: see `option`.
+        help: what the option does, in one line.
+        flag: the command-line flag. One that begins with "--no-" sets a bool to False.
+        unset: what a default of None, or an empty one, means.
+        metavar: the name of the value in `--help`; None: argparse chooses it.
+        least, above, most: bounds of a number, which `check_options` checks; None: no bound.
+        items: most items of a list that a client of the server may send.
+        marks: names of lists of options to which this one belongs (`marked`).
     """
 
     name: str
-    flag: str
     default: Any
-    help: str
-    unset: str | None
-    metavar: str | None
     kind: Any
     words: tuple[str, ...]
     optional: bool
-    least: float | None
-    above: float | None
-    most: float | None
-    items: int | None
-    marks: tuple[str, ...]
+    help: str
+    flag: str
+    unset: str | None = None
+    metavar: str | None = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    items: int | None = None
+    marks: tuple[str, ...] = ()
 
     def argument(self, default: Any) -> dict[str, Any]:
-        """Keyword arguments of `ArgumentParser.add_argument`.
-
-        Args:
-            default: the default value for this command.
-        """
+        """Keyword arguments of `ArgumentParser.add_argument`, with this command's default value."""
         is_unset = default is None or default == ()
         shown = f" (default: {self.unset})" if is_unset and self.unset else ""
         text = (self.help + shown).replace("%", "%%")  # argparse formats it
@@ -100,7 +70,16 @@ class Option:
             return {**found, "default": None, "action": "append", "help": f"{text}; repeatable"}
         if self.kind == tuple[int, ...]:
             return {**found, "type": _integers}
-        return {**found, "type": partial(_word_or_number, self.words) if self.words else self.kind}
+        return {**found, "type": partial(word_or_number, self.words) if self.words else self.kind}
+
+
+def option(default: T, help: str, **given: Any) -> T:
+    """A dataclass field that is an option. `given` are attributes of Option, from `flag` on.
+
+    The default flag is "--" and the field's name. An "_s" at its end is left out, and the default
+    metavar is then SECONDS.
+    """
+    return field(default=default, metadata={"help": help, **given})
 
 
 def options_of(config: type) -> tuple[Option, ...]:
@@ -115,9 +94,10 @@ def _options_of(config: type) -> tuple[Option, ...]:
     for declared in fields(config):
         if "help" not in declared.metadata:
             continue
-        given, hint = dict(declared.metadata), hints[declared.name]
-        given["flag"] = given["flag"] or "--" + declared.name.removesuffix("_s").replace("_", "-")
-        given["metavar"] = given["metavar"] or ("SECONDS" if declared.name.endswith("_s") else None)
+        hint, name = hints[declared.name], declared.name
+        given = {"flag": "--" + name.removesuffix("_s").replace("_", "-"), **declared.metadata}
+        if name.endswith("_s"):
+            given = {"metavar": "SECONDS", **given}
         union = get_origin(hint) in (typing.Union, types.UnionType)
         kinds = get_args(hint) if union else (hint,)
         given["optional"] = types.NoneType in kinds
@@ -152,13 +132,9 @@ def add_options(
 
 
 def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T:
-    """Make the dataclass `config` from the arguments that `add_options` has declared.
-
-    Args:
-        more: further fields; they replace values from `args`.
-
-    Raises:
-        FinwhaleError: a value is out of range.
+    """Make the dataclass `config` from the arguments that `add_options` has declared; `more` are
+    further fields, which replace values from `args`. Raises FinwhaleError if a value is out of
+    range.
     """
     given = {one.name: getattr(args, one.name, None) for one in options_of(config)}
     values = {name: value for name, value in given.items() if value is not None}
@@ -166,10 +142,8 @@ def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T
 
 
 def check_options(config: Any, error: type[FinwhaleError] = FinwhaleError) -> None:
-    """Check the types and the bounds of the options of a dataclass instance.
-
-    Raises:
-        error: a value has a wrong type, or is out of bounds.
+    """Check the types and the bounds of the options of a dataclass instance. Raises `error` if a
+    value has a wrong type, or is out of bounds.
     """
     for one in options_of(type(config)):
         value = getattr(config, one.name)
@@ -224,17 +198,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def similar(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """A question after the name of an unknown option: whether the most similar one was meant.
-
-    Args:
-        prefix: what all names begin with.
+    """A question after the name of an unknown option: whether the most similar one was meant. All
+    names begin with `prefix`.
     """
     parts = [one.removeprefix(prefix) for one in names]
     close = difflib.get_close_matches(name.removeprefix(prefix), parts, 1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
-def _word_or_number(words: Sequence[str], text: str) -> str | int:
+def word_or_number(words: Sequence[str], text: str) -> str | int:
+    """The value of an argument that is a number or one of `words`. Raises ArgumentTypeError."""
     if text in words or text.isdecimal():
         return text if text in words else int(text)
     listed = " or ".join(f'"{word}"' for word in words)

@@ -1,6 +1,8 @@
 """The hardware that the process runs on, as plain data. Only this module queries a driver."""
 
 import contextlib
+import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +50,8 @@ class Platform:
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes of host memory that this process can still allocate; None: the system does not say.
 
-    The limits of its control groups count, for a container may have less than its host has.
-
-    Args:
-        root: the directory of proc and sys.
+    The limits of its control groups count, for a container may have less than its host has. `root`
+    is the directory of proc and sys.
     """
     free = [*_free_on_host(root / "proc"), *_free_in_control_groups(root)]
     return min(free, default=None)
@@ -103,6 +103,20 @@ def _free_in_control_group(group: Path, files: tuple[str, str, tuple[str, str]])
     lines = (group / "memory.stat").read_text().splitlines()
     cached = [int(line.split()[1]) for line in lines if line.split()[0] in cache]
     return max(0, limit - used + sum(cached))
+
+
+def processor_name() -> str:
+    """The model of the CPU; where the system does not say, its architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int | None:
+    """Number of CPU cores that this process may use; None: the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def existing_folder(path: Path) -> Path:

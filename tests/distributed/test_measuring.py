@@ -55,7 +55,7 @@ def failing(executor: LocalExecutor) -> None:
 
 def test_accuracy_of_two_ranks(two: LLM, path: Path) -> None:
     """The logits of one rank, and the same bits on both."""
-    text = accuracy.Text(list(range(5, 45)), torch.tensor([0, 7, 39]), [3, 20], 4)
+    text = accuracy.SampleText(list(range(5, 45)), torch.tensor([0, 7, 39]), [3, 20], 4)
     one = LLM(path, activations="exact", **OPTIONS)
     (alone,) = call_ranks_collectively(one._engine.executor, partial(accuracy.compute, text, True))
     found, other = call_ranks_collectively(
@@ -95,7 +95,9 @@ def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> N
 
 def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
     model = DeepseekV4Config.from_dict(divisible_config())
+    args = Namespace(batches=[2], context=16, steps=4, draft_tokens=1, accept=[0.0, 1.0])
     rows = drafting.measure(
+        args,
         EngineConfig(
             device="cpu",
             activations="exact",
@@ -104,12 +106,8 @@ def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
             max_num_batched_tokens=64,
             max_model_len=128,
         ),
-        (model, Weights(model)),
-        batches=[2],
-        context=16,
-        steps=4,
-        draft_tokens=1,
-        rates=(0.0, 1.0),
+        model,
+        Weights(model),
     )
     assert [row["tensor_parallel_size"] for row in rows] == [2, 2, 2]
     assert [row["tokens_per_step"] for row in rows] == [1, 1, 2]

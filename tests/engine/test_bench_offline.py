@@ -2,6 +2,7 @@
 
 import pytest
 
+from finwhale.bench.engine import begin_decodes
 from finwhale.bench.offline import WARM_UP, Bench, Shape, _room
 from finwhale.bench.overhead import stub_engine
 from finwhale.config import EngineConfig
@@ -22,15 +23,16 @@ def new_bench(shape: Shape, *, prefix_caching: bool = True) -> Bench:
     return Bench(stub_engine(config, DeepseekV4Config.preset("flash")), STEPS)
 
 
-def begin_decodes(bench: Bench, shape: Shape) -> None:
+def begin(bench: Bench, shape: Shape) -> None:
     length = shape.tokens - STEPS // 2
-    bench._begin_decodes(shape.batch, length, _room(shape, STEPS, STEP_TOKENS) - length)
+    prompts = [bench.prompt(length) for _ in range(shape.batch)]
+    begin_decodes(bench.engine, prompts, _room(shape, STEPS, STEP_TOKENS) - length)
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 16384), Shape(32, 16384), Shape(128, 1024)], ids=str)
 def test_every_request_decodes_during_the_timed_steps(shape: Shape) -> None:
     bench = new_bench(shape)
-    begin_decodes(bench, shape)
+    begin(bench, shape)
     running = bench.engine.scheduler.running
     # No sequence has generated many tokens while the others were prefilled.
     assert max(len(s.token_ids) for s in running) <= shape.tokens + shape.batch
@@ -45,4 +47,4 @@ def test_a_request_that_ends_too_early_is_an_error() -> None:
     """Without the prefix cache, the first requests end while the last prompts are prefilled."""
     shape = Shape(32, 16384)
     with pytest.raises(FinwhaleError, match="a request ended before 32 prompts"):
-        begin_decodes(new_bench(shape, prefix_caching=False), shape)
+        begin(new_bench(shape, prefix_caching=False), shape)

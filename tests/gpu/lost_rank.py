@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from finwhale.bench.collectives import (
+    BenchRanks,
     Line,
-    Mhc,
-    Ranks,
     Send,
     failed,
     fused_sizes,
     make_push,
+    mhc_calls,
     run_ranks,
 )
 from finwhale.distributed.push import Push
@@ -29,7 +29,7 @@ LOST_SECONDS = 1.0
 FUSED = "fused mhc_post_pre"
 
 
-def waits(ranks: Ranks, ops: Ops) -> dict[str, Callable[[Any], Tensor]]:
+def waits(ranks: BenchRanks, ops: Ops) -> dict[str, Callable[[Any], Tensor]]:
     """Calls of a Push that wait for the other ranks."""
     device = ranks.device
     small, large = (torch.ones(num_bytes // 4, device=device) for num_bytes in (2**14, 2**22))
@@ -38,16 +38,17 @@ def waits(ranks: Ranks, ops: Ops) -> dict[str, Callable[[Any], Tensor]]:
         "large all_reduce": lambda made: made.all_reduce(large),
     }
     if ops.mhc_of_terms is not None:
-        mhc, x = Mhc(ranks, ops, 1, 4096), torch.ones((1, 4096), device=device)
+        post_pre = mhc_calls(ranks, ops, 1, 4096)["mhc_post_pre"]
+        x = torch.ones((1, 4096), device=device)
 
         def fused(made: Any) -> Tensor:
-            return mhc.post_pre(PartialSum(x, made.channel(1, 128)))[0]
+            return post_pre(PartialSum(x, made.channel(1, 128)))[0]
 
         calls[FUSED] = fused
     return calls
 
 
-def lose_a_rank(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
+def lose_a_rank(ranks: BenchRanks, args: argparse.Namespace, send: Send) -> None:
     """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
     assert isinstance(ranks.collectives, Push), "this tests GPUs that write each other's memory"
     ops, lost = load_ops(Platform.detect()), ranks.rank.size - 1

@@ -149,7 +149,7 @@ def test_nothing_is_compiled_or_reserved_late_and_every_rank_counts(two: Engine)
 
 def test_two_ranks_are_close_to_one_and_equal_each_other(two: Engine) -> None:
     ids = text(0, 1500)
-    given = accuracy.Text(ids, torch.arange(0, 1500, 5), [130, 700, 1025], 8)
+    given = accuracy.SampleText(ids, torch.arange(0, 1500, 5), [130, 700, 1025], 8)
     two.reset_prefix_cache()
     found, other = call_ranks_collectively(two.executor, partial(accuracy.compute, given, True))
     assert found.digest == other.digest
@@ -166,7 +166,7 @@ def test_ranks_that_hold_attention_whole_are_close_to_one_and_equal_each_other(
     two: Engine,
 ) -> None:
     """Steps of 1,152 tokens and more, launched by the host and captured; `two` has none."""
-    given = accuracy.Text(text(0, 3800), torch.arange(0, 3800, 5), [1300, 2900, 3000], 8)
+    given = accuracy.SampleText(text(0, 3800), torch.arange(0, 3800, 5), [1300, 2900, 3000], 8)
     one = new_engine(1)
     (alone,) = call_ranks_collectively(one.executor, partial(accuracy.compute, given, True))
     del one

@@ -428,7 +428,7 @@ def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> Non
     record = tmp_path / "start.jsonl"
     small = "--device cpu --warm 1 --max-num-seqs 2 --max-model-len 256"
     assert main(["bench", "start", *small.split(), "--record", str(record)]) == 0
-    assert "seconds of each start" in capsys.readouterr().out
+    assert "first token, s" in capsys.readouterr().out
     found = json.loads(record.read_text())
     assert [start["start"] for start in found["results"]] == ["cold", "warm"]
     for start in found["results"]:

@@ -11,18 +11,18 @@ import pytest
 
 from finwhale.bench.load_client import Endpoint, Result, run_load
 from finwhale.bench.serving import main, summarise
-from finwhale.bench.workload import Load, make_sessions
+from finwhale.bench.workload import DATASETS, ServerLoad, make_sessions
 from finwhale.errors import FinwhaleError
 
 from .running import MODEL, RunningServer
 
 
-def bodies(load: Load) -> list[dict[str, Any]]:
+def bodies(load: ServerLoad) -> list[dict[str, Any]]:
     return [json.loads(body) for session in make_sessions(load, MODEL) for body in session]
 
 
 def test_counts_and_times(server: RunningServer) -> None:
-    load = Load(
+    load = ServerLoad(
         num_requests=10, concurrency=4, input_tokens=(310, 330),
         output_tokens=(3, 6), shared_prefix=300, request_rate=100,
     )  # fmt: skip
@@ -57,20 +57,20 @@ def test_quantiles_are_measured_values() -> None:
 
 def test_command(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "runs.jsonl"
-    args = ["--url", f"{server.url}/v1", "--model", MODEL, "--num-requests", "3", "--chat",
+    args = ["--url", f"{server.url}/v1", "--model", MODEL, "--num-requests", "3",
             "--input-tokens", "10", "--output-tokens", "4", "--record", str(record)]  # fmt: skip
     assert main(args) == 0
-    assert "3 requests in" in capsys.readouterr().out
+    assert "output tokens per second" in capsys.readouterr().out
     (line,) = record.read_text().splitlines()
     found = json.loads(line)
     assert found["completed"] == 3 and found["output_tokens"] == 12
     assert found["load"]["request_rate"] == str(math.inf)
     assert found["itl_ms"]["p99"] > 0
-    assert main([*args[:3], "other", *args[4:11]]) == 1
+    assert main([*args[:3], "other", *args[4:10]]) == 1
 
 
 def test_agents_find_their_prefixes(server: RunningServer) -> None:
-    load = Load(dataset="agents", num_requests=7, input_tokens=(40, 60), output_tokens=(4, 8),
+    load = ServerLoad(dataset="agents", num_requests=7, input_tokens=(40, 60), output_tokens=(4, 8),
                 shared_prefix=300, turns=3, seed=5)  # fmt: skip
     results, seconds = asyncio.run(run_load(Endpoint(url=server.url, model=MODEL), load))
     found = summarise(results, seconds)
@@ -86,21 +86,15 @@ def test_agents_find_their_prefixes(server: RunningServer) -> None:
     assert second.begin >= first.begin + first.end  # A turn waits for the answer before it.
 
 
-def num_words(body: dict[str, Any]) -> int:
-    return sum(len(one["content"].split()) for one in body["messages"])
-
-
 def test_lengths_of_agents() -> None:
-    load = Load(dataset="agents", chat=True, num_requests=200, input_tokens=(429, 1288),
-                output_tokens=(91, 273), shared_prefix=4096)  # fmt: skip
-    agents = [num_words(body) for body in bodies(load)]
-    assert sum(agents) / 200 == pytest.approx(8596, rel=0.03)
-    talk = bodies(Load(dataset="agents", chat=True, num_requests=2, shared_prefix=9,
-                       input_tokens=(5, 5), output_tokens=(3, 3)))  # fmt: skip
-    roles = [[one["role"] for one in body["messages"]] for body in talk]
-    assert roles == [["system", "user"], ["system", "user", "assistant", "user"]]
+    load = ServerLoad(dataset="agents", num_requests=200, **DATASETS["agents"])
+    lengths = [len(body["prompt"]) for body in bodies(load)]
+    assert sum(lengths) / 200 == pytest.approx(8596, rel=0.03)
+    small = ServerLoad(dataset="agents", num_requests=2, shared_prefix=9,
+                       input_tokens=(5, 5), output_tokens=(3, 3))  # fmt: skip
+    assert [len(body["prompt"]) for body in bodies(small)] == [9 + 5, 9 + 5 + 3 + 5]
     with pytest.raises(FinwhaleError, match="--shared-prefix must be below --input-tokens"):
-        Load(input_tokens=(5, 9), shared_prefix=5)
+        ServerLoad(input_tokens=(5, 9), output_tokens=(3, 3), shared_prefix=5)
 
 
 def test_an_endpoint_that_does_not_answer(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from finwhale.bench.ops import (
     FAMILIES,
-    Implementation,
+    Kernel,
     implementation,
     model_cases,
     ready,
@@ -121,7 +121,7 @@ def reference_args(case: OpCase, args: Args, weight: Weights) -> Args:
     return plain_args(case.operator, args)
 
 
-def kernel_results(case: OpCase, kernel: Implementation, args: Args) -> list[Tensor]:
+def kernel_results(case: OpCase, kernel: Kernel, args: Args) -> list[Tensor]:
     """Call a kernel of a packed table; returns its results in the reference's form."""
     return plain_results(case.operator, args, results(kernel, args, case.written))
 
@@ -180,7 +180,7 @@ def compare(
 
 
 def same_alone(
-    case: OpCase, kernel: Implementation, args: Args, parts: Sequence[tuple[int, int]]
+    case: OpCase, kernel: Kernel, args: Args, parts: Sequence[tuple[int, int]]
 ) -> str | None:
     """Check that tokens have the same bits alone, in other batches and in the whole batch."""
     count = max(end for _, end in parts)
@@ -268,7 +268,7 @@ def check_model_case(
         yield Verdict(f"{case.name} far pages", check_far_pages(at_step(mixed_step(9)), kernel))
 
 
-def check_padding(case: OpCase, kernel: Implementation) -> str | None:
+def check_padding(case: OpCase, kernel: Kernel) -> str | None:
     """Check that padding tokens after a decode give finite values and change no other result."""
     args = case.args()
     alone = kernel_results(case, kernel, args)
@@ -282,7 +282,7 @@ def check_padding(case: OpCase, kernel: Implementation) -> str | None:
     return compare(found, alone, case.flips, case.tolerance, case.flip)
 
 
-def check_far_pages(case: OpCase, kernel: Implementation) -> str | None:
+def check_far_pages(case: OpCase, kernel: Kernel) -> str | None:
     """Check that pages past 2^31 bytes give the same bits."""
     args = case.args()
     near = kernel_results(case, kernel, args)
@@ -297,14 +297,14 @@ def check_far_pages(case: OpCase, kernel: Implementation) -> str | None:
     return None
 
 
-def _last_rows(kernel: Implementation, args: Args, written: Sequence[int]) -> list[Tensor]:
+def _last_rows(kernel: Kernel, args: Args, written: Sequence[int]) -> list[Tensor]:
     """Like `results`, but without a copy of the pools, which are large."""
     returned = kernel(*args)
     found = () if returned is None else (returned,)
     return [*found, *written_tensors(args, written)]
 
 
-def check_large(at_step: AtStep, kernel: Implementation, values_a_token: int) -> str | None:
+def check_large(at_step: AtStep, kernel: Kernel, values_a_token: int) -> str | None:
     """Check that the last tokens of a batch with more than 2^31 values have the bits as alone."""
     count, rows = 2**31 // values_a_token + 500, LAST_ROWS
     case = at_step(mixed_step(rows))

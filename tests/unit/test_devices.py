@@ -1,6 +1,7 @@
 """Which device each rank gets, and the errors of options that do not fit."""
 
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,9 +204,10 @@ def test_a_benchmark_writes_no_checkpoint_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = DeepseekV4Config.preset("flash").with_layers(1)
+    args = Namespace(model=None, zeros=False)
     monkeypatch.setattr(load, "check_host_memory", lambda num_bytes: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
     with pytest.raises(ResourceError, match=r"random weights takes [\d.]+ GB, and .* has 1.0 GB"):
-        load._check_room(config, tmp_path, ["cpu"])
-    (tmp_path / "model.safetensors").touch()  # nothing is to be written
-    load._check_room(config, tmp_path, ["cpu"])
+        load._check_room(args, config, tmp_path, ["cpu"])
+    args.model = str(tmp_path)  # nothing is to be written
+    load._check_room(args, config, tmp_path, ["cpu"])

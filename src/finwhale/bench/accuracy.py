@@ -11,16 +11,17 @@ import argparse
 import gc
 import hashlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.engine import call_ranks_collectively
-from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp
 from finwhale.bench.stepping import Stepper
 from finwhale.config import EngineConfig
@@ -56,7 +57,7 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class SampleText:
     """A text, and which of its logits are compared.
 
     Attributes:
@@ -71,7 +72,7 @@ class Text:
     tail: int
 
 
-def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
+def compute(text: SampleText, every_way: bool, executor: LocalExecutor) -> Results:
     """Compute the logits of a text at its wanted positions, and those of its tail, on one rank.
 
     Args:
@@ -89,9 +90,6 @@ def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
 
     model = stepper.runner.model
     assert isinstance(model, DeepseekV4)
-    layers: list[Any] = list(model.layers)
-    indexers = [layer.attn.compressor for layer in layers if hasattr(layer.attn.compressor, "topk")]
-    kept = [indexer.select_entries for indexer in indexers]
 
     def recording(run: Any) -> Any:
         def select_entries(*args: Any) -> Any:
@@ -101,11 +99,13 @@ def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
 
         return select_entries
 
-    for indexer, run in zip(indexers, kept, strict=True):
-        indexer.select_entries = recording(run)
-    streams = prefill()
-    for indexer, run in zip(indexers, kept, strict=True):
-        indexer.select_entries = run
+    with ExitStack() as stack:
+        for layer in model.layers:
+            indexer: Any = layer.attn.compressor
+            if hasattr(indexer, "topk"):
+                run = recording(indexer.select_entries)
+                stack.enter_context(patch.object(indexer, "select_entries", run))
+        streams = prefill()
     results.logits[WHOLE] = stepper.logits(streams[wanted]).cpu()
     results.logits[CHUNKED] = results.logits[WHOLE]
     decoded = streams[-tail:]
@@ -150,10 +150,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tail = min(args.decodes, args.tokens - 1)
     wanted = torch.randperm(args.tokens, generator=generator)[: args.positions].sort().values
     cuts = torch.randperm(args.tokens - 1, generator=generator)[:7].add(1).sort().values.tolist()
-    text = Text(token_ids, wanted, cuts, tail)
+    text = SampleText(token_ids, wanted, cuts, tail)
     kind, indices = parse_device(args.device)
     first = f"{kind}:{indices[0]}" if indices else args.device
-    one_rank = {"device": first, "tensor_parallel_size": 1, "reference": True}
+    one_rank: dict[str, Any] = {"device": first, "tensor_parallel_size": 1, "reference": True}
     computed: dict[str, list[Results]] = {}
     table = {
         "device": args.device,
@@ -165,19 +165,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         (BFLOAT16, one_rank),
         (TABLE, table),
     ):
-        engine = start_engine(
-            EngineConfig(
-                wo_a_input=args.wo_a_input,
-                max_model_len=args.tokens + 256,
-                max_num_seqs=1,
-                max_num_batched_tokens=args.tokens,
-                enforce_eager=True,
-                **options,
-            ),
-            config,
-            Weights(config),
-            None,
-        )
+        options |= {"wo_a_input": args.wo_a_input, "enforce_eager": True, "max_num_seqs": 1}
+        options |= {"max_num_batched_tokens": args.tokens, "max_model_len": args.tokens + 256}
+        engine = start_engine(EngineConfig(**options), config, Weights(config), None)
         computed[name] = call_ranks_collectively(
             engine.executor, partial(compute, text, name != TRUTH)
         )
@@ -226,21 +216,9 @@ def passes(result: dict[str, Any]) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench accuracy`. Returns 1 if the table's errors are too large, otherwise 0."""
     args = _parser().parse_args(argv)
-    console = new_console()
-    record = stamp("accuracy", argv, ("torch",))
-    record |= run(args)
-    ranks = record["tensor_parallel_size"]
-    title = f"{args.config}, {args.layers} layers, {args.tokens} tokens"
-    table = new_table(title + (f", {ranks} ranks" if ranks > 1 else ""), "", BFLOAT16, TABLE)
-    for what in record[TABLE]:
-        cells = (
-            ", ".join(f"{name} {value:.4g}" for name, value in record[name_of][what].items())
-            for name_of in (BFLOAT16, TABLE)
-        )
-        table.add_row(what, *cells)
-    console.print(table)
+    record = stamp("accuracy", argv, ("torch",)) | run(args)
     if not record["same_bits_on_all_ranks"]:
-        console.print("the ranks have computed different bits")
+        print("the ranks have computed different bits")
     record["passes"] = passes(record)
     keep_record(args.record, record)
     return 0 if record["passes"] else 1

@@ -11,10 +11,9 @@ from finwhale.options import Parser, add_options, options_of
 
 
 def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentParser:
-    """Create a parser that has the option --record.
+    """Create a benchmark's parser, which has the option --record.
 
     Args:
-        name: name of the benchmark.
         doc: docstring of the benchmark's module. Its first paragraph becomes the description.
         record: name of a results file, as an example for the help text.
     """

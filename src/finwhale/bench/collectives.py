@@ -13,9 +13,7 @@ all-reduce in a layer without fusion.
 import argparse
 import functools
 import itertools
-import multiprocessing.connection
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -25,13 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 import torch.multiprocessing
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from finwhale.bench.arguments import new_parser
-from finwhale.bench.printing import new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, seconds_of, warm_up
 from finwhale.distributed import connect as connecting
@@ -53,14 +49,14 @@ VOCAB_SIZE = 129280
 CALLS = 20
 REPLAYS = 30
 SEND_RATE = 450e9  # bytes per second from one H200 to the others of its host, in one direction
+TICK_S = 0.25
 WAIT_SECONDS = 30.0  # A kernel waits this long for another rank, which may still be compiling.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-Call = Callable[[Tensor], Tensor]
 Line = dict[str, Any]
 Send = Callable[[Line], None]
 MhcCall = Callable[[Tensor | PartialSum], tuple[Tensor, ...]]
-Run = Callable[["Ranks", argparse.Namespace, Send], None]
+Run = Callable[["BenchRanks", argparse.Namespace, Send], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +70,15 @@ class Implementation:
     """
 
     name: str
-    call: Call
+    call: Callable[[Tensor], Tensor]
     most: int = 2**62
     exact: bool = True
     own_input: Callable[[Tensor], Tensor] = Tensor.clone
 
 
-class Ranks:
-    """This process's rank, and helpers that all ranks call together.
-
-    Args:
-        group: process group of the kernels that the benchmark makes itself; None on a CPU.
+class BenchRanks:
+    """This process's rank, and helpers that all ranks call together. `group` is the process group
+    of the kernels that the benchmark makes itself; None on a CPU.
     """
 
     def __init__(
@@ -131,7 +125,7 @@ def world() -> dist.ProcessGroup:
 # --- Implementations ------------------------------------------------------------------------------
 
 
-def all_reduces(ranks: Ranks) -> Iterator[Implementation]:
+def all_reduces(ranks: BenchRanks) -> Iterator[Implementation]:
     yield Implementation("finwhale", ranks.collectives.all_reduce, exact=False)
     yield by_rows("finwhale", ranks.collectives)
     if ranks.device.type == "cpu":
@@ -171,23 +165,20 @@ def _symmetric_copy(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _pushes(ranks: Ranks) -> Iterator[Implementation]:
+def _pushes(ranks: BenchRanks) -> Iterator[Implementation]:
     """Each algorithm at all sizes that fit its buffers."""
-    one = PushSizes(one_shot=2**21, two_shot=2**21, bulk=2**16)
-    two = PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)
-    bulk = PushSizes(one_shot=0, two_shot=0, gather=4, nccl=2**62)
-    yield push(ranks, "one shot", one)
-    yield push(ranks, "two shots", two)
-    yield push(ranks, "bulk", bulk)
-
-
-def push(ranks: Ranks, name: str, sizes: PushSizes) -> Implementation:
-    most = 2**62 if sizes.two_shot == 0 else sizes.two_shot
-    return Implementation(f"push {name}", make_push(ranks, sizes).all_reduce, most)
+    for name, sizes in (
+        ("one shot", PushSizes(one_shot=2**21, two_shot=2**21, bulk=2**16)),
+        ("two shots", PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)),
+        ("bulk", PushSizes(one_shot=0, two_shot=0, gather=4, nccl=2**62)),
+    ):
+        yield Implementation(
+            f"push {name}", make_push(ranks, sizes).all_reduce, sizes.two_shot or 2**62
+        )
 
 
 def make_push(
-    ranks: Ranks,
+    ranks: BenchRanks,
     sizes: PushSizes,
     *,
     fused: bool = False,
@@ -210,7 +201,7 @@ def make_push(
 # --- Measuring ------------------------------------------------------------------------------------
 
 
-def time_calls(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, float], Tensor]:
+def time_calls(ranks: BenchRanks, call: Callable[[], Tensor]) -> tuple[dict[str, float], Tensor]:
     """Microseconds of one call, and the result of the last call."""
     if ranks.device.type == "cpu":
         return ranks.slowest(summary([1e6 * seconds_of(call) for _ in range(3)])), call()
@@ -227,35 +218,51 @@ def time_calls(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, floa
     return ranks.slowest(summary(times)), result
 
 
-def measure(ranks: Ranks, how: Implementation, x: Tensor, wanted: Tensor) -> Line:
-    """Time one implementation on one message, after comparing its result."""
-    given = how.own_input(x)
-    found = how.call(given).clone()
+def measure(
+    ranks: BenchRanks,
+    call: Callable[[], tuple[Tensor, ...]],
+    agree: Callable[[Tensor, Tensor], bool],
+    wanted: tuple[Tensor, ...],
+    *,
+    repeatable: bool = True,
+) -> Line:
+    """Time a call, after comparing its results. If it is `repeatable`, a later call has the same
+    results, and the first of them is compared again.
+    """
+    first, *others = (x.clone() for x in call())
     ranks.synchronise()
-    same = all(torch.equal(part, found) for part in ranks.gathered(found))
-    if how.exact:
-        right = torch.equal(found, wanted)
-    else:
-        tolerance = 2.0**-6 if x.dtype == torch.bfloat16 else 1e-5
-        right = torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=8 * tolerance)
-    times, result = time_calls(ranks, lambda: how.call(given))
-    if how.exact:
-        right &= torch.equal(result, wanted)
+    right = all(map(agree, (first, *others), wanted))
+    times, result = time_calls(ranks, lambda: call()[0])
+    if repeatable:
+        first, right = result, right and agree(result, wanted[0])
+    same = all(torch.equal(part, first) for part in ranks.gathered(first))
     return {"us": times, "right": right, "same_on_all_ranks": same}
 
 
-def attempt(ranks: Ranks, what: Callable[[], Line]) -> Line:
+def measure_collective(ranks: BenchRanks, how: Implementation, x: Tensor, wanted: Tensor) -> Line:
+    """Time one implementation on one message."""
+    given, tolerance = how.own_input(x), 2.0**-6 if x.dtype == torch.bfloat16 else 1e-5
+
+    def near(found: Tensor, wanted: Tensor) -> bool:
+        return torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=8 * tolerance)
+
+    # A call that is not exact may overwrite its input.
+    agree = torch.equal if how.exact else near
+    return measure(ranks, lambda: (how.call(given),), agree, (wanted,), repeatable=how.exact)
+
+
+def attempt(measuring: Callable[..., Line], ranks: BenchRanks, *given: Any) -> Line:
     """Measure a line; returns the error if that fails.
 
     If only one rank fails, the others wait for it until the benchmark's time-out.
     """
     try:
-        return what()
+        return measuring(ranks, *given)
     except (RuntimeError, ValueError, AttributeError, FinwhaleError) as error:
         return {"error": f"rank {ranks.rank.index}: {type(error).__name__}: {error}"[:400]}
 
 
-def random_rows(ranks: Ranks, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+def random_rows(ranks: BenchRanks, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank.index + 1)
     return torch.randn((rows, width), generator=generator, device=ranks.device).to(dtype)
 
@@ -268,23 +275,20 @@ def line_of(what: str, implementation: str, x: Tensor) -> Line:
     return line | {"width": width, "rows": rows, "bytes": x.numel() * x.element_size()}
 
 
-def measure_sums(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
+def measure_sums(ranks: BenchRanks, args: argparse.Namespace, send: Send) -> None:
     for how in all_reduces(ranks):
         for dtype, width, rows in itertools.product(args.dtypes, args.widths, args.rows):
             x = random_rows(ranks, rows, width, DTYPES[dtype])
             line = line_of("all_reduce", how.name, x)
             if line["bytes"] > how.most:
                 continue
-            line["floor_us"] = floor_us(line["bytes"], ranks.rank.size)
+            sent = 2 * (1 - 1 / ranks.rank.size) * line["bytes"]
+            line["floor_us"] = round(sent / SEND_RATE * 1e6, 3)
             wanted = ref.all_reduce(ranks.gathered(x))
-            send(line | attempt(ranks, functools.partial(measure, ranks, how, x, wanted)))
+            send(line | attempt(measure_collective, ranks, how, x, wanted))
 
 
-def floor_us(num_bytes: int, size: int) -> float:
-    return round(2 * (size - 1) / size * num_bytes / SEND_RATE * 1e6, 3)
-
-
-def measure_gathers(ranks: Ranks, send: Send) -> None:
+def measure_gathers(ranks: BenchRanks, send: Send) -> None:
     """Logits of a vocabulary that is cut over the ranks."""
     ways = [Implementation("finwhale", lambda x: ranks.collectives.all_gather(x, 1))]
     if ranks.device.type == "cuda":
@@ -295,63 +299,54 @@ def measure_gathers(ranks: Ranks, send: Send) -> None:
             x = random_rows(ranks, rows, VOCAB_SIZE // ranks.rank.size, torch.float32)
             wanted = ref.all_gather(ranks.gathered(x), 1)
             line = line_of("all_gather", how.name, x)
-            send(line | attempt(ranks, functools.partial(measure, ranks, how, x, wanted)))
+            send(line | attempt(measure_collective, ranks, how, x, wanted))
 
 
-class Mhc:
+def mhc_calls(ranks: BenchRanks, ops: Ops, rows: int, width: int) -> dict[str, MhcCall]:
     """The mHC operators on tensors that are the same on all ranks, except for x."""
+    generator = torch.Generator(ranks.device).manual_seed(0)
+    normal = functools.partial(torch.randn, generator=generator, device=ranks.device)
+    mixes = normal(rows, 4).abs(), normal(rows, 4, 4).softmax(-1)
+    residual = normal(rows, 4, width).bfloat16()
+    fn = normal(24, 4 * width) * width**-0.5
+    weight = MhcWeight(fn, normal(24), normal(24), normal(width))
+    params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
 
-    def __init__(self, ranks: Ranks, ops: Ops, rows: int, width: int) -> None:
-        generator = torch.Generator(ranks.device).manual_seed(0)
-        normal = functools.partial(torch.randn, generator=generator, device=ranks.device)
-        self.ops = ops
-        self.mixes = normal(rows, 4).abs(), normal(rows, 4, 4).softmax(-1)
-        self.residual = normal(rows, 4, width).bfloat16()
-        fn = normal(24, 4 * width) * width**-0.5
-        self.weight = MhcWeight(fn, normal(24), normal(24), normal(width))
-        self.params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
+    def operators(x: Tensor | PartialSum) -> Any:
+        return ops if isinstance(x, Tensor) else ops.mhc_of_terms
 
-    def post_pre(self, x: Tensor | PartialSum) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self._operators(x).mhc_post_pre(
-            x, *self.mixes, self.residual, self.weight, self.params
-        )
-        return found
-
-    def post(self, x: Tensor | PartialSum) -> tuple[Tensor, ...]:
-        return (self._operators(x).mhc_post(x, *self.mixes, self.residual),)
-
-    def _operators(self, x: Tensor | PartialSum) -> Any:
-        return self.ops if isinstance(x, Tensor) else self.ops.mhc_of_terms
+    return {
+        "mhc_post_pre": lambda x: operators(x).mhc_post_pre(x, *mixes, residual, weight, params),
+        "mhc_post": lambda x: (operators(x).mhc_post(x, *mixes, residual),),
+    }
 
 
-def fused_sizes(ranks: Ranks) -> PushSizes:
+def fused_sizes(ranks: BenchRanks) -> PushSizes:
     return replace(SIZES[ranks.rank.size], fused_tokens=128, fused_programs=2048)
 
 
-def measure_mhc(ranks: Ranks, ops: Ops, args: argparse.Namespace, send: Send) -> None:
+def measure_mhc(ranks: BenchRanks, ops: Ops, args: argparse.Namespace, send: Send) -> None:
     """mHC at decode sizes: alone, after a sum, and with the sum in its first kernel."""
     assert ops.mhc_of_terms is not None
     made = make_push(ranks, fused_sizes(ranks), fused=True)
     for dtype, width, rows in itertools.product(args.dtypes, args.widths, MHC_ROWS):
-        mhc = Mhc(ranks, ops, rows, width)
         x = random_rows(ranks, rows, width, DTYPES[dtype])
         total = ref.all_reduce(ranks.gathered(x)).bfloat16()
         channel = made.channel(rows, ops.mhc_of_terms.num_programs(rows, width))
         if channel is None:
             continue
-        operators: dict[str, MhcCall] = {"mhc_post_pre": mhc.post_pre, "mhc_post": mhc.post}
-        for name, operator in operators.items():
+        for name, operator in mhc_calls(ranks, ops, rows, width).items():
             calls = {
                 "mhc alone": functools.partial(operator, total),
                 "sum, mhc": functools.partial(_sum_first, ranks, operator, x),
                 "fused": functools.partial(operator, PartialSum(x, channel)),
             }
             for how, call in calls.items():
-                measuring = functools.partial(_mhc, ranks, call, operator(total))
-                send(line_of(name, how, x) | attempt(ranks, measuring))
+                wanted = operator(total)
+                send(line_of(name, how, x) | attempt(measure, ranks, call, _agree, wanted))
 
 
-def _sum_first(ranks: Ranks, operator: MhcCall, x: Tensor) -> tuple[Tensor, ...]:
+def _sum_first(ranks: BenchRanks, operator: MhcCall, x: Tensor) -> tuple[Tensor, ...]:
     """Run an operator after an all-reduce, as the model does without fusion."""
     return operator(ranks.collectives.all_reduce(x).to(torch.bfloat16))
 
@@ -372,17 +367,7 @@ def _agree(result: Tensor, wanted: Tensor) -> bool:
     )
 
 
-def _mhc(ranks: Ranks, call: Callable[[], tuple[Tensor, ...]], wanted: tuple[Tensor, ...]) -> Line:
-    """Time one call, after comparing its results."""
-    right = all(map(_agree, call(), wanted))
-    ranks.synchronise()
-    times, result = time_calls(ranks, lambda: call()[0])
-    right &= _agree(result, wanted[0])
-    same = all(torch.equal(part, result) for part in ranks.gathered(result))
-    return {"us": times, "right": right, "same_on_all_ranks": same}
-
-
-def measure_all(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
+def measure_all(ranks: BenchRanks, args: argparse.Namespace, send: Send) -> None:
     if not args.no_sum:
         measure_sums(ranks, args, send)
     if not args.no_gather:
@@ -396,139 +381,82 @@ def measure_all(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
 # --- Processes ------------------------------------------------------------------------------------
 
 
-def work(
-    run: Run, index: int, size: int, port: int, args: argparse.Namespace, results: Any
-) -> None:
-    """Run one rank's process. Rank 0 sends the lines; every rank sends its error, then None."""
+def work(index: int, run: Run, size: int, port: int, args: argparse.Namespace, lines: Any) -> None:
+    """Run one rank's process. Only rank 0 sends its lines."""
     rank = Rank(index, size)
-
-    def send(line: Line) -> None:
-        if index == 0:
-            results.send(line)
-
-    try:
-        store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        cpu = args.device == "cpu"
-        device = torch.device("cpu") if cpu else torch.device("cuda", index)
-        start = time.perf_counter()
-        collectives, group = connecting.connect(rank, device, store), None
-        seconds = round(time.perf_counter() - start, 2)
-        if not cpu:
-            torch.cuda.set_device(device)
-            dist.init_process_group(
-                "nccl",
-                store=PrefixStore("world", store),
-                rank=index,
-                world_size=size,
-                timeout=connecting.TIMEOUT,
-                device_id=device,
-            )
-            group = new_group(rank, PrefixStore("bench", store), "bench", connecting.TIMEOUT)
-        ranks = Ranks(rank, device, collectives, group)
-        name = type(ranks.collectives).__name__
-        send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
-        with torch.inference_mode():
-            run(ranks, args, send)
-        ranks.barrier()
-    except Exception:
-        results.send({"what": "failure", "error": f"rank {index}: {traceback.format_exc()}"})
-    results.send(None)
+    send: Send = lines.put if index == 0 else lambda line: None
+    store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", index)
+    start = time.perf_counter()
+    collectives, group = connecting.connect(rank, device, store), None
+    seconds = round(time.perf_counter() - start, 2)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl",
+            store=PrefixStore("world", store),
+            rank=index,
+            world_size=size,
+            timeout=connecting.TIMEOUT,
+            device_id=device,
+        )
+        group = new_group(rank, PrefixStore("bench", store), "bench", connecting.TIMEOUT)
+    ranks = BenchRanks(rank, device, collectives, group)
+    name = type(collectives).__name__
+    send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
+    with torch.inference_mode():
+        run(ranks, args, send)
+    ranks.barrier()
 
 
 def run_ranks(size: int, args: argparse.Namespace, show: Send, run: Run = measure_all) -> None:
-    """Run the ranks until all have ended, one fails, or the time is over.
-
-    Args:
-        run: called on every rank; picklable.
+    """Call `run` on every rank until all have ended, one fails, or the time is over. `run` is
+    picklable.
     """
-    context = torch.multiprocessing.get_context("spawn")
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    for index in range(size):
-        receiving, sending = context.Pipe(duplex=False)
-        own = (run, index, size, store.port, args, sending)
-        process = context.Process(target=work, args=own, daemon=True)
-        process.start()
-        sending.close()
-        pipes.append(receiving)
-        processes.append(process)
+    lines = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    given = run, size, store.port, args, lines
+    ranks: Any = spawn(work, given, size, join=False, daemon=True)
+    deadline, ended = time.monotonic() + args.timeout, False
     try:
-        _collect(pipes, time.monotonic() + args.timeout, show)
-    finally:
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join(10)
-
-
-def _collect(pipes: list[Any], deadline: float, show: Send) -> None:
-    while pipes:
-        ready = multiprocessing.connection.wait(pipes, max(0.0, deadline - time.monotonic()))
-        if not ready:
-            show({"what": "failure", "error": "the time was over before all ranks had ended"})
-            return
-        for pipe in filter(ready.__contains__, list(pipes)):
+        while not ended and time.monotonic() < deadline:
             try:
-                line = pipe.recv()
-            except EOFError:
-                show({"what": "failure", "error": "a rank's process ended"})
-                return
-            if line is None:
-                pipes.remove(pipe)
-                continue
-            show(line)
-            if line["what"] == "failure":
-                return
+                ended = ranks.join(TICK_S, grace_period=5)
+            finally:
+                while not lines.empty():
+                    show(lines.get())
+        if not ended:
+            show({"what": "failure", "error": "the time was over before all ranks had ended"})
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        show({"what": "failure", "error": str(error).strip()})
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
 
 
 def failed(line: Line) -> bool:
     return "error" in line or not line.get("right", True) or not line.get("same_on_all_ranks", True)
 
 
-def table_of(lines: Sequence[Line]) -> Table:
-    """A table of microseconds with a row for each message, a column for each implementation."""
-    timed = [line for line in lines if "us" in line]
-    names = list(dict.fromkeys(line["implementation"] for line in timed))
-    columns = ("message", "KiB", "floor", *names)
-    table = new_table("microseconds a call, slowest rank", *columns)
-    rows: dict[tuple[Any, ...], dict[str, Line]] = {}
-    for line in timed:
-        key = line["what"], line["dtype"], line["rows"], line["width"]
-        rows.setdefault(key, {})[line["implementation"]] = line
-    for (what, dtype, num_rows, width), ways in rows.items():
-        first = next(iter(ways.values()))
-        times = [
-            f"{ways[name]['us']['median']:.1f}{'!' * failed(ways[name])}" if name in ways else ""
-            for name in names
-        ]
-        message = f"{what} {dtype} {num_rows} x {width}"
-        floor = f"{first['floor_us']:.1f}" if "floor_us" in first else ""
-        table.add_row(message, f"{first['bytes'] / 1024:,.0f}", floor, *times)
-    return table
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench collectives`. Returns 1 if a result was wrong or a rank failed."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.device == "cuda" and torch.cuda.device_count() < max(2, args.ranks or 0):
-        raise FinwhaleError(
-            f"bench collectives needs {max(2, args.ranks or 0)} GPUs, "
-            f"and torch sees {torch.cuda.device_count()}"
-        )
-    size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    found = torch.cuda.device_count() if args.device == "cuda" else 2
+    size = args.ranks or found
+    if found < max(2, size) and args.device == "cuda":
+        raise FinwhaleError(f"bench collectives needs {max(2, size)} GPUs, and torch sees {found}")
     if size not in (2, 4, 8):
         parser.error("--ranks must be 2, 4 or 8")
-    console, lines = Console(), []
+    lines: list[Line] = []
 
     def show(line: Line) -> None:
         lines.append(line)
         if "us" not in line or failed(line):
-            console.print(line, markup=False)
+            print(line)
 
     run_ranks(size, args, show)
-    Console(width=300).print(table_of(lines))
     record = stamp("collectives", argv, ("torch", "triton")) | {
         "ranks": size,
         "send_bytes_per_s": SEND_RATE,

@@ -11,17 +11,15 @@ import importlib
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from finwhale.bench.arguments import new_parser
+from finwhale.bench.floors import weight_sums
 from finwhale.bench.preflight import check_disk
-from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.location import checkpoint_directory
@@ -51,9 +49,7 @@ Times = dict[str, list[float]]
 
 class Finwhale:
     """Finwhale's engine in float32. `begin` prefills prompts; each step adds a token to all.
-
-    Args:
-        prompts: the largest number of prompts, and their largest number of tokens.
+    `prompts` is the largest number of prompts, and their largest number of tokens.
     """
 
     def __init__(
@@ -90,12 +86,7 @@ class Finwhale:
 
 
 class Transformers:
-    """transformers in float32 with its own cache.
-
-    Args:
-        experts: one of EXPERTS, transformers' ways to run experts.
-        threads: number of torch threads.
-    """
+    """transformers in float32 with its own cache; `experts` is one of EXPERTS."""
 
     def __init__(self, model: Any, experts: str, threads: int) -> None:
         self.name = f"transformers {experts} {threads} thread{'s' if threads > 1 else ''}"
@@ -162,44 +153,28 @@ def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
 # --- Measuring ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The sizes of the measurements.
-
-    Attributes:
-        context: tokens of each prompt before a decode.
-        steps: tokens to decode.
-        rounds: repetitions of each measurement.
-        prefill: tokens of the prompt of a prefill.
-    """
-
-    context: int
-    steps: int
-    rounds: int
-    prefill: int
-    vocab_size: int
-
-    def prompts(self, batch: int, length: int, round_: int) -> Prompts:
-        generator = torch.Generator().manual_seed(1000 * batch + round_)
-        ids = torch.randint(2, self.vocab_size, (batch, length), generator=generator)
-        return [list(map(int, row)) for row in ids.tolist()]
+def random_prompts(vocab_size: int, batch: int, length: int, round_: int) -> Prompts:
+    """The prompts of a round, which have `length` tokens each."""
+    generator = torch.Generator().manual_seed(1000 * batch + round_)
+    prompts: Prompts = torch.randint(2, vocab_size, (batch, length), generator=generator).tolist()
+    return prompts
 
 
 Contender = Finwhale | Transformers
 
 
 def measure_decode(
-    contenders: Sequence[Contender], work: Workload, batch: int
+    contenders: Sequence[Contender], vocab_size: int, batch: int, args: argparse.Namespace
 ) -> tuple[Times, dict[str, list[list[int]]]]:
     """Measure decode steps; returns the milliseconds of each step and the tokens, by contender."""
     times: Times = {c.name: [] for c in contenders}
     tokens: dict[str, list[list[int]]] = {c.name: [] for c in contenders}
-    for round_ in range(work.rounds):
-        prompts = work.prompts(batch, work.context, round_)
+    for round_ in range(args.rounds):
+        prompts = random_prompts(vocab_size, batch, args.context, round_)
         order = random.Random(round_).sample(contenders, len(contenders))
         for contender in order:
-            contender.begin(prompts, work.steps)
-        for _ in range(work.steps // TURN):
+            contender.begin(prompts, args.steps)
+        for _ in range(args.steps // TURN):
             for contender in order:
                 contender.step()  # The others' turns have displaced its data from the CPU caches.
                 steps = (1e3 * seconds_of(contender.step) for _ in range(TURN - 1))
@@ -209,11 +184,13 @@ def measure_decode(
     return times, tokens
 
 
-def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
-    """Measure the milliseconds to the first token of a `prefill`-token prompt, by contender."""
+def measure_prefill(
+    contenders: Sequence[Contender], vocab_size: int, args: argparse.Namespace
+) -> Times:
+    """Measure the milliseconds to the first token of a prompt of --prefill tokens, by contender."""
     times: Times = {c.name: [] for c in contenders}
-    for round_ in range(work.rounds):
-        prompts = work.prompts(1, work.prefill, round_)
+    for round_ in range(args.rounds):
+        prompts = random_prompts(vocab_size, 1, args.prefill, round_)
         for contender in random.Random(round_).sample(contenders, len(contenders)):
             prefill = partial(contender.begin, prompts, 0)
             times[contender.name].append(1e3 * seconds_of(prefill))
@@ -221,12 +198,12 @@ def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
     return times
 
 
-def fastest_transformers(model: Any, work: Workload, batch: int) -> Transformers:
+def fastest_transformers(model: Any, vocab_size: int, batch: int, context: int) -> Transformers:
     """Choose the way to run experts and the number of threads that decode fastest here."""
-    short = Workload(work.context, 3 * TURN, 1, 0, work.vocab_size)
+    short = argparse.Namespace(context=context, steps=3 * TURN, rounds=1)
     threads = sorted({1, torch.get_num_threads()})
     candidates = [Transformers(model, experts, n) for experts in EXPERTS for n in threads]
-    times, _ = measure_decode(candidates, short, batch)
+    times, _ = measure_decode(candidates, vocab_size, batch, short)
     return min(candidates, key=lambda c: summary(times[c.name])["p10"])
 
 
@@ -244,19 +221,11 @@ def machine_rates() -> tuple[float, float]:
 def floor_ms(config: DeepseekV4Config, tokens: int, sequences: int) -> float:
     """The least time of a forward: reading its float32 weights once, or computing its GEMMs."""
     specs = weight_specs(config.without_draft_head())
-    numel = {name: torch.Size(spec.shape).numel() for name, spec in specs.items()}
-    experts = sum(n for name, n in numel.items() if ".experts." in name)
-    head = numel["head.weight"]
-    # A forward reads only a few rows of the embedding and of the routing tables.
-    others = sum(
-        n
-        for name, n in numel.items()
-        if ".experts." not in name and name not in ("embed.weight", "head.weight")
-        if not name.endswith("tid2eid")
-    )
+    others, experts = weight_sums(specs)
+    head = torch.Size(specs["head.weight"].shape).numel()
     share = config.num_experts_per_tok / config.n_routed_experts
-    read = 4 * (others + head + experts * min(1.0, tokens * share))
-    operations = 2 * (tokens * (others + experts * share) + sequences * head)
+    read = 4 * (others + experts * min(1.0, tokens * share))
+    operations = 2 * (tokens * (others - head + experts * share) + sequences * head)
     bandwidth, rate = machine_rates()
     return 1e3 * max(read / bandwidth, operations / rate)
 
@@ -264,26 +233,16 @@ def floor_ms(config: DeepseekV4Config, tokens: int, sequences: int) -> float:
 # --- Reporting ----------------------------------------------------------------------------------
 
 
-def report(
-    what: str, times: Times, tokens_a_step: int, floor: float, console: Console
-) -> dict[str, Any]:
-    """Print a table of one measurement, and return its part of the record."""
+def result_of(what: str, times: Times, tokens_a_step: int, floor: float) -> dict[str, Any]:
+    """The part of the record about one measurement."""
     base = summary(next(v for name, v in times.items() if name.startswith("transformers")))
-    table = new_table(what, "", "ms", "p10", "p90", "tokens/s", "x", "x p10", no_wrap=True)
-    table.caption = "medians; p10 is near the time on an idle machine"
-    rows = []
+    engines = []
     for name, values in times.items():
         line = summary(values)
-        rate = tokens_a_step / line["median"] * 1e3
+        rate = round(tokens_a_step / line["median"] * 1e3, 1)
         speedup = {key: round(base[key] / line[key], 2) for key in ("median", "p10")}
-        shown = (*(line[key] for key in ("median", "p10", "p90")), rate, *speedup.values())
-        table.add_row(name, *(f"{value:,.{int(value < 100)}f}" for value in shown))
-        rows.append(
-            {"engine": name, "ms": line, "tokens_per_s": round(rate, 1), "speedup": speedup}
-        )
-    table.add_row("the machine's floor", f"{floor:,.2f}")
-    console.print(table)
-    return {"what": what, "floor_ms": round(floor, 3), "engines": rows}
+        engines.append({"engine": name, "ms": line, "tokens_per_s": rate, "speedup": speedup})
+    return {"what": what, "floor_ms": round(floor, 3), "engines": engines}
 
 
 def same_share(tokens: dict[str, list[list[int]]], name: str, other: str) -> float:
@@ -292,12 +251,12 @@ def same_share(tokens: dict[str, list[list[int]]], name: str, other: str) -> flo
     return sum(same) / len(same)
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     checkpoint = Checkpoint.open(checkpoint_directory(args.path))
     config = DeepseekV4Config.from_dict(checkpoint.config)
-    work = Workload(args.context, args.steps, args.rounds, args.prefill, config.vocab_size)
-    longest = max(work.context + work.steps + 1, work.prefill + 1)
+    vocab_size = config.vocab_size
+    longest = max(args.context + args.steps + 1, args.prefill + 1)
     if longest > config.max_position_embeddings:
         raise ResourceError(
             f"{longest} tokens are more than the model's {config.max_position_embeddings}: lower "
@@ -308,35 +267,31 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         write_plain_twin(checkpoint, Path(directory) / "plain")
         model = load_transformers(Path(directory) / "plain")
     prompts = max(args.batches), longest
-    exact = Finwhale(checkpoint.path, "exact", prompts)
-    trained = Finwhale(checkpoint.path, "as-trained", prompts)
-    compiled = []
-    if args.compile:
-        modes: tuple[Activations, ...] = ("exact", "as-trained")
-        compiled = [Finwhale(checkpoint.path, mode, prompts, compile=True) for mode in modes]
+    modes: tuple[Activations, ...] = ("exact", "as-trained")
+    eager = [Finwhale(checkpoint.path, mode, prompts) for mode in modes]
+    compiled = [Finwhale(checkpoint.path, mode, prompts, True) for mode in modes if args.compile]
+    exact = eager[0].name
     results = []
     for batch in args.batches:
-        best = fastest_transformers(model, work, batch)
-        times, tokens = measure_decode([best, exact, trained, *compiled], work, batch)
-        what = f"decode, batch {batch}, context {work.context}"
-        result = report(what, times, batch, floor_ms(config, batch, batch), console)
-        result["same_tokens"] = same_share(tokens, exact.name, best.name)
-        console.print(f"the same {work.steps + 1} tokens: {result['same_tokens']:.0%} of sequences")
+        best = fastest_transformers(model, vocab_size, batch, args.context)
+        times, tokens = measure_decode([best, *eager, *compiled], vocab_size, batch, args)
+        what = f"decode, batch {batch}, context {args.context}"
+        result = result_of(what, times, batch, floor_ms(config, batch, batch))
+        result["same_tokens"] = same_share(tokens, exact, best.name)
         if compiled:
-            result["same_tokens_compiled"] = same_share(tokens, compiled[0].name, exact.name)
+            result["same_tokens_compiled"] = same_share(tokens, compiled[0].name, exact)
         results.append(result)
-    if work.prefill:
+    if args.prefill:
         best = Transformers(model, "eager", torch.get_num_threads())
-        times = measure_prefill([best, exact, trained], work)
-        floor = floor_ms(config, work.prefill, 1)
-        results.append(
-            report(f"prefill, {work.prefill} tokens", times, work.prefill, floor, console)
-        )
+        times = measure_prefill([best, *eager], vocab_size, args)
+        floor = floor_ms(config, args.prefill, 1)
+        what = f"prefill, {args.prefill} tokens"
+        results.append(result_of(what, times, args.prefill, floor))
     return {
         "model": checkpoint.path.name,
         "threads": torch.get_num_threads(),
-        "rounds": work.rounds,
-        "steps": work.steps,
+        "rounds": args.rounds,
+        "steps": args.steps,
         "results": results,
     }
 
@@ -345,12 +300,8 @@ def _check_room(config: DeepseekV4Config, num_engines: int) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     twin = weight_bytes(config, torch.float32, load_ops(Platform.cpu()))
     check_host_memory((1 + num_engines) * twin)  # transformers' model and Finwhale's
-    check_disk(
-        Path(tempfile.gettempdir()),
-        twin,
-        "the model in float32",
-        "set TMPDIR to a folder on a larger disk",
-    )
+    remedy = "set TMPDIR to a folder on a larger disk"
+    check_disk(Path(tempfile.gettempdir()), twin, "the model in float32", remedy)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -359,10 +310,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.steps < TURN:
         parser.error(f"--steps must be at least {TURN}")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    record = stamp("cpu", argv, ("torch", "transformers"))
-    record |= run(args, new_console(100))
+    if min(args.context, args.rounds, *args.batches, args.threads) < 1:
+        parser.error("--context, --rounds, --batches and --threads must be at least 1")
+    torch.set_num_threads(args.threads)
+    record = stamp("cpu", argv, ("torch", "transformers")) | run(args)
     keep_record(args.record, record)
     return 0 if all(r.get("same_tokens", 1) == 1 for r in record["results"]) else 1
 
@@ -372,18 +323,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     about = "directory of a checkpoint (default: the embedded model)"
     add("path", nargs="?", type=Path, metavar="PATH", help=about)
-    add("--context", type=_count, default=300, help="length of a prompt")
-    add("--steps", type=_count, default=64, help="number of tokens to decode in each round")
-    add("--rounds", type=_count, default=5, help="number of rounds")
+    add("--context", type=int, default=300, help="length of a prompt")
+    add("--steps", type=int, default=64, help="number of tokens to decode in each round")
+    add("--rounds", type=int, default=5, help="number of rounds")
     add("--prefill", type=int, default=2048, help="number of tokens to prefill; 0 skips it")
     add("--compile", action="store_true", help="measure decode in the compiled mode too")
-    add("--batches", type=_count, nargs="+", default=list(BATCHES), help="batch sizes of decode")
-    add("--threads", type=_count, help="number of torch threads (default: torch's choice)")
+    add("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes of decode")
+    about = "number of torch threads (default: torch's choice)"
+    add("--threads", type=int, default=torch.get_num_threads(), help=about)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value

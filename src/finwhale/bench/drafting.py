@@ -10,25 +10,24 @@ these probabilities. Their mean over all drafts is the forced rate. "auto" verif
 so more of the verified drafts are accepted.
 """
 
+import argparse
 import gc
 import math
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from finwhale.bench.engine import call_ranks_collectively
+from finwhale.bench.engine import begin_decodes, call_ranks_collectively, timed_steps
 from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
-from finwhale.bench.printing import new_table
 from finwhale.bench.record import summary
-from finwhale.config import DraftTokens, EngineConfig
+from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
@@ -40,7 +39,7 @@ from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
-from finwhale.request import RequestOutput, SamplingParams
+from finwhale.request import RequestOutput
 
 WARM_UP = 8
 # Steps in which "auto" measures step times and acceptance, before the benchmark measures.
@@ -164,35 +163,28 @@ def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) 
 
 
 def measure(
-    config: EngineConfig,
-    model: tuple[DeepseekV4Config, Weights],
-    *,
-    batches: Sequence[int],
-    context: int,
-    steps: int,
-    draft_tokens: DraftTokens,
-    rates: Sequence[float | None],
-    adapt_steps: int = 0,
+    args: argparse.Namespace, options: EngineConfig, config: DeepseekV4Config, weights: Weights
 ) -> list[dict[str, Any]]:
     """Measure each batch size without drafts, then each batch size and acceptance rate with drafts.
 
     Args:
-        config: options of the engines; `draft_tokens` replaces their number of drafts.
-        model: the configuration and the weights of a model with a draft head.
-        rates: acceptance rates to force; None: the rate of the model itself.
-        adapt_steps: steps of "auto" before each measurement.
+        args: has batches, context, steps, draft_tokens, and accept: the acceptance rates to force;
+            None: the rate of the model itself.
+        options: of the engines, except for the number of drafts.
+        config, weights: of a model with a draft head.
     """
+    context, steps = args.context, args.steps
     rows: list[dict[str, Any]] = []
     plain: dict[int, dict[str, Any]] = {}
-    for drafts in (0, draft_tokens):
-        engine = start_engine(replace(config, draft_tokens=drafts), *model, None)
+    for drafts in (0, args.draft_tokens):
+        engine = start_engine(replace(options, draft_tokens=drafts), config, weights, None)
         if drafts:
             call_ranks_collectively(engine.executor, partial(_draft_on_device, engine.config))
         freeze_heap()  # as finwhale serve does
         rank = first_rank(engine.executor).collectives.rank
-        read = DecodeBytes(model[0], rank)
-        for batch in batches:
-            for rate in rates if drafts else (None,):
+        read = DecodeBytes(config, rank)
+        for batch in args.batches:
+            for rate in (drafts and args.accept) or (None,):
                 row: dict[str, Any] = {"batch": batch, "draft_tokens": drafts, "accept": rate}
                 row["tensor_parallel_size"] = rank.size
                 # The engine begins anew to choose numbers of drafts.
@@ -201,10 +193,14 @@ def measure(
                     engine.executor, partial(force_acceptance, rate, drafts == "auto")
                 )
                 if drafts == "auto":
-                    row["adapt_steps"] = adapt_steps
-                    _adapt(engine, batch, max(1, context - steps // 2), adapt_steps)
+                    row["adapt_steps"] = ADAPT_STEPS
+                    with _decoding(engine, batch, max(1, context - steps // 2)):
+                        for _ in range(ADAPT_STEPS):
+                            engine.step()
                 # The tokens of a step; "auto" is measured for as many tokens as plain decoding.
-                most = 1 if draft_tokens == "auto" else 1 + engine.scheduler.drafting.draft_tokens
+                most = 1
+                if args.draft_tokens != "auto":
+                    most += engine.scheduler.drafting.draft_tokens
                 row |= _decode(engine, batch, max(1, context - steps * most // 2), steps)
                 if drafts != "auto":  # its steps differ
                     row |= floors(read, context, batch, row["rows"])
@@ -222,28 +218,19 @@ def measure(
     return rows
 
 
-def _adapt(engine: Engine, batch: int, length: int, steps: int) -> None:
-    """Run requests that are not measured while the engine learns how many drafts pay."""
-    results = _begin(engine, batch, length)
-    for _ in range(steps):
-        engine.step()
-    for result in results:
-        engine.abort(result.request_id)
-
-
-def _begin(engine: Engine, batch: int, length: int) -> list[RequestOutput]:
-    """Begin requests with random prompts, and step until all of them decode."""
-    params = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
+@contextmanager
+def _decoding(engine: Engine, batch: int, length: int) -> Iterator[list[RequestOutput]]:
+    """The context in which `batch` requests with random prompts decode."""
     generator = torch.Generator().manual_seed(batch)
-    results = []
-    for number in range(batch):
-        ids = torch.randint(0, engine.model_config.vocab_size, (length,), generator=generator)
-        results.append(engine.add_request(f"{number}", ids.tolist(), params))
-    while not all(result.outputs[0].token_ids for result in results):
-        engine.step()
+    vocab_size = engine.model_config.vocab_size
+    prompts = torch.randint(0, vocab_size, (batch, length), generator=generator).tolist()
+    results = begin_decodes(engine, prompts)
     for _ in range(WARM_UP):
         engine.step()
-    return results
+    yield results
+    assert not any(result.finished for result in results)
+    for result in results:
+        engine.abort(result.request_id)
 
 
 def _decode(engine: Engine, batch: int, length: int, steps: int) -> dict[str, Any]:
@@ -252,27 +239,22 @@ def _decode(engine: Engine, batch: int, length: int, steps: int) -> dict[str, An
     With "auto", the measurement ends when the requests have as many tokens as plain decoding gives
     in `steps` steps. So both read the same contexts.
     """
-    results = _begin(engine, batch, length)
-    wanted = steps * batch if engine.config.draft_tokens == "auto" else None
-    gc.collect()
-
-    def count() -> int:
-        return sum(len(result.outputs[0].token_ids) for result in results)
-
-    before, known = engine.metrics(), count()
+    wanted = steps * batch if engine.config.draft_tokens == "auto" else math.inf
     times: list[float] = []
-    last = begin = time.perf_counter()
-    while len(times) < steps and (wanted is None or count() - known < wanted):
-        engine.step()
-        now = time.perf_counter()
-        times.append(1e3 * (now - last))
-        last = now
-    found, tokens = engine.metrics(), count() - known
-    assert not any(result.finished for result in results)
-    for result in results:
-        engine.abort(result.request_id)
+    with _decoding(engine, batch, length) as results:
+        gc.collect()
+
+        def count() -> int:
+            return sum(len(result.outputs[0].token_ids) for result in results)
+
+        before, known = engine.metrics(), count()
+        for ms in timed_steps(engine):
+            times.append(ms)
+            if len(times) == steps or count() - known >= wanted:
+                break
+        found, tokens = engine.metrics(), count() - known
     row: dict[str, Any] = {
-        "tokens_per_s": round(tokens / (last - begin), 1),
+        "tokens_per_s": round(tokens / sum(times) * 1e3, 1),
         "tokens_per_step": round(tokens / len(times) / batch, 3),
         "step_ms": summary(times) | {"mean": round(statistics.mean(times), 4)},
         **_drafts(before, found, batch * len(times)),
@@ -286,10 +268,8 @@ def _decode(engine: Engine, batch: int, length: int, steps: int) -> dict[str, An
 
 
 def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str, Any]:
-    """What was verified and accepted between two snapshots.
-
-    Args:
-        runs: number of times that one sequence was part of a step.
+    """What was verified and accepted between two snapshots, in which sequences were `runs` times
+    part of a step.
     """
 
     def difference(name: str) -> list[int]:
@@ -328,34 +308,11 @@ def floors(read: DecodeBytes, context: int, batch: int, rows: float) -> dict[str
     }
 
 
-def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Print the rows of `measure` as a table."""
-    names = ("batch", "drafts", "accept", "tokens/s", "speed", "a step", "rows", "step ms", "floor")
-    table = new_table("decoding with drafts; medians", *names, "time", "verify ms", "draft ms")
-    for row in rows:
-        forced = "" if not row["draft_tokens"] else "model's" if row["accept"] is None else None
-        table.add_row(
-            str(row["batch"]),
-            str(row["draft_tokens"]),
-            f"{row['accept']:g}" if forced is None else forced,
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['speed_over_plain']:.3f}",
-            f"{row['tokens_per_step']:.2f}",
-            f"{row['rows']:.2f}",
-            f"{row['step_ms']['median']:,.3f}",
-            f"{row['floor_ms']:,.3f}" if "floor_ms" in row else "",
-            f"{row['step_over_plain']:.2f}",
-            f"{row.get('verification_ms', '')}",
-            f"{row.get('draft_ms', '')}",
-        )
-    console.print(table)
-    console.print(
-        "floor: the time to read a step's weights and rows at an H200's rate\n"
-        "speed, time: tokens/s and the time of a step as multiples of plain decoding's"
-    )
+def show_verdict(rows: Sequence[dict[str, Any]]) -> None:
+    """Say whether "auto" was fast enough, if it was measured."""
     adaptive = [row for row in rows if row["draft_tokens"] == "auto"]
     if adaptive:
         worst = min(adaptive, key=lambda row: row["speed_over_plain"])
         speed, where = worst["speed_over_plain"], f"batch {worst['batch']}"
         verdict = "as wanted" if speed >= LEAST_SPEED else "TOO SLOW"
-        console.print(f"auto: at least {speed} of plain decoding ({where}): {verdict}")
+        print(f"auto: at least {speed} of plain decoding ({where}): {verdict}")

@@ -1,8 +1,9 @@
-"""Opens the engine that a benchmark measures, and describes it in the record."""
+"""Opens the engine that a benchmark measures, runs it, and describes it in the record."""
 
 import argparse
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 from finwhale.options import read_options
+from finwhale.request import RequestOutput, SamplingParams
 
 T = TypeVar("T")
 
@@ -29,12 +31,10 @@ def source(
     args: argparse.Namespace, *, draft_head: bool = False
 ) -> tuple[DeepseekV4Config, Weights]:
     """The configuration and the weights that the arguments of `add_model_arguments` name.
+    Raises FinwhaleError if they name none.
 
     Args:
         draft_head: include the draft head in a model of random weights.
-
-    Raises:
-        FinwhaleError: the arguments name no weights.
     """
     if args.model is not None:
         checkpoint = Checkpoint.open(checkpoint_directory(args.model))
@@ -53,14 +53,12 @@ def source(
 def open_engine(
     args: argparse.Namespace, longest: int, tokenizer: Tokenizer | None = None, **options: Any
 ) -> tuple[Engine, float]:
-    """Open an engine for the model and with the options of the arguments.
+    """Open an engine for the model and with the options of the arguments; returns it and the
+    seconds of its start.
 
     Args:
         longest: maximum number of tokens of a sequence, unless the model's context is shorter.
         options: options that the benchmark sets.
-
-    Returns:
-        The engine, and the seconds of its start.
     """
     config, weights = source(args)
     options["max_model_len"] = min(longest, config.max_position_embeddings)
@@ -69,6 +67,55 @@ def open_engine(
     took = round(time.perf_counter() - start, 1)
     freeze_heap()  # as finwhale serve does
     return engine, took
+
+
+def begin(engine: Engine, prompt: list[int], max_tokens: int = 10**6) -> RequestOutput:
+    """Add a greedy request whose output has `max_tokens` tokens."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return engine.add_request(f"bench-{secrets.token_hex(8)}", prompt, params)
+
+
+def begin_decodes(
+    engine: Engine, prompts: Sequence[list[int]], max_tokens: int = 10**6
+) -> list[RequestOutput]:
+    """Begin a request for each prompt, and step until all of them decode. Raises FinwhaleError if a
+    request ended before all prompts were prefilled.
+    """
+    longest = max(map(len, prompts))
+    if longest > engine.sizes.num_tokens:
+        # Beside decodes, a long prompt gets a small part of each step, so the first sequences
+        # would generate many tokens before the last prompt is prefilled.
+        for prompt in prompts:
+            prefill(engine, prompt)
+    results = [begin(engine, prompt, max_tokens) for prompt in prompts]
+    while not all(result.outputs[0].token_ids for result in results):
+        if any(output.finished for output in engine.step()):
+            raise FinwhaleError(
+                f"a request ended before {len(prompts)} prompts of {longest} tokens were "
+                "prefilled: use a smaller batch or context, and leave the prefix cache on"
+            )
+    return results
+
+
+def prefill(engine: Engine, prompt: list[int]) -> None:
+    """Run a request for one token to its end."""
+    begin(engine, prompt, 1)
+    while engine.has_work:
+        engine.step()
+
+
+def timed_steps(engine: Engine) -> Iterator[float]:
+    """Run steps without end; yields the milliseconds of each.
+
+    A call of `step` returns the tokens of the previous step while the next one is in flight. So a
+    step takes the time between two returns, not the time of a call.
+    """
+    last = time.perf_counter()
+    while True:
+        engine.step()
+        now = time.perf_counter()
+        yield 1e3 * (now - last)
+        last = now
 
 
 def call_ranks_collectively(executor: Executor, work: Callable[[LocalExecutor], T]) -> list[T]:

@@ -1,5 +1,7 @@
 """The least time of a decode step: that of reading a rank's weights, and the rows of its cache."""
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from finwhale.checkpoint.spec import WeightSpec
@@ -83,15 +85,25 @@ class DecodeBytes:
 
 def _sums(config: DeepseekV4Config, specs: dict[str, WeightSpec]) -> tuple[float, float]:
     """Return the bytes of all weights except experts, and those of one expert of every layer."""
-    others = expert = 0.0
+
+    def stored(spec: WeightSpec) -> float:
+        if spec.storage == "fp8_block":
+            return 1 + FP8_BLOCK_BYTES
+        return FP4_BYTES if ".experts." in spec.name else 2 if spec.storage == "bf16" else 4
+
+    others, experts = weight_sums(specs, stored)
+    return others, experts / config.n_routed_experts
+
+
+def weight_sums(
+    specs: Mapping[str, WeightSpec], size: Callable[[WeightSpec], float] = lambda spec: 1.0
+) -> tuple[float, float]:
+    """The sizes of a rank's weights: of all that a step reads except experts, and of experts.
+    `size` is the size of one value of a weight; by default, values are counted.
+    """
+    sums = {True: 0.0, False: 0.0}
     for name, spec in specs.items():
-        numel = torch.Size(spec.local_shape).numel()
-        if name.endswith(LOOKED_UP):
-            continue
-        if ".experts." in name:
-            expert += numel * FP4_BYTES / config.n_routed_experts
-        elif spec.storage == "fp8_block":
-            others += numel * (1 + FP8_BLOCK_BYTES)
-        else:
-            others += numel * (2 if spec.storage == "bf16" else 4)
-    return others, expert
+        if not name.endswith(LOOKED_UP):
+            numel = torch.Size(spec.local_shape).numel()
+            sums[".experts." in name] += numel * size(spec)
+    return sums[False], sums[True]

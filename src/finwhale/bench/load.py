@@ -24,11 +24,9 @@ from queue import Queue
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.preflight import check_disk
-from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.reader import Checkpoint
@@ -47,7 +45,7 @@ from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options
-from finwhale.platform import Platform, existing_folder
+from finwhale.platform import Platform
 from finwhale.weights.assembler import WeightForm
 from finwhale.weights.dummy import DummySource
 from finwhale.weights.joint_ranks import JointRanks
@@ -154,10 +152,6 @@ class Loader:
             torch.cuda.synchronize(self.device)
 
 
-# The commands to a loader: the names of its methods.
-PLAIN, LOAD, FOLD, FREE = "plain", "load", "fold", "free"
-
-
 class Loaders:
     """The loaders of all ranks: rank 0's in this process, the others in worker processes."""
 
@@ -196,15 +190,15 @@ def serve(new_loader: Callable[[Peers], Loader], address: StoreAddress, owner: O
         owner.report(Answer(pickle.dumps(None)))
 
 
-def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
+def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     options = EngineConfig(device=args.device, tensor_parallel_size=args.tensor_parallel_size)
     devices = choose_devices(options, lambda count: 1)
     if args.model is None:
         config = DeepseekV4Config.preset(args.config).without_draft_head().with_layers(args.layers)
     else:
         config = DeepseekV4Config.from_dict(Checkpoint.open(directory).config)
-    _check_room(config, directory, devices, args.zeros)
-    if args.model is None and not any(directory.glob("*.safetensors")):
+    _check_room(args, config, directory, devices)
+    if args.model is None:
         specs, about = weight_specs(config), {"written_by": "finwhale bench load"}
         about |= {"num_hidden_layers": args.layers}
         if args.zeros:
@@ -212,13 +206,13 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
         else:
             source = DummySource(specs, choose_device(devices[0])[1])
             written = seconds_of(lambda: write_stored(directory, about, source))
-            console.print(f"wrote {directory} in {written:.1f} s")
+            print(f"wrote {directory} in {written:.1f} s")
     with closing(Loaders(partial(Loader, directory, config, devices), devices)) as loaders:
-        return measure(args, config, loaders, console)
+        return measure(args, config, loaders)
 
 
 def _check_room(
-    config: DeepseekV4Config, directory: Path, devices: Sequence[str], zeros: bool = False
+    args: argparse.Namespace, config: DeepseekV4Config, directory: Path, devices: Sequence[str]
 ) -> None:
     """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
     if devices[0] == "cpu":
@@ -226,41 +220,27 @@ def _check_room(
         check_host_memory(weight_bytes(config, torch.float32, ops))
     specs = weight_specs(config).values()
     stored = sum(math.prod(spec.shape) * STORED_BYTES[spec.storage] for spec in specs)
-    if zeros:
+    if args.zeros:
         remedy = "end other programs, or use fewer --layers"
         check_host_memory(int(stored), "the page cache, which holds all files,", remedy)
-    elif not any(directory.glob("*.safetensors")):
-        check_disk(
-            existing_folder(directory),
-            stored,
-            "the checkpoint of random weights",
-            "use --directory on a larger disk, or fewer --layers",
-        )
+    elif args.model is None:
+        remedy = "set TMPDIR to a folder on a larger disk, or use fewer --layers"
+        check_disk(directory, stored, "the checkpoint of random weights", remedy)
 
 
-def measure(
-    args: argparse.Namespace, config: DeepseekV4Config, loaders: Loaders, console: Console
-) -> dict[str, Any]:
-    checkpoint, device = loaders.own.checkpoint, loaders.own.device
+def measure(args: argparse.Namespace, config: DeepseekV4Config, loaders: Loaders) -> dict[str, Any]:
+    checkpoint = loaders.own.checkpoint
     size = sum((checkpoint.path / file).stat().st_size for file, _ in checkpoint.shards())
-    times: dict[str, list[float]] = {"plain read": [], "load": [], "fold": []}
-    loaders.run(PLAIN)  # This fills the page cache.
-    ways = {"plain read": PLAIN, "load": LOAD, "fold": FOLD}
+    loaders.run("plain")  # This fills the page cache.
+    ways = {"plain read": "plain", "load": "load", "fold": "fold"}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(args.repeats):
         for name, what in ways.items():
             times[name].append(seconds_of(partial(loaders.run, what)))
-        loaders.run(FREE)
+        loaders.run("free")
     ranks = loaders.own.rank.size
-    where = f"{device.type} on {ranks} ranks" if ranks > 1 else str(device)
-    title = f"{size / 1e9:.1f} GB to {where}; medians"
-    table = new_table(title, "", "s", "GB/s", "of the plain read")
     results = {name: summary(found) for name, found in times.items()}
     plain = results["plain read"]["median"]
-    for name, found in results.items():
-        seconds = max(found["median"], 1e-6)
-        rate, share = f"{size / seconds / 1e9:.1f}", f"{plain / seconds:.0%}"
-        table.add_row(name, f"{seconds:.3f}", *(("", "") if name == "fold" else (rate, share)))
-    console.print(table)
     return {
         "config": args.model or args.config,
         "layers": config.num_hidden_layers,
@@ -280,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--zeros writes a checkpoint, and --model uses one: give only one of them")
     record = stamp("load", argv, ("torch",))
     with tempfile.TemporaryDirectory(prefix="finwhale-load-") as temporary:
-        record |= run(args, Path(args.model or args.directory or temporary), new_console())
+        record |= run(args, Path(args.model or temporary))
         # Deleting the files comes later: with all layers, it takes many seconds.
         keep_record(args.record, record)
     return 0
@@ -291,8 +271,6 @@ def _parser() -> argparse.ArgumentParser:
     add_sizes(parser, 6)
     add = parser.add_argument
     add("--model", metavar="PATH", help="directory of a checkpoint to use instead")
-    about = "keep the synthetic checkpoint here (default: delete it)"
-    add("--directory", metavar="DIR", help=about)
     add("--zeros", action="store_true", help="write only zeros, which take no room on the disk")
     add("--repeats", type=int, default=3, help="number of repetitions")
     add_options(parser, EngineConfig, ("device", "tensor_parallel_size"))

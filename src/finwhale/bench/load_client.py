@@ -6,7 +6,7 @@ import resource
 import time
 from dataclasses import dataclass, field
 
-from finwhale.bench.workload import Load, arrivals, make_sessions
+from finwhale.bench.workload import ServerLoad, arrivals, make_sessions
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.extras import named_extras
 
@@ -15,22 +15,16 @@ with named_extras():
 
 SPARE_FILES = 64  # Open files besides the connections.
 REACH_S = 10
+REQUEST_S = 3600.0  # time limit of a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """A server.
-
-    Attributes:
-        url: its root, before /v1.
-        model: its name of the model.
-        timeout_s: the longest that a request may take, in seconds.
-    """
+    """A server: its root URL, before /v1, and its name of the model."""
 
     url: str
     model: str
     api_key: str | None = None
-    timeout_s: float = 3600.0
 
     @property
     def headers(self) -> dict[str, str]:
@@ -71,7 +65,7 @@ class Result:
         return [b - a for a, b in zip(self.pieces, self.pieces[1:], strict=False)]
 
 
-def check_client(load: Load) -> None:
+def check_client(load: ServerLoad) -> None:
     """Raises ResourceError if this process may not open a connection for each request at once."""
     at_once = min(load.concurrency or load.num_requests, load.num_requests)
     wanted = at_once + SPARE_FILES
@@ -104,14 +98,14 @@ async def check_endpoint(endpoint: Endpoint) -> None:
         )
 
 
-async def run_load(endpoint: Endpoint, load: Load) -> tuple[list[Result], float]:
+async def run_load(endpoint: Endpoint, load: ServerLoad) -> tuple[list[Result], float]:
     """Send all requests; returns their results in the order of sessions, and the total seconds."""
     sessions = make_sessions(load, endpoint.model)
     delays = arrivals(load, len(sessions))
     room = asyncio.Semaphore(load.concurrency or load.num_requests)
-    path = endpoint.url + ("/v1/chat/completions" if load.chat else "/v1/completions")
+    path = f"{endpoint.url}/v1/completions"
     connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=endpoint.timeout_s, sock_connect=60)
+    timeout = aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=60)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=endpoint.headers, read_bufsize=1 << 20
     ) as client:
@@ -128,8 +122,8 @@ async def run_load(endpoint: Endpoint, load: Load) -> tuple[list[Result], float]
 
 
 async def _request(client: aiohttp.ClientSession, path: str, body: bytes, start: float) -> Result:
-    result = Result(begin=time.perf_counter() - start)
     begin = time.perf_counter()
+    result = Result(begin=begin - start)
     headers = {"content-type": "application/json"}
     try:
         async with client.post(path, data=body, headers=headers) as response:
@@ -158,9 +152,8 @@ def _take(result: Result, data: bytes, now: float) -> bool:
     if chunk.get("error"):
         result.error = "error event"
     for choice in chunk.get("choices", ()):
-        delta = choice.get("delta", {})
         # A chunk has no text if a character or a possible stop string is incomplete.
-        if choice.get("text") is not None or any(delta.get(k) for k in _PARTS):
+        if choice.get("text") is not None:
             result.pieces.append(now)
     usage = chunk.get("usage")
     if usage:
@@ -169,6 +162,3 @@ def _take(result: Result, data: bytes, now: float) -> bool:
         details = usage.get("prompt_tokens_details") or {}
         result.cached_tokens = details.get("cached_tokens") or 0
     return False
-
-
-_PARTS = ("content", "reasoning_content", "tool_calls")

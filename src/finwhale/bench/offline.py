@@ -16,36 +16,43 @@ with all operations in FP8.
 import argparse
 import logging
 import random
-import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from rich.console import Console
 
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.engine import call_ranks_collectively, measured, memory, open_engine, source
+from finwhale.bench.engine import (
+    begin_decodes,
+    call_ranks_collectively,
+    measured,
+    memory,
+    open_engine,
+    prefill,
+    source,
+    timed_steps,
+)
 from finwhale.bench.floors import DecodeBytes, read_ms
-from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, seconds_of
-from finwhale.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
+from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import first_rank
-from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.case import BF16_RATE, FP8_RATE
-from finwhale.options import read_options
-from finwhale.request import SamplingParams
+from finwhale.options import read_options, word_or_number
+from finwhale.printing import new_console, print_table
 
 WARM_UP = 5
 # The default numbers of timed steps. "auto" changes the number of drafts from time to time, and one
@@ -77,23 +84,16 @@ class Bench:
         self.config = engine.model_config
         self.bytes = DecodeBytes(self.config, self.rank)
         self.random = random.Random(0)
-        self.count = 0
 
     def prompt(self, length: int) -> list[int]:
         return self.random.choices(range(self.config.vocab_size), k=length)
-
-    def begin(self, prompt: list[int], max_tokens: int) -> str:
-        self.count += 1
-        name = f"bench-{self.count}"
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        self.engine.add_request(name, prompt, params)
-        return name
 
     def decode(self, shape: Shape) -> dict[str, Any]:
         """Measure decode steps: milliseconds of whole steps and of the graph, and the floor."""
         engine, length = self.engine, max(1, shape.tokens - self.steps // 2)
         room = _room(shape, self.steps, engine.sizes.num_tokens)
-        names = self._begin_decodes(shape.batch, length, room - length)
+        prompts = [self.prompt(length) for _ in range(shape.batch)]
+        begin_decodes(engine, prompts, room - length)
         for _ in range(WARM_UP):
             engine.step()
         # Greedy text begins to repeat itself, so the number of experts and the graph's time change.
@@ -101,14 +101,8 @@ class Bench:
         graph_ms, hit = self._graph_ms(), self._experts_hit()
         for _ in range(WARM_UP):
             engine.step()
-        # A call returns the tokens of the previous step while the next one is in flight. So a step
-        # takes the time between two returns, not the time of a call.
-        done = [time.perf_counter()]
-        for _ in range(self.steps):
-            engine.step()
-            done.append(time.perf_counter())
+        times = list(islice(timed_steps(engine), self.steps))
         assert len(engine.scheduler.running) == shape.batch
-        times = [1e3 * (after - before) for before, after in pairwise(done)]
         result: dict[str, Any] = {"ms": summary(times)}
         after_ms = self._graph_ms()
         result["graph_ms"] = (
@@ -117,18 +111,15 @@ class Bench:
         hit = (hit + self._experts_hit()) / 2
         result["experts_hit"] = round(hit, 1)
         result["floor_ms"] = read_ms(self.bytes.step(shape.tokens, shape.batch, hit))
-        for name in names:
-            engine.abort(name)
+        self._abort_all()
         return result
 
     def prefill(self, shape: Shape) -> dict[str, Any]:
         """Measure a prefill: milliseconds from a request to its first token, and the floor."""
         repeats = max(3, min(self.steps, 4 * self.steps * 2048 // max(shape.tokens, 1)))
-
-        prompts = [self.prompt(shape.tokens) for _ in range(repeats + 1)]
-        self._prefill_once(prompts.pop())
-        times = [1e3 * seconds_of(partial(self._prefill_once, prompt)) for prompt in prompts]
-        result: dict[str, Any] = {"ms": summary(times)}
+        calls = [partial(prefill, self.engine, self.prompt(shape.tokens)) for _ in range(repeats)]
+        prefill(self.engine, self.prompt(shape.tokens))
+        result: dict[str, Any] = {"ms": summary([1e3 * seconds_of(call) for call in calls])}
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
         fp8, bf16 = self._prefill_ops(shape.tokens)
         result["floor_ms"] = round(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE), 4)
@@ -140,9 +131,9 @@ class Bench:
 
         Kernels of one step may overlap, so their sum can exceed its time.
         """
-        run: Callable[[], object] = partial(self._prefill_once, self.prompt(shape.tokens))
+        run: Callable[[], object] = partial(prefill, self.engine, self.prompt(shape.tokens))
         if shape.batch:
-            self._begin_decodes(shape.batch, shape.tokens, 10**6)
+            begin_decodes(self.engine, [self.prompt(shape.tokens) for _ in range(shape.batch)])
             run = self.engine.step
         torch.cuda.synchronize()
         activity = torch.profiler.ProfilerActivity.CUDA
@@ -154,40 +145,12 @@ class Bench:
             for event in profiler.key_averages()
             if event.self_device_time_total
         ]
-        for name in list(self.engine._requests):
-            self.engine.abort(name)
+        self._abort_all()
         return sorted(rows, key=lambda row: -row[2])[:count]
 
-    def _begin_decodes(self, batch: int, length: int, max_tokens: int) -> list[str]:
-        """Begin requests with random prompts, and step until all of them decode.
-
-        Returns:
-            The names of the requests.
-
-        Raises:
-            FinwhaleError: a request ended before all prompts were prefilled.
-        """
-        engine, prompts = self.engine, [self.prompt(length) for _ in range(batch)]
-        if length > engine.sizes.num_tokens:
-            # Beside decodes, a long prompt gets a small part of each step, so the first sequences
-            # would generate many tokens before the last prompt is prefilled.
-            for prompt in prompts:
-                self._prefill_once(prompt)
-        names = [self.begin(prompt, max_tokens) for prompt in prompts]
-        running = engine.scheduler.running
-        while len(running) < batch or any(len(s.token_ids) - s.num_computed > 1 for s in running):
-            if any(output.finished for output in engine.step()):
-                raise FinwhaleError(
-                    f"a request ended before {batch} prompts of {length} tokens were prefilled: "
-                    "use a smaller batch or context, and leave the prefix cache on"
-                )
-        return names
-
-    def _prefill_once(self, prompt: list[int]) -> None:
-        name = self.begin(prompt, 1)
-        while self.engine.has_work:
-            self.engine.step()
-        self.engine.abort(name)
+    def _abort_all(self) -> None:
+        for name in list(self.engine._requests):
+            self.engine.abort(name)
 
     def _plan(self) -> StepPlan:
         """Plan the next step without the engine, which later plans the same step itself."""
@@ -253,8 +216,6 @@ def experts_hit(plan: StepPlan, executor: LocalExecutor) -> float:
     hits: list[int] = []
     model = executor.runner.model
     assert isinstance(model, DeepseekV4)
-    layers: list[Any] = list(model.layers)
-    kept = [layer.ffn.dispatch for layer in layers]
 
     def counting(run: Any) -> Any:
         def dispatch(ids: Any, num_experts: int) -> Any:
@@ -263,18 +224,16 @@ def experts_hit(plan: StepPlan, executor: LocalExecutor) -> float:
 
         return dispatch
 
-    for layer, run in zip(layers, kept, strict=True):
-        layer.ffn.dispatch = counting(run)
-    # Decodes of this size are captured, so no kernel is built for the eager step. Do not log that.
-    warnings = logging.getLogger("finwhale.ops.builds.launches")
-    warnings.disabled = True
-    try:
+    with ExitStack() as stack:
+        for layer in model.layers:
+            ffn: Any = layer.ffn
+            stack.enter_context(patch.object(ffn, "dispatch", counting(ffn.dispatch)))
+        # Decodes of this size are captured, so no kernel is built for the eager step. Do not log
+        # that.
+        warnings = logging.getLogger("finwhale.ops.builds.launches")
+        stack.enter_context(patch.object(warnings, "disabled", True))
         executor.runner.tables.apply(plan)
         executor.runner.forward(plan)
-    finally:
-        warnings.disabled = False
-        for layer, run in zip(layers, kept, strict=True):
-            layer.ffn.dispatch = run
     return sum(hits) / len(hits)
 
 
@@ -288,38 +247,20 @@ def _room(shape: Shape, steps: int, step_tokens: int) -> int:
     return shape.tokens + prefill_steps + 2 * WARM_UP + steps + 8
 
 
-def show_kernels(console: Console, shape: Shape, rows: list[tuple[str, int, float]]) -> None:
-    table = new_table(f"{shape}: kernels of one step", "kernel", "launches", "us", "us each")
-    for name, launches, micros in rows:
-        table.add_row(name[:70], str(launches), f"{micros:,.0f}", f"{micros / launches:,.1f}")
-    console.print(table)
+def show_kernels(shape: Shape, rows: list[tuple[str, int, float]]) -> None:
+    cells = (
+        (name[:70], launches, f"{micros:,.0f}", f"{micros / launches:,.1f}")
+        for name, launches, micros in rows
+    )
+    columns = ("kernel", "launches", "us", "us each")
+    print_table(new_console(), f"{shape}: kernels of one step", columns, cells)
 
 
 # Options of the engine that the benchmark derives from the measured shapes.
 SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
 
 
-def show(console: Console, rows: list[tuple[Shape, dict[str, Any]]]) -> None:
-    columns = ("", "ms", "p90", "graph ms", "tokens/s", "floor ms", "share", "experts")
-    table = new_table("whole steps of the engine; medians", *columns, no_wrap=True)
-    for shape, result in rows:
-        median = result["ms"]["median"]
-        tokens = shape.batch or shape.tokens
-        graph = result.get("graph_ms")
-        table.add_row(
-            str(shape),
-            f"{median:,.3f}",
-            f"{result['ms']['p90']:,.3f}",
-            "" if graph is None else f"{graph:,.3f}",
-            f"{tokens / median * 1e3:,.0f}",
-            f"{result['floor_ms']:,.3f}",
-            f"{result['floor_ms'] / median:.0%}",
-            f"{result.get('experts_hit', '')}",
-        )
-    console.print(table)
-
-
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     shapes = [Shape(batch, args.context) for batch in args.batches]
     shapes += [Shape(1, context) for context in args.long_contexts]
@@ -328,24 +269,21 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     num_seqs = max(1, *(shape.batch for shape in shapes))
     engine, load_s = open_engine(args, longest, max_num_seqs=num_seqs)
     if args.verbose:
-        console.print(f"loaded and captured in {load_s} s")
+        print(f"loaded and captured in {load_s} s")
     bench = Bench(engine, args.steps)
     rows: list[tuple[Shape, dict[str, Any]]] = []
     for shape in shapes:
         rows.append((shape, bench.decode(shape) if shape.batch else bench.prefill(shape)))
         if args.verbose:
-            console.print(f"{shape}: {rows[-1][1]}")
-    show(console, rows)
+            print(f"{shape}: {rows[-1][1]}")
     kernels = {}
     for shape in shapes if args.kernels else ():
         kernels[str(shape)] = bench.kernels(shape, args.kernels)
-        show_kernels(console, shape, kernels[str(shape)])
-    held = memory(engine)
-    console.print(f"loaded and captured in {load_s} s; {held}")
+        show_kernels(shape, kernels[str(shape)])
     return {
         **measured(args, engine),
         "load_s": load_s,
-        "memory": held,
+        "memory": memory(engine),
         "kernels": kernels,
         "results": [
             {"what": str(shape), "batch": shape.batch, "tokens": shape.tokens, **result}
@@ -354,7 +292,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
-def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_drafting(args: argparse.Namespace) -> dict[str, Any]:
     """Compare decoding with drafts to plain decoding; returns the record without its stamp."""
     config, weights = source(args, draft_head=True)
     adaptive = args.draft_tokens == "auto"
@@ -364,23 +302,14 @@ def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     # The first sequences decode while the last ones are prefilled.
     steps += 4 * max(args.batches) * args.context // args.max_num_batched_tokens
     longest = args.context + steps * (1 + most) + 16
-    rows = drafting.measure(
-        read_options(
-            args,
-            EngineConfig,
-            max_model_len=min(longest, config.max_position_embeddings),
-            max_num_seqs=max(args.batches),
-            graph_sizes=tuple(sorted(set(args.batches))),
-        ),
-        (config, weights),
-        batches=args.batches,
-        context=args.context,
-        steps=args.steps,
-        draft_tokens=args.draft_tokens,
-        rates=args.accept or (None,),
-        adapt_steps=drafting.ADAPT_STEPS,
+    options = read_options(
+        args,
+        EngineConfig,
+        max_model_len=min(longest, config.max_position_embeddings),
+        max_num_seqs=max(args.batches),
+        graph_sizes=tuple(sorted(set(args.batches))),
     )
-    drafting.show(console, rows)
+    rows = drafting.measure(args, options, config, weights)
     return {
         "benchmark": "offline with drafts",
         "config": args.model or args.config,
@@ -398,14 +327,6 @@ def _rate(text: str) -> float:
     return rate
 
 
-def _draft_tokens(text: str) -> DraftTokens:
-    if text == "auto":
-        return "auto"
-    if text.isdecimal() and int(text) <= MAX_DRAFT_TOKENS:
-        return int(text)
-    raise argparse.ArgumentTypeError(f'must be 0 to {MAX_DRAFT_TOKENS} or "auto", got {text!r}')
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench offline`."""
     parser = _parser()
@@ -415,8 +336,10 @@ def main(argv: Sequence[str]) -> int:
     if args.steps is None:
         args.steps = ADAPTIVE_STEPS if args.draft_tokens == "auto" else STEPS
     record = stamp("offline", argv, ("torch",))
-    record |= (run_drafting if args.draft_tokens else run)(args, new_console())
+    record |= (run_drafting if args.draft_tokens else run)(args)
     keep_record(args.record, record)
+    if args.draft_tokens:
+        drafting.show_verdict(record["results"])
     return 0
 
 
@@ -438,7 +361,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--draft-tokens",
-        type=_draft_tokens,
+        type=partial(word_or_number, ("auto",)),
         default=0,
         metavar="N|auto",
         help="compare decoding with this many drafts, or with as many as the engine chooses, with "

@@ -17,7 +17,7 @@ from torch import Tensor
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.preflight import check_gpu_memory
 from finwhale.bench.record import keep_record, stamp, summary
-from finwhale.bench.timing import warm_up
+from finwhale.bench.timing import replay_ms, warm_up
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import CONFIGS, READ_RATE, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
@@ -35,26 +35,9 @@ UNTIMED, REPLAYS = 5, 50
 ROTATED_BYTES = 128 * 2**20
 MAX_TURNS = 64
 FAMILIES = ("norm", "mhc", "linear", "attention", "compressor", "indexer", "moe")
-# markov_logits calls the table's linear.
-NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form", "markov_logits")
-# These are measured and checked as parts of select_entries and experts: their results differ
-# between tables.
-PREPARES = ("prepare_index_queries", "finish_experts")
-# tests/gpu/test_sampling.py compares their results, which are sort keys, exactly.
-CANDIDATES = ("best_candidates", "merge_candidates")
-# Only steps that verify or make drafts call them. tests/ops/test_triton_drafts.py compares their
-# results.
-DRAFTS = (
-    "continue_tokens",
-    "accept_drafts",
-    "make_blocks",
-    "draft_confidences",
-)
-# These are timed and checked as one operator: their intermediate results differ between tables.
-EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
 
-Implementation = Callable[..., Any]
+Kernel = Callable[..., Any]
 
 
 def model_cases(sizes: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
@@ -68,21 +51,17 @@ def family_cases(family: str) -> Any:
     return importlib.import_module(f"finwhale.ops.{family}.cases")
 
 
-def kernels(ops: Ops) -> dict[str, Implementation]:
-    """The implementations of a table that are not references."""
-    names = [EXPERTS.get(name, name) for name, _ in ops.implementations()]
-    chosen = {name: implementation(ops, name) for name in dict.fromkeys(names)}
-    return {
-        name: fn
-        for name, fn in chosen.items()
-        if not fn.__module__.endswith(".ref")
-        and name not in (*NO_KERNEL, *PREPARES, *CANDIDATES, *DRAFTS)
-    }
+def kernels(ops: Ops) -> dict[str, Kernel]:
+    """The implementations of a table that are not references, of the operators that have cases."""
+    cases = model_cases(CONFIGS["flash"], ModelDraw("cpu"), ())
+    names = dict.fromkeys(case.operator for case in cases)
+    chosen = {name: implementation(ops, name) for name in names}
+    return {name: fn for name, fn in chosen.items() if not fn.__module__.endswith(".ref")}
 
 
-def implementation(ops: Ops, name: str) -> Implementation:
+def implementation(ops: Ops, name: str) -> Kernel:
     """An operator of a table. "experts" calls three operators; "sample" returns a tuple."""
-    fn: Implementation = getattr(ops, "experts_compute" if name == "experts" else name)
+    fn: Kernel = getattr(ops, "experts_compute" if name == "experts" else name)
     if name not in ("experts", "sample"):
         return fn
 
@@ -93,7 +72,7 @@ def implementation(ops: Ops, name: str) -> Implementation:
     def experts(*args: Any) -> Tensor:
         return ops.experts(*args)
 
-    call: Implementation = sample if name == "sample" else experts
+    call: Kernel = sample if name == "sample" else experts
     call.__module__, call.__qualname__ = fn.__module__, fn.__qualname__
     return call
 
@@ -124,17 +103,8 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    events = [(_event(), _event()) for _ in range(UNTIMED + REPLAYS)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return summary([a.elapsed_time(b) * 1e3 / len(calls) for a, b in events[UNTIMED:]])
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+    times = replay_ms(graph.replay, UNTIMED + REPLAYS, wait=False)[UNTIMED:]
+    return summary([ms * 1e3 / len(calls) for ms in times])
 
 
 def step(batch: int, context: int) -> Chunks:
@@ -171,27 +141,16 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops) -> dict[str, Any]:
 def run_timing(
     sizes: OpSizes, ops: Ops, operators: Sequence[str], batches: Sequence[int], context: int
 ) -> list[Any]:
-    """Measure each kernel at each batch, and print a line for it; returns the lines as dicts."""
+    """Measure each kernel at each batch."""
     draw = ModelDraw("cuda")
     chosen = [name for name in kernels(ops) if not operators or name in operators]
-    print(
-        f"{'operator':29}{'tokens':>7}{'us':>9}{'p10':>9}{'p90':>9}{'MB':>9}{'floor':>8}{'share':>7}"
-    )
     lines = []
     steps = [step(batch, context) for batch in batches]
     for cases in zip(*(model_cases(sizes, draw, chunks) for chunks in steps), strict=True):
         if cases[0].operator not in chosen:
             continue
-        for case, batch, chunks in zip(cases, batches, steps, strict=True):
-            line = measure(case, chunks, ops)
-            lines.append(line)
-            us = line["kernel_us"]
-            print(
-                f"{case.operator + ' ' + case.name:29}{batch:7}{us['median']:9.2f}"
-                f"{us['p10']:9.2f}{us['p90']:9.2f}{line['bytes'] / 1e6:9.2f}"
-                f"{line['floor_us']:8.2f}{line['share_of_floor']:7.1%}",
-                flush=True,
-            )
+        for case, chunks in zip(cases, steps, strict=True):
+            lines.append(measure(case, chunks, ops))
             torch.cuda.empty_cache()
     return lines
 

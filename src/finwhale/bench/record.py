@@ -17,29 +17,24 @@ from typing import Any
 import torch
 
 import finwhale
+from finwhale.bench.results import print_results
 from finwhale.errors import FinwhaleError
+from finwhale.platform import processor_name, usable_cores
+from finwhale.printing import new_console
 
 RESULTS = Path("bench/results")
 
 
 def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """The name, time, hardware, versions and command of a measurement.
-
-    Args:
-        what: name of the benchmark.
-        argv: its command-line arguments.
-        packages: packages whose versions to record.
-    """
+    """The name, time, hardware, command and versions of a measurement, also of `packages`."""
     return {
         "benchmark": what,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "hardware": {
-            "cpu": _cpu_name(),
+            "cpu": processor_name(),
             "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "usable_cores": usable_cores(),
             "load_1min": round(os.getloadavg()[0], 2),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
@@ -71,27 +66,18 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def keep_record(path: Path | None, record: dict[str, Any]) -> None:
-    """Append a record to the file of --record, and say so; None: the user wants no record."""
+    """Print a record's results. Append it to the file of --record; None: the user wants no file."""
+    print_results(new_console(160), record)
     if path is not None:
-        append_record(path, record)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
         print(f"recorded in {path}")
-
-
-def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Append a record to a JSONL file; creates the file's folder if it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a results file.
-
-    Attributes:
-        line: its number, from 1.
-        data: the JSON object.
-    """
+    """One line of a results file: its number, from 1, and its JSON object."""
 
     path: Path
     line: int
@@ -99,10 +85,8 @@ class Record:
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
-    """Read all records of JSONL files; empty lines are left out.
-
-    Raises:
-        FinwhaleError: a file cannot be read, or a line is no JSON object.
+    """Read all records of JSONL files; empty lines are left out. Raises FinwhaleError if a file
+    cannot be read, or a line is no JSON object.
     """
     found = []
     for path in paths:
@@ -124,15 +108,6 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise FinwhaleError(f"{where}: expected a JSON object, got {type(data).__name__}")
     return data
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -7,6 +7,7 @@ first run in per cent. The file loads nothing from other hosts and runs no scrip
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -14,31 +15,62 @@ from typing import Any
 
 import finwhale
 from finwhale.bench.record import Record, read_records
-from finwhale.bench.report_values import Group, Value, groups_of
+from finwhale.bench.results import Value, Values, in_digits, values_of
 from finwhale.errors import FinwhaleError
 from finwhale.options import Parser
 
-TITLES = {
-    "offline": "Whole steps of the engine",
-    "offline with drafts": "Decoding with drafts",
-    "ops": "Kernels",
-    "start": "Starts",
-    "throughput": "Many requests",
-    "load": "Loading a checkpoint",
-    "cpu": "CPU, beside transformers",
-    "overhead": "The host's work in a step",
-    "prefix": "Finding a cached prefix",
-    "collectives": "Communication between GPUs",
-    "accuracy": "Accuracy of the operators",
-    "serving": "Serving under load",
-    "other": "Other records",
-}
 MAX_ROWS = 1000  # of a table; a record of unknown kind may have any size
 # Text of a record can never run or load anything.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def page(title: str, groups: Sequence[Group]) -> str:
+@dataclass(slots=True)
+class Run:
+    """A record, which is a column of a comparison."""
+
+    name: str
+    record: Record
+    values: Values
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.record.data
+
+
+@dataclass(slots=True)
+class RunGroup:
+    """Runs of one kind that measured the same work."""
+
+    kind: str
+    work: str
+    runs: list[Run]
+
+
+def groups_of(records: Sequence[Record]) -> list[RunGroup]:
+    """RunGroup the records by kind and work, in the order of their first record."""
+    groups: dict[tuple[str, str], RunGroup] = {}
+    for number, record in enumerate(records, 1):
+        kind, work = str(record.data.get("benchmark", "other")), _work(record.data)
+        group = groups.setdefault((kind, work), RunGroup(kind, work, []))
+        group.runs.append(Run(f"R{number}", record, values_of(record.data)))
+    return list(groups.values())
+
+
+def _work(data: dict[str, Any]) -> str:
+    """What a record measured, in words; runs with the same words are compared."""
+    load = data.get("load")
+    if isinstance(load, dict):
+        others = ("url", "model", "api_key", "seed")
+        load = ", ".join(f"{k} {v}" for k, v in load.items() if k not in others and v is not None)
+    words = [str(data[name]) for name in ("config", "model") if data.get(name) is not None]
+    if data.get("layers") is not None:
+        words.append(f"{data['layers']} layers")
+    ranks = data.get("tensor_parallel_size") or data.get("ranks") or 1
+    words += [f"{ranks} ranks"] if ranks != 1 else []
+    return ", ".join([*words, load] if load else words)
+
+
+def page(title: str, groups: Sequence[RunGroup]) -> str:
     """The whole page: one file, so that it can be opened from a disk or sent by mail."""
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     parts = [
@@ -60,12 +92,11 @@ def page(title: str, groups: Sequence[Group]) -> str:
     return "".join([*parts, "</main></body></html>\n"])
 
 
-def _heading(group: Group) -> str:
-    title = TITLES.get(group.kind, group.kind)
-    return escape(f"{title}: {group.work}" if group.work else title)
+def _heading(group: RunGroup) -> str:
+    return escape(f"{group.kind}: {group.work}" if group.work else group.kind)
 
 
-def _runs(groups: Sequence[Group]) -> Iterator[str]:
+def _runs(groups: Sequence[RunGroup]) -> Iterator[str]:
     headers = ("run", "what", "when", "hardware", "versions", "command", "record")
     yield _table_head(headers)
     for group in groups:
@@ -77,7 +108,7 @@ def _runs(groups: Sequence[Group]) -> Iterator[str]:
                 escape(_hardware(run.data.get("hardware"))),
                 escape(_versions(run.data)),
                 "<br>".join(f"<code>{escape(str(text))}</code>" for text in texts if text),
-                escape(_place(run.record)),
+                escape(f"{run.record.path}:{run.record.line}"),
             ]
             yield f'<tr><th scope="row">{run.name}</th>'
             yield "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
@@ -102,11 +133,7 @@ def _versions(data: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _place(record: Record) -> str:
-    return f"{record.path}:{record.line}"
-
-
-def _comparison(group: Group) -> Iterator[str]:
+def _comparison(group: RunGroup) -> Iterator[str]:
     keys = list(dict.fromkeys(key for run in group.runs for key in run.values))
     # Rows of one thing stand together, in the order of the first.
     order = {what: i for i, what in enumerate(dict.fromkeys(what for what, _ in keys))}
@@ -140,9 +167,9 @@ def _cell(cell: Value | None, base: Value | None) -> str:
         return "<td></td>"
     if isinstance(cell.value, str):
         return f'<td class="text">{escape(cell.value)}</td>'
-    parts = [f'<td class="number">{_number(cell.value)}']
-    if cell.floor is not None and cell.value:
-        parts.append(f' <span class="floor">{cell.floor / cell.value:.0%} of floor</span>')
+    parts = [f'<td class="number">{in_digits(cell.value)}']
+    if cell.floor_share is not None:
+        parts.append(f' <span class="floor">{cell.floor_share:.0%} of floor</span>')
     return "".join([*parts, f" {_difference(cell, cell.value, base)}</td>"])
 
 
@@ -155,12 +182,6 @@ def _difference(cell: Value, value: float, base: Value | None) -> str:
     if cell.more_is_better is not None and abs(change) >= 0.05:
         kind = " good" if (change > 0) == cell.more_is_better else " bad"
     return f'<span class="delta{kind}">{change:+.1f}%</span>'
-
-
-def _number(value: float) -> str:
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def main(argv: Sequence[str]) -> int:

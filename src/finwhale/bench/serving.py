@@ -1,14 +1,13 @@
-"""Load-test any OpenAI-compatible endpoint: throughput, and latencies in the record.
+"""Load-test an OpenAI-compatible endpoint: throughput, and latencies in the record.
 
-Requests stream. Time to first token (TTFT) is the time from sending a request to its first piece.
-Time between tokens (ITL) is the time between successive pieces. Time per output token (TPOT) is the
-time from the first piece to the last, divided by the number of tokens after the first. The server
-counts the tokens (usage).
+Requests go to /v1/completions, with prompts of token ids, and stream. Time to first token (TTFT) is
+the time from sending a request to its first piece. Time between tokens (ITL) is the time between
+successive pieces. Time per output token (TPOT) is the time from the first piece to the last,
+divided by the number of tokens after the first. The server counts the tokens (usage).
 """
 
 import argparse
 import asyncio
-import math
 import os
 import statistics
 from collections import Counter
@@ -18,24 +17,22 @@ from typing import Any
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
-from finwhale.bench.printing import new_console
 from finwhale.bench.record import keep_record, percentile, stamp
-from finwhale.bench.workload import DATASETS, Load
+from finwhale.bench.workload import DATASETS, ServerLoad
+from finwhale.options import add_options, read_options
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench serving`. Returns 1 if a request failed, otherwise 0."""
     args = _parser().parse_args(argv)
-    values = {name: getattr(args, name) for name in Load.__dataclass_fields__}
-    sizes = asdict(DATASETS[args.dataset])
-    values |= {name: size for name, size in sizes.items() if values[name] is None}
-    load = Load(**values)
+    sizes = DATASETS[args.dataset]
+    given = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
+    load = read_options(args, ServerLoad, **sizes | given)
     root = args.url.rstrip("/").removesuffix("/v1")
     endpoint = Endpoint(url=root, model=args.model, api_key=os.environ.get("OPENAI_API_KEY"))
     asyncio.run(check_endpoint(endpoint))
     check_client(load)
     found = summarise(*asyncio.run(run_load(endpoint, load)))
-    _print(found)
     server = {"url": root, "model": args.model, "api_key": endpoint.api_key is not None}
     described = server | asdict(load) | {"request_rate": str(load.request_rate)}
     record = stamp("serving", argv, ("aiohttp",)) | {"load": described} | found
@@ -74,18 +71,6 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"mean": round(statistics.fmean(times), 4), "p50": p50, "p99": p99}
 
 
-def _print(found: dict[str, Any]) -> None:
-    console = new_console()
-    console.print(
-        f"{found['completed']} requests in {found['seconds']:.2f} s: "
-        f"{found['requests_per_second']:.2f} requests/s; {found['output_tokens_per_second']:,.1f} "
-        f"tokens/s generated, {found['total_tokens_per_second']:,.1f} tokens/s with prompts; "
-        f"{found['cached_tokens']} of {found['prompt_tokens']} prompt tokens were cached"
-    )
-    if found["errors"]:
-        console.print(f"errors: {found['errors']}", style="red")
-
-
 def _span(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     span = int(low), int(high or low)
@@ -96,7 +81,7 @@ def _span(text: str) -> tuple[int, int]:
 
 def _default(name: str) -> str:
     """The default sizes of the data sets, in words."""
-    sizes = [getattr(DATASETS[dataset], name) for dataset in ("uniform", "agents")]
+    sizes = [DATASETS[dataset][name] for dataset in ("uniform", "agents")]
     spans = [s if isinstance(s, int) else ":".join(map(str, dict.fromkeys(s))) for s in sizes]
     return f" (default: {spans[0]}; agents: {spans[1]})"
 
@@ -107,26 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="URL of the endpoint")
     add("--model", required=True, help="the endpoint's name of the model")
-    about = "lengths of the requests: uniform in a range; or agents, which are sessions of growing "
-    about += "prompts with a shared system prompt"
-    add("--dataset", choices=DATASETS, default="uniform", help=about)
-    about = "use /v1/chat/completions, with words instead of token ids"
-    add("--chat", action="store_true", help=about)
-    add("--num-requests", type=int, default=256, metavar="N", help="number of requests")
-    about = "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: "
-    about += "all at once"
-    add("--request-rate", type=float, default=math.inf, metavar="R", help=about)
-    about = "maximum number of requests at once (default: no limit)"
-    add("--concurrency", type=int, metavar="N", help=about)
     about = "length of a prompt, or a range of lengths; of agents: what each turn adds"
     add("--input-tokens", type=_span, metavar="N[:M]", help=about + _default("input_tokens"))
     about = "length of an output, or a range of lengths"
     add("--output-tokens", type=_span, metavar="N[:M]", help=about + _default("output_tokens"))
     about = "number of tokens with which all prompts begin; of agents: the system prompt"
     add("--shared-prefix", type=int, metavar="N", help=about + _default("shared_prefix"))
-    about = "number of requests of an agent's session"
-    add("--turns", type=int, default=8, metavar="N", help=about)
-    about = "let the model end its output"
-    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help=about)
-    add("--seed", type=int, default=0, help="seed of prompts and arrival times")
+    add_options(parser, ServerLoad)
     return parser

@@ -13,16 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.engine import measured, open_engine
-from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.engine import measured, open_engine, prefill
 from finwhale.bench.record import keep_record, stamp
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.rank.start_times import process_start, whole_start
-from finwhale.request import SamplingParams
 
 REPORT = "finwhale-start "  # Each start's process prints its results on a line with this prefix.
 
@@ -37,10 +33,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     engine, _ = open_engine(args, args.max_model_len, tokenizer)
     phases = whole_start(engine.start_seconds, began)
     ready = time.monotonic()
-    first = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    engine.add_request("first", [1, 2, 3], first)
-    while engine.has_work:
-        engine.step()
+    prefill(engine, [1, 2, 3])
     first_token = time.monotonic() - process_start()
     return {
         **measured(args, engine),
@@ -76,31 +69,14 @@ def starts(args: argparse.Namespace, argv: Sequence[str]) -> list[dict[str, Any]
     return results
 
 
-def show(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    phases = list(results[0]["phases"])
-    columns = ("start", *phases, "first token", "kernels", "compiled")
-    table = new_table("seconds of each start", *columns, no_wrap=True)
-    for result in results:
-        table.add_row(
-            result["start"],
-            *(f"{result['phases'][name]:.2f}" for name in phases),
-            f"{result['first_token_s']:.2f}",
-            str(result["kernels"]),
-            str(result["compiled"]),
-        )
-    console.print(table)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench start`."""
     args = _parser().parse_args(argv)
     if args.one:
         print(REPORT + json.dumps(measure(args)), flush=True)
         return 0
-    console = new_console(160)
     record = stamp("start", argv, ("torch",))
     results = starts(args, argv)
-    show(console, results)
     shared = ("config", "layers", "tensor_parallel_size")
     record |= {name: results[0][name] for name in shared}
     record["results"] = [{k: v for k, v in one.items() if k not in shared} for one in results]

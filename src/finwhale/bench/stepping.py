@@ -56,9 +56,7 @@ class Stepper:
 
     def step(self, parts: Sequence[tuple[SequenceState, int]]) -> list[Tensor]:
         """Compute the next `count` tokens of each sequence in one forward, and store its `inputs`.
-
-        Returns:
-            The residual streams [count, H, D] of each sequence.
+        Returns the residual streams [count, H, D] of each sequence.
         """
         chunks = []
         for sequence, count in parts:

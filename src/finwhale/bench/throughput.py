@@ -10,19 +10,17 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
-from rich.table import Table
 
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.engine import measured, memory, open_engine
-from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.engine import begin, measured, memory, open_engine
 from finwhale.bench.record import keep_record, percentile, stamp, summary
 from finwhale.engine.loop.engine import Engine
-from finwhale.request import RequestOutput, SamplingParams
+from finwhale.request import RequestOutput
 
 # Number of steps between two other requests of each kind, and the tokens that each one generates.
 LONG_EVERY, PREFIX_EVERY, ABORT_EVERY = 64, 16, 32
@@ -30,7 +28,7 @@ OTHER_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """Requests that arrive together, all with the same number of tokens."""
 
     requests: int
@@ -74,9 +72,7 @@ class OtherRequests:
         return cast(list[int], ids.tolist())
 
     def _add(self, kind: str, prompt: list[int]) -> None:
-        params = SamplingParams(max_tokens=OTHER_TOKENS, temperature=0, ignore_eos=True)
-        name = f"{kind}-{self._steps}"
-        self.results[kind].append(self._engine.add_request(name, prompt, params))
+        self.results[kind].append(begin(self._engine, prompt, OTHER_TOKENS))
 
     def summary(self) -> dict[str, Any]:
         found = [result.num_cached_tokens for result in self.results["prefix"]]
@@ -88,17 +84,14 @@ class OtherRequests:
 
 
 def serve(
-    engine: Engine, draw: np.random.Generator, load: Load, long_prompt: int | None = None
+    engine: Engine, draw: np.random.Generator, load: EngineLoad, long_prompt: int | None = None
 ) -> dict[str, Any]:
-    """Run a load to its end, and measure it.
-
-    Args:
-        long_prompt: number of tokens of other requests' long prompts; None: no other requests.
+    """Run a load to its end, and measure it. `long_prompt` is the number of tokens of other
+    requests' long prompts; None: there are no other requests.
     """
-    params = SamplingParams(max_tokens=load.output_tokens, temperature=0, ignore_eos=True)
     shape = load.requests, load.prompt_tokens
     prompts = draw.integers(engine.model_config.vocab_size, size=shape).tolist()
-    results = [engine.add_request(f"{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    results = [begin(engine, prompt, load.output_tokens) for prompt in prompts]
     others = None if long_prompt is None else OtherRequests(engine, draw, long_prompt, prompts[0])
     last: dict[str, float] = {}
     between: list[float] = []
@@ -125,7 +118,7 @@ def serve(
         "output_tokens_per_s": round(load.requests * load.output_tokens / seconds),
         "step_ms": steps,
         "slowest_over_median": round(steps["max"] / steps["median"], 2),
-        "slowest": {number: round(times[number], 3) for number in slowest},
+        "slowest": {str(number): round(times[number], 3) for number in slowest},
         "between_tokens_ms": {
             name: percentile(between, part)
             for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
@@ -134,40 +127,23 @@ def serve(
     return found | ({} if others is None else {"others": others.summary()})
 
 
-def table_of(load: Load, rows: dict[str, dict[str, Any]]) -> Table:
-    columns = ("", "tokens/s", "step ms", "slowest", "between tokens: p50", "p99", "max")
-    table = new_table(str(load), *columns)
-    for what, row in rows.items():
-        between = row["between_tokens_ms"]
-        table.add_row(
-            what,
-            f"{row['output_tokens_per_s']:,}",
-            f"{row['step_ms']['median']:,.2f}",
-            f"{row['step_ms']['max']:,.1f}",
-            *(f"{between[name]:,.2f}" for name in ("p50", "p99", "max")),
-        )
-    return table
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench throughput`."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.output_tokens < 2:
         parser.error("--output-tokens must be at least 2: the time between tokens is measured")
-    load = Load(args.requests, args.prompt_tokens, args.output_tokens)
+    load = EngineLoad(args.requests, args.prompt_tokens, args.output_tokens)
     longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * OTHER_TOKENS
     engine, start_s = open_engine(args, longest)
     draw = np.random.default_rng(0)
-    serve(engine, draw, Load(load.requests, load.prompt_tokens, max(2, load.output_tokens // 8)))
+    serve(engine, draw, replace(load, output_tokens=max(2, load.output_tokens // 8)))
     rows = {"alone": serve(engine, draw, load)}
     if args.long_prompt:
         rows["among others"] = serve(engine, draw, load, args.long_prompt)
-    console = new_console()
-    console.print(table_of(load, rows))
     late = dict(engine.metrics().late_compilations)
-    console.print(f"started in {start_s} s; kernels compiled since then: {late}")
-    record = stamp("throughput", argv, ("torch",)) | {
+    print(f"started in {start_s} s; kernels compiled since then: {late}")
+    found = {
         **measured(args, engine),
         "load": str(load),
         "at_once": engine.sizes.num_seqs,
@@ -178,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
         "late_compilations": late,
         "results": rows,
     }
-    keep_record(args.record, record)
+    keep_record(args.record, stamp("throughput", argv, ("torch",)) | found)
     return 0
 
 

@@ -23,14 +23,18 @@ def warm_up(calls: Iterable[Callable[[], object]]) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def replay_ms(replay: Callable[[], object], repeats: int) -> list[float]:
-    """Call `replay` several times; returns how many milliseconds the GPU took for each call."""
-    times: list[float] = []
+def replay_ms(replay: Callable[[], object], repeats: int, *, wait: bool = True) -> list[float]:
+    """Call `replay` several times; returns how many milliseconds the GPU took for each call. With
+    `wait`, the host waits for the end of each call before it makes the next.
+    """
+    events = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         replay()
         end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return times
+        events.append((start, end))
+        if wait:
+            end.synchronize()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]

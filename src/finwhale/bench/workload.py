@@ -16,65 +16,60 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from finwhale.errors import FinwhaleError
+from finwhale.options import check_options, option
 
-WORDS = ("the", "a", "sea", "whale", "ship", "sky", "wind", "day", "fish", "sun", "boat", "deep")
 TOKEN_IDS = range(256, 4000)  # Low ids are often control tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The default lengths of a data set, in tokens."""
-
-    input_tokens: tuple[int, int]
-    output_tokens: tuple[int, int]
-    shared_prefix: int
-
-
-DATASETS = {
-    "uniform": Sizes((1024, 1024), (256, 256), 0),
+# The default lengths of each data set, in tokens.
+DATASETS: dict[str, dict[str, Any]] = {
+    "uniform": {"input_tokens": (1024, 1024), "output_tokens": (256, 256), "shared_prefix": 0},
     # The system prompt and 8 turns: 4096 + 4.5 * 858 + 3.5 * 182 is 8,596 tokens.
-    "agents": Sizes((429, 1288), (91, 273), 4096),
+    "agents": {"input_tokens": (429, 1288), "output_tokens": (91, 273), "shared_prefix": 4096},
 }
+
+# A request: the token ids of its prompt, and the number of tokens to generate.
+LoadRequest = tuple[list[int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ServerLoad:
     """The requests to send to an endpoint.
 
     Attributes:
-        chat: use /v1/chat/completions, with words instead of token ids.
-        num_requests: total number of requests.
-        request_rate: requests (of agents: sessions) per second; infinite: all at once.
-        concurrency: maximum number of requests at once; None: no limit.
         input_tokens, output_tokens: least and largest length; each request draws its own. Of
             agents: the tokens that a turn adds.
         shared_prefix: number of tokens with which all prompts begin, of input_tokens; of agents:
             the system prompt, which comes before input_tokens.
-        turns: number of requests of an agent's session.
-        ignore_eos: whether outputs have exactly the wanted length.
-        seed: of prompts and arrival times.
     """
 
-    dataset: Literal["uniform", "agents"] = "uniform"
-    chat: bool = False
-    num_requests: int = 256
-    request_rate: float = math.inf
-    concurrency: int | None = None
-    input_tokens: tuple[int, int] = DATASETS["uniform"].input_tokens
-    output_tokens: tuple[int, int] = DATASETS["uniform"].output_tokens
-    shared_prefix: int = DATASETS["uniform"].shared_prefix
-    turns: int = 8
-    ignore_eos: bool = True
-    seed: int = 0
+    input_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+    shared_prefix: int = 0
+    dataset: Literal["uniform", "agents"] = option(
+        "uniform",
+        "lengths of the requests: uniform in a range; or agents, which are sessions of growing "
+        "prompts with a shared system prompt",
+    )
+    num_requests: int = option(256, "number of requests", metavar="N", least=1)
+    request_rate: float = option(
+        math.inf,
+        "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: all "
+        "at once",
+        metavar="R",
+        above=0,
+    )
+    concurrency: int | None = option(
+        None, "maximum number of requests at once", unset="no limit", metavar="N", least=1
+    )
+    turns: int = option(8, "number of requests of an agent's session", metavar="N", least=1)
+    ignore_eos: bool = option(True, "let the model end its output", flag="--no-ignore-eos")
+    seed: int = option(0, "seed of prompts and arrival times")
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1 or not self.request_rate > 0:
-            raise FinwhaleError("--request-rate and --num-requests must be above 0")
-        if self.turns < 1 or (self.concurrency is not None and self.concurrency < 1):
-            raise FinwhaleError("--turns and --concurrency must be at least 1")
+        check_options(self)
         least = self.input_tokens[0]
         if self.dataset == "uniform" and self.shared_prefix >= least:
             raise FinwhaleError(
@@ -82,7 +77,7 @@ class Load:
             )
 
 
-def make_sessions(load: Load, model: str) -> list[list[bytes]]:
+def make_sessions(load: ServerLoad, model: str) -> list[list[bytes]]:
     """Make the bodies of the requests, by session. The same seed gives the same bodies.
 
     The requests of a session are sent one after the other. Only agents have more than one.
@@ -91,43 +86,36 @@ def make_sessions(load: Load, model: str) -> list[list[bytes]]:
     make = _uniform if load.dataset == "uniform" else _agents
     sessions, left = [], load.num_requests
     for session in make(load, draw):
-        sessions.append([_body(load, model, turns, output) for turns, output in session[:left]])
+        sessions.append([_body(load, model, *request) for request in session[:left]])
         left -= len(sessions[-1])
         if not left:
             return sessions
     raise AssertionError("data sets have no end")
 
 
-# A request: its turns, each of one role, and the number of tokens to generate.
-Turns = list[tuple[str, list[Any]]]
-Request = tuple[Turns, int]
-
-
-def _uniform(load: Load, draw: random.Random) -> Iterator[list[Request]]:
-    prefix = _tokens(draw, load, load.shared_prefix)
+def _uniform(load: ServerLoad, draw: random.Random) -> Iterator[list[LoadRequest]]:
+    prefix = _tokens(draw, load.shared_prefix)
     while True:
         own = draw.randint(*load.input_tokens) - load.shared_prefix
-        prompt = prefix + _tokens(draw, load, own)
-        yield [([("user", prompt)], draw.randint(*load.output_tokens))]
+        yield [(prefix + _tokens(draw, own), draw.randint(*load.output_tokens))]
 
 
-def _agents(load: Load, draw: random.Random) -> Iterator[list[Request]]:
-    system = _tokens(draw, load, load.shared_prefix)
+def _agents(load: ServerLoad, draw: random.Random) -> Iterator[list[LoadRequest]]:
+    system = _tokens(draw, load.shared_prefix)
     while True:
-        turns: Turns = [("system", system)] if system else []
-        session: list[Request] = []
+        prompt, session = system, []
         for _ in range(load.turns):
-            new = _tokens(draw, load, draw.randint(*load.input_tokens))
+            prompt = prompt + _tokens(draw, draw.randint(*load.input_tokens))
             output = draw.randint(*load.output_tokens)
-            turns = [*turns, ("user", new)]
-            session.append((turns, output))
-            turns = [*turns, ("assistant", _tokens(draw, load, output))]
+            session.append((prompt, output))
+            prompt = prompt + _tokens(draw, output)
         yield session
 
 
-def _body(load: Load, model: str, turns: Turns, output: int) -> bytes:
+def _body(load: ServerLoad, model: str, prompt: list[int], output: int) -> bytes:
     body: dict[str, Any] = {
         "model": model,
+        "prompt": prompt,
         "max_tokens": output,
         "temperature": 0,
         "stream": True,
@@ -135,26 +123,18 @@ def _body(load: Load, model: str, turns: Turns, output: int) -> bytes:
     }
     if load.ignore_eos:
         body["ignore_eos"] = True
-    if load.chat:
-        body["messages"] = [
-            {"role": role, "content": " ".join(map(str, tokens))} for role, tokens in turns
-        ]
-    else:
-        body["prompt"] = [token for _, tokens in turns for token in tokens]
     return json.dumps(body).encode()
 
 
-def _tokens(draw: random.Random, load: Load, count: int) -> list[Any]:
-    """Draw `count` token ids or, for a chat, words."""
-    return draw.choices(WORDS if load.chat else TOKEN_IDS, k=count)
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return draw.choices(TOKEN_IDS, k=count)
 
 
-def arrivals(load: Load, count: int) -> list[float]:
+def arrivals(load: ServerLoad, count: int) -> list[float]:
     """The seconds from the start at which `count` sessions arrive."""
     draw = random.Random(load.seed + 1)
-    now, times = 0.0, []
-    for _ in range(count):
-        times.append(now)
-        if math.isfinite(load.request_rate):
-            now += draw.expovariate(load.request_rate)
-    return times
+    gaps = (
+        draw.expovariate(load.request_rate) if math.isfinite(load.request_rate) else 0.0
+        for _ in range(1, count)
+    )
+    return list(accumulate(gaps, initial=0.0))

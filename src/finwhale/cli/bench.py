@@ -17,7 +17,7 @@ BENCHMARKS = {
     "throughput": "measure tokens per second of many requests, and the effect of other requests",
     "start": "measure cold and warm starts: from process start to the first token",
     "load": "measure loading a checkpoint, and compare it with a plain read of its files",
-    "serving": "load-test any OpenAI-compatible endpoint: throughput and latencies (bench extra)",
+    "serving": "load-test an OpenAI-compatible endpoint: throughput and latencies (bench extra)",
     "report": "turn records into one HTML file of tables that compare them",
     "prefix": "measure the host's time to find a cached prefix",
     "ops": "measure operators on a GPU, beside their floors",

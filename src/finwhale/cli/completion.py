@@ -27,9 +27,7 @@ def run(argv: Sequence[str]) -> int:
 
 def whole_parser() -> argparse.ArgumentParser:
     """All commands and options in one parser; a command whose extra is missing has no options."""
-    whole = Parser(
-        prog="finwhale",
-    )
+    whole = Parser(prog="finwhale")
     commands = whole.add_subparsers()
     for name, text in COMMANDS.items():
         if name == "bench":

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 import finwhale
 from finwhale.artefacts import default_directory
@@ -23,10 +21,16 @@ from finwhale.extras import EXTRAS
 from finwhale.ops import table_name
 from finwhale.ops.tables.optional import why_no_deepgemm
 from finwhale.options import Parser
-from finwhale.platform import Platform, available_memory, existing_folder
+from finwhale.platform import (
+    Platform,
+    available_memory,
+    existing_folder,
+    processor_name,
+    usable_cores,
+)
+from finwhale.printing import new_console, print_table
 from finwhale.request import SamplingParams
 
-Verdict = Literal["ok", "missing", "failed"]
 STYLES = {"ok": "green", "missing": "yellow", "failed": "bold red"}
 GIB = 2**30
 # For each extra: what it adds, and the modules that show that it is installed.
@@ -47,16 +51,17 @@ GPU_TORCH = "2.11.0"  # the newest that has run on a GPU, with its Triton; also 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        advice: what to do; empty if nothing is to be done.
-    """
+    """One line of the report. `advice` says what to do; empty: nothing is to be done."""
 
     subject: str
     found: str
-    verdict: Verdict = "ok"
+    verdict: Literal["ok", "missing", "failed"] = "ok"
     advice: str = ""
+
+    @classmethod
+    def unless(cls, lacking: bool, subject: str, found: str, advice: str) -> "Finding":
+        """A finding whose advice counts only if something is lacking."""
+        return cls(subject, found, "missing", advice) if lacking else cls(subject, found)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -73,16 +78,17 @@ def run(argv: Sequence[str]) -> int:
     if not args.no_run:
         checks.append(_demo)
     findings = [finding for check in checks for finding in _attempt(check)]
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    table = Table(title="finwhale doctor", title_justify="left")
-    for column in ("what", "found", "", "what to do"):
-        table.add_column(column, overflow="fold")
-    for one in findings:
-        verdict = f"[{STYLES[one.verdict]}]{one.verdict}[/]"
-        table.add_row(one.subject, escape(one.found), verdict, escape(one.advice))
-    console.print(table)
+    rows = (
+        (
+            one.subject,
+            escape(one.found),
+            f"[{STYLES[one.verdict]}]{one.verdict}[/]",
+            escape(one.advice),
+        )
+        for one in findings
+    )
+    columns = ("what", "found", "", "what to do")
+    print_table(new_console(160), "finwhale doctor", columns, rows, num_texts=4)
     return int(any(one.verdict == "failed" for one in findings))
 
 
@@ -107,27 +113,14 @@ def _software() -> Iterator[Finding]:
     yield Finding("torch", f"{torch.__version__}, {build}", advice=advice)
     compiler = os.environ.get("CXX", "g++")
     path = shutil.which(compiler.split()[0]) if compiler.strip() else None
-    if path is None:
-        advice = "only --compile on a CPU needs it: install g++, or set CXX"
-        yield Finding("C++ compiler", f"no {compiler}", "missing", advice)
-    else:
-        yield Finding("C++ compiler", path)
+    advice = "only --compile on a CPU needs it: install g++, or set CXX"
+    yield Finding.unless(path is None, "C++ compiler", path or f"no {compiler}", advice)
 
 
 def _processor() -> Iterator[Finding]:
     memory = available_memory()
     amount = "" if memory is None else f", {memory / GIB:,.0f} GiB of memory available"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("processor", f"{_processor_name()}, {cores} cores{amount}")
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    yield Finding("processor", f"{processor_name()}, {usable_cores()} cores{amount}")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -142,21 +135,16 @@ def _gpus() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(index)
         kernels = TABLES[table_name(here)]
         found = f"{name} ({here.arch}), {free / GIB:,.1f} of {total / GIB:,.1f} GiB free, {kernels}"
+        advice = ""
         if table_name(here) == "reference":
             advice = "a Hopper GPU (H100, H200) is what Finwhale is made for"
-            yield Finding(f"GPU {index}", found, "missing", advice)
         elif free < total // 2:
             advice = "another process uses this GPU: nvidia-smi shows which"
-            yield Finding(f"GPU {index}", found, "missing", advice)
-        else:
-            yield Finding(f"GPU {index}", found)
-    reason = why_no_deepgemm()
+        yield Finding.unless(bool(advice), f"GPU {index}", found, advice)
     if table_name(Platform.detect()) == "nvidia_sm90":
-        if reason is None:
-            yield Finding("DeepGEMM", "installed")
-        else:
-            advice = "prefill is slower without it: pip install 'finwhale[nvidia]' (Python 3.12)"
-            yield Finding("DeepGEMM", reason, "missing", advice)
+        reason = why_no_deepgemm()
+        advice = "prefill is slower without it: pip install 'finwhale[nvidia]' (Python 3.12)"
+        yield Finding.unless(reason is not None, "DeepGEMM", reason or "installed", advice)
 
 
 def _no_gpu() -> Finding:
@@ -186,45 +174,37 @@ def _peers() -> Iterator[Finding]:
         return
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     cut = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    if cut:
-        listed = ", ".join(f"{i} to {j}" for i, j in cut[:4])
-        advice = "tensor parallelism uses NCCL between these GPUs, which is slower"
-        yield Finding("peer access", f"not from GPU {listed}", "missing", advice)
-    else:
-        yield Finding("peer access", f"between all {count} GPUs")
+    listed = ", ".join(f"{i} to {j}" for i, j in cut[:4])
+    found = f"not from GPU {listed}" if cut else f"between all {count} GPUs"
+    advice = "tensor parallelism uses NCCL between these GPUs, which is slower"
+    yield Finding.unless(bool(cut), "peer access", found, advice)
     if SHM.is_dir():
         free = shutil.disk_usage(SHM).free
-        found = f"{free / GIB:,.1f} GiB free"
-        if free < MIN_SHM_BYTES:
-            advice = "several GPUs need shared memory: docker run --ipc=host or --shm-size=8g"
-            yield Finding(str(SHM), found, "missing", advice)
-        else:
-            yield Finding(str(SHM), found)
+        advice = "several GPUs need shared memory: docker run --ipc=host or --shm-size=8g"
+        yield Finding.unless(free < MIN_SHM_BYTES, str(SHM), f"{free / GIB:,.1f} GiB free", advice)
 
 
 def _disk() -> Iterator[Finding]:
     cache = default_directory(os.environ.get("XDG_CACHE_HOME"))
     exists = existing_folder(cache)
     free = shutil.disk_usage(exists).free
-    found = f"{cache}, {free / GIB:,.1f} GiB free"
-    if not os.access(exists, os.W_OK):
+    if os.access(exists, os.W_OK):
+        found = f"{cache}, {free / GIB:,.1f} GiB free"
+        advice = "make room, or choose --cache-dir"
+        yield Finding.unless(free < MIN_CACHE_BYTES, "cache directory", found, advice)
+    else:
         advice = "nothing compiled is kept for the next start: choose another --cache-dir"
         yield Finding("cache directory", f"{cache}, not writable", "missing", advice)
-    elif free < MIN_CACHE_BYTES:
-        yield Finding("cache directory", found, "missing", "make room, or choose --cache-dir")
-    else:
-        yield Finding("cache directory", found)
 
 
 def _extras() -> Iterator[Finding]:
     for extra, (purpose, modules) in EXTRAS.items():
         absent = [name for name in modules if not _is_installed(name)]
+        found = f"{modules[0]} {_version(modules[0])}".strip()
         if absent:
-            advice = f"for {purpose}: pip install 'finwhale[{extra}]'"
-            yield Finding(f"extra {extra}", f"no {', '.join(absent)}", "missing", advice)
-        else:
-            version = _version(modules[0])
-            yield Finding(f"extra {extra}", f"{modules[0]} {version}".strip())
+            found = f"no {', '.join(absent)}"
+        advice = f"for {purpose}: pip install 'finwhale[{extra}]'"
+        yield Finding.unless(bool(absent), f"extra {extra}", found, advice)
 
 
 def _is_installed(module: str) -> bool:

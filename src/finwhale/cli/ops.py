@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.ops import load_ops, table_name
 from finwhale.ops.tables import optional
 from finwhale.options import Parser
 from finwhale.platform import Platform
+from finwhale.printing import print_table
 
 PLATFORMS = {
     "cpu": Platform.cpu(),
@@ -22,23 +22,16 @@ PLATFORMS = {
 def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     platform = PLATFORMS[args.platform] if args.platform else Platform.detect()
-    table = Table(title=f"operators on {platform.vendor} ({platform.arch})", title_justify="left")
-    table.add_column("operator")
-    table.add_column("implementation", overflow="fold")
-    for operator, implementation in load_ops(platform).implementations():
-        table.add_row(operator, implementation)
-    console = Console()
-    console.print(table)
+    console, rows = Console(), load_ops(platform).implementations()
+    title = f"operators on {platform.vendor} ({platform.arch})"
+    print_table(console, title, ("operator", "implementation"), rows, num_texts=2)
     for note in optional.notes() if table_name(platform) == "nvidia_sm90" else ():
         console.print(note, highlight=False, soft_wrap=True)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="finwhale ops",
-        description="List the implementation of each operator.",
-    )
+    parser = Parser(prog="finwhale ops", description="List the implementation of each operator.")
     parser.add_argument(
         "--platform", choices=PLATFORMS, help="show this platform's table instead of this machine's"
     )

@@ -19,7 +19,7 @@ from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.llm import progress_bar
 from finwhale.options import Parser, add_options, read_options
 from finwhale.server.api.app import create_app
-from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
+from finwhale.server.batch.lines import ENVELOPE_BYTES, scan
 from finwhale.server.batch.results import ResultFile
 from finwhale.server.batch.runner import MAX_HELD_BYTES, BatchJob
 from finwhale.server.batch.runner import run as run_lines
@@ -40,7 +40,8 @@ BAR_INTERVAL_S = 0.2
 
 def run(argv: Sequence[str]) -> int:
     args = parse_settings(_parser(), argv)
-    config = _server_config(args)
+    model = options_of_model(args, args.model)
+    config = read_options(args, ServerConfig, **model, log_level="warning")
     placement = Placement.find(os.environ)
     logs.configure(config.log_level, config.log_format)
     if placement is not None and placement.rank.index:
@@ -53,7 +54,12 @@ def run(argv: Sequence[str]) -> int:
     results = ResultFile(output)
     try:
         found = scan(source, SCAN_BYTES, max_items(1 << 20), shares_cpu=False)
-        _check(source, found)
+        if found.duplicate is not None:
+            first, second = found.duplicate
+            raise FinwhaleError(
+                f"{source}: lines {first} and {second} have the same custom_id, so that nobody "
+                "could tell their answers apart: give each line its own"
+            )
         begun = output.with_name(f"{output.name}.begun")
         job = BatchJob(
             source, found, SCAN_BYTES, max_items(1 << 20), None, results, results, begun, 1
@@ -71,24 +77,6 @@ def run(argv: Sequence[str]) -> int:
         file=sys.stderr,
     )
     return 0
-
-
-def _server_config(args: argparse.Namespace) -> ServerConfig:
-    return read_options(
-        args,
-        ServerConfig,
-        **options_of_model(args, args.model),
-        log_level="warning",
-    )
-
-
-def _check(source: Path, found: Scan) -> None:
-    if found.duplicate is not None:
-        first, second = found.duplicate
-        raise FinwhaleError(
-            f"{source}: lines {first} and {second} have the same custom_id, so that nobody could "
-            "tell their answers apart: give each line its own"
-        )
 
 
 def _answer(

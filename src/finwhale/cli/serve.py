@@ -52,10 +52,8 @@ def open_checkpoint(
     path: str | None, args: argparse.Namespace, config: ServerConfig, placement: Placement | None
 ) -> tuple[Tokenizer | None, EffortLadder, Callable[[], Engine], Mapping[str, Any]]:
     """The tokenizer and the effort ladder of a checkpoint, a function that opens its engine, and
-    the sampling defaults of its requests.
-
-    Raises:
-        FinwhaleError: there is no such checkpoint, or an option is wrong.
+    the sampling defaults of its requests. Raises FinwhaleError if there is no such checkpoint, or
+    if an option is wrong.
     """
     directory = checkpoint_directory(path, args.revision)
     if not directory.is_dir():
@@ -147,10 +145,8 @@ def _checkpoint_name(path: str) -> str:
 
 
 def _api_keys(files: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
-    """The keys of the files, and those of the command line and the environment, each once.
-
-    Raises:
-        FinwhaleError: a file cannot be read, or has no key.
+    """The keys of the files, and those of the command line and the environment, each once. Raises
+    FinwhaleError if a file cannot be read, or has no key.
     """
     keys = [key.strip() for key in given]
     for path in files:

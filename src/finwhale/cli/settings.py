@@ -37,11 +37,9 @@ def parse_settings(
     argv: Sequence[str],
     environment: Mapping[str, str] = os.environ,
 ) -> argparse.Namespace:
-    """The arguments of a command, with those of --config and of the environment.
-
-    Raises:
-        FinwhaleError: the file cannot be read, or the file or the environment has an unknown
-            option or a wrong value.
+    """The arguments of a command, with those of --config and of the environment. Raises
+    FinwhaleError if the file cannot be read, or if the file or the environment has an unknown
+    option or a wrong value.
     """
     environment = {
         name: value for name, value in environment.items() if not _SERVICE_URL.fullmatch(value)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
-from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 import finwhale
 from finwhale.checkpoint.location import checkpoint_directory, is_demo
@@ -17,6 +16,7 @@ from finwhale.cli.settings import parse_settings
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.registry import parse_config
 from finwhale.options import Parser
+from finwhale.printing import new_console, print_table
 from finwhale.validation.chat import check_chat, check_recall
 from finwhale.validation.drafts import check_drafts
 from finwhale.validation.expectations import Expectations, expectations_of
@@ -77,11 +77,7 @@ def run(argv: Sequence[str]) -> int:
 def _check_model(
     llm: "finwhale.LLM", expectations: Expectations, recall_tokens: int
 ) -> list[Check]:
-    """All checks that run the model.
-
-    Raises:
-        FinwhaleError: the context limit is too low.
-    """
+    """All checks that run the model. Raises FinwhaleError if the context limit is too low."""
     if llm._engine.max_model_len < MIN_CONTEXT:
         raise FinwhaleError(
             f"validate needs room for {MIN_CONTEXT} tokens, and max_model_len is "
@@ -111,18 +107,18 @@ def _check_model(
 def _print(
     checkpoint: Checkpoint, expectations: Expectations, checks: Sequence[Check], command: str
 ) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
+    console = new_console(160)
+    rows = (
+        (
+            *(escape(text) for text in (check.name, check.found, check.expected)),
+            f"[{STYLES[check.verdict]}]{check.verdict}[/]",
+            escape(check.reason),
+        )
+        for check in checks
+    )
+    columns = ("check", "found", "expected", "verdict", "reason")
     title = f"{checkpoint.path} ({expectations.model})"
-    table = Table(title=title, title_justify="left")
-    for column in ("check", "found", "expected", "verdict", "reason"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
-        texts = [text.replace("[", r"\[") for text in (check.name, check.found, check.expected)]
-        table.add_row(*texts, verdict, check.reason.replace("[", r"\["))
-    console.print(table)
+    print_table(console, title, columns, rows, num_texts=5)
     console.print(
         "For a score, start `finwhale serve PATH` and run this command; compare with the GSM8K "
         "score on the model card:",

@@ -10,7 +10,7 @@ from finwhale.chat.grammar import json_guide
 from finwhale.errors import RequestError
 from finwhale.llm import LLM
 from finwhale.request import CompletionOutput, SamplingParams
-from finwhale.validation.report import Check, Verdict
+from finwhale.validation.report import Check, CheckVerdict
 from finwhale.validation.texts import AUSTEN
 
 QUESTIONS = {
@@ -49,11 +49,11 @@ DEPTHS = (0.1, 0.5, 0.9)
 
 def check_chat(llm: LLM) -> list[Check]:
     """Ask in every way that the chat format has. Raises RequestError if a request fails."""
-    plain = _ask(llm, list(QUESTIONS), SamplingParams(temperature=0, max_tokens=64))
+    plain = ask(llm, list(QUESTIONS), SamplingParams(temperature=0, max_tokens=64))
     right = [
         _says(output, pattern) for output, pattern in zip(plain, QUESTIONS.values(), strict=True)
     ]
-    thought = _ask(llm, list(SUMS), SamplingParams(temperature=0, max_tokens=1024), thinking=True)
+    thought = ask(llm, list(SUMS), SamplingParams(temperature=0, max_tokens=1024), thinking=True)
     sums = [
         _says(output, pattern) and bool(_message(output).get("reasoning_content"))
         for output, pattern in zip(thought, SUMS.values(), strict=True)
@@ -71,15 +71,16 @@ def check_recall(llm: LLM, num_tokens: int) -> list[Check]:
     prompts = [
         _haystack(llm, num_tokens, depth, word) for depth, word in zip(DEPTHS, SECRETS, strict=True)
     ]
-    outputs = _ask(llm, prompts, SamplingParams(temperature=0, max_tokens=64))
+    outputs = ask(llm, prompts, SamplingParams(temperature=0, max_tokens=64))
     right = [_says(output, word) for output, word in zip(outputs, SECRETS, strict=True)]
     places = [f"at {depth:.0%} of the prompt" for depth in DEPTHS]
     return [_count(f"recall in {num_tokens:,} tokens", right, places)]
 
 
-def _ask(
+def ask(
     llm: LLM, questions: Sequence[str], params: SamplingParams, **options: Any
 ) -> list[CompletionOutput]:
+    """The answers to questions, each in its own conversation. Raises RequestError."""
     conversations = [[{"role": "user", "content": question}] for question in questions]
     results = llm.chat(conversations, params, show_progress=False, **options)
     for result in results:
@@ -100,7 +101,7 @@ def _says(output: CompletionOutput, pattern: str) -> bool:
 def _count(name: str, right: Sequence[bool], what: Sequence[str]) -> Check:
     """All right is ok, and fewer than two thirds right is failed."""
     wrong = [one for one, is_right in zip(what, right, strict=True) if not is_right]
-    verdict: Verdict = "ok" if not wrong else "unusual"
+    verdict: CheckVerdict = "ok" if not wrong else "unusual"
     if 3 * sum(right) < 2 * len(right):
         verdict = "failed"
     reason = f"wrong: {'; '.join(wrong)}" if wrong else ""
@@ -110,7 +111,7 @@ def _count(name: str, right: Sequence[bool], what: Sequence[str]) -> Check:
 def _check_tool(llm: LLM) -> Check:
     question = f"What is the weather in {CITY}?"
     params = SamplingParams(temperature=0, max_tokens=256)
-    (output,) = _ask(llm, [question], params, tools=[WEATHER])
+    (output,) = ask(llm, [question], params, tools=[WEATHER])
     calls = _message(output).get("tool_calls") or []
     expected = f'get_weather {{"city": "{CITY}"}}'
     if not calls:
@@ -128,7 +129,7 @@ def _check_tool(llm: LLM) -> Check:
 def _check_schema(llm: LLM) -> Check:
     question = "What is the capital of Japan? Answer in JSON."
     params = SamplingParams(temperature=0, max_tokens=64, guide=json_guide(SCHEMA))
-    (output,) = _ask(llm, [question], params)
+    (output,) = ask(llm, [question], params)
     found = _message(output).get("content") or ""
     name, expected = "chat: JSON schema", '{"city": "Tokyo"}'
     try:

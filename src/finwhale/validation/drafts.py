@@ -1,8 +1,8 @@
 """Check of the draft head: how many drafts of each position the model accepts."""
 
-from finwhale.errors import RequestError
 from finwhale.llm import LLM
 from finwhale.request import SamplingParams
+from finwhale.validation.chat import ask
 from finwhale.validation.expectations import Expectations
 from finwhale.validation.report import Check
 
@@ -17,11 +17,7 @@ PROMPTS = (
 def check_drafts(llm: LLM, expectations: Expectations) -> list[Check]:
     """Let the model write with drafts. Raises RequestError if a request fails."""
     before = llm.metrics()
-    conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    params = SamplingParams(temperature=0, max_tokens=96)
-    for result in llm.chat(conversations, params, show_progress=False):
-        if result.error is not None:
-            raise RequestError(result.error)
+    ask(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=96))
     after = llm.metrics()
     checks = []
     for position, (proposed, accepted) in enumerate(

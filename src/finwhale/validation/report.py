@@ -7,7 +7,7 @@ from typing import Literal
 
 from finwhale.errors import EngineDeadError, RequestError
 
-Verdict = Literal["ok", "unusual", "failed", "skipped"]
+CheckVerdict = Literal["ok", "unusual", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,14 @@ class Check:
     name: str
     found: str
     expected: str
-    verdict: Verdict
+    verdict: CheckVerdict
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The usual values of a number, and the values beyond which its check fails.
-
-    Attributes:
-        reason: what the limits rest on.
+    """The usual values of a number, the values beyond which its check fails, and `reason`: what
+    these limits rest on.
     """
 
     low: float
@@ -62,7 +60,7 @@ class Expectation:
             expected = f"above {self.low:g}"
         else:
             expected = f"{self.low:.{digits}f} to {self.high:.{digits}f}"
-        verdict: Verdict = "unusual"
+        verdict: CheckVerdict = "unusual"
         if self.low <= value <= self.high:
             verdict = "ok"
         elif not self.fails_below <= value <= self.fails_above:
