@@ -39,7 +39,7 @@ By default, `validate` drafts as many tokens as the draft head can.
 
 **For throughput.** The defaults let the tokens of running requests come steadily. If only the total counts, as in
 batches, give `--max-num-batched-tokens 16384` and `--max-num-seqs 256`: prompts are read faster, and tokens of running
-requests come at intervals of up to 0.3 s meanwhile ([Speed](speed.md#default-options) has figures). Where memory for
+requests come at intervals of up to 0.3 s meanwhile ([figures](notes/2026-11-28-sizes-of-steps.md)). Where memory for
 the cache is short, both cost some of it.
 
 | command line | Python | meaning |

@@ -4,15 +4,7 @@ Throughput wants large steps, because a prompt's tokens are cheaper in a large s
 requests want small ones, because their next tokens wait for the step. So a step in which requests
 decode has fewer tokens of prompts than one in which none does.
 
-DeepSeek-V4-Flash, random weights, two H200s, 64 requests of 8,192 input and 256 output tokens at a
-time: total tokens per second, and the 99th percentile of the time between tokens in ms.
-
-| most tokens, beside decodes | tokens per second | between tokens |
-|---|---|---|
-| 2,048, 1,536 | 13,205 | 68 |
-| 8,192, 1,536 | 19,880 | 72 |
-| 8,192, 2,048 | 21,896 | 84 |
-| 8,192, 6,144 | 26,186 | 189 |
+docs/notes/2026-11-28-sizes-of-steps.md has the measurements.
 """
 
 from dataclasses import dataclass
