@@ -40,6 +40,7 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
 from finwhale.errors import FinwhaleError, ResourceError, first_line
+from finwhale.models.cache import CacheGroup
 from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
@@ -141,7 +142,7 @@ class _Start:
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, cache)
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
-        self.groups = self.architecture.cache_groups(model_config)
+        self.groups: tuple[CacheGroup, ...] = self.architecture.cache_groups(model_config)
         self.allocated_before = self.reserved_before = self.weight_bytes = 0
         self.routed: Tensor | None = None
         self.arenas = self._new_arenas()
@@ -177,7 +178,8 @@ class _Start:
         if self.device.type != "cuda" or config.batch_invariant or config.reference:
             return False
         total = torch.cuda.get_device_properties(self.device).total_memory // self.sharers
-        return self.architecture.fits_whole_attention(self.model_config, self.peers.minimum(total))
+        least = self.peers.minimum(total)
+        return bool(self.architecture.fits_whole_attention(self.model_config, least))
 
     def _new_compiled_mode(self) -> CompiledMode | None:
         """The compiled mode, if the options ask for it."""
@@ -318,7 +320,7 @@ class _Start:
         self._every_launch(model, self.longest)()
 
     def _build_model(self, weights: Any, max_positions: int) -> Model:
-        model = self.architecture.build(
+        model: Model = self.architecture.build(
             self.model_config,
             self.ops,
             weights,
