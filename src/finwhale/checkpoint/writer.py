@@ -17,11 +17,11 @@ from finwhale.checkpoint.formats import (
     quantise_fp8_block,
 )
 from finwhale.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.checkpoint.stored import DTYPE_NAMES, PLAIN_DTYPES, StoredWeight
 from finwhale.errors import CheckpointError
 
-_PLAIN_DTYPES = {**PLAIN_DTYPES, "i64": torch.int64}
+_PLAIN_DTYPES: dict[Storage, torch.dtype] = {**PLAIN_DTYPES, "i64": torch.int64}
 # The order in which save_file writes tensors; those of the same dtype are ordered by name.
 _DTYPE_ORDER = ("I64", "F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "I8")
 # Writes tensors to a file, with metadata.

@@ -41,6 +41,7 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
 from finwhale.errors import FinwhaleError, ResourceError, first_line
+from finwhale.models.cache import CacheGroup
 from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
@@ -147,7 +148,7 @@ class _Start:
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, cache)
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
-        self.groups = self.architecture.cache_groups(model_config)
+        self.groups: tuple[CacheGroup, ...] = self.architecture.cache_groups(model_config)
         self.allocated_before = self.reserved_before = self.weight_bytes = 0
         self.routed: Tensor | None = None
         self.arenas = self._new_arenas()

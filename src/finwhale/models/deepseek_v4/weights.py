@@ -157,7 +157,8 @@ class _Table:
         c, make, w = self.config, self.make, self._lines(attn, "attention")
         D, C, Q = c.hidden_size, c.head_dim, c.q_lora_rank
         wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
-        heads, all_heads = self._heads(attn, ratio), None
+        heads = self._heads(attn, ratio)
+        all_heads: HeadWeights | None = None
         if make.rank.whole_attention:
             heads, all_heads = self._local_heads(heads, attn, ratio), heads
         return AttentionWeights(
@@ -258,7 +259,8 @@ class _Table:
         routed = self._lines(f"{ffn}experts.{{expert}}.", "routed experts")
         fp4: Storage = "fp4" if c.quantised and c.expert_dtype == "fp4" else self.fp8
         gate = make.tensor(w("gate.weight", (E, D), "bf16"), self.precise)
-        bias = tid2eid = None
+        bias: Tensor | None = None
+        tid2eid: Tensor | None = None
         if hashed:
             line = w("gate.tid2eid", (c.vocab_size, c.num_experts_per_tok), "i64")
             convert = partial(_checked_expert_ids, name=line.name, num_experts=E)
