@@ -77,7 +77,7 @@ class GrammarCompiler:
 
     def take(self) -> list[Compiled]:
         """The requests whose grammars are compiled; none that was dropped."""
-        found = []
+        found: list[Compiled] = []
         while self._compiled:
             command, result, seconds = self._compiled.popleft()
             self.done.recv_bytes()
