@@ -65,6 +65,7 @@ def check(client: openai.OpenAI, batch: str) -> None:
     assert error["error"]["message"].startswith("line 2: 2 processes have died")
 
 
+@pytest.mark.long  # three starts of a server; the next test lets engines die
 def test_a_killed_server(tmp_path: Path) -> None:
     directory, batch = tmp_path / "b", ""
     for deaths in range(3):
