@@ -142,7 +142,7 @@ def test_markov_logits(num_tokens: int, width: int, dtype: torch.dtype) -> None:
     """The bits of a gather, a linear layer and a sum, in one launch for few drafts."""
     # With few multiprocessors, as with a large vocabulary, no plan splits K.
     options = Options(num_multiprocessors=1)
-    for rows in (1, 2, 3, 16, 17):
+    for rows in (1, 3, 16, 17):
         args = markov(rows, num_tokens, width, dtype)
         found = kernels_markov.markov_logits(*args, options=options)
         assert found.dtype == torch.float32 and found.is_contiguous()
