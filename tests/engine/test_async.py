@@ -108,7 +108,7 @@ def play(engine: Engine, seed: int) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
 )
 def test_tokens_are_those_of_the_synchronous_engine(engines: list[Engine], seed: int) -> None:
     """Every stop kind, n above 1, seeds, penalties, logprobs: equal to the last field."""

@@ -115,7 +115,9 @@ def start(engine: Engine, name: str, length: int, **params: Any) -> RequestOutpu
     return engine.add_request(name, prompt(length), chosen)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 4, 6, 9])
+@pytest.mark.parametrize(
+    "steps", [0, 2, 4, 9, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 6))]
+)
 def test_abort_in_every_phase(new_llm: Callable[..., LLM], steps: int) -> None:
     """Waiting, while its prompt is read, between prompt and tokens, while decoding."""
     llm = new_llm(max_num_seqs=2, max_num_batched_tokens=32)

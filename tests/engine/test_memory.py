@@ -48,8 +48,13 @@ def test_every_number_of_rows_has_run(
     assert all(rows == [1, 8, 9, 16, 17, 24, 25, 32, 33, 40] for rows in ran.values())
 
 
-@pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 50, 700])
+@pytest.mark.parametrize(
+    "num_tokens, reference",
+    [
+        *((1, False), (50, False), (700, False), (1, True), (50, True)),
+        pytest.param(700, True, marks=pytest.mark.long),
+    ],
+)
 def test_the_largest_steps_touch_one_page(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reference: bool, num_tokens: int
 ) -> None:

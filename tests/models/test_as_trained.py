@@ -69,8 +69,8 @@ def compare_weights(
 
 
 def seeds(count: int) -> list[Any]:
-    """The second half is marked long."""
-    first = range(count // 2)
+    """All but the first third, and at least one, are marked long."""
+    first = range(-(-count // 3))
     return [*first, *(pytest.param(n, marks=pytest.mark.long) for n in range(len(first), count))]
 
 

@@ -41,6 +41,7 @@ MODELS = (
 LONG_MODELS = (
     (0, "as-trained", 1, torch.float32),
     (3, "exact", 1, torch.float32),
+    (3, "as-trained", 1, torch.float32),
     (8, "exact", 1, torch.float32),
     (8, "as-trained", 1, torch.float32),
     (16, "exact", 1, torch.float32),

@@ -154,8 +154,19 @@ def check_selection(
     assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize("block", (256, 512, 1024))
-@pytest.mark.parametrize("kind", KINDS)
+def for_kinds(*settings: tuple[int, ...]) -> list[Any]:
+    """(kind, *setting): all kinds with the first setting, and half of them with each other one.
+
+    The rest is marked long.
+    """
+    return [
+        pytest.param(kind, *setting, marks=pytest.mark.long if i and (i + k) % 2 else [])
+        for i, setting in enumerate(settings)
+        for k, kind in enumerate(KINDS)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "block"), for_kinds((256,), (512,), (1024,)))
 def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores alone. A row of more than 512 has two chunks, one, or no groups."""
     monkeypatch.setattr(topk_triton, "BLOCK", block)
@@ -164,8 +175,7 @@ def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> N
     check_selection(scores_of_kind(kind, 703), visible, 100, 11, topk_triton.select_topk)
 
 
-@pytest.mark.parametrize(("tile", "maxima"), [(512, 64), (512, 256), (256, 64)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tile", "maxima"), for_kinds((512, 64), (512, 256), (256, 64)))
 def test_thresholds_of_few_tokens(
     kind: str, tile: int, maxima: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,13 @@ from finwhale.config import Activations
 from finwhale.ops import cpu_gemm, cpu_math
 
 LENGTH = 270
-# Where chunks end: single tokens at the beginning and around each 128th, elsewhere three at a time.
-SINGLE = [n for n in range(1, LENGTH) if n % 128 < 10 or n % 128 > 120 or n % 3 == 0]
+# Where chunks end: single tokens at the beginning and around each 128th, then three at a time up to
+# the 60th token, and elsewhere 15.
+SINGLE = [
+    n
+    for n in range(1, LENGTH)
+    if n % 128 < 10 or n % 128 > 120 or n % 15 == 0 or (n < 60 and n % 3 == 0)
+]
 
 
 def keeps_bits(path: Path, seed: int, activations: Activations, dtype: torch.dtype) -> bool:

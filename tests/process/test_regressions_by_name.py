@@ -1,7 +1,7 @@
 """Five failures that other engines shipped with this model, by name.
 
 Each test runs twice: as it is, and with the mistake put back, which the same check must then see.
-The first has its long form, with real graphs, in tests/engine/test_compiled.py.
+The first is marked long, because tests/engine/test_compiled.py has it with real graphs.
 """
 
 import inspect
@@ -73,6 +73,7 @@ assert traced
 """
 
 
+@pytest.mark.long  # tests/engine/test_compiled.py has both cases with real graphs
 @MISTAKE
 def test_operators_registered_while_tracing(tiny_path: Path, tmp_path: Path, mistake: bool) -> None:
     """The second start loads what it does not trace: operators exist before any graph is asked."""

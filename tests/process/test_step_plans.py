@@ -20,8 +20,10 @@ from finwhale.engine.plan.step_sizes import StepSizes
 
 from . import step_plans
 
-# Drafts, and whether decodes with drafts are launched ahead as on a GPU.
-KINDS = ((0, False), (2, False), (2, True))
+# Drafts, and whether decodes with drafts are launched ahead as on a GPU; with the seed of requests.
+KINDS = ((0, False, 0), (2, True, 2))
+# tests/distributed/test_equal_ranks.py also sends plans whose drafts the host knows.
+LONG_KINDS = ((2, False, 1),)
 BLOCK = 256
 # Several sequences come to need a second block at once, and there are three blocks.
 LENGTHS = (260, 260, 250, 250, 250, 251)
@@ -78,9 +80,17 @@ def objects(value: Any) -> set[type]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_another_process_computes_the_same_bits(tiny_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [KINDS, pytest.param(LONG_KINDS, marks=pytest.mark.long)],
+    ids=["core", "over-the-host"],
+)
+def test_another_process_computes_the_same_bits(
+    tiny_path: Path, tmp_path: Path, kinds: tuple[tuple[int, bool, int], ...]
+) -> None:
     recorded, wanted = [], []
-    for seed, kind in enumerate(KINDS):
+    for draft_tokens, ahead, seed in kinds:
+        kind = draft_tokens, ahead
         engine = step_plans.open_llm(tiny_path, *kind)._engine
         engine.executor = noting = step_plans.Noting(engine.executor)  # type: ignore[arg-type,assignment]
         engine.steps_ahead = 1
