@@ -324,6 +324,7 @@ def few_tokens(
     out: Tensor,
     steps: int,
     columns: int,
+    early_steps: int,
     early_launch: bool,
 ) -> None:
     """A stand-in for few_tokens_hopper.py: its contract with torch."""
@@ -344,7 +345,7 @@ def few_tokens(
 
 def few_options(called: list[tuple[int, ...]], **options: Any) -> kernels.LinearOptions:
     def launch(*args: Any) -> None:
-        called.append((*args[1].shape, *args[4:6]))
+        called.append((*args[1].shape, *args[4:7]))
         few_tokens(*args)
 
     return kernels.LinearOptions(num_multiprocessors=8, few_tokens=launch, **options)
@@ -372,7 +373,7 @@ def test_few_tokens_of_parts_and_of_whole_weights(num_tokens: int, columns: int)
         (1, 192, 1152),
         (2, 128, 512),
     ]
-    assert {one[4] for one in called} == {columns}
+    assert {one[4:] for one in called} == {(columns, kernels.EARLY_STEPS)}
     assert 1 in steps or 2 in steps, "some weight is in parts"
     assert 4 in steps, "some weight is whole"
 
@@ -386,6 +387,7 @@ def test_few_tokens_of_the_shared_expert() -> None:
     found = kernels.swiglu_mlp.func(x, w, 2.0, options=few_options(called))  # type: ignore[attr-defined]
     assert_close(found, kernels.swiglu_mlp(x, w, 2.0))
     assert [one[:3] for one in called] == [(1, 256, 256), (1, 192, 128)]
+    assert [one[5] for one in called] == [0, 0], "no weight is requested early"
 
 
 def test_problems_that_the_kernel_of_few_tokens_does_not_take() -> None:
@@ -446,4 +448,4 @@ def test_small_plain_weights_of_few_tokens(
     monkeypatch.setattr(kernels, "_sum", lambda *_: None)
     kernels.run(p)
     shape = (split, 1, rows, 8)
-    assert launched == [{"scale": None, "parts": shape, "how": (4, 8, False)}]
+    assert launched == [{"scale": None, "parts": shape, "how": (4, 8, kernels.EARLY_STEPS, False)}]

@@ -33,9 +33,6 @@ from finwhale.ops.rounding import MIN_AMAX
 
 # One mbarrier announces the weights of this many steps.
 STEPS_AT_ONCE = 4
-# Number of steps whose E4M3 weights are requested before the wait. If all were, the loads of the
-# kernels before it would take longer.
-EARLY_STEPS = 6
 E4M3_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 BFLOAT16_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -223,6 +220,7 @@ def launch(
     out: Tensor,
     steps: int,
     columns: int,
+    early_steps: int,
     early_launch: bool,
 ) -> None:
     """Launch a kernel that has room for all weights of its programs.
@@ -235,6 +233,7 @@ def launch(
         steps: 128 values of K each, of a part of K; all steps if `out` is not in parts.
         columns: number of tokens that the kernel computes: a multiple of 8, at least N. Those past
             N have no meaning.
+        early_steps: see `LinearOptions`.
         early_launch: see `launch_options`.
     """
     (num_tokens, groups, width), rows = x_NGK.shape, weight_GMK.shape[1]
@@ -272,7 +271,7 @@ def launch(
         AT_ONCE=STEPS_AT_ONCE,
         COLUMNS=columns,
         PARTS=in_parts,
-        EARLY=EARLY_STEPS,
+        EARLY=early_steps,
         TOP=E4M3_MAX,
         LEAST=MIN_AMAX,
         num_warps=4,

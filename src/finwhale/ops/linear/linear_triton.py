@@ -74,6 +74,9 @@ SHORT_STEPS = 12
 # `few_tokens`: a part has at most FEW_STEPS steps, and a program computes FEW_ROWS rows.
 FEW_STEPS = 8
 FEW_ROWS = 64
+# Number of steps whose E4M3 weights `few_tokens` requests before it waits. If it requested all, the
+# loads of the kernels before it would take longer.
+EARLY_STEPS = 6
 # `few_tokens` with a bfloat16 weight, up to PLAIN_TOKENS tokens: a part has PLAIN_STEPS steps, and
 # three programs fit a multiprocessor. All of them must run at once.
 PLAIN_TOKENS = 8
@@ -93,6 +96,8 @@ class LinearOptions:
         num_multiprocessors: number in the GPU; work is split over this many programs.
         few_tokens: few_tokens_hopper.launch, which computes what `tile_kernel` computes, for few
             tokens; None: `tile_kernel` does.
+        early_steps: number of steps of a part whose E4M3 weights `few_tokens` requests before it
+            waits.
         max_stages: most stages in which `tile_kernel` loads. Each takes shared memory.
     """
 
@@ -100,6 +105,7 @@ class LinearOptions:
     early_launch: bool = False
     num_multiprocessors: int = NUM_MULTIPROCESSORS
     few_tokens: Callable[..., None] | None = None
+    early_steps: int = EARLY_STEPS
     max_stages: int = 6
 
 
@@ -328,7 +334,16 @@ def _run_few_tokens(p: LinearProblem, plan: TilePlan) -> Tensor:
     out, columns = p.empty(), few_columns(p.x.shape[0])
     parts = _empty_parts(p, plan, columns)
     target = out if parts is None else parts
-    options.few_tokens(p.x, p.weight, p.scale, target, plan.steps(p), columns, options.early_launch)
+    options.few_tokens(
+        p.x,
+        p.weight,
+        p.scale,
+        target,
+        plan.steps(p),
+        columns,
+        options.early_steps,
+        options.early_launch,
+    )
     if parts is not None:
         _sum(p, parts, out, plan)
     return out
@@ -487,7 +502,10 @@ def swiglu_mlp(
 ) -> Tensor:
     """x [N, D], w13 [2I, D], w2 [D, I], with scale13 and scale2 if E4M3; returns [N, D].
 
-    The hidden values are rounded to x's dtype, and then to E4M3 like any input.
+    The hidden values are rounded to x's dtype, and then to E4M3 like any input. Up to
+    ROUNDED_TOKENS tokens, no weight is requested early: these layers have time, because they run
+    beside the router and the experts.
     """
+    options = replace(options, early_steps=0)
     hidden = run(gated_problem(x_ND, w, limit, options)).squeeze(1)
     return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2), options=options)
