@@ -4,6 +4,7 @@ import pytest
 
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.step_sizes import (
+    CACHE_FOR_LARGE_STEPS,
     LARGE_MIXED_STEP,
     LARGE_STEP,
     ROOM_FOR_LARGE_STEPS,
@@ -28,6 +29,12 @@ ROOMY, TIGHT = ROOM_FOR_LARGE_STEPS, ROOM_FOR_LARGE_STEPS - 1
 )
 def test_open_options(ranks: int, room: int | None, wanted: StepSizes) -> None:
     assert choose_step_sizes(EngineConfig(), ranks, room) == wanted
+
+
+def test_a_small_cache_has_small_steps() -> None:
+    for cache, num_tokens in (CACHE_FOR_LARGE_STEPS - 1, 2048), (CACHE_FOR_LARGE_STEPS, 8192):
+        found = choose_step_sizes(EngineConfig(cache_memory_bytes=cache), 2, ROOMY)
+        assert found.num_tokens == num_tokens
 
 
 @pytest.mark.parametrize("room", [None, TIGHT, ROOMY])

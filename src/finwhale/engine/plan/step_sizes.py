@@ -16,6 +16,7 @@ LARGE_STEP, LARGE_MIXED_STEP = 8192, 2304
 MOST_SEQS = 256  # each further size of a decode is captured at the start
 # Bytes of a GPU beside the weights from which on steps are large: Flash's take about 8 GiB.
 ROOM_FOR_LARGE_STEPS = 24 * 2**30
+CACHE_FOR_LARGE_STEPS = 4 * 2**30  # the same of the cache, of which a step's tokens take a part
 # Share of max_num_batched_tokens that a step may have if sequences decode in it.
 MIXED_SHARE = (3, 4)
 
@@ -47,7 +48,9 @@ def choose_step_sizes(config: EngineConfig, num_ranks: int, room: int | None) ->
     Args:
         room: bytes of each GPU that may hold something else than weights; None: no GPU.
     """
+    cache = config.cache_memory_bytes
     large = room is not None and room >= ROOM_FOR_LARGE_STEPS
+    large = large and (cache is None or cache >= CACHE_FOR_LARGE_STEPS)
     num_seqs = config.max_num_seqs
     if num_seqs is None:
         most = min(MOST_SEQS, SMALL_NUM_SEQS * num_ranks) if large else SMALL_NUM_SEQS
