@@ -286,7 +286,7 @@ def _limit(engine: Engine, blocks: int) -> None:
     for group in runner.groups:
         num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
         if group.keep is not None:
-            seqs, step = config.max_num_seqs, config.max_num_batched_tokens
+            seqs, step = engine.sizes.num_seqs, engine.sizes.num_tokens
             most = windowed_pages(group, seqs, step, True, bool(config.draft_tokens))
             num_pages[group.name] = most + 2 * pages_at_block_end(group)
         assert num_pages[group.name] <= runner.cache_plan.num_pages[group.name]

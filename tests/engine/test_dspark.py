@@ -337,7 +337,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
     built = LaunchEnumerator(
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=False
     )
-    steps = new_verification_steps(runner, engine.config, None)
+    steps = new_verification_steps(runner, largest, None)
     real = [steps._inputs(size, size * width, 300).tokens for size in sizes for width, _ in kinds]
     wanted = {(len(tokens.positions), tokens.max_query) for tokens in real}
     found = {(num_tokens, query) for num_tokens, _, bounds in built.steps() for _, query in bounds}
