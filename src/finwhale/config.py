@@ -220,9 +220,9 @@ class EngineConfig:
             )
         most = self.max_num_seqs or sys.maxsize
         if not all(0 < size <= most for size in self.graph_sizes or ()):
+            given = f" ({self.max_num_seqs})" if self.max_num_seqs else ""
             raise FinwhaleError(
-                f"graph_sizes must lie in 1..max_num_seqs ({self.max_num_seqs}), got "
-                f"{self.graph_sizes}"
+                f"graph_sizes must lie in 1..max_num_seqs{given}, got {self.graph_sizes}"
             )
         salt = self.prefix_salt
         if salt is not None and type(salt) is not str:

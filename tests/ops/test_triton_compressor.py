@@ -26,7 +26,7 @@ from finwhale.ops.rounding import hadamard
 from . import kernels_support as kernels_support
 
 FLIPS = 0.005
-# ratio, chunks, widths of the parts' entries, rope width.
+# A step has a ratio, chunks (first token, end), widths of its parts' entries, and a rope width.
 STEPS: tuple[tuple[int, Chunks, tuple[int, ...], int], ...] = (
     (4, ((0, 1),), (128,), 64),
     (4, ((0, 4), (7, 8), (5, 7)), (128, 64), 64),

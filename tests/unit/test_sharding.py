@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,7 @@ H200, H100 = 150_000_000_000, 85_000_000_000
     ],
 )
 def test_which_ranks_hold_attention_whole(
+    monkeypatch: pytest.MonkeyPatch,
     options: dict[str, bool],
     ranks: int,
     gpus: tuple[int, ...],
@@ -197,11 +199,58 @@ def test_which_ranks_hold_attention_whole(
     sharers: int,
     wanted: bool,
 ) -> None:
+    start = new_start(monkeypatch, EngineConfig(**options), ranks, gpus, device, sharers)  # type: ignore[arg-type]
+    assert start._holds_whole_attention(start._gpu_bytes()) is wanted
+
+
+def new_start(
+    monkeypatch: pytest.MonkeyPatch,
+    config: EngineConfig,
+    ranks: int,
+    gpus: tuple[int, ...],
+    device: str = "cuda",
+    sharers: int = 1,
+) -> _Start:
+    """The start of rank 0 of Flash, on GPUs of these sizes in bytes."""
+    properties = SimpleNamespace(total_memory=gpus[0] if gpus else 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     start = object.__new__(_Start)
-    start.config = EngineConfig(**options)  # type: ignore[arg-type]
+    start.config, start.dtype = config, torch.bfloat16
     start.model_config, start.architecture = MODELS["flash"], architecture
-    start.device, start.peers = torch.device(device), Peers(Rank(0, ranks))
-    assert start._holds_whole_attention(min(gpus, default=0) // sharers) is wanted
+    start.device, start.sharers = torch.device(device), sharers
+
+    class OtherRanks(Peers):
+        def minimum(self, value: int) -> int:
+            return min(value, *(total // sharers for total in gpus))
+
+    start.peers = OtherRanks(Rank(0, ranks))
+    start.rank = Rank(0, ranks)
+    return start
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sharers", "num_seqs", "num_tokens"),
+    [
+        ((H200,) * 2, 1, 128, 8192),
+        ((H200, H100), 1, 64, 2048),  # all ranks decide alike
+        ((H200,) * 2, 2, 64, 2048),
+        ((H100,) * 4, 1, 256, 8192),
+        ((), 1, 64, 2048),
+    ],
+)
+def test_sizes_of_steps_follow_from_what_weights_leave(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[int, ...],
+    sharers: int,
+    num_seqs: int,
+    num_tokens: int,
+) -> None:
+    device = "cuda" if gpus else "cpu"
+    start = new_start(monkeypatch, EngineConfig(), len(gpus) or 2, gpus, device, sharers)
+    start.ops = load_ops(Platform("nvidia", "sm90"))
+    start.capabilities = start.ops.capabilities
+    sizes = start._step_sizes(start._gpu_bytes())
+    assert (sizes.num_seqs, sizes.num_tokens) == (num_seqs, num_tokens)
 
 
 def test_whole_attention_with_batch_invariance_is_refused() -> None:

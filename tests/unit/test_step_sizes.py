@@ -11,6 +11,7 @@ from finwhale.engine.plan.step_sizes import (
     StepSizes,
     choose_step_sizes,
 )
+from finwhale.errors import FinwhaleError
 
 ROOMY, TIGHT = ROOM_FOR_LARGE_STEPS, ROOM_FOR_LARGE_STEPS - 1
 
@@ -49,3 +50,17 @@ def test_given_options_come_first(room: int | None) -> None:
     assert seqs.num_seqs == 500 and seqs.num_tokens == (LARGE_STEP if room == ROOMY else 2048)
     graphs = EngineConfig(graph_sizes=(1, 300))
     assert choose_step_sizes(graphs, 1, room).num_seqs == 300
+
+
+@pytest.mark.parametrize(
+    ("graph_sizes", "max_num_seqs", "wanted"),
+    [
+        ((0,), None, r"graph_sizes must lie in 1\.\.max_num_seqs, got \(0,\)"),
+        ((1, 9), 8, r"graph_sizes must lie in 1\.\.max_num_seqs \(8\), got \(1, 9\)"),
+    ],
+)
+def test_graph_sizes_out_of_range(
+    graph_sizes: tuple[int, ...], max_num_seqs: int | None, wanted: str
+) -> None:
+    with pytest.raises(FinwhaleError, match=f"^{wanted}$"):
+        EngineConfig(graph_sizes=graph_sizes, max_num_seqs=max_num_seqs)

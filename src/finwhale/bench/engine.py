@@ -83,8 +83,8 @@ def begin_decodes(
     """
     longest = max(map(len, prompts))
     if longest > engine.sizes.num_tokens:
-        # Beside decodes, a long prompt gets a small part of each step, so the first sequences
-        # would generate many tokens before the last prompt is prefilled.
+        # A prompt that is longer than a step gets a small part of each step with decodes. The first
+        # sequences would generate many tokens before the last prompt is prefilled.
         for prompt in prompts:
             prefill(engine, prompt)
     results = [begin(engine, prompt, max_tokens) for prompt in prompts]

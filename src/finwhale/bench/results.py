@@ -54,7 +54,7 @@ class Value:
         return self.floor / self.value
 
 
-# What was measured and the name of the value, such as ("decode, batch 1", "time").
+# A result is found by what was measured and by its name, such as ("decode, batch 1", "time").
 Key = tuple[str, str]
 Values = dict[Key, Value]
 

@@ -56,7 +56,7 @@ class Stepper:
 
     def step(self, parts: Sequence[tuple[SequenceState, int]]) -> list[Tensor]:
         """Compute the next `count` tokens of each sequence in one forward, and store its `inputs`.
-        Returns the residual streams [count, H, D] of each sequence.
+        Returns a tensor for each sequence: the residual streams [count, H, D] of its tokens.
         """
         chunks = []
         for sequence, count in parts:

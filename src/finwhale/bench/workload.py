@@ -23,7 +23,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.options import check_options, option
 
 TOKEN_IDS = range(256, 4000)  # Low ids are often control tokens.
-# The default lengths of each data set, in tokens.
+# Lengths in tokens that a data set has unless options give others.
 DATASETS: dict[str, dict[str, Any]] = {
     "uniform": {"input_tokens": (1024, 1024), "output_tokens": (256, 256), "shared_prefix": 0},
     # The system prompt and 8 turns: 4096 + 4.5 * 858 + 3.5 * 182 is 8,596 tokens.

@@ -106,7 +106,7 @@ class AnswerForm:
         return AnswerGrammar(None, self, ignored=("tools",))
 
     def _made(self, relaxed: tuple[str, ...]) -> tuple[Guide, list[str], list[str]]:
-        """The guide, the place of each of its lines, and the places that it does not enforce."""
+        """Returns the guide, where each of its lines comes from, and what it does not enforce."""
         wanted, text = self.wanted, ""
         ignored: list[str] = []
         if wanted is not None and wanted.format[0] == "json":

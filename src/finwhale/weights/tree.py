@@ -38,7 +38,7 @@ def _parts_of(value: object, kind: type[T]) -> list[T]:
 
 
 def _replaced(value: T, others: Mapping[int, ExpertWeight]) -> T:
-    """A tree of data classes and tuples, with other experts in place of those with these ids."""
+    """Copy a tree of data classes and tuples; `others` replaces some experts, by their `id`."""
     if id(value) in others:
         return others[id(value)]  # type: ignore[return-value]
     if isinstance(value, tuple):

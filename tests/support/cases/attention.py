@@ -132,7 +132,7 @@ def _entries(draw: Draw, size: Size, N: int) -> TopkEntries | AllEntries | None:
 
 
 def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> Tensor:
-    """[N,width] int32: counts[n] random slots of each token n, then -1."""
+    """Random slots [N,width] int32. Token n has counts[n] of them, and -1 after them."""
     out = torch.full((len(counts), width), -1, dtype=torch.int32)
     for row, count in enumerate(counts):
         out[row, :count] = draw.integers(num_rows, count)

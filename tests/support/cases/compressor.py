@@ -14,7 +14,7 @@ from finwhale.ops.compressor.cases import MAX_VERIFY_TOKENS, compress_args
 from finwhale.ops.rounding import is_power_of_two
 
 ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "key")
-# ratio, tokens of each chunk as (start, end), widths of the parts' entries, rope width.
+# A step has a ratio, chunks (first token, end), widths of its parts' entries, and a rope width.
 STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (4, (), (128,), 64),
     (4, ((0, 1),), (128,), 64),

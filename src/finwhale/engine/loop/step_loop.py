@@ -61,7 +61,8 @@ class StepLoop:
             scheduler.drafting.chooser = FixedDrafts(draft_tokens)
         self._drafts = rank.can_draft
         self._last_collected = 0.0
-        # Of each collected sequence: number of its output tokens before, drafts, accepted drafts.
+        # For each sequence that `collect` has read: its text, the number of output tokens that it
+        # had before, and how many drafts were verified and accepted.
         self._verified: list[tuple[TextStream, int, int, int]] = []
         self.drop_rows()
 
@@ -199,7 +200,7 @@ class StepLoop:
         return found
 
     def _set_on_device(self, rows: Rows) -> None:
-        """Record that the sampled tokens of these rows stay on the device for the next step."""
+        """Note in each sequence which row of the device's sampled tokens is its own."""
         if rows.sequences and rows is not self._on_device:
             self._on_device = rows
             for row, sequence in enumerate(rows.sequences):

@@ -160,7 +160,7 @@ def synthetic_inputs(
 
 
 def one_token_each(positions_B: Tensor, max_len: int, ordinal: Tensor | None = None) -> Tokens:
-    """Token arguments for one token of each sequence.
+    """The operators' token arguments of a step in which each sequence has one token.
 
     Args:
         ordinal: the numbers from 0 to B or more, int32 on the device; None: made here.

@@ -119,10 +119,7 @@ class _Start:
         self.architecture.rank_config(
             model_config, peers.rank.size, round_activations=self.round_activations
         )  # refuses sizes that do not divide
-        total = 0
-        if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory // sharers
-            total = peers.minimum(total)
+        total = self._gpu_bytes()
         self.rank = replace(peers.rank, whole_attention=self._holds_whole_attention(total))
         self.stream = weights.open(self.device, self.rank)
         serves = _table_serves(self.platform, self.dtype, config, model_config, self.stream)
@@ -173,6 +170,13 @@ class _Start:
         return self._new_executor(runner, memory, built, compiled_layers)
 
     # --- Options ----------------------------------------------------------------------------------
+
+    def _gpu_bytes(self) -> int:
+        """A rank's share of the smallest GPU of all ranks; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return self.peers.minimum(total // self.sharers)
 
     def _step_sizes(self, total: int) -> StepSizes:
         """The sizes of steps, on GPUs of `total` bytes. All ranks decide alike."""
