@@ -655,8 +655,10 @@ def _progress(show: bool, results: Sequence[RequestOutput]) -> Iterator[Callable
             made = sum(len(output.token_ids) for one in results for output in one.outputs)
             bar.update(task, completed=finished, rate=made / max(now - began, 1e-9))
 
-        yield update
-        update(0.0)
+        try:
+            yield update
+        finally:
+            update(0.0)
 
 
 def open_engine(

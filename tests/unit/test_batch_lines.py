@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -197,7 +198,14 @@ def test_the_command_of_a_finished_batch_starts_no_engine(
     path = write(tmp_path / "in.jsonl", [line("a"), b"{"])
     answer(path)
     args = [str(path), str(tmp_path / "out.jsonl"), "--model", str(tmp_path / "no-model")]
-    assert run_batch.run(args) == 0
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        assert run_batch.run(args) == 0
+    finally:
+        # The command writes its log to standard error, which pytest closes after this test.
+        root.handlers[:] = handlers
+        root.setLevel(level)
     said = "2 lines, 1 answered, 1 with errors, 2 of them in earlier runs"
     assert said in capsys.readouterr().err
 
