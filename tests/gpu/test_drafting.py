@@ -94,7 +94,7 @@ def test_steps_are_launched_ahead() -> None:
     fill = steps._static.fill
 
     def watched(plan: Any, *, decode: bool) -> None:
-        floats.append(plan.draft.links is not None)
+        floats.append(plan.draft.previous_rows is not None)
         fill(plan, decode=decode)
 
     steps._static.fill = watched  # type: ignore[method-assign]
