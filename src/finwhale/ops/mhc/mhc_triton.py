@@ -8,10 +8,11 @@ normalised input.
 - Up to FEW_TOKENS, `streams_few_kernel` and `block_input_kernel` run. A program of the former has
   32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
   runs the Sinkhorn iterations in parallel with the block's input. With `early_launch`, both kernels
-  start before the previous kernel ends, and read only weights until it has ended. If x is
-  `UnreducedExperts`, each program adds its tile of the experts' outputs. If x is a `PartialSum`,
-  `sum_streams_few_kernel` replaces `streams_few_kernel`: each program exchanges its tile of x
-  with the same program on the other ranks.
+  start before the previous kernel ends, and read only weights until it has ended (but one token's
+  `streams_few_kernel` starts after it). If x is `UnreducedExperts`, each program adds its tile of
+  the experts' outputs. If x is a `PartialSum`, `sum_streams_few_kernel` replaces
+  `streams_few_kernel`: each program exchanges its tile of x with the same program on the other
+  ranks.
 - With more tokens, `planes_kernel` rearranges fn, `streams_many_kernel` divides D into slots,
   `gates_kernel` computes the gates with a thread for each token, and `block_input_kernel` reads
   the residual streams a second time.
@@ -284,7 +285,10 @@ def _run_streams(
 
 def _launch_few(p: FirstPass, options: MhcOptions, phases: Phases) -> None:
     num_tokens, _, width = p.streams.shape
-    launch = {"launch_pdl": True} if options.early_launch else {}
+    channel = None if p.post is None else p.post.channel
+    # For one token on one GPU, an early start makes a step 3% slower (H200).
+    early = options.early_launch and (num_tokens > 1 or channel is not None)
+    launch = {"launch_pdl": True} if early else {}
     plan = POST_FEW if p.fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
     grid = _few_grid(plan, num_tokens, width)
     x, experts, topk = p.streams, (p.streams, p.streams, 0), 0
@@ -295,16 +299,15 @@ def _launch_few(p: FirstPass, options: MhcOptions, phases: Phases) -> None:
         "K": topk,
         "BLOCK_N": plan.block_n,
         "BLOCK_D": plan.block_d,
-        "DEPENDENT": bool(launch),
+        "DEPENDENT": early,
         "num_warps": plan.num_warps,
         **launch,
     }
-    if p.post is None or p.post.channel is None:
+    if p.post is None or channel is None:
         streams_few_kernel[grid](
             x, *experts, *p.tensors(), *p.sizes(), POST=p.post is not None, **constants
         )
         return
-    channel = p.post.channel
     sum_streams_few_kernel[grid](
         x if topk else x.view(-1).view(torch.int32),
         *experts,
