@@ -119,7 +119,7 @@ class EngineConfig:
         "maximum number of tokens in one forward pass, prefill chunks and decodes together; three "
         "quarters of it if sequences decode. With more, prompts are read faster, and running "
         "requests wait longer for their next tokens",
-        unset="8192, and 2304 if sequences decode; 2048 and 1536 on a CPU, if weights leave a GPU "
+        unset="8192, and 2560 if sequences decode; 2048 and 1536 on a CPU, if weights leave a GPU "
         "less than 24 GiB, or with --cache-memory-bytes below 4 GiB",
         metavar="N",
         least=1,

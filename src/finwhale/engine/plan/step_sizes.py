@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from finwhale.config import EngineConfig
 
 SMALL_STEP, SMALL_NUM_SEQS = 2048, 64
-LARGE_STEP, LARGE_MIXED_STEP = 8192, 2304
+LARGE_STEP, LARGE_MIXED_STEP = 8192, 2560
 MOST_SEQS = 256  # each further size of a decode is captured at the start
 # Steps are large if the weights leave a GPU at least this many bytes. Flash's steps took 4.6 GiB of
 # them: 8,192 tokens with 8 layers on one H200, 16,384 tokens with all layers on two.
