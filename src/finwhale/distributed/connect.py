@@ -55,7 +55,7 @@ def connect(
 ) -> Collectives:
     """Connect this rank with the others. Blocks until all ranks have called it.
 
-    `disconnect` is the reverse. A process may connect several times.
+    `Collectives.close` is the reverse. A process may connect several times.
 
     Args:
         device: the device of this rank; a GPU has an index.
@@ -90,16 +90,6 @@ def connect(
         ) from error
     except (RuntimeError, dist.DistError) as error:
         raise FinwhaleError(f"rank {rank.index} cannot connect: {first_line(error)}") from error
-
-
-def disconnect(collectives: Collectives) -> None:
-    """Free the result of `connect`. The other ranks may be gone. No collective may be called after.
-
-    Graphs that contain collectives must be freed first, because NCCL waits for them.
-    """
-    close = getattr(collectives, "close", None)  # Nccl and Push have it
-    if close is not None:
-        close()
 
 
 def _watched(

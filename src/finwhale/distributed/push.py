@@ -37,7 +37,7 @@ WORD_BYTES = 4
 Allocate = Callable[[int], tuple[Tensor, list[int]]]
 
 
-class Push:
+class Push(Collectives):
     """Collectives over memory that every rank can write.
 
     All all-reduces below `sizes.nccl` have the order of the tree of pairs.
@@ -188,9 +188,7 @@ class Push:
 
     def close(self) -> None:
         """Close NCCL. The buffers are freed with this object."""
-        disconnect = getattr(self._nccl, "close", None)
-        if disconnect is not None:
-            disconnect()
+        self._nccl.close()
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
         fits = num_tokens <= self.sizes.fused_tokens and num_programs <= self.sizes.fused_programs

@@ -10,6 +10,8 @@ the last, even after epochs wrap around.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -349,29 +351,42 @@ def _gather_parts_kernel(
         tl.store(epochs_ptr + program, epoch)
 
 
-def _options(early: bool) -> dict[str, bool]:
-    return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
+def _launch(
+    kernel: Any,
+    words: int,
+    x: Tensor,
+    out: Tensor,
+    numbers: tuple[int, ...],
+    channel: Channel,
+    early: bool,
+    phases: Phases,
+    **constants: bool,
+) -> None:
+    """Launch a kernel for so many words of a channel; `numbers` are its own sizes."""
+    kernel[(triton.cdiv(words, channel.block),)](
+        x,
+        out,
+        *channel.arguments(),
+        *numbers,
+        channel.index,
+        channel.capacity,
+        **constants,
+        W=channel.size,
+        BLOCK=channel.block,
+        FIRST=phases[0],
+        LAST=phases[1],
+        num_warps=channel.warps,
+        DEPENDENT=early,
+        **({"launch_pdl": True} if early else {}),
+    )
 
 
 def one_shot(
     x: Tensor, out: Tensor, channel: Channel, bfloat16: bool, early: bool, phases: Phases = (0, 1)
 ) -> None:
     """All-reduce x into out; [n] int32 words, n at most the channel's capacity."""
-    _one_shot_kernel[(triton.cdiv(len(x), channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    n = len(x)
+    _launch(_one_shot_kernel, n, x, out, (n,), channel, early, phases, BFLOAT16=bfloat16)
 
 
 def two_shot(
@@ -380,43 +395,16 @@ def two_shot(
     """All-reduce x into out; [n] int32 words, n at most `size` times the channel's capacity."""
     kernel = _two_shot_kernel if channel.flags is None else _bulk_kernel
     part = part_words(len(x), channel.size)
-    kernel[(triton.cdiv(part, channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        part,
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    numbers = len(x), part
+    _launch(kernel, part, x, out, numbers, channel, early, phases, BFLOAT16=bfloat16)
 
 
 def all_gather(
     x: Tensor, out: Tensor, width: int, channel: Channel, early: bool, phases: Phases = (0, 1)
 ) -> None:
     """x [n] words, rows of `width` -> out [n / width, size, width]; n at most the capacity."""
-    _all_gather_kernel[(triton.cdiv(len(x), channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        width,
-        channel.index,
-        channel.capacity,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    n = len(x)
+    _launch(_all_gather_kernel, n, x, out, (n, width), channel, early, phases)
 
 
 def reduce_scatter(
@@ -434,23 +422,9 @@ def reduce_scatter(
     The call sums only as many words from `start` on as the channel's capacity. The last ranks may
     have fewer than `part` words.
     """
-    _reduce_scatter_kernel[_parts_grid(part, start, channel)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        part,
-        start,
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    words, numbers = min(part - start, channel.capacity), (len(x), part, start)
+    kernel = _reduce_scatter_kernel
+    _launch(kernel, words, x, out, numbers, channel, early, phases, BFLOAT16=bfloat16)
 
 
 def gather_parts(
@@ -463,26 +437,8 @@ def gather_parts(
     phases: Phases = (0, 1),
 ) -> None:
     """Concatenate the ranks' x, of `part` words each, to out [n]; words as in `reduce_scatter`."""
-    _gather_parts_kernel[_parts_grid(part, start, channel)](
-        x,
-        out,
-        *channel.arguments(),
-        len(out),
-        part,
-        start,
-        channel.index,
-        channel.capacity,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
-
-
-def _parts_grid(part: int, start: int, channel: Channel) -> tuple[int]:
-    return (triton.cdiv(min(part - start, channel.capacity), channel.block),)
+    words, numbers = min(part - start, channel.capacity), (len(out), part, start)
+    _launch(_gather_parts_kernel, words, x, out, numbers, channel, early, phases)
 
 
 def part_words(num_words: int, size: int) -> int:
