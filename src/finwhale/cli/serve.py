@@ -19,7 +19,6 @@ from finwhale.cli.settings import parse_settings
 from finwhale.distributed.hosts import Placement, work_at
 from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError
-from finwhale.llm import has_tokenizer
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.options import Parser, add_options, read_options
 from finwhale.server.config import ServerConfig
@@ -58,7 +57,7 @@ def open_checkpoint(
     directory = checkpoint_directory(path, args.revision)
     if not directory.is_dir():
         raise FinwhaleError(f"no checkpoint: {directory} is not a directory")
-    tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
+    tokenizer = Tokenizer.find(directory)
     engine = engine_config(args)
     if engine.prefix_salt is None:
         # Create the salt here, so that all engine processes of this server share it.

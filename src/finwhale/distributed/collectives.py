@@ -100,12 +100,14 @@ class Collectives(Protocol):
         Raises:
             EngineDeadError: names the missing ranks.
         """
+        return
 
     def close(self) -> None:
         """Disconnect this rank. The other ranks may be gone. No collective may be called after.
 
         Graphs that contain collectives must be freed first, because NCCL waits for them.
         """
+        return
 
 
 class Alone(Collectives):
