@@ -33,11 +33,12 @@ _RESPONSES_PARTS: Shape = [
 ]
 _RESPONSES_FUNCTION = fields("name", "description", "parameters", "strict", "defer_loading")
 _RESPONSES_CUSTOM = fields("name", "description", "format", "defer_loading")
-_RESPONSES_CALLABLE = {"function": _RESPONSES_FUNCTION, "custom": _RESPONSES_CUSTOM}
+_RESPONSES_CALLABLE = by_type(function=_RESPONSES_FUNCTION, custom=_RESPONSES_CUSTOM)
 _RESPONSES_TOOLS: Shape = [
     by_type(
-        **_RESPONSES_CALLABLE,
-        namespace=fields("name", "description", tools=[by_type(**_RESPONSES_CALLABLE)]),
+        function=_RESPONSES_FUNCTION,
+        custom=_RESPONSES_CUSTOM,
+        namespace=fields("name", "description", tools=[_RESPONSES_CALLABLE]),
         tool_search=fields("execution", "description", "parameters"),
         # Codex always sends it. The model cannot search, so it is not told of the tool.
         web_search=UNUSED,
