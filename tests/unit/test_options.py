@@ -14,8 +14,10 @@ import pytest
 
 import finwhale
 from finwhale import LLM, AsyncLLM
+from finwhale.checkpoint.generation_config import SAMPLING as OF_CHECKPOINT
 from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
+from finwhale.cli.options import SAMPLING
 from finwhale.cli.options_page import options_page
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
@@ -74,18 +76,19 @@ COMMANDS = {
 # Options that a command sets or refuses itself; --dummy and --model choose where a benchmark's
 # weights come from.
 SET_BY = {
-    "validate": {"load_format", "generation_config"},
+    "validate": {"load_format", "generation_config", "tool_grammar"},
     "warmup": {"generation_config"},
     "offline": {
         "load_format",
         "generation_config",
+        "tool_grammar",
         "max_model_len",
         "max_num_seqs",
         "graph_sizes",
         "draft_tokens",
     },
-    "throughput": {"load_format", "generation_config", "max_model_len"},
-    "start": {"load_format", "generation_config"},
+    "throughput": {"load_format", "generation_config", "tool_grammar", "max_model_len"},
+    "start": {"load_format", "generation_config", "tool_grammar"},
 }
 
 
@@ -108,7 +111,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig
         found.append(load.args[3])
         raise OpenedError
 
-    for module in ("llm", "bench.engine"):
+    for module in ("loaded_model", "bench.engine"):
         monkeypatch.setattr(f"finwhale.{module}.start_engine", engine)
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
 
@@ -283,17 +286,19 @@ def test_every_field_is_an_option_with_help(config: type) -> None:
 
 
 def test_the_pages_repeat_no_words() -> None:
-    assert "(None: none)" not in options_page()
-    assert "no effect; no effect" not in fields_page()
+    assert "(None: none)" not in PAGE.read_text(encoding="utf-8")
+    assert "no effect; no effect" not in PAGE.with_name("fields.md").read_text(encoding="utf-8")
 
 
 def test_the_documentation_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == options_page(), (
-        "run `python -m finwhale.cli.options_page > docs/options.md`"
-    )
-    assert PAGE.with_name("fields.md").read_text(encoding="utf-8") == fields_page(), (
-        "run `python -m finwhale.server.fields_page > docs/fields.md`"
-    )
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == options_page(page), "run `python -m finwhale.cli.options_page docs/options.md`"
+    sampling = page.partition("\n## Sampling\n")[2].partition("\n| ")[0]
+    flags = [f"`--{name.replace('_', '-')}`" for name in SAMPLING]
+    named = [*flags, *(f"`{name}`" for name in OF_CHECKPOINT)]
+    assert [name for name in named if name not in sampling] == []
+    page = PAGE.with_name("fields.md").read_text(encoding="utf-8")
+    assert page == fields_page(page), "run `python -m finwhale.server.fields_page docs/fields.md`"
 
 
 @pytest.mark.parametrize(
