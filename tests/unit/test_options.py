@@ -76,7 +76,7 @@ COMMANDS = {
 # Options that a command sets or refuses itself; --dummy and --model choose where a benchmark's
 # weights come from.
 SET_BY = {
-    "validate": {"load_format", "generation_config", "tool_grammar"},
+    "validate": {"load_format", "generation_config"},
     "warmup": {"generation_config"},
     "offline": {
         "load_format",
