@@ -56,9 +56,7 @@ class EngineConfig:
         "actor of a Ray cluster for each GPU. Under torchrun, its processes are the ranks",
     )
     dtype: DtypeName | None = option(
-        None,
-        "dtype of activations and cache",
-        unset="bfloat16 on a GPU, float32 on a CPU",
+        None, "dtype of activations and cache", unset="bfloat16 on a GPU, float32 on a CPU"
     )
     activations: Activations = option(
         "as-trained",

@@ -130,11 +130,7 @@ class LLM(LoadedModel):
             engine.abort(request_id)
 
     def update_weights(
-        self,
-        source: WeightsSource,
-        *,
-        partial: bool = False,
-        requests: Requests = "recompute",
+        self, source: WeightsSource, *, partial: bool = False, requests: Requests = "recompute"
     ) -> None:
         """Replaces the weights (see docs/rollouts.md).
 

@@ -32,14 +32,7 @@ from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.models.weight_sources import Weights
 from finwhale.options import similar
-from finwhale.prompts import (
-    Messages,
-    PlainPrompt,
-    Prompt,
-    as_conversations,
-    as_params,
-    as_prompts,
-)
+from finwhale.prompts import Messages, PlainPrompt, Prompt, as_conversations, as_params, as_prompts
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 
 P = ParamSpec("P")

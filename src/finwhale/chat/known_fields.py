@@ -103,8 +103,7 @@ _CHAT_FUNCTION = fields("name", "description", "parameters", "strict")
 _CHAT_TOOLS: Shape = [by_type(function=fields("cache_control", function=_CHAT_FUNCTION))]
 _CHAT_NAMED = fields("type", "name", function=fields("name"))
 _CHAT_CHOICE: Shape = by_type(
-    function=_CHAT_NAMED,
-    allowed_tools=fields(allowed_tools=fields("mode", tools=[_CHAT_NAMED])),
+    function=_CHAT_NAMED, allowed_tools=fields(allowed_tools=fields("mode", tools=[_CHAT_NAMED]))
 )
 # Of a request of Chat Completions, and of `LLM.chat`.
 CHAT_FIELDS: dict[str, Shape] = {

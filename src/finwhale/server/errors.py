@@ -181,14 +181,7 @@ def error_body(error: ApiError, path: str) -> dict[str, object]:
     param = error.param
     if error.code == "context_length_exceeded":
         param = _PROMPT_FIELDS.get(path)
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind,
-            "param": param,
-            "code": error.code,
-        }
-    }
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
 
 
 def error_event(error: ApiError, path: str, last: bytes) -> bytes:

@@ -221,10 +221,7 @@ class Endpoints:
     # --- Pausing and memory -----------------------------------------------------------------------
 
     async def pause(
-        self,
-        mode: PauseMode = "abort",
-        clear_cache: bool = False,
-        body: PauseBody = _PAUSE,
+        self, mode: PauseMode = "abort", clear_cache: bool = False, body: PauseBody = _PAUSE
     ) -> dict[str, str]:
         """Runs no more steps until /resume. `abort` ends all requests; otherwise they wait."""
         await self._call(RolloutControl.pause, abort=(body.mode or mode) == "abort")

@@ -111,11 +111,7 @@ _MESSAGES_FIELDS: dict[str, Shape] = {
 
 _BELOW: dict[type[BaseModel], dict[str, Shape]] = {
     schemas.CompletionBody: {"response_format": _RESPONSE_FORMAT},
-    schemas.ChatBody: {
-        **CHAT_FIELDS,
-        "response_format": _RESPONSE_FORMAT,
-        "thinking": _THINKING,
-    },
+    schemas.ChatBody: {**CHAT_FIELDS, "response_format": _RESPONSE_FORMAT, "thinking": _THINKING},
     schemas.ResponsesBody: {
         "input": _RESPONSES_INPUT,
         "tools": _RESPONSES_TOOLS,

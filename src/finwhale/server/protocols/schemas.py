@@ -179,10 +179,7 @@ def _second_names(base: type[Body]) -> Any:
     inner = {one.alias or name: one for name, one in StructuredOutputs.model_fields.items()}
     known = base.model_fields | {f"structured_outputs.{name}": one for name, one in inner.items()}
     found: dict[str, Any] = {
-        name: (
-            known[first].annotation,
-            described(f"{text}: the same as {first}"),
-        )
+        name: (known[first].annotation, described(f"{text}: the same as {first}"))
         for name, (first, text) in SECOND_NAMES.items()
     }
     return create_model("SecondNames", __base__=base, **found)
