@@ -41,7 +41,6 @@ class EngineConfig:
         f"number of GPUs that share the model: {', '.join(map(str, RANK_COUNTS[:-1]))} or "
         f"{RANK_COUNTS[-1]}. On a CPU, number of processes, for tests",
         unset="as many as --device names, else the fewest that hold the model; 1 on a CPU",
-        metavar="N",
     )
     whole_attention: bool | None = option(
         None,
@@ -101,7 +100,6 @@ class EngineConfig:
         None,
         "maximum number of tokens of one sequence, prompt and output together",
         unset="the checkpoint's limit, or less if the cache is too small",
-        metavar="N",
         least=2,
     )
     max_num_seqs: int | None = option(
@@ -109,7 +107,6 @@ class EngineConfig:
         "maximum number of sequences that run at once",
         unset="64 for each GPU, at most 256; 64 on a CPU, if weights leave a GPU less than "
         "24 GiB, or with --cache-memory-bytes below 4 GiB",
-        metavar="N",
         least=1,
     )
     max_num_batched_tokens: int | None = option(
@@ -119,7 +116,6 @@ class EngineConfig:
         "requests wait longer for their next tokens",
         unset="8192, and 2304 if sequences decode; 2048 and 1536 on a CPU, if weights leave a GPU "
         "less than 24 GiB, or with --cache-memory-bytes below 4 GiB",
-        metavar="N",
         least=1,
     )
     gpu_memory_utilization: float = option(
@@ -134,7 +130,6 @@ class EngineConfig:
         None,
         "memory for the paged cache, in bytes",
         unset="on a GPU what --gpu-memory-utilization leaves, on a CPU at most 1 GiB",
-        metavar="N",
         least=1,
     )
     enable_prefix_caching: bool = option(

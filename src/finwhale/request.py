@@ -63,7 +63,6 @@ class SamplingParams(_Given):
         128,
         "maximum number of tokens to generate",
         unset="until the context is full",
-        metavar="N",
         least=1,
         marks=("command",),
     )
@@ -129,7 +128,6 @@ class SamplingParams(_Given):
         0,
         "generate this many tokens before the end of sequence, a stop token or a stop string may "
         "end the output; a grammar may end it earlier",
-        metavar="N",
         least=0,
         most=2**31 - 1,
         marks=("vllm",),
@@ -154,7 +152,6 @@ class SamplingParams(_Given):
         None,
         "make the draws reproducible, whatever else is in the batch",
         unset="a fresh seed",
-        metavar="N",
         marks=("command",),
     )
     logprobs: int | None = option(
