@@ -18,6 +18,7 @@ FINISH_REASONS = {
     "stop": recipe.InferenceFinishReason.Stop,
     "length": recipe.InferenceFinishReason.Length,
 }
+EventKind = Literal["reasoning", "content", "tool_call"]
 TokenLogprobs = tuple[float, Sequence[tuple[int, float]]]
 Event = TypeVar("Event")
 _MARKUP = ("ThinkingStart", "ThinkingEnd", "Dsml")
@@ -30,15 +31,10 @@ class OutputEvent:
     Attributes:
         kind: the part of the answer that it continues.
         text: more reasoning or content; for a tool call, more of its arguments in JSON.
-        tool_index: the index of the tool call in the answer; None for other kinds.
-        tool_id, tool_name: the tool call's id and name, in its first event.
     """
 
-    kind: Literal["reasoning", "content", "tool_call"]
+    kind: EventKind
     text: str
-    tool_index: int | None = None
-    tool_id: str | None = None
-    tool_name: str | None = None
 
 
 class TokenParser(Generic[Event]):
@@ -238,20 +234,10 @@ def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> set[int | None]:
 
 
 def _events(delta: dict[str, Any]) -> list[OutputEvent]:
-    events: list[OutputEvent] = []
-    if delta.get("reasoning_content"):
-        events.append(OutputEvent("reasoning", delta["reasoning_content"]))
-    if delta.get("content"):
-        events.append(OutputEvent("content", delta["content"]))
-    for call in delta.get("tool_calls") or ():
-        function = call["function"]
-        events.append(
-            OutputEvent(
-                "tool_call",
-                function.get("arguments", ""),
-                tool_index=call["index"],
-                tool_id=call.get("id"),
-                tool_name=function.get("name"),
-            )
-        )
-    return events
+    calls = (call["function"].get("arguments") for call in delta.get("tool_calls") or ())
+    pieces: list[tuple[EventKind, str | None]] = [
+        ("reasoning", delta.get("reasoning_content")),
+        ("content", delta.get("content")),
+        *(("tool_call", arguments) for arguments in calls),
+    ]
+    return [OutputEvent(kind, text) for kind, text in pieces if text]

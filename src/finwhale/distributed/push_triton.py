@@ -21,11 +21,17 @@ from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_wo
 
 
 @triton.jit
-def _begin(DEPENDENT: tl.constexpr):
-    """Start early, and wait for the previous kernel to end before anything is read."""
+def _begin(epochs_ptr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Start early, and wait for the previous kernel to end before anything is read.
+
+    Returns:
+        The number of this exchange, and the indices of the program's words.
+    """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    return tl.load(epochs_ptr + program) + 1, program * BLOCK + tl.arange(0, BLOCK)
 
 
 # In the kernels below, phases FIRST to LAST run. A launch runs all of them; a test without several
@@ -53,10 +59,7 @@ def _one_shot_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """All-reduce: each rank sends x to every rank, and sums what it receives."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, offsets = _begin(epochs_ptr, BLOCK, DEPENDENT)
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
@@ -64,7 +67,7 @@ def _one_shot_kernel(
     if LAST == 1:
         words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
         tl.store(out_ptr + offsets, sum_words(words, BFLOAT16, W, BLOCK), mask=offsets < n)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -88,10 +91,7 @@ def _two_shot_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """All-reduce: rank r sums part r of x, of `part` words, and sends the sum to every rank."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    inside = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, inside = _begin(epochs_ptr, BLOCK, DEPENDENT)
     offsets = rank * part + inside
     is_own = (inside < part) & (offsets < n)
     if FIRST == 0:
@@ -121,7 +121,7 @@ def _two_shot_kernel(
             words,
             mask=(j > 0) & (inside < part)[None, :] & (peer_offsets < n),
         )
-        tl.store(epochs_ptr + program, epoch + 1)
+        tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -144,10 +144,7 @@ def _all_gather_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """x [n / width, width] of every rank -> out [n / width, W, width]."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, offsets = _begin(epochs_ptr, BLOCK, DEPENDENT)
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
@@ -158,7 +155,7 @@ def _all_gather_kernel(
         row = offsets // width
         out_offsets = (row * (W * width) + offsets % width)[None, :] + peer * width
         tl.store(out_ptr + out_offsets, words, mask=(offsets < n)[None, :] & (peer >= 0))
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit
@@ -215,10 +212,7 @@ def _bulk_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """All-reduce like `_two_shot_kernel`, with one flag for each program and peer."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    inside = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, inside = _begin(epochs_ptr, BLOCK, DEPENDENT)
     offsets = rank * part + inside
     is_own = (inside < part) & (offsets < n)
     j = tl.arange(0, W)[:, None]
@@ -253,7 +247,7 @@ def _bulk_kernel(
         peer_offsets = (rank ^ j) * part + inside[None, :]
         words = tl.where(came[:, None], words, -1)
         tl.store(out_ptr + peer_offsets, words, mask=is_peer & (peer_offsets < n))
-        tl.store(epochs_ptr + program, epoch + 1)
+        tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -279,10 +273,7 @@ def _reduce_scatter_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Sum part `rank` of the ranks' x into out: only `capacity` words from `start` on."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    slot = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, slot = _begin(epochs_ptr, BLOCK, DEPENDENT)
     inside = start + slot
     if FIRST == 0:
         for k in tl.static_range(1, W):
@@ -302,7 +293,7 @@ def _reduce_scatter_kernel(
         words = tl.load(source, mask=(j > 0) & mask[None, :], other=own[None, :], volatile=True)
         total = sum_words(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
         tl.store(out_ptr + inside, total, mask=mask)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -327,10 +318,7 @@ def _gather_parts_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Copy the ranks' x to their parts of out: only `capacity` words of each from `start` on."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    slot = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, slot = _begin(epochs_ptr, BLOCK, DEPENDENT)
     inside = start + slot
     if FIRST == 0:
         own_offsets = rank * part + inside
@@ -348,7 +336,7 @@ def _gather_parts_kernel(
         source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
         words = tl.load(source, mask=mask, other=0, volatile=True)
         tl.store(out_ptr + peer_offsets, tl.where(came[:, None], words, -1), mask=mask)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 def _launch(

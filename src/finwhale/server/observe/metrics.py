@@ -194,7 +194,7 @@ class _Collector(Collector):
         yield GaugeMetricFamily(
             "finwhale_buffered_body_bytes",
             "bytes of all request bodies that count towards --max-buffered-bytes",
-            value=self._budget.bytes,
+            value=self._budget.total,
         )
         memory = GaugeMetricFamily(
             "finwhale_resident_memory_bytes", "resident memory of a process", labels=["process"]
