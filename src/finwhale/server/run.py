@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import signal
 import socket
@@ -19,6 +18,7 @@ from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.rank.start_times import freeze_heap, table
 from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.extras import import_extra
 from finwhale.server.api import health
 from finwhale.server.api.app import create_app
 from finwhale.server.banner import banner
@@ -99,11 +99,9 @@ def open_traces(config: ServerConfig) -> "Traces | None":
     missing, or a setting of OpenTelemetry is wrong."""
     if config.otlp_traces_endpoint is None:
         return None
+    tracing = import_extra("finwhale.server.observe.tracing")
     try:
-        tracing = importlib.import_module("finwhale.server.observe.tracing")
         traces: Traces = tracing.Traces(config.otlp_traces_endpoint)
-    except ModuleNotFoundError as error:
-        raise FinwhaleError(str(error)) from error
     except ValueError as error:
         raise FinwhaleError(f"a setting of OpenTelemetry is wrong: {error}") from error
     return traces
