@@ -12,12 +12,8 @@ from finwhale.errors import FinwhaleError
 from finwhale.options import check_options, option
 
 Activations = Literal["as-trained", "exact"]
-DistributedExecutor = Literal["spawn", "ray"]
 DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
-GenerationConfig = Literal["auto", "none"]
-LoadFormat = Literal["auto", "dummy"]
-ToolGrammarMode = Literal["off", "auto"]
 WoAInput = Literal["fp8", "bf16"]
 
 # The numbers of ranks that may share a model.
@@ -49,7 +45,7 @@ class EngineConfig:
         "cache. Not with --batch-invariant",
         unset="if they take at most a 24th of the GPU's memory",
     )
-    distributed_executor: DistributedExecutor = option(
+    distributed_executor: Literal["spawn", "ray"] = option(
         "spawn",
         "how the processes of several ranks start: spawn starts them on this host; ray starts one "
         "actor of a Ray cluster for each GPU. Under torchrun, its processes are the ranks",
@@ -68,12 +64,12 @@ class EngineConfig:
         "round the input of attention's wo_a to FP8 like the input of every FP8 projection, or do "
         "not round it, as in the authors' code; bf16 needs as-trained activations",
     )
-    load_format: LoadFormat = option(
+    load_format: Literal["auto", "dummy"] = option(
         "auto",
         "auto reads the checkpoint; dummy reads only config.json and generates random weights on "
         "the device, to measure speed and memory",
     )
-    generation_config: GenerationConfig = option(
+    generation_config: Literal["auto", "none"] = option(
         "auto",
         "auto takes the sampling parameters of the checkpoint's generation_config.json where a "
         "request leaves them out; none ignores these values. Its end tokens always apply",
@@ -174,7 +170,7 @@ class EngineConfig:
         least=0,
         most=MAX_DRAFT_TOKENS,
     )
-    tool_grammar: ToolGrammarMode = option(
+    tool_grammar: Literal["off", "auto"] = option(
         "off",
         "hold tool calls of the server and of LLM.chat to their tools' schemas, even if the "
         "request does not ask for that: auto uses a grammar that leaves text free until a call "

@@ -1,6 +1,6 @@
-"""The console and the tables of commands and benchmarks, and the tables of the documentation."""
+"""The console and the tables of commands and benchmarks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -35,20 +35,3 @@ def print_table(
     for row in rows:
         table.add_row(*map(str, row))
     console.print(table)
-
-
-def with_rows(page: str, rows: Mapping[str, Iterable[str]]) -> str:
-    """A page of the documentation with new rows in its tables and lists.
-
-    Args:
-        rows: by the line two lines above them: the head of a table, or the sentence before a list.
-    """
-    lines, old = [], iter(page.splitlines())
-    for line in old:
-        lines.append(line)
-        if line in rows:
-            lines += [next(old), *rows[line]]
-            if any(not line for line in old):  # the old rows end with a blank line
-                lines.append("")
-    assert rows.keys() <= set(lines), "the page has no such table"
-    return "\n".join([*lines, ""])

@@ -18,7 +18,7 @@ from finwhale.checkpoint.generation_config import SAMPLING as OF_CHECKPOINT
 from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
 from finwhale.cli.options import SAMPLING
-from finwhale.cli.options_page import options_page
+from finwhale.cli.pages import generated_rows, with_rows
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
@@ -26,7 +26,6 @@ from finwhale.options import Parser, options_of
 from finwhale.request import SamplingParams
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.listening import LOCAL_HOSTS
-from finwhale.server.fields_page import fields_page
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(finwhale.__file__).parents[2]
@@ -291,14 +290,13 @@ def test_the_pages_repeat_no_words() -> None:
 
 
 def test_the_documentation_is_up_to_date() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == options_page(page), "run `python -m finwhale.cli.options_page docs/options.md`"
-    sampling = page.partition("\n## Sampling\n")[2].partition("\n| ")[0]
+    for name, rows in generated_rows().items():
+        page = PAGE.with_name(name).read_text(encoding="utf-8")
+        assert page == with_rows(page, rows), "run `python -m finwhale.cli.pages docs`"
+    sampling = PAGE.read_text(encoding="utf-8").partition("\n## Sampling\n")[2]
     flags = [f"`--{name.replace('_', '-')}`" for name in SAMPLING]
     named = [*flags, *(f"`{name}`" for name in OF_CHECKPOINT)]
-    assert [name for name in named if name not in sampling] == []
-    page = PAGE.with_name("fields.md").read_text(encoding="utf-8")
-    assert page == fields_page(page), "run `python -m finwhale.server.fields_page docs/fields.md`"
+    assert [name for name in named if name not in sampling.partition("\n| ")[0]] == []
 
 
 @pytest.mark.parametrize(
