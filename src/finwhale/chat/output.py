@@ -10,7 +10,6 @@ import deepseek_recipe as recipe
 
 from finwhale.chat.call_guard import CallGuard
 from finwhale.chat.stop_gate import StopGate
-from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import SamplingParams
 
@@ -52,10 +51,14 @@ class TokenParser(Generic[Event]):
             generator: deepseek-recipe's, which makes the chunks of the answer.
             options: have the stop strings, unless the gate looks for them.
         """
-        options.stop_sequences = [] if gate else longest_first(options.stop_sequences)
+        # Of the stop strings that are complete at the same character, deepseek-recipe finds the
+        # first of its list, and StopChecker the longest.
+        stop = sorted(options.stop_sequences, key=len, reverse=True)
+        options.stop_sequences = [] if gate else stop
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         self._guard = CallGuard(tokenizer, enabled=options.parse_tool_calls)
-        self._gate, self._dropped = gate, dropped_ids(tokenizer)
+        # Special tokens that are no part of an answer, such as the end of sequence.
+        self._dropped, self._gate = tokenizer.special_ids - _ids(tokenizer, _MARKUP), gate
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._unfinished = 0  # number of tokens of a character that is not complete
 
@@ -220,11 +223,6 @@ def new_gate(
         keep=params.include_stop_str_in_output,
         has_tools=not params.stop,
     )
-
-
-def dropped_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Special tokens that are no part of an answer, such as the end of sequence."""
-    return tokenizer.special_ids - _ids(tokenizer, _MARKUP)
 
 
 def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> set[int | None]:

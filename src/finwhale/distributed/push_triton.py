@@ -382,7 +382,8 @@ def two_shot(
 ) -> None:
     """All-reduce x into out; [n] int32 words, n at most `size` times the channel's capacity."""
     kernel = _two_shot_kernel if channel.flags is None else _bulk_kernel
-    part = part_words(len(x), channel.size)
+    # The words that a rank sums: a multiple of 16. The last rank may have fewer.
+    part = -(-len(x) // (16 * channel.size)) * 16
     numbers = len(x), part
     _launch(kernel, part, x, out, numbers, channel, early, phases, BFLOAT16=bfloat16)
 
@@ -427,8 +428,3 @@ def gather_parts(
     """Concatenate the ranks' x, of `part` words each, to out [n]; words as in `reduce_scatter`."""
     words, numbers = min(part - start, channel.capacity), (len(out), part, start)
     _launch(_gather_parts_kernel, words, x, out, numbers, channel, early, phases)
-
-
-def part_words(num_words: int, size: int) -> int:
-    """Number of words that a rank sums in two shots, a multiple of 16. The last may have fewer."""
-    return -(-num_words // (16 * size)) * 16
