@@ -125,7 +125,7 @@ def test_a_batch_from_upload_to_results(running: Start) -> None:
     assert not list(client.files.list())
     with pytest.raises(openai.NotFoundError, match="no file has the id"):
         client.files.content(file)
-    assert server.state.budget.bytes == 0
+    assert server.state.budget.total == 0
 
 
 def test_inputs_that_are_refused_as_a_whole(running: Start) -> None:
