@@ -82,9 +82,13 @@ def option(default: T, help: str, **given: Any) -> T:
     return field(default=default, metadata={"help": help, **given})
 
 
-@cache
-def options_of(config: Any) -> tuple[Option, ...]:
+def options_of(config: type) -> tuple[Option, ...]:
     """The options that a dataclass declares, in order."""
+    return _options_of(config)
+
+
+@cache  # mypy refuses `type[T]` as an argument of a cached function
+def _options_of(config: type) -> tuple[Option, ...]:
     hints = typing.get_type_hints(config)
     found = []
     for declared in fields(config):
