@@ -329,7 +329,7 @@ def test_demo_model_with_dspark(processes: RankProcesses) -> None:
 # --- Parts ----------------------------------------------------------------------------------------
 
 
-class Absent:
+class Absent(Collectives):
     """Collectives of a rank whose peers never come."""
 
     def __init__(self, rank: Rank) -> None:

@@ -30,7 +30,7 @@ from finwhale import (
 )
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.rank.executor import local_executor
-from finwhale.llm import add_job
+from finwhale.loaded_model import add_job
 from finwhale.weights.tree import tensors_of
 
 TEXT = "The fin whale is"

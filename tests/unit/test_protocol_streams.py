@@ -21,7 +21,7 @@ from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.protocols import chat_answers
-from finwhale.server.protocols.chat_answers import AnswerStream
+from finwhale.server.protocols.answer_stream import AnswerStream
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 EOS = recipe.SpecialToken.Eos.default_str()

@@ -17,7 +17,7 @@ from tests.support.library_tokenizer import encode_with_special
 from finwhale.chat.call_guard import MOST_TAG_BYTES
 from finwhale.chat.output import OutputParser
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
-from finwhale.server.protocols.chat_answers import AnswerStream
+from finwhale.server.protocols.answer_stream import AnswerStream
 
 from .test_protocol_streams import DSML, EOS, WHERE, added_up, body, tokenizer
 

@@ -204,7 +204,7 @@ class Engine:
         if not params.ignore_eos:
             ends |= frozenset(self.model_config.eos_token_ids)
         with self._lock:
-            self._check_accepts(params)
+            self._check_accepts()
             assert request_id not in self._requests, f"request {request_id} is running already"
             prompt_token_ids = checked_prompt(
                 prompt_token_ids,
@@ -212,6 +212,7 @@ class Engine:
                 vocab=vocab_size,
                 max_model_len=longest,
                 has_tokenizer=self.tokenizer is not None,
+                can_return_experts=self.executor.description.routed_experts is not None,
             )
             num_prompt = len(prompt_token_ids)
             if params.max_tokens is not None:
@@ -248,8 +249,8 @@ class Engine:
             self._meter.requests += 1
             return request
 
-    def _check_accepts(self, params: SamplingParams) -> None:
-        """Raise an error if the engine accepts no requests now, or none with these parameters."""
+    def _check_accepts(self) -> None:
+        """Raise an error if the engine accepts no requests now."""
         self._check_usable()
         if self._asleep:
             raise RequestError("the engine is asleep and accepts no requests: wake it first")
@@ -257,11 +258,6 @@ class Engine:
             raise RequestError(
                 "the weights were dropped, so the engine accepts no requests: call update_weights "
                 "with all of them first"
-            )
-        if params.return_routed_experts and self.executor.description.routed_experts is None:
-            raise RequestError(
-                "return_routed_experts needs an engine that was started with "
-                "enable_return_routed_experts (--enable-return-routed-experts)"
             )
 
     def _add(

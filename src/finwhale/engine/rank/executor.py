@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
-from finwhale.distributed.connect import disconnect
 from finwhale.engine.plan.executor import (
     Executor,
     RankDescription,
@@ -183,7 +182,7 @@ class LocalExecutor:
             group.close()
         runner = self.runner
         runner.graphs = runner.prefill_graphs = runner.verification_steps = None
-        disconnect(self.collectives)
+        self.collectives.close()
 
     def release(self) -> None:
         """Drop all references to the model, the cache and the sampler."""
