@@ -136,7 +136,8 @@ def forward_cases() -> list[Any]:
         case for case in itertools.product(*choices) if not (case[-1] and case[-2] is None)
     ]
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
-    left, core = set.union(*pairs.values()), set()
+    left: set[Any] = set.union(*pairs.values())
+    core: set[Any] = set()
     while left:
         best = max(cases, key=lambda case: len(pairs[case] & left))
         core.add(best)
