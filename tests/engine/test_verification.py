@@ -122,7 +122,8 @@ def test_no_token_changes(
 
 
 @pytest.mark.parametrize(
-    "draft_tokens, right", [(1, 1.0), pytest.param(2, 0.6, marks=pytest.mark.long), (3, 0.9)]
+    "draft_tokens, right",
+    [*(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 1.0), (2, 0.6))), (3, 0.9)],
 )
 def test_over_edges_of_pages_and_blocks(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, draft_tokens: int, right: float
@@ -157,13 +158,13 @@ def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
 ) -> None:
     """As over the host; and steps run ahead although the numbers of drafts change."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = generate_two(new_llm(**options)._engine, {}, 180)
+    wanted = generate_two(new_llm(**options)._engine, {}, 130)
     engine = new_llm(**options, draft_tokens="auto")._engine
     synthetic_times(engine, two_rows_pay)
     steps = on_the_device(engine, monkeypatch)
     oracle = Oracle(engine, steps, wanted, lambda key: float(key == "0/0"))
     seen: dict[str, list[int]] = {}
-    assert generate_two(engine, seen, 180) == wanted
+    assert generate_two(engine, seen, 130) == wanted
     first, second = seen["0/0"][50:], seen["1/0"][50 : len(seen["0/0"])]
     assert first.count(2) > 0.7 * len(first) and second.count(0) > 0.7 * len(second)
     assert oracle.ahead > 0.9 * oracle.count > 0
@@ -234,7 +235,13 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     assert (found[count:] >= steps._no_row * steps._longest).all()
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["over-the-host", "on-the-device"])
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        pytest.param(False, marks=pytest.mark.long, id="over-the-host"),
+        pytest.param(True, id="on-the-device"),
+    ],
+)
 def test_any_numbers_of_drafts_change_no_token(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:

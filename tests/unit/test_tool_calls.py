@@ -267,7 +267,8 @@ def test_answers_cut_anywhere(name: str, protocol: ProtocolName) -> None:
     """By max_tokens, and by the end of sequence, which is worse: the answer seems complete."""
     case = CASES[name]
     ids = ids_of(case.output)
-    for end in range(len(ids)):
+    # The protocols share the parser, so the others need fewer ends.
+    for end in range(0, len(ids), 1 if protocol == "chat" else 3):
         for reason in ("length", "stop"):
             part = ids[:end] if reason == "length" else [*ids[:end], ids[-1]]
             response, events = answered(protocol, part, reason, 1)
