@@ -12,8 +12,8 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
-from finwhale.engine.rank import host_transfer
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps import host_transfer
 
 from .plans import completing
 
@@ -52,13 +52,13 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch, log: list[str] | None 
 
     monkeypatch.setattr(engine.executor, "receiver", Slow(torch.device("cpu")))
     if log is not None:
-        logits = local_executor(engine.executor).runner.logits
+        logits = first_rank(engine.executor).runner.logits
 
         def launch(plan: StepPlan) -> Tensor:
             log.append("launch")
             return logits(plan)
 
-        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", launch)
+        monkeypatch.setattr(first_rank(engine.executor).runner, "logits", launch)
 
 
 def random_params(draw: random.Random) -> SamplingParams:
@@ -178,7 +178,7 @@ def test_an_end_of_sequence_costs_one_step(
     log: list[str] = []
     slow(engines[1], monkeypatch, log)
     for engine in engines:
-        logits = local_executor(engine.executor).runner.logits
+        logits = first_rank(engine.executor).runner.logits
 
         def ending(plan: StepPlan, engine: Any = engine, logits: Any = logits) -> Tensor:
             out: Tensor = logits(plan).clone()
@@ -187,7 +187,7 @@ def test_an_end_of_sequence_costs_one_step(
                     out[row, EOS] = 1000.0
             return out
 
-        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", ending)
+        monkeypatch.setattr(first_rank(engine.executor).runner, "logits", ending)
     params = SamplingParams(temperature=0, max_tokens=10)
     results = []
     for engine in engines:
@@ -211,7 +211,7 @@ def test_a_row_without_numbers_ends_one_request(
 ) -> None:
     results = []
     for engine in engines:
-        logits = local_executor(engine.executor).runner.logits
+        logits = first_rank(engine.executor).runner.logits
 
         def spoilt(plan: StepPlan, engine: Any = engine, logits: Any = logits) -> Tensor:
             out: Tensor = logits(plan).clone()
@@ -220,7 +220,7 @@ def test_a_row_without_numbers_ends_one_request(
                     out[row, 17] = torch.nan
             return out
 
-        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", spoilt)
+        monkeypatch.setattr(first_rank(engine.executor).runner, "logits", spoilt)
         params = SamplingParams(temperature=1.0, seed=4, max_tokens=8, ignore_eos=True)
         pair = [engine.add_request(name, [9, 8, 7], params) for name in ("good", "bad")]
         while engine.has_work:
@@ -240,7 +240,7 @@ def test_a_step_that_breaks_off_loses_nothing(
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=8, ignore_eos=True)
     results = []
     for engine in engines:
-        logits, count = local_executor(engine.executor).runner.logits, [0]
+        logits, count = first_rank(engine.executor).runner.logits, [0]
 
         def breaking(plan: StepPlan, logits: Any = logits, count: Any = count) -> Tensor:
             count[0] += 1
@@ -249,7 +249,7 @@ def test_a_step_that_breaks_off_loses_nothing(
             out: Tensor = logits(plan)
             return out
 
-        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", breaking)
+        monkeypatch.setattr(first_rank(engine.executor).runner, "logits", breaking)
         result = engine.add_request("one", [9, 8, 7], params)
         broken = 0
         while engine.has_work:

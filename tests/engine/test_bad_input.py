@@ -18,9 +18,9 @@ from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, Sampling
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
-from finwhale.engine.rank import startup
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.memory import tensor_bytes
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start import startup
+from finwhale.engine.start.memory import tensor_bytes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -322,8 +322,7 @@ def test_a_gpu_without_room_is_refused_before_anything_is_read(
 def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
     executor = LLM(tiny_path, device="cpu", max_model_len=256, **sizes)._engine.executor
-    plan = local_executor(executor).runner.cache_plan
-    sizes["cache_memory_bytes"] = plan.total_bytes
+    sizes["cache_memory_bytes"] = executor.description.memory.cache
     with pytest.raises(ResourceError, match="max_model_len 512 was asked for") as error:
         LLM(tiny_path, device="cpu", max_model_len=512, **sizes)
     assert "cache_memory_bytes" in str(error.value)
@@ -483,8 +482,8 @@ def test_dspark_is_shown_and_left_out_without_drafting(
     count = sum(name.startswith("mtp.") for name in weights)
     llm = LLM(tmp_path, device="cpu", activations="exact")
     assert f"ignoring {count} tensors mtp.*: the model runs without its draft" in caplog.text
-    assert local_executor(llm._engine.executor).runner.model.draft_head is None
-    assert len(local_executor(llm._engine.executor).runner.groups[0].fields[0].layers) == 4
+    assert first_rank(llm._engine.executor).runner.model.draft_head is None
+    assert len(first_rank(llm._engine.executor).runner.groups[0].fields[0].layers) == 4
     caplog.clear()
     drafting = LLM(tmp_path, device="cpu", activations="exact", draft_tokens=5)
     assert "ignoring" not in caplog.text

@@ -29,8 +29,8 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.drafter import Forward
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps.drafter import Forward
 from finwhale.errors import FinwhaleError
 
 from .arrivals import random_arrivals
@@ -81,7 +81,7 @@ class Oracle:
         self.right = right if callable(right) else lambda _: right
         self.draw = random.Random(seed)
         self.known: dict[str, list[int]] = {}
-        drafter = local_executor(engine.executor).runner.drafter
+        drafter = first_rank(engine.executor).runner.drafter
         assert drafter is not None
         self.real = drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign]
@@ -243,11 +243,11 @@ def test_a_step_that_breaks_off_loses_nothing(
     engine = new_llm(draft_tokens=2)._engine
     oracle = Oracle(engine, right=0.8)
     oracle.known = {f"one/{i}": [9, 8, 7, *output.token_ids] for i, output in enumerate(wanted)}
-    drafter, count = local_executor(engine.executor).runner.drafter, 0
+    drafter, count = first_rank(engine.executor).runner.drafter, 0
     assert drafter is not None
     for owner, name in (
         (drafter, "propose"),
-        (local_executor(engine.executor).runner, "forward_with_logits"),
+        (first_rank(engine.executor).runner, "forward_with_logits"),
     ):
         run_it = getattr(owner, name)
 
@@ -278,7 +278,7 @@ def test_a_row_without_numbers_ends_one_request(
     oracle.learn(plain)
     for index, result in enumerate(plain):
         oracle.known[f"{index}/0"] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-    read = local_executor(engine.executor).runner.forward_with_logits
+    read = first_rank(engine.executor).runner.forward_with_logits
 
     def spoilt(plan: StepPlan) -> Forward:
         forward, at = read(plan), 0
@@ -291,7 +291,7 @@ def test_a_row_without_numbers_ends_one_request(
                 at += 1
         return replace(forward, logits=logits)
 
-    monkeypatch.setattr(local_executor(engine.executor).runner, "forward_with_logits", spoilt)
+    monkeypatch.setattr(first_rank(engine.executor).runner, "forward_with_logits", spoilt)
     bad, good = (
         engine.add_request(str(i), result.prompt_token_ids, params)
         for i, result in enumerate(plain)
@@ -378,7 +378,7 @@ def test_the_distribution_is_the_model_s(
     table = torch.full((vocab, vocab), -torch.inf)
     generator = torch.Generator().manual_seed(8)
     table[:, :width] = 1.5 * torch.randn(vocab, width, generator=generator)
-    runner = local_executor(engine.executor).runner
+    runner = first_rank(engine.executor).runner
     drafter = runner.drafter
     assert drafter is not None
 
@@ -457,7 +457,7 @@ class Machine:
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.engine = LLM(path, **options, draft_tokens=3)._engine
-        runner = local_executor(self.engine.executor).runner
+        runner = first_rank(self.engine.executor).runner
         self.forward = type(runner).forward_with_logits.__get__(runner)
         drafter = runner.drafter
         assert drafter is not None
@@ -468,7 +468,7 @@ class Machine:
 
     def begin(self, *, blocks: int, states: int, seqs: int, step: int, drafts: int) -> Engine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
-        engine, groups = self.engine, local_executor(self.engine.executor).runner.groups
+        engine, groups = self.engine, first_rank(self.engine.executor).runner.groups
         # A test that failed may have left something behind.
         for left in (engine._requests, engine._text_streams, engine._in_flight):
             left.clear()  # type: ignore[attr-defined]
@@ -484,7 +484,7 @@ class Machine:
         model = engine.model_config
         engine._loop = StepLoop(engine.executor, engine.scheduler, engine._meter, model, drafts)
         self.rows = {}
-        runner = local_executor(engine.executor).runner
+        runner = first_rank(engine.executor).runner
         runner.forward_with_logits = self.record  # type: ignore[method-assign]
         drafter = runner.drafter
         assert drafter is not None

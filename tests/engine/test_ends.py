@@ -8,8 +8,8 @@ import pytest
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine.loop.step_loop import StepLoop
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.capture import draft_on_device
 
 EOS = 1
 SURE = {EOS: 100.0, 9: 80.0}  # the end of sequence always comes, or else token 9
@@ -49,7 +49,7 @@ def test_steps_wait_only_for_the_first_min_tokens(
     path, options = small
     engine = LLM(path, **options, draft_tokens=drafts)._engine
     if drafts:
-        draft_on_device(local_executor(engine.executor), engine.config)
+        draft_on_device(first_rank(engine.executor), engine.config)
     engine.steps_ahead = 1
     waited = []  # for each step whose sampling waits: the tokens that the request has
 

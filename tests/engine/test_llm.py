@@ -29,7 +29,7 @@ from finwhale import (
     SamplingParams,
 )
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.llm import add_job
 from finwhale.weights.tree import tensors_of
 
@@ -345,7 +345,7 @@ def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
 
 def say(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> None:
     script = iter([*encode_with_special(llm.get_tokenizer(), text), 1])
-    runner = local_executor(llm._engine.executor).runner
+    runner = first_rank(llm._engine.executor).runner
     logits = type(runner).logits
 
     def speak(chunks: Any) -> torch.Tensor:
@@ -579,7 +579,7 @@ def test_closing_frees_the_memory_and_ends_requests(tiny_path: Path, one_thread:
     """Also that of weights and cache to which a traceback refers, as in a notebook."""
     with LLM(model=tiny_path, device="cpu") as llm:
         assert len(tokens(llm.generate(TEXT, greedy(2))[0])) == 2
-        runner = local_executor(llm._engine.executor).runner
+        runner = first_rank(llm._engine.executor).runner
         frames = (runner.model, runner.cache)
         held = [*tensors_of(runner.model.weights), *runner.cache.pages.values()]
         assert all(tensor.untyped_storage().nbytes() for tensor in held)

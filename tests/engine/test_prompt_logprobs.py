@@ -11,7 +11,7 @@ from tests.support.stepping import Stepper
 
 from finwhale import LLM, RequestError, RequestOutput, SamplingParams
 from finwhale.engine.loop.request_checks import checked_prompt
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.request import MAX_PROMPT_LOGPROBS
 
 
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite(
     pair: tuple[LLM, Stepper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = pair[0]
-    model = local_executor(llm._engine.executor).runner.model
+    model = first_rank(llm._engine.executor).runner.model
     compute, first = model.compute_logits, iter([True])
 
     def wrong(streams: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from finwhale import RequestOutput, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.ranks import Ranks
+from finwhale.engine.ranks.ranks import Ranks
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 

@@ -11,7 +11,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -63,7 +63,7 @@ class Routers:
     """Notes what the routers of an eager engine return."""
 
     def __init__(self, engine: Engine) -> None:
-        model = local_executor(engine.executor).runner.model
+        model = first_rank(engine.executor).runner.model
         assert isinstance(model, DeepseekV4)
         self.ids: list[list[Tensor]] = [[] for _ in model.layers]
         for number, layer in enumerate(model.layers):

@@ -14,7 +14,7 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.weight_updates import WeightUpdates
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
@@ -56,7 +56,7 @@ def outputs(engine: Engine) -> list[object]:
 
 
 def weights_of(engine: Engine) -> list[Tensor]:
-    return tensors_of(local_executor(engine.executor).runner.model.weights)
+    return tensors_of(first_rank(engine.executor).runner.model.weights)
 
 
 def random_tensors(engine: Engine, seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from tests.support.tensors import read_tensors
 from finwhale import LLM
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop import weight_updates
-from finwhale.engine.rank.staged_weights import StagedWeights
+from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.errors import FinwhaleError
 from finwhale.server.link.rollout_control import RolloutControl
 

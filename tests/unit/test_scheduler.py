@@ -23,7 +23,7 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config

@@ -15,7 +15,7 @@ from finwhale.cli import inspect
 from finwhale.config import EngineConfig
 from finwhale.distributed.peers import Peers
 from finwhale.distributed.rank import Rank
-from finwhale.engine.rank.startup import _Start
+from finwhale.engine.start.startup import _Start
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4 import architecture
 from finwhale.models.deepseek_v4.architecture import (

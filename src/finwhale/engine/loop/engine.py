@@ -42,8 +42,8 @@ from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.plan.token_filter import TokenFilter
-from finwhale.engine.rank.ranks import first_rank
-from finwhale.engine.rank.sleep import allocate_memory, check_can_save, free_for_good, free_memory
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.ranks.sleep import allocate_memory, check_can_save, free_for_good, free_memory
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.request import (

@@ -6,7 +6,7 @@ needs the previous tokens (penalties, grammars, min_tokens), the forward still r
 the sampling waits.
 
 In an engine that drafts, a step gives each sequence one or more tokens. While every sequence
-decodes, the device continues by itself (rank/draft_decode.py). The loop waits for the tokens if a
+decodes, the device continues by itself (steps/draft_decode.py). The loop waits for the tokens if a
 prompt needs prefill, if a sequence could be admitted, or if sampling needs the previous tokens.
 """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from finwhale.checkpoint.stored import DTYPE_NAMES
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.engine.loop.engine import Engine, Requests
-from finwhale.engine.rank.staged_weights import (
+from finwhale.engine.ranks.staged_weights import (
     begin_update,
     commit_update,
     discard_update,
@@ -22,7 +22,7 @@ from finwhale.engine.rank.staged_weights import (
     stage_checkpoint,
     stage_tensors,
 )
-from finwhale.engine.rank.weight_transfer import (
+from finwhale.engine.ranks.weight_transfer import (
     announce,
     end_join,
     end_receive,

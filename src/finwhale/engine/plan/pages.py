@@ -1,4 +1,4 @@
-"""Allocates cache pages and counts their references. No torch: rank/kv_cache.py has the tensors."""
+"""Allocates cache pages and counts their references, without torch: kv_cache.py has the tensors."""
 
 import math
 import sys

@@ -13,8 +13,9 @@ from finwhale.chat.grammar import Matcher
 from finwhale.distributed.workers import end_process
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.engine.rank.ranks import Ranks
-from finwhale.engine.rank.start_times import freeze_heap, whole_start
+from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.engine.ranks.ranks import Ranks
+from finwhale.engine.start.start_times import whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
 from finwhale.request import CompletionOutput, Logprob, RequestOutput
 from finwhale.server.link import wire

@@ -1,6 +1,7 @@
 """Opens a rank: weights, kernels built ahead, memory budget, cache, captured steps."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,32 +15,41 @@ from finwhale.compiled import CompiledMode
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
+from finwhale.distributed.hosts import Placement
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.plan.step_sizes import StepSizes, choose_step_sizes
-from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.capture import add_steps
-from finwhale.engine.rank.devices import choose_device, choose_dtype
-from finwhale.engine.rank.drafter import check_can_draft
-from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.host_transfer import hold_pinned_memory
-from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
-from finwhale.engine.rank.launch_signatures import LaunchEnumerator, build_configuration
-from finwhale.engine.rank.memory import (
+from finwhale.engine.ranks.arena import Arena
+from finwhale.engine.ranks.devices import (
+    choose_device,
+    choose_devices,
+    choose_dtype,
+    fewest_ranks,
+    num_sharers,
+)
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.memory_checks import (
+    check_cache_memory,
+    check_gpu_memory,
+    check_host_memory,
+)
+from finwhale.engine.ranks.rank_processes import connect_launched, on_ray, spawn
+from finwhale.engine.ranks.ranks import Ranks, open_ranks
+from finwhale.engine.start.capture import add_steps
+from finwhale.engine.start.kv_cache import CachePlan, allocate_cache, plan_cache
+from finwhale.engine.start.launch_signatures import LaunchEnumerator, build_configuration
+from finwhale.engine.start.memory import (
     LargestSteps,
     largest_transfer,
     remaining_bytes,
     tensor_bytes,
 )
-from finwhale.engine.rank.memory_checks import (
-    check_cache_memory,
-    check_gpu_memory,
-    check_host_memory,
-)
-from finwhale.engine.rank.runner import ModelRunner
-from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.start_times import Phases
-from finwhale.engine.rank.step_limits import StepLimits, step_limits
+from finwhale.engine.start.start_times import Phases
+from finwhale.engine.steps.drafter import check_can_draft
+from finwhale.engine.steps.host_transfer import hold_pinned_memory
+from finwhale.engine.steps.runner import ModelRunner
+from finwhale.engine.steps.slot_tables import SlotTables
+from finwhale.engine.steps.step_limits import StepLimits, step_limits
 from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.cache import CacheGroup
 from finwhale.models.protocol import Model, ModelConfig
@@ -56,6 +66,49 @@ from finwhale.weights.tree import tensors_of
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30
+
+
+def open_executor(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    placement: Placement | None = None,
+) -> LocalExecutor | Ranks:
+    """Open the ranks of a model: the one of this process, and worker processes for others.
+
+    Args:
+        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
+
+    Raises:
+        ResourceError: a device does not exist or has too little memory.
+        CheckpointError: the weights do not match the configuration.
+    """
+    if placement is not None:
+        processes = connect_launched(config, placement)
+    elif config.distributed_executor == "ray":
+        processes = on_ray(config)
+    else:
+        devices = choose_devices(config, partial(fewest_ranks, config, model_config))
+        if len(devices) == 1:
+            return open_one(config, model_config, weights, devices, Peers())
+        processes = spawn(devices)
+    return open_ranks(
+        partial(open_one, config, model_config, weights, processes.devices),
+        partial(open_one, config, model_config, replace(weights, progress=None), processes.devices),
+        processes,
+    )
+
+
+def open_one(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    devices: Sequence[str],
+    peers: Peers,
+) -> LocalExecutor:
+    """Open the rank of this process on its device."""
+    mine = replace(config, device=devices[peers.rank.index], tensor_parallel_size=len(devices))
+    return open_rank(mine, model_config, weights, peers, num_sharers(config.device))
 
 
 def open_rank(
@@ -160,8 +213,8 @@ class _Start:
         self._begin_builds(unfilled)
         weights = self._load()
         model, built = self._prepare_kernels(weights)
-        cache_plan = self._plan_cache(model)
-        runner = self._allocate_cache(cache_plan, weights, model)
+        self.cache_plan = self._plan_cache(model)
+        runner = self._allocate_cache(weights, model)
         self._prepare_shorter_context(runner)
         compiled_layers = self._compile_layers(runner)
         add_steps(runner, self.config, self._step_limits(runner.max_model_len))
@@ -395,11 +448,9 @@ class _Start:
             check_cache_memory(plan.total_bytes)
         return plan
 
-    def _allocate_cache(
-        self, cache_plan: CachePlan, weights: Any, model: Model | None
-    ) -> ModelRunner:
+    def _allocate_cache(self, weights: Any, model: Model | None) -> ModelRunner:
         """Allocate the cache, and build the model unless its kernels are prepared already."""
-        max_model_len = self._max_model_len(cache_plan)
+        max_model_len = self._max_model_len()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # free what building and measuring left cached
         if model is None:
@@ -407,7 +458,7 @@ class _Start:
         model.limit_positions(max_model_len)
         packed = self.capabilities.packed_cache
         arena = self.arenas.get("cache")
-        cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed, arena)
+        cache = allocate_cache(self.groups, self.cache_plan, self.dtype, self.device, packed, arena)
         runner = ModelRunner(
             platform=self.platform,
             device=self.device,
@@ -416,7 +467,6 @@ class _Start:
             groups=self.groups,
             model=model,
             cache=cache,
-            cache_plan=cache_plan,
             max_model_len=max_model_len,
             tables=SlotTables([group.name for group in self.groups]),
             sampled=torch.zeros(self.sizes.num_seqs, dtype=torch.int64, device=self.device),
@@ -425,7 +475,8 @@ class _Start:
         self.phases.end("memory")
         return runner
 
-    def _max_model_len(self, cache_plan: CachePlan) -> int:
+    def _max_model_len(self) -> int:
+        cache_plan = self.cache_plan
         length, wanted = min(self.longest, cache_plan.capacity_tokens), self.config.max_model_len
         if wanted is not None and length < wanted:
             raise ResourceError(
@@ -461,7 +512,7 @@ class _Start:
         Returns:
             The memory that the rank holds from then on.
         """
-        workspace, cache = 0, runner.cache_plan.total_bytes
+        workspace, cache = 0, self.cache_plan.total_bytes
         if self.device.type == "cuda" and self.capabilities.bounded_workspace:
             workspace = self._run_largest_steps(runner)
         self.phases.end("memory")
@@ -493,7 +544,7 @@ class _Start:
                 f"{allowed:,}",
             )
         # Arenas hold their memory outside torch's allocator.
-        elsewhere = 0 if self.arenas else self.weight_bytes + runner.cache_plan.total_bytes
+        elsewhere = 0 if self.arenas else self.weight_bytes + self.cache_plan.total_bytes
         return max(0, held - elsewhere)
 
     def _new_executor(
@@ -506,7 +557,7 @@ class _Start:
             asynchronous=self.device.type != "cpu",
             needs_warm_up=self.device.type != "cpu" and self.capabilities.builds_kernels,
             groups=self.groups,
-            num_pages=runner.cache_plan.num_pages,
+            num_pages=self.cache_plan.num_pages,
             max_model_len=runner.max_model_len,
             sizes=self.sizes,
             can_draft=runner.drafter is not None,

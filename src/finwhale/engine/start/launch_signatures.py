@@ -16,9 +16,9 @@ from torch import Tensor
 
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.inputs import synthetic_inputs
-from finwhale.engine.rank.memory import all_sampling_options, draft_after, without_filters
-from finwhale.engine.rank.step_limits import StepLimits, step_limits
+from finwhale.engine.start.memory import all_sampling_options, draft_after, without_filters
+from finwhale.engine.steps.inputs import synthetic_inputs
+from finwhale.engine.steps.step_limits import StepLimits, step_limits
 from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.step_inputs import StepInputs
