@@ -230,7 +230,7 @@ def assert_idle(llm: LLM) -> None:
     engine.check_integrity()
     assert not engine.has_work
     assert not engine.scheduler.running
-    assert not engine._text_streams and not engine._requests and not engine._in_flight
+    assert not engine.outputs.streams and not engine.outputs.requests and not engine._loop.in_flight
     engine.reset_prefix_cache()
     for name, pool in engine.scheduler.pages.pools.items():
         assert pool.num_free == pool.num_pages - 1, f"pages of {name} are still held"

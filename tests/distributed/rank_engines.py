@@ -258,7 +258,7 @@ def generate(
     bits = Digest(engine)
     if on_device:
         draft_on_device(first_rank(engine.executor), engine.config)
-        engine._loop = engine._new_loop()
+        engine.begin(engine.scheduler)
         engine.steps_ahead = 1
     if blocks is not None:
         _limit(engine, blocks)
@@ -290,13 +290,14 @@ def _limit(engine: Engine, blocks: int) -> None:
             most = windowed_pages(group, seqs, step, True, bool(config.draft_tokens))
             num_pages[group.name] = most + 2 * pages_at_block_end(group)
         assert num_pages[group.name] <= engine.executor.description.num_pages[group.name]
-    engine.scheduler = Scheduler(
-        PageManager(runner.groups, num_pages),
-        sizes=engine.sizes,
-        prefix_caching=True,
-        draft_block_tokens=engine.model_config.draft_block_tokens,
+    engine.begin(
+        Scheduler(
+            PageManager(runner.groups, num_pages),
+            sizes=engine.sizes,
+            prefix_caching=True,
+            draft_block_tokens=engine.model_config.draft_block_tokens,
+        )
     )
-    engine._loop = engine._new_loop()
 
 
 SCENARIOS: dict[str, Callable[..., Any]] = {

@@ -129,11 +129,11 @@ def test_aborts_in_flight(engines: list[Engine]) -> None:
         if draw.random() < 0.35:
             ids = [draw.randrange(7, 400) for _ in range(draw.randint(1, 60))]
             # An id comes again while the step of its namesake may still be in flight.
-            name = next(str(i) for i in range(100) if str(i) not in ahead._requests)
+            name = next(str(i) for i in range(100) if str(i) not in ahead.outputs.requests)
             kept[name + f" {step}"] = ahead.add_request(name, ids, params)
-        if ahead._requests and draw.random() < 0.2:
-            name = draw.choice(list(ahead._requests))
-            lost = ahead._requests[name].output
+        if ahead.outputs.requests and draw.random() < 0.2:
+            name = draw.choice(list(ahead.outputs.requests))
+            lost = ahead.outputs.requests[name].output
             ahead.abort(name)
             kept = {key: result for key, result in kept.items() if result is not lost}
             made = [list(output.token_ids) for output in lost.outputs]

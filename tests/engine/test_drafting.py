@@ -22,7 +22,7 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.in_flight import InFlightStep, Rows
 from finwhale.engine.loop.metrics import Meter
-from finwhale.engine.loop.step_loop import StepLoop
+from finwhale.engine.loop.results import Results
 from finwhale.engine.plan.draft_policy import DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
@@ -146,17 +146,16 @@ def synthetic_times(engine: Engine, seconds: Callable[[StepKind], float]) -> Dra
 def test_a_step_that_was_launched_ahead_begins_at_the_end_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rank = SimpleNamespace(can_draft=True, device_drafts=None, routed_experts=None)
-    executor: Any = SimpleNamespace(description=rank)
+    rank: Any = SimpleNamespace(can_draft=True, device_drafts=None)
     scheduler: Any = SimpleNamespace(drafting=SimpleNamespace())
     model: Any = SimpleNamespace(vocab_size=9, max_draft_tokens=3, draft_block_tokens=0)
-    loop, found = StepLoop(executor, scheduler, Meter(3), model, "auto"), []
-    policy: Any = loop._policy
+    results, found = Results(rank, scheduler, Meter(3), model, "auto"), []
+    policy: Any = results._policy
     policy.record_time = lambda *args: found.append(args[-1])
     monkeypatch.setattr(time, "monotonic", lambda: 10.0)
     result: Any = SimpleNamespace(verify_seconds=0.1, draft_seconds=None)
-    for loop._last_collected in (0.0, 9.5):
-        loop._record_time(InFlightStep(Rows([]), [], began=9.0), result)
+    for results._last_read in (0.0, 9.5):
+        results._record_time(InFlightStep(Rows([]), [], began=9.0), result)
     assert found == [1.0, 0.5]
 
 
@@ -469,20 +468,14 @@ class Machine:
     def begin(self, *, blocks: int, states: int, seqs: int, step: int, drafts: int) -> Engine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
         engine, groups = self.engine, first_rank(self.engine.executor).runner.groups
-        # A test that failed may have left something behind.
-        for left in (engine._requests, engine._text_streams, engine._in_flight):
-            left.clear()  # type: ignore[attr-defined]
         num_pages = {}
         for group in groups:
             num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
             if group.keep is not None:
                 more = states * pages_at_block_end(group)
                 num_pages[group.name] = windowed_pages(group, seqs, step, True, True) + more
-        engine.scheduler = Scheduler(
-            PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step)
-        )
-        model = engine.model_config
-        engine._loop = StepLoop(engine.executor, engine.scheduler, engine._meter, model, drafts)
+        engine.config = replace(engine.config, draft_tokens=drafts)
+        engine.begin(Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step)))
         self.rows = {}
         runner = first_rank(engine.executor).runner
         runner.forward_with_logits = self.record  # type: ignore[method-assign]

@@ -236,12 +236,13 @@ def limit(engine: Engine, blocks: int) -> None:
         if group.keep is not None:
             most = windowed_pages(group, seqs, step, True, True)
             num_pages[group.name] = most + pages_at_block_end(group)
-    engine.scheduler = Scheduler(
-        PageManager(groups, num_pages),
-        sizes=StepSizes.given(seqs, step),
-        draft_block_tokens=engine.model_config.draft_block_tokens,
+    engine.begin(
+        Scheduler(
+            PageManager(groups, num_pages),
+            sizes=StepSizes.given(seqs, step),
+            draft_block_tokens=engine.model_config.draft_block_tokens,
+        )
     )
-    engine._loop = engine._new_loop()
 
 
 class Recorder:

@@ -7,7 +7,7 @@ import pytest
 
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.chat.grammar import regex_guide
-from finwhale.engine.loop.step_loop import StepLoop
+from finwhale.engine.loop.launching import Launcher
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.start.capture import draft_on_device
 
@@ -53,11 +53,11 @@ def test_steps_wait_only_for_the_first_min_tokens(
     engine.steps_ahead = 1
     waited = []  # for each step whose sampling waits: the tokens that the request has
 
-    def sample(*args: Any, sample: Any = StepLoop._sample) -> Any:
+    def sample(*args: Any, sample: Any = Launcher._sample) -> Any:
         waited.append(len(result.outputs[0].token_ids))
         return sample(*args)
 
-    monkeypatch.setattr(StepLoop, "_sample", sample)
+    monkeypatch.setattr(Launcher, "_sample", sample)
     wanted = (ending(min_tokens=6, max_tokens=30, logit_bias=None), ending(ignore_eos=True))
     result, _ = (engine.add_request(str(i), [5 + i], each) for i, each in enumerate(wanted))
     while engine.has_work:

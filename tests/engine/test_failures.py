@@ -161,10 +161,10 @@ def test_the_plan_after_a_failed_launch_frees_the_same_slots(
         raise torch.AcceleratorError("CUDA error: out of memory")
 
     monkeypatch.setattr(engine.executor, "execute", failing)
-    loop = engine._new_loop()
+    launcher = engine._loop._launcher
     for _ in range(2):
         with pytest.raises(torch.AcceleratorError):
-            loop.execute(chunks, None)
+            launcher.execute(chunks, None)
     assert freed[0] and freed[0] == freed[1]
 
 
@@ -175,8 +175,8 @@ def doomed(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int) ->
     """An engine whose third step fails, on the device or when its tokens are read."""
     engine = llm._engine
     engine.steps_ahead = ahead
-    loop: Any = engine._loop
-    owner: Any = first_rank(engine.executor).runner if where == "logits" else loop._reader
+    reader: Any = engine._loop._results._reader
+    owner: Any = first_rank(engine.executor).runner if where == "logits" else reader
     real, count = getattr(owner, where), [0]
 
     def failing(*args: Any) -> Any:

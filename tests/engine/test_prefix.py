@@ -57,12 +57,13 @@ class Model:
                 more = states * pages_at_block_end(group)
                 num_pages[group.name] = windowed_pages(group, seqs, step, caching) + more
             assert num_pages[group.name] <= self.run.executor.description.num_pages[group.name]
-        self.run.scheduler = Scheduler(
-            PageManager(groups, num_pages),
-            sizes=StepSizes.given(seqs, step),
-            prefix_caching=caching,
+        self.run.begin(
+            Scheduler(
+                PageManager(groups, num_pages),
+                sizes=StepSizes.given(seqs, step),
+                prefix_caching=caching,
+            )
         )
-        self.run._loop = self.run._new_loop()
         self.run.steps_ahead = int(ahead)
         return self.run
 

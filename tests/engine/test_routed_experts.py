@@ -193,8 +193,7 @@ def test_preemption_and_aborts(new_llm: Callable[..., LLM], formulas: Formulas) 
         num_pages[group.name] = 1 + 4 * (BLOCK // group.tokens_per_page)
         if group.keep is not None:
             num_pages[group.name] = windowed_pages(group, 4, 150, True) + 20
-    engine.scheduler = Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(4, 150))
-    engine._loop = engine._new_loop()
+    engine.begin(Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(4, 150)))
     engine.steps_ahead = 1
     want(engine, 0.9)
     preempted, preempt = set(), engine.scheduler._preempt

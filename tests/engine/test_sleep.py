@@ -35,7 +35,7 @@ def shared(tiny_path: Path) -> LLM:
 @pytest.fixture
 def engine(shared: LLM, one_thread: None) -> Iterator[LLM]:
     yield shared
-    assert shared._engine.can_step
+    assert not shared._engine.stops
     shared._engine.check_integrity()
 
 
@@ -85,9 +85,9 @@ def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_
     engine.wake(["weights"])
     with pytest.raises(RequestError, match="all of them"):
         engine.update_weights([], partial=True)
-    assert engine._engine.lacks_memory_or_weights
+    assert engine._engine.stops
     engine.update_weights(tiny_path)
-    assert engine._engine.lacks_memory_or_weights  # the cache does
+    assert engine._engine.stops  # the cache does
     engine.wake(["cache"])
     assert outputs(engine) == before
     engine.sleep(["weights"], drop_weights=True)
@@ -133,7 +133,7 @@ def test_a_paused_engine_sleeps_and_remains_paused(engine: LLM) -> None:
     engine.pause()
     engine.sleep(["cache"])
     engine.wake()
-    assert not engine._engine.can_step
+    assert engine._engine.stops
     engine.resume()
 
 
@@ -147,14 +147,14 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
         ranks_on_host=2,
     )
     monkeypatch.setattr(
-        "finwhale.engine.loop.engine.check_can_save", lambda executor: check_can_save(gpu)
+        "finwhale.engine.loop.control.check_can_save", lambda executor: check_can_save(gpu)
     )
     needed = 2 * gpu.arenas["weights"].num_bytes
     memory = "finwhale.engine.ranks.memory_checks.available_memory"
     monkeypatch.setattr(memory, lambda: needed - 1)
     with pytest.raises(ResourceError, match="sleep saves in host memory, take"):
         engine.sleep()
-    assert not engine._engine.lacks_memory_or_weights and outputs(engine) == before
+    assert not engine._engine.stops and outputs(engine) == before
     engine.sleep(["cache"])
     engine.wake()
     monkeypatch.setattr(memory, lambda: needed)
@@ -170,7 +170,7 @@ def test_weights_that_do_not_fit_the_disk_stay_in_memory(
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(ResourceError, match=r"sleep saves in temporary files, take .* TMPDIR"):
         engine.sleep()
-    assert not engine._engine.lacks_memory_or_weights and outputs(engine) == before
+    assert not engine._engine.stops and outputs(engine) == before
     engine.sleep(["cache"])
     engine.wake()
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed))

@@ -277,7 +277,7 @@ def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPat
         engine.step()
         engine.check_integrity()
     assert results[0].outputs == wanted[0].outputs and results[2].outputs == wanted[2].outputs
-    assert not engine._in_flight
+    assert not engine._loop.in_flight
     for pool in engine.scheduler.pages.pools.values():
         engine.reset_prefix_cache()
         assert pool.num_free == pool.num_pages - 1

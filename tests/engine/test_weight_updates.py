@@ -32,6 +32,7 @@ from finwhale import (
     SamplingParams,
 )
 from finwhale.checkpoint.stored import DTYPE_NAMES
+from finwhale.engine.loop import weight_updates
 from finwhale.engine.loop.weight_updates import WeightUpdates, _staging
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.ranks.staged_weights import StagedWeights, discard_update
@@ -87,12 +88,12 @@ def shared(old_path: Path) -> LLM:
 @pytest.fixture
 def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
     """One engine for all tests of this module, which get it with its first weights."""
-    shared._engine.resume()
+    shared.resume()
     yield shared
-    shared._engine.resume()
+    shared.resume()
     shared.update_weights(old_path, requests="abort")
     shared._engine.check_integrity()
-    assert not shared._engine._text_streams
+    assert not shared._engine.outputs.streams
     assert first_rank(shared._engine.executor).staged_weights is None
 
 
@@ -274,9 +275,9 @@ def test_a_partial_update_of_weights_that_were_dropped(
     llm.wake()
     with pytest.raises(RequestError, match="must have all of them"):
         llm._updates.finish()
-    assert llm._engine.lacks_memory_or_weights and not llm._updates.begun
+    assert llm._engine.stops and not llm._updates.begun
     llm.update_weights(old_path)
-    assert not llm._engine.lacks_memory_or_weights
+    assert not llm._engine.stops
 
 
 def test_weights_that_do_not_fit_the_host_are_refused(
@@ -358,7 +359,7 @@ def test_a_partial_update_where_the_operators_convert_experts(
     def ops(*given: Any, **named: Any) -> Ops:
         return replace(load_ops(*given, **named), finish_experts=converted)
 
-    monkeypatch.setattr("finwhale.engine.start.startup.load_ops", ops)
+    monkeypatch.setattr("finwhale.engine.start.decisions.load_ops", ops)
     engine = LLM(old_path, device="cpu", dtype="float32", max_num_seqs=2)
     model = first_rank(engine._engine.executor).runner.model.weights
     kept = {id(t): t.clone() for t in weights_of(engine)}
@@ -454,9 +455,11 @@ def test_a_pause_aborts(engine: LLM) -> None:
         engine.pause("drop")  # type: ignore[arg-type]
 
 
-def test_an_update_does_not_get_the_version_of_a_dropped_one() -> None:
-    names = ("call_ranks", "change_weights", "check_weights_can_change")
-    engine: Any = SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: []))
+def test_an_update_does_not_get_the_version_of_a_dropped_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_updates, "change_weights", lambda *_, **__: None)
+    engine: Any = SimpleNamespace(stops=set(), call_ranks=lambda _: [])
     updates = WeightUpdates(engine)
     for version, wanted in (("dropped", None), (None, "1"), ("named", "named"), (None, "3")):
         updates.begin()

@@ -39,8 +39,7 @@ def crowd(engine: Engine, blocks: int) -> None:
         else windowed_pages(group, seqs, step, True, True)
         for group in groups
     }
-    engine.scheduler = Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step))
-    engine._loop = engine._new_loop()
+    engine.begin(Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step)))
 
 
 def play(engine: Engine, seed: int) -> list[RequestOutput]:

@@ -90,4 +90,4 @@ def check_idle(engine: Engine) -> None:
     """No request, page or sampling state is left behind."""
     engine.check_integrity()
     assert not engine.has_work
-    assert not engine._text_streams and not engine._requests and not engine._in_flight
+    assert not engine.outputs.streams and not engine.outputs.requests and not engine._loop.in_flight

@@ -149,7 +149,7 @@ class Bench:
         return sorted(rows, key=lambda row: -row[2])[:count]
 
     def _abort_all(self) -> None:
-        for name in list(self.engine._requests):
+        for name in list(self.engine.outputs.requests):
             self.engine.abort(name)
 
     def _plan(self) -> StepPlan:

@@ -159,7 +159,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         # The prompts differ in length, so that pages and blocks do not all end in the same step.
         prompt = [number + 5] * (args.context - number % 128)
         engine.add_request(str(number), prompt, params)
-    while not all(stream.output.token_ids for stream in engine._text_streams.values()):
+    while not all(stream.output.token_ids for stream in engine.outputs.streams.values()):
         engine.step()
     for _ in range(WARM_UP):
         engine.step()

@@ -183,7 +183,7 @@ class EngineLoop:
         if self._engine.has_work:
             with self._in_step():
                 touched = self._engine.step()
-        with self._engine.unchanging():
+        with self._engine.lock:
             deltas = [delta for request in touched for delta in self._deltas(request)]
         metrics = self._due_metrics()
         if deltas or metrics is not None:
