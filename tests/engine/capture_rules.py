@@ -64,7 +64,7 @@ class Guard:
         def guarded(*args: Any, **named: Any) -> Ops:
             return self._without_rules(load_ops(*args, **named))
 
-        monkeypatch.setattr("finwhale.engine.start.startup.load_ops", guarded)
+        monkeypatch.setattr("finwhale.engine.start.decisions.load_ops", guarded)
 
     def watch(self, steps: VerificationSteps) -> None:
         steps._verify = self._with_rules(steps._verify)  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.start import startup
+from finwhale.engine.start import budget, startup
 from finwhale.engine.start.memory import tensor_bytes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
@@ -299,11 +299,11 @@ def test_a_gpu_without_room_is_refused_before_anything_is_read(
         return room
 
     def checked(start: Any) -> Any:
-        start._check_fits_gpu(start._assembler(torch.device("meta")).num_bytes)
+        start.budget.check_fits_gpu(start.chosen.assembler(torch.device("meta")).num_bytes)
         loaded.append(tensor_bytes(start._load()))
         raise ResourceError("enough")
 
-    monkeypatch.setattr(startup, "remaining_bytes", remaining)
+    monkeypatch.setattr(budget, "remaining_bytes", remaining)
     monkeypatch.setattr(startup._Start, "open", checked)
     for room, cache_bytes, found in (
         (10**9, None, "enough"),

@@ -28,7 +28,7 @@ from finwhale.compiled.graph_store import Argument, GraphStore, Traceable, trace
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.start.launch_signatures import build_configuration
+from finwhale.engine.start.decisions import Decisions
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.compressor import C4Compressor
 from finwhale.ops.tables.cpu import OPS
@@ -282,7 +282,10 @@ def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: P
     config, model = engine.config, engine.model_config
 
     def of(config: EngineConfig) -> object:
-        return build_configuration(config, engine.sizes, model, can_capture=False, max_len=64)
+        chosen = object.__new__(Decisions)
+        chosen.config, chosen.model_config, chosen.sizes = config, model, engine.sizes
+        chosen.capabilities = first_rank(engine.executor).runner.ops.capabilities
+        return chosen.build_configuration(64)
 
     assert of(config) == of(replace(config, cache_dir="elsewhere"))
     for changes in ({"compile": True}, {"wo_a_input": "bf16"}):

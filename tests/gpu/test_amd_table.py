@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.support.stepping import Stepper
 
-import finwhale.engine.start.startup as startup
+import finwhale.engine.start.decisions as decisions
+import finwhale.engine.start.kernels as kernels
 from finwhale import LLM, SamplingParams
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -34,8 +35,8 @@ PROMPTS = ["Call me Ishmael.", "Once upon a time there was a little girl who", "
 def amd() -> Iterator[LLM]:
     """No early launches, no inline assembler, no kernels for Hopper alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "choose_device", lambda name: (AMD, torch.device("cuda")))
-        patch.setattr(startup, "load_builds", lambda *args: NothingToBuild())
+        patch.setattr(decisions, "choose_device", lambda name: (AMD, torch.device("cuda")))
+        patch.setattr(kernels, "load_builds", lambda *args: NothingToBuild())
         yield LLM(**OPTIONS)
 
 

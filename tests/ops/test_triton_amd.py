@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.backends.amd.compiler import HIPOptions
 from triton.runtime.interpreter import InterpretedFunction
 
-import finwhale.engine.start.startup as startup
+import finwhale.engine.start.decisions as decisions
+import finwhale.engine.start.kernels as kernels
 import finwhale.engine.steps.inputs as inputs
 from finwhale import LLM, SamplingParams
 from finwhale.compiled import graph_forms
@@ -64,8 +65,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 def llm_on(platform: Platform, path: Path, **options: Any) -> LLM:
     """An engine on the CPU that takes itself to be on another platform."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "choose_device", lambda name: (platform, torch.device("cpu")))
-        patch.setattr(startup, "load_builds", no_builds)
+        patch.setattr(decisions, "choose_device", lambda name: (platform, torch.device("cpu")))
+        patch.setattr(kernels, "load_builds", no_builds)
         return LLM(path, max_num_seqs=2, max_model_len=256, enforce_eager=True, **options)
 
 

@@ -174,7 +174,7 @@ def test_an_engine_with_these_kernels(
     def with_kernels(*args: Any, **named: Any) -> Ops:
         return replace(load_ops(*args, **named), **KERNELS)
 
-    monkeypatch.setattr("finwhale.engine.start.startup.load_ops", with_kernels)
+    monkeypatch.setattr("finwhale.engine.start.decisions.load_ops", with_kernels)
     found_ids, found = drafts_of(path, draft_tokens)
     assert found_ids == wanted_ids
     assert len(found) == len(wanted) > 20

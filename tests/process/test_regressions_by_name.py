@@ -262,10 +262,10 @@ import sys
 import torch
 from finwhale import LLM, SamplingParams
 if sys.argv[2] == "True":
-    import finwhale.engine.start.startup as startup
+    import finwhale.engine.start.decisions as decisions
     from finwhale.compiled.custom_ops import custom
-    load_ops = startup.load_ops
-    startup.load_ops = lambda *args, **options: custom(load_ops(*args, **options))
+    load_ops = decisions.load_ops
+    decisions.load_ops = lambda *args, **options: custom(load_ops(*args, **options))
 llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)
 llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
 names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("finwhale")]
