@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 from torch import Tensor
 
@@ -271,7 +272,7 @@ def generate(
                 prompt, one = waiting.pop(0)
                 results.append(engine.add_request(f"{number}/{len(waiting)}", prompt, one))
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
     counts = engine.scheduler.counts
     metrics = engine.metrics()
     return Ran(

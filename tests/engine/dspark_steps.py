@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 from tests.support.tiny import random_weights, with_dspark, write_quantised_checkpoint
 from torch import Tensor
@@ -106,7 +107,7 @@ def generate(
                 engine.step()
     while engine.has_work:
         engine.step()
-    engine.check_integrity()
+    check_engine(engine)
     return results
 
 

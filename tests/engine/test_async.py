@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
@@ -101,7 +102,7 @@ def play(engine: Engine, seed: int) -> list[RequestOutput]:
             ids = [draw.randrange(7, 400) for _ in range(length)]
             results.append(engine.add_request(f"r{step}", ids, random_params(draw)))
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
         if step >= 60 and not engine.has_work:
             return results
     raise AssertionError("the engine does not come to an end")
@@ -139,7 +140,7 @@ def test_aborts_in_flight(engines: list[Engine]) -> None:
             made = [list(output.token_ids) for output in lost.outputs]
             assert PENDING not in made[0]
         ahead.step()
-        ahead.check_integrity()
+        check_engine(ahead)
     while ahead.has_work:
         ahead.step()
     assert len(kept) > 10
@@ -196,7 +197,7 @@ def test_an_end_of_sequence_costs_one_step(
         long = engine.add_request("long", [9, 8, 7], params)
         while not short.finished:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         assert len(short.outputs[0].token_ids) == 4
         assert len(engine.scheduler.running) == 1
         while engine.has_work:
@@ -225,7 +226,7 @@ def test_a_row_without_numbers_ends_one_request(
         pair = [engine.add_request(name, [9, 8, 7], params) for name in ("good", "bad")]
         while engine.has_work:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         results.append(pair)
     assert results[0] == results[1]
     good, bad = results[1]
@@ -257,7 +258,7 @@ def test_a_step_that_breaks_off_loses_nothing(
                 engine.step()
             except KeyboardInterrupt:
                 broken += 1
-            engine.check_integrity()
+            check_engine(engine)
         assert broken == 2
         results.append(result)
     assert results[0] == results[1]

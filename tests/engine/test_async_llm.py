@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 
 from finwhale import LLM, AsyncLLM, EngineDeadError, FinwhaleError, RequestError, SamplingParams
 from finwhale.async_llm import _extended, _Running
@@ -40,7 +41,7 @@ def async_llm(shared_async: AsyncLLM, one_thread: None) -> Iterator[AsyncLLM]:
     yield shared_async
     run(idle(shared_async))
     engine = shared_async._engine
-    engine.check_integrity()
+    check_engine(engine)
     engine.reset_prefix_cache()
     for name, pool in engine.scheduler.pages.pools.items():
         assert pool.num_free == pool.num_pages - 1, f"pages of {name} are still held"

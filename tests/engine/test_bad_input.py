@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.integrity import check_engine
 from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
@@ -403,7 +404,7 @@ def test_a_bad_prompt_fails_alone(llm: LLM, bad: Any, wanted: str) -> None:
     for found, expected in zip((first, second), good, strict=True):
         assert found.error is None
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
 
 
 @pytest.mark.parametrize(("bad", "wanted"), BAD_PROMPTS)

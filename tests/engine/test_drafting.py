@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 from tests.support.tiny import tiny_config, with_dspark
 from torch import Tensor
@@ -181,7 +182,7 @@ def generate_two(
     results = [engine.add_request(str(i), [7 + i, 9], params[i]) for i in range(2)]
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     return results
 
 
@@ -221,7 +222,7 @@ def test_a_stop_within_accepted_drafts(new_llm: Callable[..., LLM]) -> None:
             result = engine.add_request("one", [9, 8, 7], params)
             while engine.has_work:
                 engine.step()
-                engine.check_integrity()
+                check_engine(engine)
             assert result.outputs == wanted
             # Accepted drafts behind the stop do not count.
             after, tokens = engine.metrics(), len(wanted[0].token_ids)
@@ -262,7 +263,7 @@ def test_a_step_that_breaks_off_loses_nothing(
     while engine.has_work:
         with contextlib.suppress(error):
             engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert result.outputs == wanted
 
 
@@ -297,7 +298,7 @@ def test_a_row_without_numbers_ends_one_request(
     )
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert bad.error is not None and "not finite" in bad.error
     assert bad.outputs[0].token_ids == plain[0].outputs[0].token_ids[:5]
     assert good.error is None and good.outputs == plain[1].outputs

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 from torch import Tensor
 
@@ -186,7 +187,7 @@ def test_forced_acceptance_is_calibrated(
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(4)]
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert all(len(result.outputs[0].token_ids) == 120 for result in results)
     assert any(len(set(counts)) > 1 for counts in chooser.seen)
     assert len(chances) > 150 and right == pytest.approx(sum(chances), abs=0.06 * len(chances))
@@ -287,7 +288,7 @@ def test_proposals_are_those_of_the_formulas(model: Model, new_llm: Callable[...
             results.append(engine.add_request(str(i), prompt, params))
         while engine.has_work:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         return results
 
     wanted = whole(new_llm(path, **options)._engine)

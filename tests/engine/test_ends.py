@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.chat.grammar import regex_guide
@@ -62,7 +63,7 @@ def test_steps_wait_only_for_the_first_min_tokens(
     result, _ = (engine.add_request(str(i), [5 + i], each) for i, each in enumerate(wanted))
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert len(result.outputs[0].token_ids) > 20
     # Without drafts, the forward of one more step is launched before the sixth token is known.
     assert waited and max(waited) == (5 if drafts else 6)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
@@ -30,7 +31,7 @@ def run(engine: Engine) -> int:
     steps = 0
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
         steps += 1
     return steps
 
@@ -128,7 +129,7 @@ def test_abort_in_every_phase(new_llm: Callable[..., LLM], steps: int) -> None:
     for _ in range(steps):
         engine.step()
     engine.abort("lost")
-    engine.check_integrity()
+    check_engine(engine)
     before = list(tokens(lost))
     run(engine)
     assert tokens(lost) == before
@@ -174,7 +175,7 @@ def test_random_traffic(new_llm: Callable[..., LLM]) -> None:
         for result in engine.step():
             if result.finished:
                 finished.append(running.pop(result.request_id))
-        engine.check_integrity()
+        check_engine(engine)
     run(engine)
     finished += running.values()
     assert len(finished) > 15
@@ -255,7 +256,7 @@ def test_a_step_that_breaks_off_loses_nothing(
         with pytest.raises(error):
             llm.generate([prompt(30), prompt(200)], GREEDY)
     assert not llm._engine.has_work
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     assert alone(llm, prompt(30)) == wanted
 
 

@@ -17,6 +17,7 @@ import deepseek_recipe as recipe
 import numpy as np
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.library_tokenizer import encode_with_special
 from tests.support.stepping import Stepper
 
@@ -286,7 +287,7 @@ def test_closing_a_stream_aborts_it(llm: LLM, seen: int) -> None:
     assert llm._engine.has_work
     stream.close()
     assert not llm._engine.has_work and not result.finished
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
 
 
 def test_streams_and_batches_at_once(llm: LLM) -> None:
@@ -531,7 +532,7 @@ def test_an_interrupt_while_a_request_begins(
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5, 9], [6, 9]], greedy(n=2))
     assert not llm._engine.has_work
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     assert tokens(llm.generate([[5, 9]], greedy())[0]) == wanted
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 
 from finwhale import LLM, RequestError, RequestOutput, SamplingParams
@@ -113,7 +114,7 @@ def test_an_aborted_request(pair: tuple[LLM, Stepper]) -> None:
         assert engine.step() == []
     finally:
         engine.steps_ahead = 0
-    engine.check_integrity()
+    check_engine(engine)
 
 
 def test_logits_that_are_not_finite(
@@ -133,7 +134,7 @@ def test_logits_that_are_not_finite(
     (result,) = llm.generate([text(400, 11)], scoring())
     assert result.error is not None and "not finite" in result.error
     assert result.outputs[0].finish_reason == "error"
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
 
 
 def test_a_number_that_is_too_large_is_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.engine.ranks.arena import CHUNK_BYTES, Arena
@@ -36,7 +37,7 @@ def shared(tiny_path: Path) -> LLM:
 def engine(shared: LLM, one_thread: None) -> Iterator[LLM]:
     yield shared
     assert not shared._engine.stops
-    shared._engine.check_integrity()
+    check_engine(shared._engine)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -140,7 +141,7 @@ def test_over_edges_of_pages_and_blocks(
         ]
         while engine.has_work:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         return results
 
     wanted = whole(new_llm(**options)._engine)
@@ -252,7 +253,7 @@ def test_any_numbers_of_drafts_change_no_token(
         oracle = Oracle(llm._engine, steps, wanted, 0.7)
     found = llm.generate(prompts, params)
     assert [result.outputs for result in found] == [result.outputs for result in wanted]
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     assert len(chooser.seen) > 10
     if ahead:
         assert oracle.ahead > 0.8 * oracle.count
@@ -272,10 +273,10 @@ def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPat
     for _ in range(5):
         engine.step()
     engine.abort("1")
-    engine.check_integrity()
+    check_engine(engine)
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert results[0].outputs == wanted[0].outputs and results[2].outputs == wanted[2].outputs
     assert not engine._loop.in_flight
     for pool in engine.scheduler.pages.pools.values():
@@ -311,7 +312,7 @@ def test_a_step_that_breaks_off_loses_nothing(
         try:
             engine.step()
         except KeyboardInterrupt:
-            engine.check_integrity()
+            check_engine(engine)
     assert [r.outputs for r in results] == [w.outputs for w in wanted]
     assert count > 5
 
@@ -328,7 +329,7 @@ def test_forced_acceptance(
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert all(len(result.outputs[0].token_ids) == 60 for result in results)
     found = engine.metrics()
     assert found.drafts_accepted[0] == pytest.approx(rate * found.drafts_proposed[0], abs=4)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.tensors import read_tensors
 from tests.support.tiny import (
     random_weights,
@@ -92,7 +93,7 @@ def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
     yield shared
     shared.resume()
     shared.update_weights(old_path, requests="abort")
-    shared._engine.check_integrity()
+    check_engine(shared._engine)
     assert not shared._engine.outputs.streams
     assert first_rank(shared._engine.executor).staged_weights is None
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
@@ -49,7 +50,7 @@ def load(draft_tokens: DraftTokens, *, enforce_eager: bool, **options: Any) -> L
 def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
     llm._engine.reset_prefix_cache()
     found = llm.generate(PROMPTS, [params[i % len(params)] for i in range(len(PROMPTS))])
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     return [output.token_ids for result in found for output in result.outputs]
 
 
@@ -129,7 +130,7 @@ def test_forced_acceptance(flash: Engine, rate: float) -> None:
     results = [flash.add_request(str(i), [5 + i] * (250 - 60 * i), params) for i in range(3)]
     while flash.has_work:
         flash.step()
-    flash.check_integrity()
+    check_engine(flash)
     flash.reset_prefix_cache()
     assert all(len(result.outputs[0].token_ids) == 300 for result in results)
     found = flash.metrics()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
@@ -210,7 +211,7 @@ def test_auto_with_forced_acceptance(path: Path) -> None:
             chooser = engine.scheduler.drafting.chooser
             assert chooser is not None
             kinds.add(chooser.kind)
-        engine.check_integrity()
+        check_engine(engine)
         assert all(len(result.outputs[0].token_ids) == 500 for result in results)
         metrics = engine.metrics()
         print(f"rate {rate}: kinds {sorted(kinds)}, acceptance {metrics.acceptance}")

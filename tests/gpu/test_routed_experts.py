@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
@@ -110,5 +111,5 @@ def test_captured_steps_and_drafts_return_what_the_routers_choose(kind: str) -> 
             assert tokens == right_tokens, options
             assert np.array_equal(ids, right.numpy()), options
         assert not sum(engine.executor.late_compilations().values())
-        engine.check_integrity()
+        check_engine(engine)
         del engine

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.processes import importable_tests
 from tests.support.stepping import Stepper
 
@@ -92,7 +93,7 @@ def tokens(engine: Engine) -> list[list[int]]:
     ]
     while engine.has_work:
         engine.step()
-    engine.check_integrity()
+    check_engine(engine)
     return [output.token_ids for result in results for output in result.outputs]
 
 

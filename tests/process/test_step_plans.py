@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.integrity import check_engine
 
 from finwhale import RequestOutput, SamplingParams
 from finwhale.chat.grammar import regex_guide
@@ -63,7 +64,7 @@ def play(engine: Engine, seed: int) -> list[RequestOutput]:
             engine.step()
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     return results
 
 

@@ -350,10 +350,3 @@ class Engine:
         """Read the current state and the counters, without waiting for a step."""
         late, ranks = self.executor.late_compilations(), self.executor.rank_states()
         return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late, ranks)
-
-    def check_integrity(self) -> None:
-        """Assert that no page, block or request is lost."""
-        self.scheduler.check_integrity()
-        assert self.outputs.streams or not self._loop.in_flight
-        running = len(self.scheduler.running) + self.scheduler.num_waiting
-        assert len(self.outputs.streams) == running
