@@ -153,7 +153,7 @@ def test_two_ranks_give_the_tokens_and_scores_of_one_and_leave_nothing(
         assert abs(found - wanted).max() < 1e-4
     assert_equal_prompt_logprobs(llm, other)
     assert_equal_routed_experts(llm, other)
-    assert set(llm._engine.executor.late_compilations().values()) <= {0}
+    assert set(llm._engine.metrics().late_compilations.values()) <= {0}
     del llm
     gc.collect()
     assert not is_there(worker)

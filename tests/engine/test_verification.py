@@ -324,7 +324,9 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1)._engine
     on_the_device(engine, monkeypatch)
-    first_rank(engine.executor).sampler.sample_logits = ForcedAcceptance(engine.executor, rate)
+    first_rank(engine.executor).steps.sampler.sample_logits = ForcedAcceptance(
+        engine.executor, rate
+    )
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:

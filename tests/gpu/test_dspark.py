@@ -203,7 +203,7 @@ def test_auto_with_forced_acceptance(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     for rate in (0, 0.5, 0.9):
         engine.reset()  # also its own policy again
-        local.sampler.sample_logits = ForcedAcceptance(local, rate, varied=True)
+        local.steps.sampler.sample_logits = ForcedAcceptance(local, rate, varied=True)
         results = [engine.add_request(str(i), [5 + i] * 30, params) for i in range(8)]
         kinds = set()
         while engine.has_work:
@@ -251,7 +251,7 @@ def test_two_ranks(path: Path, closing: list[Engine]) -> None:
     proposed = after.drafts_proposed[0] - before.drafts_proposed[0]
     accepted = after.drafts_accepted[0] - before.drafts_accepted[0]
     assert 0.5 < accepted / proposed < 0.95
-    assert not any(engine.executor.late_compilations().values())
+    assert not any(engine.metrics().late_compilations.values())
 
 
 @pytest.mark.parametrize(

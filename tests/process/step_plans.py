@@ -69,9 +69,6 @@ class Noting:
     def sample(self, plan: Any) -> Any:
         return self._run(self.executor.sample, plan)
 
-    def late_compilations(self) -> Any:
-        return self.executor.late_compilations()
-
     def rank_states(self) -> Any:
         return self.executor.rank_states()
 

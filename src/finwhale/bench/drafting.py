@@ -155,9 +155,9 @@ def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) 
     """Make a rank sample with forced acceptance; None: as usual."""
     runner = executor.runner
     if rate is not None:
-        executor.sampler.sample_logits = ForcedAcceptance(executor, rate, varied=varied)
+        executor.steps.sampler.sample_logits = ForcedAcceptance(executor, rate, varied=varied)
         return
-    executor.sampler.sample_logits = runner.model.sample
+    executor.steps.sampler.sample_logits = runner.model.sample
     if runner.verification_steps is not None:
         runner.verification_steps.estimate_with(None)
 

@@ -348,5 +348,5 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Read the current state and the counters, without waiting for a step."""
-        late, ranks = self.executor.late_compilations(), self.executor.rank_states()
-        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late, ranks)
+        ranks = self.executor.rank_states()
+        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, ranks)
