@@ -166,7 +166,7 @@ def test_forced_acceptance_is_calibrated(
     chooser = engine.scheduler.drafting.chooser = RandomDrafts(5, 2, block=True)
     on_the_device(engine, monkeypatch)
     local = first_rank(engine.executor)
-    local.steps.sampler.sample_logits = ForcedAcceptance(local, 0.6, varied=True)
+    local.sampler.sample_logits = ForcedAcceptance(local, 0.6, varied=True)
     verified = engine.scheduler.record_verified
     made: dict[str, list[float]] = {}
     chances: list[float] = []

@@ -625,10 +625,10 @@ def test_closing_an_engine_that_died(
 ) -> None:
     llm = LLM(tiny_path, device="cpu")
 
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise torch.AcceleratorError("the device is gone")
 
-    monkeypatch.setattr(llm._engine, "_launch", broken)
+    monkeypatch.setattr(llm._engine._loop, "launch", broken)
     with pytest.raises(EngineDeadError):
         llm.generate(TEXT, greedy(2))
     llm.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from finwhale.engine.loop.sampled_tokens import NOT_FINITE, SampledToken, TokenReader
+from finwhale.engine.loop.results import NOT_FINITE, SampledToken, TokenReader
 from finwhale.engine.plan.sampling import RequestSampling
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_plan import SlotAdmission

@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench import drafting as bench_drafting
 from finwhale.bench.drafting import ForcedAcceptance
+from finwhale.bench.engine import draft_on_device
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.start.capture import draft_on_device
-from finwhale.engine.steps.draft_decode import StepDrafts, VerificationSteps
+from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.engine.steps.inputs import NO_STEP
 from finwhale.engine.steps.step_limits import step_limits, verification_sizes
 from finwhale.models.deepseek_v4.layer import DecoderLayer
@@ -84,10 +84,10 @@ class Oracle:
     def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
         drafts = self.real(chosen, plan)
         steps, count, width = self.steps, *drafts.shape
-        assert steps._step is not None
-        positions = steps._step.inputs.tokens.positions
+        assert steps.step is not None
+        positions = steps.step.inputs.tokens.positions
         for row in range(count):
-            index = int(positions[steps._first[row]] + steps._advanced[row, 0]) + 2
+            index = int(positions[steps.first[row]] + steps.advanced[row, 0]) + 2
             prompt = self.keys[row].token_ids[: self.keys[row].num_prompt]
             texts = [text for text in self.texts if text[: len(prompt)] == prompt]
             for k in range(width):
@@ -223,10 +223,10 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     inputs.token_ids.copy_(torch.arange(4 * width) - 1)
     last, _ = steps._accept(inputs)
     accepted = [*[length - 1 for length in lengths], 0]
-    assert steps._advanced[:4].tolist() == [[number] * steps._longest for number in accepted]
+    assert steps.advanced[:4].tolist() == [[number] * steps._longest for number in accepted]
     assert last.tolist() == [*np.cumsum(lengths) - 1, 4 * width - 1]
     assert torch.equal(steps._carried[:4, 0], last)
-    assert steps._first[3] == 4 * width - 1
+    assert steps.first[3] == 4 * width - 1
     sources = [
         (row, k) for row, length in zip((2, 0, 1), lengths, strict=True) for k in range(length)
     ]
@@ -324,9 +324,7 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1)._engine
     on_the_device(engine, monkeypatch)
-    first_rank(engine.executor).steps.sampler.sample_logits = ForcedAcceptance(
-        engine.executor, rate
-    )
+    first_rank(engine.executor).sampler.sample_logits = ForcedAcceptance(engine.executor, rate)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:
@@ -371,7 +369,7 @@ def test_forced_acceptance_in_few_launches(
         sampled.append(ids.clone())
         return SampledTokens(ids_S=ids, valid_S=torch.ones(len(ids), dtype=torch.bool))
 
-    steps = SimpleNamespace(estimate_with=lambda estimate: None)
+    steps = SimpleNamespace(step=None, lengths=())
     runner = SimpleNamespace(
         verification_steps=steps,
         model=SimpleNamespace(sample=sample, config=SimpleNamespace(vocab_size=vocab_size)),
@@ -385,7 +383,8 @@ def test_forced_acceptance_in_few_launches(
         ids = torch.randint(0, vocab_size, (starts[-1],), generator=draw)
         ids[::4] = vocab_size - 1
         positions = torch.cat([torch.arange(n) + 290 - 17 * b for b, n in enumerate(lengths)])
-        steps.drafts = StepDrafts(ids, positions, lengths)
+        inputs = SimpleNamespace(token_ids=ids, tokens=SimpleNamespace(positions=positions))
+        steps.step, steps.lengths = SimpleNamespace(inputs=inputs), lengths
         logits, known = torch.empty(len(ids), 1), forced._layout.lengths == lengths
         with Launches() as launches:
             found = forced(logits, SamplingBatch()).ids_S.tolist()
@@ -435,7 +434,7 @@ def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     engine = new_llm(**OPTIONS, draft_tokens=2)._engine
     steps = draft_on_device(first_rank(engine.executor), engine.config)
     steps._static.fill(NO_STEP, decode=True)
-    steps._advanced[:-1] = 2
+    steps.advanced[:-1] = 2
     inputs = steps._inputs(4, 12, 300)
     steps._take_over(inputs)
     assert (inputs.tokens.positions == -1).all()

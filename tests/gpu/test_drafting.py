@@ -124,7 +124,7 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
 def test_forced_acceptance(flash: Engine, rate: float) -> None:
     """So many of the drafts are right: tokens a step are what they must be, nothing is lost."""
     local = first_rank(flash.executor)
-    local.steps.sampler.sample_logits = ForcedAcceptance(local, rate)
+    local.sampler.sample_logits = ForcedAcceptance(local, rate)
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     before = flash.metrics()
     results = [flash.add_request(str(i), [5 + i] * (250 - 60 * i), params) for i in range(3)]

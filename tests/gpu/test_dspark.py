@@ -15,11 +15,10 @@ from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
-from finwhale.bench.engine import call_ranks_collectively
+from finwhale.bench.engine import call_ranks_collectively, draft_on_device
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.ranks.ranks import Ranks, first_rank
-from finwhale.engine.start.capture import draft_on_device
 from finwhale.engine.steps.draft_decode import VerificationSteps
 
 from ..engine.dspark_steps import (  # noqa: TID252
@@ -203,7 +202,7 @@ def test_auto_with_forced_acceptance(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     for rate in (0, 0.5, 0.9):
         engine.reset()  # also its own policy again
-        local.steps.sampler.sample_logits = ForcedAcceptance(local, rate, varied=True)
+        local.sampler.sample_logits = ForcedAcceptance(local, rate, varied=True)
         results = [engine.add_request(str(i), [5 + i] * 30, params) for i in range(8)]
         kinds = set()
         while engine.has_work:

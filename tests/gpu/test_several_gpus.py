@@ -199,7 +199,7 @@ def captured_prefills(executor: LocalExecutor) -> list[bool]:
             chunks.append(Chunk(sequence, 0, length))
         plan = stepper.plan(chunks)
         captured = runner.prefill_graphs.run(plan).clone()
-        inputs = with_bounds(runner.prefill_graphs._of(sum(lengths)).inputs, plan)
+        inputs = with_bounds(runner.prefill_graphs.captured(sum(lengths)).inputs, plan)
         with torch.inference_mode():
             eager = runner.model(inputs, runner.cache, Inline())[: sum(lengths)]
         found.append(torch.equal(captured, eager))

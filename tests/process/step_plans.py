@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM
+from finwhale.bench.engine import draft_on_device
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.ranks.local_executor import LocalExecutor
-from finwhale.engine.start.capture import draft_on_device
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

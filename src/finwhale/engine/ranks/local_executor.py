@@ -6,10 +6,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import disconnect
 from finwhale.engine.plan.executor import RankDescription, RankState
-from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.ranks.arena import Arena
 from finwhale.engine.ranks.rank_weights import RankWeights
-from finwhale.engine.steps.executor import StepExecutor, StepTransfer
+from finwhale.engine.steps.executor import StepExecutor
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.ops.builds import Builds
 from finwhale.weights.assembler import WeightForm
@@ -19,8 +18,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class LocalExecutor:
-    """Runs plans on the calling thread (plan/executor.py has the contract).
+class LocalExecutor(StepExecutor):
+    """Executes plans, and calls between steps (plan/executor.py has the contract).
 
     Args:
         weight_form: how this rank holds its weights; None: they cannot be replaced.
@@ -41,16 +40,10 @@ class LocalExecutor:
         arenas: Mapping[str, Arena] | None = None,
         ranks_on_host: int = 1,
     ) -> None:
-        self.runner, self.builds, self.description = runner, builds, description
+        super().__init__(runner)
+        self.builds, self.description = builds, description
         self.collectives, self.arenas = collectives, arenas or {}
-        self.steps = StepExecutor(runner)
         self.weights = RankWeights(runner.model, weight_form, ranks_on_host)
-
-    def execute(self, plan: StepPlan) -> StepTransfer | None:
-        return self.steps.execute(plan)
-
-    def sample(self, plan: SamplingPlan) -> StepTransfer:
-        return self.steps.sample(plan)
 
     def call_ranks(self, work: Callable[["LocalExecutor"], T]) -> list[T]:
         self.runner.use_device()
@@ -61,7 +54,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Free the captured steps, then the connections to other ranks. No call may follow."""
-        self.steps.drop_step()
+        self._open = None
         for group in self.weights.groups.values():
             group.close()
         runner = self.runner
@@ -71,7 +64,7 @@ class LocalExecutor:
     def release(self) -> None:
         """Drop all references to the model, the cache and the sampler."""
         description = self.description
-        for one in (self.runner, self.steps, self.weights, self):
+        for one in (self.runner, self.weights, self):
             vars(one).clear()
         self.description = description
 

@@ -264,7 +264,7 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
     except OtherRankError:
         time.sleep(CAUSE_S)  # that rank tells the cause, and the owner ends this process
         raise
-    executor.steps.receiver = NoReceiver()
+    executor.receiver = NoReceiver()
     logger.info("%s holds %s", executor.description.device, executor.description.memory)
     owner.report(Opened(executor.description.memory))
     while True:

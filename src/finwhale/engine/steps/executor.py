@@ -123,10 +123,6 @@ class StepExecutor:
         found = drafter.propose(step.forward, step.plan, ids, self.sampler.settings)
         return None if found is None else [found.T, *[each.T for each in drafter.confidences]]
 
-    def drop_step(self) -> None:
-        """Free the logits of a step whose tokens were never sampled."""
-        self._open = None
-
 
 @dataclass(frozen=True, slots=True)
 class StepTransfer:
