@@ -17,10 +17,15 @@ def check_engine(engine: Engine) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    running, cached = scheduler.running, None
+    running = scheduler.running
+    cached: dict[str, list[int]] | None = None
     if scheduler.prefix is not None:
         check_prefixes(scheduler.prefix, [s.blocks for s in running])
-        cached = scheduler.prefix.cached_pages()
+        cached = {group.name: [] for group in scheduler.pages.groups}
+        for block in scheduler.prefix.blocks.values():
+            for part in (block.pages, block.state or {}):
+                for name, numbers in part.items():
+                    cached[name] += numbers
     check_pages(scheduler.pages, [s.tables for s in running], cached)
     slots = [s.slot for s in running]
     assert sorted(slots + scheduler._free_slots) == list(range(scheduler.sizes.num_seqs))

@@ -249,12 +249,3 @@ class PrefixIndex:
         for name, numbers in pages.items():
             for page in numbers:
                 self.pages.pools[name].remove_reference(page)
-
-    def cached_pages(self) -> dict[str, list[int]]:
-        """The pages of all blocks and states, by group: once for each reference."""
-        pages: dict[str, list[int]] = {g.name: [] for g in self.pages.groups}
-        for block in self.blocks.values():
-            for part in (block.pages, block.state or {}):
-                for name, numbers in part.items():
-                    pages[name] += numbers
-        return pages

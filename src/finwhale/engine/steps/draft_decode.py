@@ -13,7 +13,7 @@ hidden, X tokens of this rank's part of the vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -44,17 +44,17 @@ class _Step:
 
     Attributes:
         inputs: inputs of the model's forward.
-        verifying: the graph of `verify`; None: nothing is captured.
-        drafting: the graphs of `draft`, by K; empty: nothing is captured.
         logits: [N,X] float32.
         streams: residual streams [N,H,D].
+        verifying: the graph of `verify`; None: nothing is captured.
+        drafting: the graphs of `draft`, by K; empty: nothing is captured.
     """
 
     inputs: StepInputs
-    verifying: torch.cuda.CUDAGraph | None
-    drafting: Mapping[int, torch.cuda.CUDAGraph | None]
     logits: Tensor
     streams: Tensor
+    verifying: torch.cuda.CUDAGraph | None = None
+    drafting: Mapping[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
 
 
 class VerificationSteps:
@@ -156,7 +156,7 @@ class VerificationSteps:
             further = 0 if plan.draft.previous_rows is None else self._longest - 1
             max_len = min(self._max_len, further + max(plan.ends))
             inputs = self._inputs(size, num_tokens, max_len)
-            self.step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
+            self.step = _Step(inputs, *self._verify(inputs, Inline()))
         else:
             self.step = self._captured[size, width]
             assert self.step.verifying is not None
@@ -293,13 +293,13 @@ class VerificationSteps:
         numbers = [drafts for other, drafts in self.description.kinds if other == width]
 
         def warm_up() -> None:
-            step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
+            step = _Step(inputs, *self._verify(inputs, Inline()))
             for drafts in numbers:
                 self._draft(step, drafts, Inline())
 
         def record() -> _Step:
             verifying, graphs = Recorder(False, memory.pool), {}
-            step = _Step(inputs, None, {}, *verifying.record(self._verify, inputs))
+            step = _Step(inputs, *verifying.record(self._verify, inputs))
             for drafts in numbers:
                 recorder = Recorder(False, memory.pool)
                 recorder.record(partial(self._draft, step), drafts)
