@@ -124,7 +124,7 @@ class StepExecutor:
         return None if found is None else [found.T, *[each.T for each in drafter.confidences]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTransfer:
     """A step's results while they are transferred to the host.
 
