@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from finwhale.engine.loop.engine import MemoryTag, Requests
+from finwhale.engine.loop import control
+from finwhale.engine.loop.control import MemoryTag
+from finwhale.engine.loop.engine import Requests
 from finwhale.engine.loop.weight_updates import WeightsSource
 from finwhale.errors import RequestError
 from finwhale.loaded_model import LoadedModel, PreparedPrompt, add_job
@@ -203,11 +205,11 @@ class LLM(LoadedModel):
         Args:
             mode: "abort" ends all requests with the finish reason "abort".
         """
-        self._engine.pause(mode)
+        control.pause(self._engine, mode)
 
     def resume(self) -> None:
         """Continues after `pause`."""
-        self._engine.resume()
+        control.resume(self._engine)
 
     def sleep(
         self,
@@ -232,11 +234,11 @@ class LLM(LoadedModel):
             ResourceError: the host has too little memory to save a GPU's weights. The engine stays
                 awake.
         """
-        self._engine.sleep(tags, drop_weights=drop_weights, requests=requests)
+        control.sleep(self._engine, tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
         """Allocates memory again after `sleep`. The engine continues when it has all of it."""
-        self._engine.wake(tags)
+        control.wake(self._engine, tags)
 
     def _run(
         self, jobs: Iterable[PreparedPrompt | RequestOutput], show_progress: bool

@@ -25,7 +25,8 @@ from finwhale import (
 )
 from finwhale.distributed import workers
 from finwhale.distributed.worker_messages import CONNECTING
-from finwhale.engine.rank import ranks, startup
+from finwhale.engine.ranks import ranks
+from finwhale.engine.start import startup
 from finwhale.errors import OtherRankError
 from finwhale.validation.scoring import score
 
@@ -152,7 +153,7 @@ def test_two_ranks_give_the_tokens_and_scores_of_one_and_leave_nothing(
         assert abs(found - wanted).max() < 1e-4
     assert_equal_prompt_logprobs(llm, other)
     assert_equal_routed_experts(llm, other)
-    assert set(llm._engine.executor.late_compilations().values()) <= {0}
+    assert set(llm._engine.metrics().late_compilations.values()) <= {0}
     del llm
     gc.collect()
     assert not is_there(worker)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 from tests.support.tiny import random_weights, with_dspark, write_quantised_checkpoint
 from torch import Tensor
@@ -16,8 +17,8 @@ from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
-from finwhale.engine.rank.draft_decode import VerificationSteps
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -106,7 +107,7 @@ def generate(
                 engine.step()
     while engine.has_work:
         engine.step()
-    engine.check_integrity()
+    check_engine(engine)
     return results
 
 
@@ -123,7 +124,7 @@ class RunTwice:
     """
 
     def __init__(self, engine: Engine, steps: VerificationSteps) -> None:
-        self.cache = local_executor(engine.executor).runner.cache
+        self.cache = first_rank(engine.executor).runner.cache
         self.verifications = steps
         self.steps: list[tuple[int, int, tuple[int, ...]]] = []
         self.num_drafts: set[int] = set()
@@ -143,7 +144,7 @@ class RunTwice:
     def verify(self, plan: StepPlan, settings: Mapping[int, SamplingSettings]) -> Tensor:
         before = self.pages()
         logits = self._verify(plan, settings)
-        step, after = self.verifications._step, self.pages()
+        step, after = self.verifications.step, self.pages()
         assert step is not None
         count = len(logits)
         found = [logits.clone(), step.streams[:count].clone()]
@@ -164,15 +165,15 @@ class RunTwice:
     @torch.inference_mode()
     def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
         steps = self.verifications
-        state = (steps._carried, steps._advanced, steps._confidences)
+        state = (steps._carried, steps.advanced, steps._confidences)
         before, kept = self.pages(), [part.clone() for part in state]
         drafts = self._draft(chosen, plan)
         after, found = self.pages(), [part.clone() for part in state]
         self.restore(before)
         for part, values in zip(state, kept, strict=True):
             part.copy_(values)
-        assert steps._step is not None
-        steps._draft(steps._step, plan.propose[0], Inline())
+        assert steps.step is not None
+        steps._draft(steps.step, plan.propose[0], Inline())
         count, num_drafts = drafts.shape
         for one, other in zip(found[:2], state[:2], strict=True):
             assert torch.equal(one[:count], other[:count])
@@ -221,10 +222,10 @@ class Proposals:
     @torch.inference_mode()
     def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
         drafts, steps = self._draft(chosen, plan), self._steps
-        assert steps._step is not None
+        assert steps.step is not None
         count = len(drafts)
-        known = steps._step.inputs.tokens.positions.index_select(0, steps._first[:count])
-        lengths = (known + steps._advanced[:count, 0] + 2).tolist()
+        known = steps.step.inputs.tokens.positions.index_select(0, steps.first[:count])
+        lengths = (known + steps.advanced[:count, 0] + 2).tolist()
         confidences = [part.tolist() for part in steps.confidences]
         for row, (sequence, length) in enumerate(zip(self._sequences, lengths, strict=True)):
             given = confidences[0][row] if confidences else []
@@ -348,7 +349,7 @@ def forced_drafts(engine: Engine, prefixes: Iterable[tuple[Sequence[int], int]])
 
     Text[n] is the newest token, whatever the engine samples.
     """
-    drafter, found = local_executor(engine.executor).runner.drafter, []
+    drafter, found = first_rank(engine.executor).runner.drafter, []
     assert drafter is not None
     propose = drafter.propose
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

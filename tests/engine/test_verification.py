@@ -9,22 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench import drafting as bench_drafting
 from finwhale.bench.drafting import ForcedAcceptance
+from finwhale.bench.engine import draft_on_device
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.draft_decode import StepDrafts, VerificationSteps
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.inputs import NO_STEP
-from finwhale.engine.rank.step_limits import step_limits, verification_sizes
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps.draft_decode import VerificationSteps
+from finwhale.engine.steps.inputs import NO_STEP
+from finwhale.engine.steps.step_limits import step_limits, verification_sizes
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
@@ -83,10 +84,10 @@ class Oracle:
     def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
         drafts = self.real(chosen, plan)
         steps, count, width = self.steps, *drafts.shape
-        assert steps._step is not None
-        positions = steps._step.inputs.tokens.positions
+        assert steps.step is not None
+        positions = steps.step.inputs.tokens.positions
         for row in range(count):
-            index = int(positions[steps._first[row]] + steps._advanced[row, 0]) + 2
+            index = int(positions[steps.first[row]] + steps.advanced[row, 0]) + 2
             prompt = self.keys[row].token_ids[: self.keys[row].num_prompt]
             texts = [text for text in self.texts if text[: len(prompt)] == prompt]
             for k in range(width):
@@ -141,7 +142,7 @@ def test_over_edges_of_pages_and_blocks(
         ]
         while engine.has_work:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         return results
 
     wanted = whole(new_llm(**options)._engine)
@@ -178,7 +179,7 @@ def test_confidences_reach_the_policy(
     engine = new_llm(**OPTIONS, draft_tokens=3)._engine
     if ahead:
         on_the_device(engine, monkeypatch)
-    head: Any = local_executor(engine.executor).runner.model.draft_head
+    head: Any = first_rank(engine.executor).runner.model.draft_head
     draft = head.draft
 
     def confident(*args: Any) -> Drafts:
@@ -214,7 +215,7 @@ def test_confidences_reach_the_policy(
 def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple[int, ...]) -> None:
     """Rows and tokens of padding change nothing, and no wrong draft counts as accepted."""
     engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
-    steps = draft_on_device(local_executor(engine.executor), engine.config)
+    steps = draft_on_device(first_rank(engine.executor), engine.config)
     count, width = sum(lengths), 3
     steps._send_layout(lengths, DraftPlan((), (), (), previous_rows=(2, 0, 1)), 4, 4 * width)
     steps._chosen.copy_(torch.arange(len(steps._chosen)))
@@ -223,10 +224,10 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     inputs.token_ids.copy_(torch.arange(4 * width) - 1)
     last, _ = steps._accept(inputs)
     accepted = [*[length - 1 for length in lengths], 0]
-    assert steps._advanced[:4].tolist() == [[number] * steps._longest for number in accepted]
+    assert steps.advanced[:4].tolist() == [[number] * steps._longest for number in accepted]
     assert last.tolist() == [*np.cumsum(lengths) - 1, 4 * width - 1]
     assert torch.equal(steps._carried[:4, 0], last)
-    assert steps._first[3] == 4 * width - 1
+    assert steps.first[3] == 4 * width - 1
     sources = [
         (row, k) for row, length in zip((2, 0, 1), lengths, strict=True) for k in range(length)
     ]
@@ -259,7 +260,7 @@ def test_any_numbers_of_drafts_change_no_token(
         oracle = Oracle(llm._engine, steps, wanted, 0.7)
     found = llm.generate(prompts, params)
     assert [result.outputs for result in found] == [result.outputs for result in wanted]
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     assert len(chooser.seen) > 10
     if ahead:
         assert oracle.ahead > 0.8 * oracle.count
@@ -279,12 +280,12 @@ def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPat
     for _ in range(5):
         engine.step()
     engine.abort("1")
-    engine.check_integrity()
+    check_engine(engine)
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert results[0].outputs == wanted[0].outputs and results[2].outputs == wanted[2].outputs
-    assert not engine._in_flight
+    assert not engine._loop.in_flight
     for pool in engine.scheduler.pages.pools.values():
         engine.reset_prefix_cache()
         assert pool.num_free == pool.num_pages - 1
@@ -318,7 +319,7 @@ def test_a_step_that_breaks_off_loses_nothing(
         try:
             engine.step()
         except KeyboardInterrupt:
-            engine.check_integrity()
+            check_engine(engine)
     assert [r.outputs for r in results] == [w.outputs for w in wanted]
     assert count > 5
 
@@ -330,12 +331,12 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1)._engine
     on_the_device(engine, monkeypatch)
-    local_executor(engine.executor).sampler.sample_logits = ForcedAcceptance(engine.executor, rate)
+    first_rank(engine.executor).sampler.sample_logits = ForcedAcceptance(engine.executor, rate)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert all(len(result.outputs[0].token_ids) == 60 for result in results)
     found = engine.metrics()
     assert found.drafts_accepted[0] == pytest.approx(rate * found.drafts_proposed[0], abs=4)
@@ -375,7 +376,7 @@ def test_forced_acceptance_in_few_launches(
         sampled.append(ids.clone())
         return SampledTokens(ids_S=ids, valid_S=torch.ones(len(ids), dtype=torch.bool))
 
-    steps = SimpleNamespace(estimate_with=lambda estimate: None)
+    steps = SimpleNamespace(step=None, lengths=())
     runner = SimpleNamespace(
         verification_steps=steps,
         model=SimpleNamespace(sample=sample, config=SimpleNamespace(vocab_size=vocab_size)),
@@ -389,7 +390,8 @@ def test_forced_acceptance_in_few_launches(
         ids = torch.randint(0, vocab_size, (starts[-1],), generator=draw)
         ids[::4] = vocab_size - 1
         positions = torch.cat([torch.arange(n) + 290 - 17 * b for b, n in enumerate(lengths)])
-        steps.drafts = StepDrafts(ids, positions, lengths)
+        inputs = SimpleNamespace(token_ids=ids, tokens=SimpleNamespace(positions=positions))
+        steps.step, steps.lengths = SimpleNamespace(inputs=inputs), lengths
         logits, known = torch.empty(len(ids), 1), forced._layout.lengths == lengths
         with Launches() as launches:
             found = forced(logits, SamplingBatch()).ids_S.tolist()
@@ -425,7 +427,7 @@ def test_one_set_of_side_streams(
     monkeypatch.setattr(SideStreams, "__init__", counting)
     engine = new_llm(**OPTIONS, draft_tokens=3)._engine
     on_the_device(engine, monkeypatch)
-    model = local_executor(engine.executor).runner.model
+    model = first_rank(engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
     assert made == [model.side_streams] and len(PRIORITIES) == 3
     assert model.draft_head is not None
@@ -437,9 +439,9 @@ def test_one_set_of_side_streams(
 def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     """Rows behind a step's sequences have no position, whatever earlier steps left."""
     engine = new_llm(**OPTIONS, draft_tokens=2)._engine
-    steps = draft_on_device(local_executor(engine.executor), engine.config)
+    steps = draft_on_device(first_rank(engine.executor), engine.config)
     steps._static.fill(NO_STEP, decode=True)
-    steps._advanced[:-1] = 2
+    steps.advanced[:-1] = 2
     inputs = steps._inputs(4, 12, 300)
     steps._take_over(inputs)
     assert (inputs.tokens.positions == -1).all()

@@ -6,10 +6,10 @@ import pytest
 from torch import Tensor
 
 from finwhale import LLM
+from finwhale.bench.engine import draft_on_device
 from finwhale.checkpoint.reader import read_config
 from finwhale.config import DraftTokens
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.rank.capture import draft_on_device
 
 from .drafts import STORY, Known, RandomDrafts, Watch, compare, demo_weights, generate
 from .oracle import single_threaded

@@ -20,7 +20,7 @@ import torch
 import finwhale
 from finwhale import LLM, SamplingParams
 from finwhale.cli.main import main
-from finwhale.engine.rank.runner import ModelRunner
+from finwhale.engine.steps.runner import ModelRunner
 
 Capture = pytest.CaptureFixture[str]
 TEXT = "The fin whale is"

@@ -61,10 +61,16 @@ class TextStream:
 
 @dataclass(slots=True)
 class Request:
-    """An unfinished request, and the number of its sequences that have not ended."""
+    """An unfinished request.
+
+    Attributes:
+        unfinished: number of its sequences that have not ended.
+        began: time of its arrival (time.monotonic()).
+    """
 
     output: RequestOutput
     unfinished: int
+    began: float
 
 
 class Rows:

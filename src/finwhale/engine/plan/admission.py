@@ -167,16 +167,6 @@ class Admission:
         allocated = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens
         return self._blocks(len(sequence.token_ids)) - allocated
 
-    def check_integrity(self) -> None:
-        """Assert that the queue is in order, and that every follower has a running leader."""
-        assert self.waiting == sorted(self.waiting, key=in_order)
-        for sequence in (*self.waiting, *(s for some in self.followers.values() for s in some)):
-            assert not sequence.running and not sequence.blocks and not sequence.num_computed
-            assert sequence.slot == -1
-        assert self.followers.keys() <= self._leaders.keys()
-        for key, sequence in self._leaders.items():
-            assert sequence.running and key in sequence.keys[len(sequence.blocks) :]
-
 
 def in_order(sequence: SequenceState) -> tuple[int, int]:
     """The sort key of sequences: first their priority, then their arrival."""

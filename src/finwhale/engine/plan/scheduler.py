@@ -331,15 +331,3 @@ class Scheduler:
             self._detach(sequence)
             sequence.sharing = False
         self.prefix.clear()
-
-    def check_integrity(self) -> None:
-        """Assert that no page, block or sequence is lost."""
-        cached = None
-        if self.prefix is not None:
-            self.prefix.check_integrity([s.blocks for s in self.running])
-            cached = self.prefix.cached_pages()
-        self.pages.check_integrity([s.tables for s in self.running], cached)
-        slots = [s.slot for s in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.sizes.num_seqs))
-        assert self.running == sorted(self.running, key=in_order)
-        self.admission.check_integrity()

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from finwhale.config import DraftTokens
 from finwhale.engine.plan.step_plan import SamplingSettings, StepPlan
-from finwhale.engine.rank.draft_noise import choose_drafts
-from finwhale.engine.rank.host_transfer import send
-from finwhale.engine.rank.inputs import Batch, one_token_each
+from finwhale.engine.steps.draft_noise import choose_drafts
+from finwhale.engine.steps.host_transfer import send
+from finwhale.engine.steps.inputs import Batch, one_token_each
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
 from finwhale.models.protocol import DraftHead, ModelConfig
@@ -94,18 +94,16 @@ class Drafter:
             int64 [K,B]: drafts of the chunks that get any, in order. A chunk that gets fewer than K
             drafts is filled with zeros. None: no chunk gets drafts.
         """
-        assert forward.batch is not None
+        assert forward.batch is not None and plan.draft is not None
         inputs, rows = forward.batch.inputs, forward.batch.logits_rows
         (following,) = send(self._device, _following(plan))
         if chosen_M is not None:
             following.index_copy_(0, rows, chosen_M)
         hidden = self._head(inputs, forward.streams, following, self._cache, self._segments)
-        assert plan.draft is not None
         propose, ends = plan.draft.propose, plan.ends
         chunk_indices = [index for index, count in enumerate(propose) if count]
-        if not chunk_indices:
+        if not chunk_indices or chosen_M is None:
             return None
-        assert chosen_M is not None
         last_B = self._last_rows(plan, chosen_M)
         counts = [propose[index] for index in chunk_indices]
         max_len = max(ends[index] + propose[index] for index in chunk_indices)
