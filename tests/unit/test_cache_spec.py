@@ -202,7 +202,7 @@ def test_page_zero_holds_numbers() -> None:
         for f in g.fields:
             assert tuple(cache.pools[f.name]) == f.layers
             for layer in f.layers:
-                rows = cache.pool(f.name, layer)
+                rows = cache.pools[f.name][layer]
                 assert rows.shape == (plan.num_pages[g.name] * g.rows_per_page, f.width)
                 assert rows[: g.rows_per_page].eq(0).all()
 
@@ -244,7 +244,7 @@ def test_pools_are_views_of_their_pages(packed: bool) -> None:
         cache.pages[g.name].zero_()
         for f in g.fields:
             for layer in f.layers:
-                pool = cache.pool(f.name, layer)
+                pool = cache.pools[f.name][layer]
                 rows = 1 if pool.dtype == torch.uint8 else g.rows_per_page
                 assert len(pool) == 3 * rows
                 assert not pool.view(torch.uint8).any(), "another layer's bytes"

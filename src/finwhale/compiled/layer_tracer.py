@@ -78,7 +78,7 @@ class LayerTracer:
         self.ops, self.layer, self.first = ops, layer, first
         self.packed, self.rows_per_page = ops.capabilities.packed_cache, rows_per_page
         self.rotary = layer.attn.rotary(model.tables)
-        pool = cache.pool("window", layer.attn.layer)
+        pool = cache.pools["window"][layer.attn.layer]
         # Layers share a graph whatever their pool's stride, so it gets contiguous rows.
         self.window_rows, self.row_step = (pool, 1) if self.packed else contiguous_rows(pool)
         w = layer.weights
@@ -122,7 +122,8 @@ class LayerTracer:
             given = iter(flat)
             x, *mixes = (next(given) for _ in range(counts[0]))
             tokens, table, rotary = self._step_of([next(given) for _ in range(counts[1])])
-            cache = PagedCache({"window": {self.layer.attn.layer: next(given)}})
+            pools = {"window": {self.layer.attn.layer: next(given)}}
+            cache = PagedCache(pools, {"window": "window"})
             hc, attn = with_tensors(weights, given)
             layer = self._layer(replace(w, hc_attn=hc, attn=attn))
             x, post, res, residual = layer.attention_input(x, *mixes)

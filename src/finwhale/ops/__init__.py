@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from finwhale.errors import ResourceError
-from finwhale.ops.attention import PrepareQkv, SparseAttention
+from finwhale.ops.attention import PrepareQkv, SparseAttention, StoreWindowRows
 from finwhale.ops.compressor import Compress
 from finwhale.ops.drafts import (
     AcceptDrafts,
@@ -118,6 +118,7 @@ class Ops:
     mhc_post: MhcPost
     hc_head: HcHead
     prepare_qkv: PrepareQkv
+    store_window_rows: StoreWindowRows
     compress: Compress
     prepare_index_queries: PrepareIndexQueries
     select_entries: SelectEntries

@@ -26,10 +26,10 @@ from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.attention import AllEntries, TopkEntries, Window
+from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.indexer import IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, Tokens
 
 COMPRESS_STREAM = 0
 # With these numbers of tokens, the projection of a C4 layer's compressor runs before that of
@@ -140,7 +140,7 @@ class Attention:
         self.all_heads: Heads | None = None
         if weights.all_heads is not None:
             self.all_heads = Heads(ops, weights.all_heads, config.head_dim)
-        self.prepare_qkv = ops.prepare_qkv
+        self.prepare_qkv, self.store_window_rows = ops.prepare_qkv, ops.store_window_rows
         self.sparse_attention = ops.sparse_attention
         self.side_streams = side_streams
         self.weights = weights
@@ -219,31 +219,21 @@ class Attention:
         """Write the window's rows; returns the queries of attention and indexer: [N,X]."""
         w = self.weights
         q_kv, width = self.linear(x_ND, w.wq_a_wkv), self.q_lora_rank
-        q_lora = self.prepare(q_kv[:, :width], w.q_norm, q_kv[:, width:], inputs, rotary, cache)
+        q_lora = self.prepare_qkv(
+            q_kv[:, :width],
+            w.q_norm,
+            q_kv[:, width:],
+            self.row_form(rotary),
+            inputs.tokens,
+            self.window_rows(inputs, cache),
+        )
         return self.linear(q_lora, self.heads.weights.wq_b)
 
-    def prepare(
-        self,
-        q_lora_NQ: Tensor,
-        q_norm_Q: Tensor,
-        kv_NC: Tensor,
-        inputs: StepInputs,
-        rotary: Tensor,
-        cache: PagedCache,
-    ) -> Tensor:
-        """Write the window's rows; returns the query's normalised latent."""
-        return self.prepare_qkv(
-            q_lora_NQ,
-            q_norm_Q,
-            kv_NC,
-            self.weights.kv_norm,
-            rotary,
-            self.eps,
-            self.round_kv,
-            inputs.tokens,
-            cache.pool("window", self.layer),
-            inputs.tables["window"],
-        )
+    def row_form(self, rotary: Tensor) -> RowForm:
+        return RowForm(self.weights.kv_norm, rotary, self.eps, self.round_kv)
+
+    def window_rows(self, inputs: StepInputs, cache: PagedCache) -> CacheRows:
+        return cache.rows("window", self.layer, inputs.tables)
 
     def prepare_index_q(
         self, q_RX: Tensor, inputs: StepInputs, rotary: Tensor
@@ -274,16 +264,15 @@ class Attention:
         the layers, a token's results take about as many bytes as its x.
         """
         compressor, ranks, num_tokens = self.compressor, self.ranks, len(inputs.token_ids)
-        w, projected = self.weights, None
-        both = w.wq_a_wkv
+        projected, both = None, self.weights.wq_a_wkv
         kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
         if compressor is not None:
             projected = ranks.all_gather_rows(compressor.project(x_RD), num_tokens)
             write = partial(compressor.write, projected, inputs, rotary, cache)
             self.side_streams.start(COMPRESS_STREAM, write)
         kv = ranks.all_gather_rows(kv_RC, num_tokens)
-        # The operator also normalises a query's latent. There is none, so the result is not used.
-        self.prepare(kv, w.kv_norm, kv, inputs, rotary, cache)
+        window = self.window_rows(inputs, cache)
+        self.store_window_rows(kv, self.row_form(rotary), inputs.tokens, window)
         return projected
 
     def select_and_attend(
@@ -305,7 +294,7 @@ class Attention:
             index_q: the indexer's queries if `prepare_index_q` has prepared them.
         """
         entries = self.select_entries(q_RX, projected, inputs, rotary, cache, index_q)
-        window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
+        window = Window(self.window_rows(inputs, cache), self.window)
         heads = self.heads_of(inputs)
         tokens = inputs.local_tokens if self.is_token_parallel(inputs) else inputs.tokens
         assert tokens is not None
@@ -325,9 +314,8 @@ class Attention:
             slots = inputs.extra_kv_slots
             if slots is None:
                 return None
-            rows_per_page = inputs.tables["window"].rows_per_page
             slots = self.ranks.own_rows(slots) if self.is_token_parallel(inputs) else slots
-            return TopkEntries(cache.pool("window", self.layer), slots, rows_per_page)
+            return TopkEntries(self.window_rows(inputs, cache), slots)
         if isinstance(self.compressor, C128Compressor):
             return self.compressor.visible(inputs, cache)
         if index_q is None:

@@ -69,23 +69,14 @@ class C128Compressor:
         part = CompressPart(
             projected,
             self.weights.mix,
-            cache.pool("c128_state", self.layer),
-            cache.pool("c128", self.layer),
+            cache.rows("c128_state", self.layer, inputs.tables),
+            cache.rows("c128", self.layer, inputs.tables),
             "nope" if self.round_entries else "none",
         )
-        tables = inputs.tables
-        self.compress(
-            (part,),
-            inputs.tokens,
-            rotary,
-            self.eps,
-            tables["c128_state"],
-            tables["c128"],
-            self.max_verify_tokens,
-        )
+        self.compress((part,), inputs.tokens, rotary, self.eps, self.max_verify_tokens)
 
     def visible(self, inputs: StepInputs, cache: PagedCache) -> AllEntries:
-        return AllEntries(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
+        return AllEntries(cache.rows("c128", self.layer, inputs.tables), 128)
 
 
 class C4Compressor:
@@ -140,28 +131,19 @@ class C4Compressor:
             CompressPart(
                 entries,
                 w.mix,
-                cache.pool("c4_state", self.layer),
-                cache.pool("c4", self.layer),
+                cache.rows("c4_state", self.layer, inputs.tables),
+                cache.rows("c4", self.layer, inputs.tables),
                 "nope" if self.round_entries else "none",
             ),
             CompressPart(
                 keys,
                 w.index_mix,
-                cache.pool("index_state", self.layer),
-                cache.pool("index_keys", self.layer),
+                cache.rows("index_state", self.layer, inputs.tables),
+                cache.rows("index_keys", self.layer, inputs.tables),
                 "key" if self.round_entries else "none",
             ),
         )
-        tables = inputs.tables
-        self.compress(
-            parts,
-            inputs.tokens,
-            rotary,
-            self.eps,
-            tables["c4_state"],
-            tables["c4"],
-            self.max_verify_tokens,
-        )
+        self.compress(parts, inputs.tokens, rotary, self.eps, self.max_verify_tokens)
 
     def prepare(self, index_q: Tensor, inputs: StepInputs, rotary: Tensor) -> IndexQueries:
         """Prepare the indexer's projected queries of the rows that this rank scores.
@@ -196,17 +178,16 @@ class C4Compressor:
         cache: PagedCache,
     ) -> TopkEntries:
         """Select entries. queries: the result of `prepare`."""
-        own, table = self._own_tokens(inputs), inputs.tables["c4"]
+        own = self._own_tokens(inputs)
         num_tokens, weights = projected.shape[0], projected[:, -self.heads :]
         if own is not None:
             weights = self.ranks.own_rows(weights)
         slots = self.select_entries(
             queries,
             weights,
-            cache.pool("index_keys", self.layer),
+            cache.rows("index_keys", self.layer, inputs.tables),
             rotary,
             inputs.tokens if own is None else own,
-            table,
             self.topk,
             self.score_scale,
             self.round_entries,
@@ -216,4 +197,4 @@ class C4Compressor:
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
             slots = self.ranks.all_gather_rows(slots, num_tokens)
-        return TopkEntries(cache.pool("c4", self.layer), slots, table.rows_per_page)
+        return TopkEntries(cache.rows("c4", self.layer, inputs.tables), slots)

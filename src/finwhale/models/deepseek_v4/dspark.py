@@ -32,6 +32,7 @@ from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
 from finwhale.ops import Ops
+from finwhale.ops.attention import RowForm
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
@@ -112,7 +113,8 @@ class DsparkContext:
     ) -> None:
         assert config.dspark is not None
         self.weights, self.ranks, self.tables = weights, ranks, tables
-        self.linear, self.rms_norm, self.prepare_qkv = ops.linear, ops.rms_norm, ops.prepare_qkv
+        self.linear, self.rms_norm = ops.linear, ops.rms_norm
+        self.store_window_rows = ops.store_window_rows
         self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
         self.round_kv = round_activations
         self.targets = config.dspark.target_layer_ids
@@ -126,20 +128,9 @@ class DsparkContext:
         for stage, (layer, kv_NC) in enumerate(
             zip(w.layers, kv.split(self.head_dim, 1), strict=True)
         ):
-            # The operator also normalises a query's latent. A context has none, so the result is
-            # not used.
-            self.prepare_qkv(
-                kv_NC,
-                layer.attn.kv_norm,
-                kv_NC,
-                layer.attn.kv_norm,
-                self.tables.plain,
-                self.eps,
-                self.round_kv,
-                inputs.tokens,
-                cache.pool("window", self.first_layer + stage),
-                inputs.tables["window"],
-            )
+            form = RowForm(layer.attn.kv_norm, self.tables.plain, self.eps, self.round_kv)
+            window = cache.rows("window", self.first_layer + stage, inputs.tables)
+            self.store_window_rows(kv_NC, form, inputs.tokens, window)
 
 
 class DsparkHead:

@@ -311,11 +311,7 @@ def _fits(heads: int, head_dim: int, window: int) -> bool:
 
 def takes(p: AttentionProblem) -> bool:
     """Whether the kernel supports the problem's sizes and dtype."""
-    rows = [p.window.table.rows_per_page]
-    if isinstance(p.entries, TopkEntries):
-        rows.append(p.entries.rows_per_page)
-    elif p.entries is not None:
-        rows.append(p.entries.table.rows_per_page)
+    rows = [part.rows.table.rows_per_page for part in (p.window, p.entries) if part is not None]
     return (
         p.q.dtype == torch.bfloat16
         and p.rope == ROPE

@@ -27,7 +27,7 @@ from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.linear.quantise_triton import round_e4m3
-from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
+from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, Tokens
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
@@ -521,13 +521,14 @@ def _compress_kernel(
         )
 
 
-def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
+def _check(part: CompressPart, ratio: int, rope: int) -> None:
     """Raise ValueError if the kernel does not support the arguments."""
+    pool, entry_rows = part.entries.pool, part.entries.table.rows_per_page
     width = part.weight.norm.shape[0]
     num_values = (4 if ratio == 4 else 2) * width
     if part.weight.ratio != ratio:
         raise ValueError(f"all parts must have the same ratio, got {part.weight.ratio} and {ratio}")
-    for name, tensor in (("projected", part.projected), ("state_pool", part.state_pool)):
+    for name, tensor in (("projected", part.projected), ("state", part.state.pool)):
         if tensor.dtype != torch.float32 or tensor.shape[1] != num_values or tensor.stride(1) != 1:
             raise ValueError(
                 f"{name} must be float32 rows of {num_values} contiguous values, "
@@ -538,7 +539,6 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
                 f"rows of {name} and their parts of {width} values must begin at multiples of 16 "
                 f"bytes, got strides {tensor.stride()}"
             )
-    pool = part.entry_pool
     if pool.dtype != torch.uint8 or pool.dim() != 2 or part.rounding == "none":
         raise ValueError(
             f"these kernels write packed entries (uint8, rounding 'nope' or 'key'), "
@@ -577,8 +577,6 @@ def compress(
     tokens: Tokens,
     rotary_LR: Tensor,
     eps: float,
-    state_table: PageTable,
-    entry_table: PageTable,
     max_verify_tokens: int,
     *,
     early_launch: bool = False,
@@ -595,14 +593,19 @@ def compress(
     if len(parts) > MAX_PARTS:
         raise ValueError(f"one launch takes at most {MAX_PARTS} compressors, got {len(parts)}")
     ratio, rope = parts[0].weight.ratio, 2 * rotary_LR.shape[1]
+    state_table, entry_table = parts[0].state.table, parts[0].entries.table
     arguments: list[Tensor] = []
     strides: list[int] = []
     sizes: list[tuple[int, bool, int, int]] = []
     for part in (parts[0], parts[-1]):
-        _check(part, ratio, rope, entry_table.rows_per_page)
+        _check(part, ratio, rope)
         weight = part.weight
-        arguments += (part.projected, weight.ape, weight.norm, part.state_pool, part.entry_pool)
-        strides += (part.projected.stride(0), part.state_pool.stride(0), part.entry_pool.stride(0))
+        arguments += (part.projected, weight.ape, weight.norm, part.state.pool, part.entries.pool)
+        strides += (
+            part.projected.stride(0),
+            part.state.pool.stride(0),
+            part.entries.pool.stride(0),
+        )
         width, key = weight.norm.shape[0], part.rounding == "key"
         scales = 0 if key else rows_layout.scale_bytes(width, rope)
         block = triton.next_power_of_2(width)

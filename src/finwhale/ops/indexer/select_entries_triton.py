@@ -32,7 +32,7 @@ from finwhale.ops.indexer.prepare_queries_triton import (
 from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
-from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, Tokens
 
 PAGE_ROWS = (64, 128)
 # Columns of the GEMM: the heads of all queries that share a tile of keys.
@@ -346,7 +346,8 @@ LAUNCH_CLASSES = LaunchClasses(
 )
 
 
-def _check(width: int, key_pool: Tensor, table: PageTable, round_query: bool) -> None:
+def _check(width: int, keys: CacheRows, round_query: bool) -> None:
+    key_pool, table = keys.pool, keys.table
     if key_pool.dtype != torch.uint8 or key_pool.dim() != 2 or not round_query:
         raise ValueError(
             f"these kernels score rounded queries against packed keys (uint8 pages), "
@@ -365,10 +366,9 @@ def _check(width: int, key_pool: Tensor, table: PageTable, round_query: bool) ->
 def select_entries(
     q_NIC: Tensor | IndexQueries,
     weights_NI: Tensor,
-    key_pool: Tensor,
+    keys: CacheRows,
     rotary_LR: Tensor,
     tokens: Tokens,
-    table: PageTable,
     topk: int,
     scale: float,
     round_query: bool,
@@ -389,7 +389,8 @@ def select_entries(
     """
     shape = q_NIC.shape if isinstance(q_NIC, Tensor) else q_NIC.values.shape
     num_tokens, heads, width = shape
-    _check(width, key_pool, table, round_query)
+    _check(width, keys, round_query)
+    key_pool, table = keys.pool, keys.table
     if isinstance(q_NIC, Tensor):
         how = {"inline_asm": inline_asm, "early_launch": early_launch}
         q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query, **how)

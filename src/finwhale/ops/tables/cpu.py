@@ -5,7 +5,7 @@ Sampling with filters or penalties, and the operators around drafts, are the ref
 
 from dataclasses import replace
 
-from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention
+from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention, store_window_rows
 from finwhale.ops.compressor.cpu import compress
 from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer.cpu import prepare_index_queries, select_entries
@@ -37,6 +37,7 @@ OPS = replace(
     mhc_post=mhc_post,
     hc_head=hc_head,
     prepare_qkv=prepare_qkv,
+    store_window_rows=store_window_rows,
     compress=compress,
     prepare_index_queries=prepare_index_queries,
     select_entries=select_entries,

@@ -7,7 +7,7 @@ import torch
 
 from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_triton
-from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
+from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv, store_window_rows
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.drafts.drafts_triton import (
@@ -78,6 +78,7 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
         mhc_post=mhc_post,
         hc_head=hc_head,
         prepare_qkv=prepare_qkv,
+        store_window_rows=store_window_rows,
         compress=compress,
         prepare_index_queries=prepare_index_queries,
         select_entries=bind(select_entries, num_multiprocessors=num_multiprocessors),

@@ -10,7 +10,7 @@ from typing import Any
 
 from finwhale.ops import Ops
 from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_hopper
-from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
+from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv, store_window_rows
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.drafts.ref import markov_logits
@@ -88,6 +88,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         mhc_post=mhc_post,
         hc_head=bind(mhc.hc_head, options=mhc_options),
         prepare_qkv=bind(prepare_qkv, early_launch=True),
+        store_window_rows=bind(store_window_rows, early_launch=True),
         compress=bind(compress, early_launch=True),
         prepare_index_queries=bind(prepare_index_queries, inline_asm=True, early_launch=True),
         select_entries=bind(

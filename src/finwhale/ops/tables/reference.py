@@ -3,7 +3,7 @@
 import torch
 
 from finwhale.ops import Capabilities, Ops
-from finwhale.ops.attention.ref import prepare_qkv, sparse_attention
+from finwhale.ops.attention.ref import prepare_qkv, sparse_attention, store_window_rows
 from finwhale.ops.compressor.ref import compress
 from finwhale.ops.drafts.ref import (
     accept_drafts,
@@ -54,6 +54,7 @@ OPS = Ops(
     mhc_post=mhc_post,
     hc_head=hc_head,
     prepare_qkv=prepare_qkv,
+    store_window_rows=store_window_rows,
     compress=compress,
     prepare_index_queries=prepare_index_queries,
     select_entries=select_entries,
