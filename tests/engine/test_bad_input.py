@@ -22,7 +22,7 @@ from finwhale.engine.rank import startup
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.memory import tensor_bytes
 from finwhale.errors import ResourceError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.source import WeightSource
 
@@ -47,7 +47,7 @@ def fails(capsys: Capture, *args: object) -> str:
 def path(tiny_path: Path, tmp_path: Path) -> Path:
     """The tiny checkpoint in files of 3 MB, to be damaged."""
     config = json.loads((tiny_path / "config.json").read_text())
-    specs = weight_specs(DeepseekV4Config.from_dict(config))
+    specs = weight_specs(config_of(config))
     out = tmp_path / "damaged"
     weights = random_weights(config, seed=3)
     write_checkpoint(
@@ -501,7 +501,7 @@ def test_every_tensor_of_the_dspark_head_is_needed(tiny_path: Path, tmp_path: Pa
     weights = random_weights(config, seed=3)
     write_plain_checkpoint(tmp_path, config, weights)
     checkpoint = Checkpoint.open(tmp_path)
-    specs = weight_specs(DeepseekV4Config.from_dict(checkpoint.config))
+    specs = weight_specs(config_of(checkpoint.config))
     head = [name for name in checkpoint.tensors if name.startswith("mtp.")]
     for name in head:
         kept = {other: info for other, info in checkpoint.tensors.items() if other != name}

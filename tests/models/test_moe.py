@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tests.support.tiny import tiny_config
 
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
@@ -22,7 +22,7 @@ NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", 
 
 def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
     """Its output is there only after the join, which must not hold compute back."""
-    config = DeepseekV4Config.from_dict(tiny_config(0) | {"num_hash_layers": 0})
+    config = config_of(tiny_config(0) | {"num_hash_layers": 0})
     cpu, table = torch.device("cpu"), load_ops(Platform.cpu(), reference=True)
     source = DummySource(weight_specs(config), cpu)
     form = WeightForm(

@@ -13,8 +13,8 @@ from finwhale.engine.rank.launch_signatures import LaunchEnumerator
 from finwhale.engine.rank.memory import LargestSteps
 from finwhale.engine.rank.step_limits import StepLimits
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.weights import assembler
 from finwhale.ops import load_ops
 from finwhale.ops.attention import TopkEntries, Window
@@ -80,7 +80,7 @@ def call_indexer() -> None:
 def launch_all() -> None:
     """All launches of the AMD table that an engine with Flash and its DSpark head builds ahead."""
     ops = load_ops(Platform("amd", "gfx942"))
-    config = DeepseekV4Config.preset("flash-0731").with_layers(4)  # one of each kind
+    config = published("flash-0731").with_layers(4)  # one of each kind
     form = WeightForm(dtype=torch.bfloat16, round_activations=True, ops=ops)
     weights = assembler(config, form, torch.device("meta")).finish_unfilled()
     model = DeepseekV4(config, ops, weights, round_activations=True, max_positions=2**20)

@@ -20,6 +20,8 @@ from finwhale.engine.rank.ranks import Ranks, first_rank
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 from finwhale.options import read_options
 from finwhale.request import RequestOutput, SamplingParams
@@ -38,11 +40,11 @@ def source(
     """
     if args.model is not None:
         checkpoint = Checkpoint.open(checkpoint_directory(args.model))
-        config = DeepseekV4Config.from_dict(checkpoint.config)
+        config = config_of(checkpoint.config)
         return config, Weights(config, checkpoint)
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
-    config = DeepseekV4Config.preset(args.config)
+    config = published(args.config)
     if not draft_head:
         config = config.without_draft_head()
     if args.layers is not None:

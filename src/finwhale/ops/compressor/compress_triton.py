@@ -41,19 +41,13 @@ MAX_SPREAD = tl.constexpr(keys_layout.MAX_SPREAD)
 
 
 @triton.jit
-def _keep(
-    projected_ptr,
-    state_ptr,
-    tokens,
-    slots,
-    kept,
-    stride_projected,
-    stride_state,
-    first_column,
-    num_columns,
-    BLOCK_X: tl.constexpr,
-):
-    """Copy columns of the kept tokens' projected rows to the state's pool."""
+def _keep(rows, pool, kept, first_column, num_columns, BLOCK_X: tl.constexpr):
+    """Copy columns of the kept tokens' projected rows to the state's pool.
+
+    rows, pool: (pointer, numbers of the rows, stride).
+    """
+    projected_ptr, tokens, stride_projected = rows
+    state_ptr, slots, stride_state = pool
     for start in range(0, num_columns, BLOCK_X):
         local = start + tl.arange(0, BLOCK_X)
         columns = first_column + local
@@ -191,28 +185,8 @@ def _store_index_key(
 
 @triton.jit
 def _part(
-    projected_ptr,
-    ape_ptr,
-    norm_ptr,
-    state_ptr,
-    entry_ptr,
-    mixed_ptr,
-    counters_ptr,
-    positions_ptr,
-    sequence_ptr,
-    query_start_ptr,
-    rotary_ptr,
-    state_pages_ptr,
-    state_first_ptr,
-    entry_pages_ptr,
-    entry_first_ptr,
-    num_tokens,
-    stride_projected,
-    stride_state,
-    stride_entry,
-    stride_state_pages,
-    stride_entry_pages,
-    eps,
+    part,
+    step,
     RATIO: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -233,6 +207,17 @@ def _part(
     PDL: tl.constexpr,
 ):
     """Process TOKENS adjacent tokens of one part; the module's docstring has the steps."""
+    # fmt: off
+    (
+        projected_ptr, ape_ptr, norm_ptr, state_ptr, entry_ptr, stride_projected, stride_state,
+        stride_entry,
+    ) = part
+    (
+        mixed_ptr, counters_ptr, positions_ptr, sequence_ptr, query_start_ptr, rotary_ptr,
+        state_pages_ptr, state_first_ptr, entry_pages_ptr, entry_first_ptr, num_tokens,
+        stride_state_pages, stride_entry_pages, eps,
+    ) = step
+    # fmt: on
     BEFORE: tl.constexpr = 4 if RATIO == 4 else 0
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
     local = tl.arange(0, TOKENS)
@@ -344,34 +329,15 @@ def _part(
                 )
 
     if tl.max(kept.to(tl.int32), axis=0) > 0:
+        rows = projected_ptr, tokens, stride_projected
         slots = kept_page.to(tl.int64) * STATE_ROWS + positions % STATE_ROWS
+        pool = state_ptr, slots, stride_state
         if SLICES > 1:
             for half in range(2):
-                _keep(
-                    projected_ptr,
-                    state_ptr,
-                    tokens,
-                    slots,
-                    kept,
-                    stride_projected,
-                    stride_state,
-                    half * C + first_column,
-                    tl.minimum(SLICE, C - first_column),
-                    SLICE,
-                )
+                width = tl.minimum(SLICE, C - first_column)
+                _keep(rows, pool, kept, half * C + first_column, width, SLICE)
         else:
-            _keep(
-                projected_ptr,
-                state_ptr,
-                tokens,
-                slots,
-                kept,
-                stride_projected,
-                stride_state,
-                0,
-                4 * C if RATIO == 4 else 2 * C,
-                BLOCK_X,
-            )
+            _keep(rows, pool, kept, 0, 4 * C if RATIO == 4 else 2 * C, BLOCK_X)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -433,92 +399,29 @@ def _compress_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    # fmt: off
+    part_a = (
+        projected_a_ptr, ape_a_ptr, norm_a_ptr, state_a_ptr, entry_a_ptr, stride_projected_a,
+        stride_state_a, stride_entry_a,
+    )
+    part_b = (
+        projected_b_ptr, ape_b_ptr, norm_b_ptr, state_b_ptr, entry_b_ptr, stride_projected_b,
+        stride_state_b, stride_entry_b,
+    )
+    step = (
+        mixed_ptr, counters_ptr, positions_ptr, sequence_ptr, query_start_ptr, rotary_ptr,
+        state_pages_ptr, state_first_ptr, entry_pages_ptr, entry_first_ptr, num_tokens,
+        stride_state_pages, stride_entry_pages, eps,
+    )
     if (tl.program_id(1) == 0) | (C_B == 0):
-        _part(
-            projected_a_ptr,
-            ape_a_ptr,
-            norm_a_ptr,
-            state_a_ptr,
-            entry_a_ptr,
-            mixed_ptr,
-            counters_ptr,
-            positions_ptr,
-            sequence_ptr,
-            query_start_ptr,
-            rotary_ptr,
-            state_pages_ptr,
-            state_first_ptr,
-            entry_pages_ptr,
-            entry_first_ptr,
-            num_tokens,
-            stride_projected_a,
-            stride_state_a,
-            stride_entry_a,
-            stride_state_pages,
-            stride_entry_pages,
-            eps,
-            RATIO,
-            C_A,
-            R,
-            KEY_A,
-            STATE_ROWS,
-            ENTRY_ROWS,
-            GROUP,
-            SCALE_BYTES_A,
-            KEY_GROUP_A,
-            KEY_SHARE_A,
-            BLOCK_TOKENS,
-            MAX_VERIFY,
-            TOKENS,
-            SLICES,
-            SLICE,
-            BLOCK_C_A,
-            BLOCK_X,
-            PDL,
-        )
+        _part(part_a, step, RATIO, C_A, R, KEY_A, STATE_ROWS, ENTRY_ROWS, GROUP, SCALE_BYTES_A,
+              KEY_GROUP_A, KEY_SHARE_A, BLOCK_TOKENS, MAX_VERIFY, TOKENS, SLICES, SLICE, BLOCK_C_A,
+              BLOCK_X, PDL)
     if C_B > 0 and tl.program_id(1) == 1:
-        _part(
-            projected_b_ptr,
-            ape_b_ptr,
-            norm_b_ptr,
-            state_b_ptr,
-            entry_b_ptr,
-            mixed_ptr,
-            counters_ptr,
-            positions_ptr,
-            sequence_ptr,
-            query_start_ptr,
-            rotary_ptr,
-            state_pages_ptr,
-            state_first_ptr,
-            entry_pages_ptr,
-            entry_first_ptr,
-            num_tokens,
-            stride_projected_b,
-            stride_state_b,
-            stride_entry_b,
-            stride_state_pages,
-            stride_entry_pages,
-            eps,
-            RATIO,
-            C_B,
-            R,
-            KEY_B,
-            STATE_ROWS,
-            ENTRY_ROWS,
-            GROUP,
-            SCALE_BYTES_B,
-            KEY_GROUP_B,
-            KEY_SHARE_B,
-            BLOCK_TOKENS,
-            MAX_VERIFY,
-            TOKENS,
-            SLICES,
-            SLICE,
-            BLOCK_C_B,
-            BLOCK_X,
-            PDL,
-        )
+        _part(part_b, step, RATIO, C_B, R, KEY_B, STATE_ROWS, ENTRY_ROWS, GROUP, SCALE_BYTES_B,
+              KEY_GROUP_B, KEY_SHARE_B, BLOCK_TOKENS, MAX_VERIFY, TOKENS, SLICES, SLICE, BLOCK_C_B,
+              BLOCK_X, PDL)
+    # fmt: on
 
 
 def _check(part: CompressPart, ratio: int, rope: int) -> None:
