@@ -36,7 +36,7 @@ from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.source import WeightSource
 
 CPU = torch.device("cpu")

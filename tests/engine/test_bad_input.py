@@ -282,7 +282,7 @@ def test_weights_that_do_not_fit(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("finwhale.weights.assembler.torch.empty", full)
+        patched.setattr("finwhale.weights.allocation.torch.empty", full)
         with pytest.raises(ResourceError, match="the model does not fit cpu: ") as raised:
             LLM(tiny_path, device="cpu")
     assert str(error).splitlines()[0] in str(raised.value) and "\n" not in str(raised.value)

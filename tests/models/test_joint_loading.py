@@ -115,7 +115,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
     Unquantised weights of any size have destinations.
     """
-    monkeypatch.setattr("finwhale.weights.assembler.LARGE_BYTES", 0)
+    monkeypatch.setattr("finwhale.weights.allocation.LARGE_BYTES", 0)
     reader = partial(JointReader, piece_bytes=request.param)
     monkeypatch.setattr("finwhale.weights.source.JointReader", reader)
 
@@ -196,9 +196,9 @@ def test_weights_in_slabs_are_those_with_separate_memory(
 ) -> None:
     rank = Rank(1, 2)
     separate = dict(tensors(weights_of(files, rank, None)))
-    monkeypatch.setattr("finwhale.weights.assembler.SLAB_DEVICES", ("cpu",))
-    monkeypatch.setattr("finwhale.weights.assembler.FIRST_SLAB_BYTES", slab_bytes)
-    monkeypatch.setattr("finwhale.weights.assembler.SLAB_BYTES", 2 * slab_bytes)
+    monkeypatch.setattr("finwhale.weights.allocation.SLAB_DEVICES", ("cpu",))
+    monkeypatch.setattr("finwhale.weights.allocation.FIRST_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr("finwhale.weights.allocation.SLAB_BYTES", 2 * slab_bytes)
     weights = dict(tensors(weights_of(files, rank, None)))
     assert weights.keys() == separate.keys()
     for path, tensor in weights.items():

@@ -14,7 +14,7 @@ from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import load_ops
 from finwhale.ops.case import step_tokens
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.dummy import DummySource
 
 NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", "experts_combine")

@@ -28,7 +28,8 @@ from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm, WeightStream
+from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import WeightStream
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.dummy import DummySource
 from finwhale.weights.joint_ranks import JointRanks

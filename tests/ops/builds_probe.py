@@ -59,7 +59,7 @@ from finwhale.ops.builds.worker import NoDriver
 from finwhale.ops.moe import dispatch_triton, experts_hopper
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.dummy import DummySource
 
 CALL = ConstexprFunction.__call__

@@ -25,7 +25,7 @@ from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import linear
 from finwhale.ops.paging import CacheRows
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 
 from .kernel_sources import kernel_names
 from .sm90_compile import (

@@ -48,7 +48,7 @@ from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, wei
 from finwhale.ops import load_ops
 from finwhale.options import add_options
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.dummy import DummySource
 from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.source import WeightSource

@@ -10,18 +10,21 @@ the last, even after epochs wrap around.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.ranks import Channel, Phases
 from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_words
 
 
 @triton.jit
-def _begin(DEPENDENT: tl.constexpr):
+def _begin(PDL: tl.constexpr):
     """Start early, and wait for the previous kernel to end before anything is read."""
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -48,10 +51,10 @@ def _one_shot_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All-reduce: each rank sends x to every rank, and sums what it receives."""
-    _begin(DEPENDENT)
+    _begin(PDL)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
     offsets = program * BLOCK + tl.arange(0, BLOCK)
@@ -83,10 +86,10 @@ def _two_shot_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All-reduce: rank r sums part r of x, of `part` words, and sends the sum to every rank."""
-    _begin(DEPENDENT)
+    _begin(PDL)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
     inside = program * BLOCK + tl.arange(0, BLOCK)
@@ -139,10 +142,10 @@ def _all_gather_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """x [n / width, width] of every rank -> out [n / width, W, width]."""
-    _begin(DEPENDENT)
+    _begin(PDL)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
     offsets = program * BLOCK + tl.arange(0, BLOCK)
@@ -210,10 +213,10 @@ def _bulk_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All-reduce like `_two_shot_kernel`, with one flag for each program and peer."""
-    _begin(DEPENDENT)
+    _begin(PDL)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
     inside = program * BLOCK + tl.arange(0, BLOCK)
@@ -274,10 +277,10 @@ def _reduce_scatter_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sum part `rank` of the ranks' x into out: only `capacity` words from `start` on."""
-    _begin(DEPENDENT)
+    _begin(PDL)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
     slot = program * BLOCK + tl.arange(0, BLOCK)
@@ -322,10 +325,10 @@ def _gather_parts_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Copy the ranks' x to their parts of out: only `capacity` words of each from `start` on."""
-    _begin(DEPENDENT)
+    _begin(PDL)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
     slot = program * BLOCK + tl.arange(0, BLOCK)
@@ -349,29 +352,42 @@ def _gather_parts_kernel(
         tl.store(epochs_ptr + program, epoch)
 
 
-def _options(early: bool) -> dict[str, bool]:
-    return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
+# --- Launch ---------------------------------------------------------------------------------------
+
+
+def _launch(
+    kernel: Any,
+    num_words: int,
+    tensors: tuple[Tensor, Tensor],
+    sizes: tuple[int, ...],
+    channel: Channel,
+    early: bool,
+    phases: Phases,
+    **constants: bool,
+) -> None:
+    """Launch programs for `num_words` words. tensors: x and out; sizes: numbers of words."""
+    kernel[(triton.cdiv(num_words, channel.block),)](
+        *tensors,
+        *channel.arguments(),
+        *sizes,
+        channel.index,
+        channel.capacity,
+        **constants,
+        W=channel.size,
+        BLOCK=channel.block,
+        FIRST=phases[0],
+        LAST=phases[1],
+        num_warps=channel.warps,
+        **launch_options(early),
+    )
 
 
 def one_shot(
     x: Tensor, out: Tensor, channel: Channel, bfloat16: bool, early: bool, phases: Phases = (0, 1)
 ) -> None:
     """All-reduce x into out; [n] int32 words, n at most the channel's capacity."""
-    _one_shot_kernel[(triton.cdiv(len(x), channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    sizes = (len(x),)
+    _launch(_one_shot_kernel, len(x), (x, out), sizes, channel, early, phases, BFLOAT16=bfloat16)
 
 
 def two_shot(
@@ -380,43 +396,15 @@ def two_shot(
     """All-reduce x into out; [n] int32 words, n at most `size` times the channel's capacity."""
     kernel = _two_shot_kernel if channel.flags is None else _bulk_kernel
     part = part_words(len(x), channel.size)
-    kernel[(triton.cdiv(part, channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        part,
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    sizes = len(x), part
+    _launch(kernel, part, (x, out), sizes, channel, early, phases, BFLOAT16=bfloat16)
 
 
 def all_gather(
     x: Tensor, out: Tensor, width: int, channel: Channel, early: bool, phases: Phases = (0, 1)
 ) -> None:
     """x [n] words, rows of `width` -> out [n / width, size, width]; n at most the capacity."""
-    _all_gather_kernel[(triton.cdiv(len(x), channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        width,
-        channel.index,
-        channel.capacity,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    _launch(_all_gather_kernel, len(x), (x, out), (len(x), width), channel, early, phases)
 
 
 def reduce_scatter(
@@ -434,22 +422,9 @@ def reduce_scatter(
     The call sums only as many words from `start` on as the channel's capacity. The last ranks may
     have fewer than `part` words.
     """
-    _reduce_scatter_kernel[_parts_grid(part, start, channel)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        part,
-        start,
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
+    count, sizes = min(part - start, channel.capacity), (len(x), part, start)
+    _launch(
+        _reduce_scatter_kernel, count, (x, out), sizes, channel, early, phases, BFLOAT16=bfloat16
     )
 
 
@@ -463,26 +438,8 @@ def gather_parts(
     phases: Phases = (0, 1),
 ) -> None:
     """Concatenate the ranks' x, of `part` words each, to out [n]; words as in `reduce_scatter`."""
-    _gather_parts_kernel[_parts_grid(part, start, channel)](
-        x,
-        out,
-        *channel.arguments(),
-        len(out),
-        part,
-        start,
-        channel.index,
-        channel.capacity,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
-
-
-def _parts_grid(part: int, start: int, channel: Channel) -> tuple[int]:
-    return (triton.cdiv(min(part - start, channel.capacity), channel.block),)
+    count, sizes = min(part - start, channel.capacity), (len(out), part, start)
+    _launch(_gather_parts_kernel, count, (x, out), sizes, channel, early, phases)
 
 
 def part_words(num_words: int, size: int) -> int:

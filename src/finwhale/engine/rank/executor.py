@@ -27,7 +27,7 @@ from finwhale.engine.rank.staged_weights import StagedWeights
 from finwhale.errors import FinwhaleError
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.weight_group import WeightGroup
 
 ALONE = Alone()

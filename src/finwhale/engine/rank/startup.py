@@ -49,7 +49,8 @@ from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
-from finwhale.weights.assembler import Assembler, WeightForm, WeightStream
+from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import Assembler, WeightStream
 from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.tree import tensors_of
 

@@ -16,7 +16,7 @@ from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.ops import Ops
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 
 __all__ = [
     "assembler",

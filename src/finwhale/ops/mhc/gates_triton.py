@@ -166,9 +166,9 @@ def _one_token_gates(
     COMPILED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Compute a token's post and residual gates. DEPENDENT: wait for the previous kernel.
+    """Compute a token's post and residual gates. PDL: wait for the previous kernel.
 
     All loads come first, because a sum is a barrier that delays later loads. Those of weights come
     before the wait, because other kernels have filled L2 since the last step.
@@ -179,7 +179,7 @@ def _one_token_gates(
     mixes_base = tl.load(base_ptr + 8 + index)
     post_scale = tl.load(scale_ptr + 4 + four)
     post_base = tl.load(base_ptr + 4 + four)
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     mixes = _parts(parts_ptr, stride_r, slots, 8, index, BLOCK_S, ROWS)
     squares = _parts(parts_ptr, stride_r, slots, 24, tl.arange(0, 1), BLOCK_S, ROWS)
@@ -222,7 +222,7 @@ def block_input_kernel(
     ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute a token's normalised block input from its residual streams and `pre`.
 
@@ -236,7 +236,7 @@ def block_input_kernel(
         token = tl.program_id(0).to(tl.int64)
         parts_ptr += token * stride_t
     if tl.program_id(1) == 1:
-        if DEPENDENT:
+        if PDL:
             tl.extra.cuda.gdc_launch_dependents()
         _one_token_gates(
             parts_ptr,
@@ -253,7 +253,7 @@ def block_input_kernel(
             COMPILED,
             BLOCK_S,
             ROWS,
-            DEPENDENT,
+            PDL,
         )
     else:
         d = tl.arange(0, BLOCK_D)
@@ -264,7 +264,7 @@ def block_input_kernel(
             M: tl.constexpr = 24 if KIND == "block" else 4
             scale = tl.load(scale_ptr + four * (1 if KIND == "block" else 0))
             base = tl.load(base_ptr + four)
-        if DEPENDENT:
+        if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         if KIND == "given":

@@ -123,8 +123,9 @@ def _fn_tile(
 
 
 @triton.jit
-def _streams_tile(source, stride_h, mask):
-    """Load a tile of all four residual streams. source: the addresses in the first one."""
+def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
+    """Load the values at columns d of all four residual streams of a block of tokens."""
+    source = streams_ptr + token[:, None] * stride_n + d[None, :]
     streams = ()
     for i in tl.static_range(4):
         part = tl.load(source + i * stride_h, mask=mask, other=0.0)
@@ -133,10 +134,8 @@ def _streams_tile(source, stride_h, mask):
 
 
 @triton.jit
-def _columns(post_ptr, res_ptr, token, is_token):
+def _columns(res, post, is_token):
     """Load the factors for each of the four new residual streams (`_column`)."""
-    res = res_ptr + token * 16
-    post = post_ptr + token * 4
     columns = ()
     for k in tl.static_range(4):
         columns += (_column(res, post, k, is_token),)  # type: ignore[assignment]
@@ -144,14 +143,12 @@ def _columns(post_ptr, res_ptr, token, is_token):
 
 
 @triton.jit
-def _post_tile(target, columns, streams, x, D, mask):
-    """Apply the post step: store the new residual streams and return them.
-
-    target: the addresses in the first one.
-    """
+def _post_tile(out_ptr, columns, streams, x, token, d, D, mask):
+    """Apply the post step: store the new residual streams and return them."""
     mixed = ()
     for k in tl.static_range(4):
         mixed += (_mixed(columns[k], streams, x),)  # type: ignore[assignment]
+    target = out_ptr + (token * 4)[:, None] * D + d[None, :]
     for k in tl.static_range(4):
         tl.store(target + k * D, mixed[k], mask=mask)
     return mixed
@@ -225,7 +222,7 @@ def streams_few_kernel(
     COMPILED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute BLOCK_D columns of BLOCK_N tokens' residual streams, and their part of the GEMM.
 
@@ -236,15 +233,14 @@ def streams_few_kernel(
     row = tl.arange(0, ROWS)
     is_token = token < N
     SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if M > 0:
         fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     mask = is_token[:, None] & (d < D)[None, :]
-    source = streams_ptr + token[:, None] * stride_n + d[None, :]
-    streams = _streams_tile(source, stride_h, mask)
+    streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
     if POST:
         if K > 0:
             x = _experts_tile(
@@ -253,9 +249,8 @@ def streams_few_kernel(
             x = x.to(out_ptr.dtype.element_ty)
         else:
             x = tl.load(x_ptr + token[:, None] * D + d[None, :], mask=mask, other=0.0)
-        columns = _columns(post_ptr, res_ptr, token, is_token)
-        target = out_ptr + (token * 4)[:, None] * D + d[None, :]
-        streams = _post_tile(target, columns, streams, x, D, mask)
+        columns = _columns(res_ptr + token * 16, post_ptr + token * 4, is_token)
+        streams = _post_tile(out_ptr, columns, streams, x, token, d, D, mask)
     if M > 0:
         _parts_tile(
             parts_ptr, fn, streams, row, token, is_token, M, ROWS, COMPILED, BLOCK_N, BLOCK_D
@@ -303,7 +298,7 @@ def sum_streams_few_kernel(
     COMPILED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
     BFLOAT16: tl.constexpr,
     W: tl.constexpr,
     REGION: tl.constexpr,
@@ -329,11 +324,11 @@ def sum_streams_few_kernel(
     column = tl.program_id(0) * WIDE + i % WIDE
     is_word = (n < N) & (column < width)
     SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if (M > 0) & (LAST == 1):
         fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     epoch = tl.load(epochs_ptr + program) + 1
     mask = is_token[:, None] & (d < D)[None, :]
@@ -346,17 +341,15 @@ def sum_streams_few_kernel(
         for j in tl.static_range(1, W):
             send(pointers_ptr, own, is_word, epoch, word_index, rank, rank ^ j, W, capacity)
     if LAST == 1:
-        source = streams_ptr + token[:, None] * stride_n + d[None, :]
-        streams = _streams_tile(source, stride_h, mask)
-        columns = _columns(post_ptr, res_ptr, token, is_token)
+        streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
+        columns = _columns(res_ptr + token * 16, post_ptr + token * 4, is_token)
         words = receive(
             buffer_ptr, limit_ptr, faults, own, is_word, epoch, word_index, rank, capacity, W
         )
         tl.store(epochs_ptr + program, epoch)
         x = tl.reshape(sum_values(words, BFLOAT16, W, WORDS), [BLOCK_N, BLOCK_D])
         x = x.to(out_ptr.dtype.element_ty)
-        target = out_ptr + (token * 4)[:, None] * D + d[None, :]
-        streams = _post_tile(target, columns, streams, x, D, mask)
+        streams = _post_tile(out_ptr, columns, streams, x, token, d, D, mask)
         if M > 0:
             _parts_tile(
                 parts_ptr, fn, streams, row, token, is_token, M, ROWS, COMPILED, BLOCK_N, BLOCK_D
@@ -421,7 +414,8 @@ def streams_many_kernel(
     out_ptr += first * (4 * D)
     x_ptr += first * D
     if POST:
-        columns = _columns(post_ptr + first * 4, res_ptr + first * 16, n, is_token)
+        res = res_ptr + first * 16 + n * 16
+        columns = _columns(res, post_ptr + first * 4 + n * 4, is_token)
     plane = M * 4 * D
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_N], tl.float32)
@@ -431,7 +425,10 @@ def streams_many_kernel(
         d = start + tl.arange(0, BLOCK_D)
         mask = is_token[:, None] if EVEN else is_token[:, None] & (d < D)[None, :]
         source = streams_ptr + (n * stride_n)[:, None] + d[None, :]
-        streams = _streams_tile(source, stride_h, mask)
+        s0 = tl.load(source, mask=mask, other=0.0)
+        s1 = tl.load(source + stride_h, mask=mask, other=0.0)
+        s2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
+        s3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
         if M > 0:
             column = start * 4 + tl.arange(0, 4 * BLOCK_D)
             planes = planes_ptr + (row * (4 * D))[:, None] + column[None, :]
@@ -444,9 +441,19 @@ def streams_many_kernel(
                 low = tl.load(planes + 2 * plane, mask=is_column, other=0.0)
         if POST:
             x = tl.load(x_ptr + (n * D)[:, None] + d[None, :], mask=mask, other=0.0)
+            old = s0, s1, s2, s3
+            m0 = _mixed(columns[0], old, x)
+            m1 = _mixed(columns[1], old, x)
+            m2 = _mixed(columns[2], old, x)
+            m3 = _mixed(columns[3], old, x)
             target = out_ptr + (n * 4 * D)[:, None] + d[None, :]
-            streams = _post_tile(target, columns, streams, x, D, mask)
+            tl.store(target, m0, mask=mask)
+            tl.store(target + D, m1, mask=mask)
+            tl.store(target + 2 * D, m2, mask=mask)
+            tl.store(target + 3 * D, m3, mask=mask)
+            s0, s1, s2, s3 = m0, m1, m2, m3
         if M > 0:
+            streams = s0, s1, s2, s3
             squares += _squares(streams)
             turns = _settle(_take_turns(streams, BLOCK_N, BLOCK_D), COMPILED)
             if planes_ptr.dtype.element_ty == tl.bfloat16:

@@ -45,7 +45,6 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
     prefer_shared_memory()
     num_multiprocessors = platform.num_multiprocessors
     invariant: dict[str, Any] = {"invariant": True} if batch_invariant else {}
-    few_tokens: dict[str, Any] = {"few_tokens": mhc.ANY_NUMBER} if batch_invariant else {}
     deepgemm = optional.deepgemm()
     linears = deepgemm or linear_triton
     grouped_form = (deepgemm or linear_ref).grouped_form
@@ -58,7 +57,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         few_tokens=few_tokens_hopper.launch,
     )
     linear = bind(linears.linear, options=linear_options)
-    mhc_options = mhc.MhcOptions(**few_tokens, early_launch=True, inline_asm=True)
+    mhc_options = mhc.MhcOptions(**invariant, early_launch=True, inline_asm=True)
     mhc_post = bind(mhc.mhc_post, options=mhc_options)
     mhc_post_pre = bind(mhc.mhc_post_pre, options=mhc_options)
     return replace(
@@ -78,7 +77,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
         mhc_of_terms=FusedReduceMhc(
             # Another number of tokens would take another kernel, perhaps with other last bits.
-            0 if batch_invariant else mhc.EXPERT_TOKENS,
+            0 if batch_invariant else mhc.FEW_TOKENS,
             bind(mhc.num_programs, options=mhc_options),
             mhc_post,
             mhc_post_pre,
@@ -101,9 +100,9 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         ),
         sparse_attention=bind(sparse_attention, **invariant) if invariant else sparse_attention,
         route_by_score=bind(
-            route_by_score, **few_tokens, early_launch=True, registers=CHOOSE_REGISTERS
+            route_by_score, **invariant, early_launch=True, registers=CHOOSE_REGISTERS
         ),
-        route_by_hash=bind(route_by_hash, **few_tokens, early_launch=True),
+        route_by_hash=bind(route_by_hash, **invariant, early_launch=True),
         experts_dispatch=dispatch,
         experts_compute=bind(compute, num_multiprocessors=num_multiprocessors),
         experts_combine=bind(combine, early_launch=True),
