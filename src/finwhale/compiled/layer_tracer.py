@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from finwhale.compiled.graph_store import Argument, Traceable
+from finwhale.distributed.collectives import Alone
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight
@@ -171,14 +174,14 @@ class LayerTracer:
         return *read, *(leaf for leaf in leaves(weights) if not isinstance(leaf, Tensor))
 
     def _layer(self, weights: LayerWeights) -> DecoderLayer:
-        return DecoderLayer(
-            self.config,
-            self.ops,
-            weights,
-            self.layer.attn.layer,
-            self.layer.attn.round_kv,
-            SideStreams(torch.device("cpu")),
+        context = LayerContext(
+            config=self.config,
+            ops=self.ops,
+            round_activations=self.layer.attn.round_kv,
+            side_streams=SideStreams(torch.device("cpu")),
+            ranks=TensorParallel(Alone()),
         )
+        return DecoderLayer(context, weights, self.layer.attn.layer)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Argument:
         """A sample [N, ..] of the activations' dtype, or of another."""

@@ -20,7 +20,7 @@ from finwhale.engine.rank.inputs import synthetic_inputs
 from finwhale.engine.rank.memory import all_sampling_options, draft_after, without_filters
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
 from finwhale.models.cache import CacheGroup, PagedCache
-from finwhale.models.protocol import Model, ModelConfig
+from finwhale.models.protocol import BuildableModel, ModelConfig
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.builds.sizes import LaunchSizes
@@ -80,7 +80,7 @@ class LaunchEnumerator:
 
     def __init__(
         self,
-        model: Model,
+        model: BuildableModel,
         groups: Sequence[CacheGroup],
         ops: Ops,
         cache: PagedCache,

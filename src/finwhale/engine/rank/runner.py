@@ -17,7 +17,7 @@ from finwhale.engine.rank.kv_cache import CachePlan
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.stopwatch import StepTimes
 from finwhale.models.cache import CacheGroup, PagedCache
-from finwhale.models.protocol import Model
+from finwhale.models.protocol import BuildableModel
 from finwhale.models.step_inputs import Inline
 from finwhale.ops import Ops
 from finwhale.platform import Platform
@@ -46,7 +46,7 @@ class ModelRunner:
     dtype: torch.dtype
     ops: Ops
     groups: tuple[CacheGroup, ...]
-    model: Model
+    model: BuildableModel
     cache: PagedCache
     cache_plan: CachePlan
     max_model_len: int

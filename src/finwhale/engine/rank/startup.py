@@ -42,7 +42,7 @@ from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.step_limits import StepLimits, step_limits
 from finwhale.errors import FinwhaleError, ResourceError, first_line
 from finwhale.models.cache import CacheGroup
-from finwhale.models.protocol import Model, ModelConfig
+from finwhale.models.protocol import BuildableModel, ModelConfig
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
@@ -295,7 +295,7 @@ class _Start:
         )
         return weights
 
-    def _prepare_kernels(self, weights: Any) -> tuple[Model | None, Built]:
+    def _prepare_kernels(self, weights: Any) -> tuple[BuildableModel | None, Built]:
         """Load the kernels, and compile those that are still missing.
 
         Returns:
@@ -308,7 +308,7 @@ class _Start:
         self.phases.end("kernels")
         return model, built
 
-    def _prepare_in_turn(self, model: Model, max_len: int) -> Built:
+    def _prepare_in_turn(self, model: BuildableModel, max_len: int) -> Built:
         """Build the kernels on rank 0. The other ranks then find them in the cache."""
         if self.peers.rank.index:
             self.peers.barrier()
@@ -317,13 +317,13 @@ class _Start:
             self.peers.barrier()
         return built
 
-    def _prepare(self, model: Model, max_len: int) -> Built:
+    def _prepare(self, model: BuildableModel, max_len: int) -> Built:
         """Build every kernel that a request may use."""
         return self.builds.prepare(
             self._build_configuration(max_len), self._every_launch(model, max_len)
         )
 
-    def _every_launch(self, model: Model, max_len: int) -> LaunchEnumerator:
+    def _every_launch(self, model: BuildableModel, max_len: int) -> LaunchEnumerator:
         return LaunchEnumerator(
             model,
             self.groups,
@@ -338,8 +338,8 @@ class _Start:
         model = self._build_model(unfilled.finish_unfilled(), self.longest)
         self._every_launch(model, self.longest)()
 
-    def _build_model(self, weights: Any, max_positions: int) -> Model:
-        model: Model = self.architecture.build(
+    def _build_model(self, weights: Any, max_positions: int) -> BuildableModel:
+        model: BuildableModel = self.architecture.build(
             self.model_config,
             self.ops,
             weights,
@@ -356,7 +356,7 @@ class _Start:
 
     # --- Cache ------------------------------------------------------------------------------------
 
-    def _plan_cache(self, model: Model | None) -> CachePlan:
+    def _plan_cache(self, model: BuildableModel | None) -> CachePlan:
         """Plan the cache; `model` runs the largest steps to measure their workspace."""
         config = self.config
         budget = config.cache_memory_bytes
@@ -397,7 +397,7 @@ class _Start:
         return plan
 
     def _allocate_cache(
-        self, cache_plan: CachePlan, weights: Any, model: Model | None
+        self, cache_plan: CachePlan, weights: Any, model: BuildableModel | None
     ) -> ModelRunner:
         """Allocate the cache, and build the model unless its kernels are prepared already."""
         max_model_len = self._max_model_len(cache_plan)

@@ -20,10 +20,8 @@ from finwhale.models.deepseek_v4.compressor import (
     C128Compressor,
     C128Weights,
 )
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
@@ -32,10 +30,6 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, Tokens
 
 COMPRESS_STREAM = 0
-# With these numbers of tokens, the projection of a C4 layer's compressor runs before that of
-# queries and kv: its kernel then requests its weight while the kernels before attention run.
-# Otherwise it runs on the side stream, as a C128 layer's does, whose weight is smaller.
-COMPRESSOR_FIRST_TOKENS = range(3, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,52 +113,33 @@ class Attention:
     x and the result are those of all tokens, and the result is the partial sum over the heads of
     this rank. If `is_token_parallel`, both are those of this rank's tokens, and the result is
     complete.
-
-    Args:
-        config: the sizes of this rank's part.
     """
 
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: AttentionWeights,
-        layer: int,
-        round_activations: bool,
-        side_streams: SideStreams,
-        ranks: TensorParallel,
-    ) -> None:
+    def __init__(self, context: LayerContext, weights: AttentionWeights, layer: int) -> None:
+        config, ops = context.config, context.ops
         self.linear, self.rms_norm = ops.linear, ops.rms_norm
-        self.ranks = ranks
+        self.ranks = context.ranks
         self.heads = Heads(ops, weights.heads, config.head_dim)
         self.all_heads: Heads | None = None
         if weights.all_heads is not None:
             self.all_heads = Heads(ops, weights.all_heads, config.head_dim)
         self.prepare_qkv, self.store_window_rows = ops.prepare_qkv, ops.store_window_rows
         self.sparse_attention = ops.sparse_attention
-        self.side_streams = side_streams
+        self.compressor_first = ops.capabilities.compressor_first
+        self.side_streams = context.side_streams
         self.weights = weights
         self.layer = layer
-        self.round_kv = round_activations
+        self.round_kv = context.round_activations
         self.eps = config.rms_norm_eps
         self.q_lora_rank = config.q_lora_rank
         self.window = config.sliding_window
         self.scale = config.head_dim**-0.5
         self.compressor: C4Compressor | C128Compressor | None = None
         if isinstance(weights.compressor, C4Weights):
-            self.compressor = C4Compressor(
-                config,
-                ops,
-                weights.compressor,
-                layer,
-                round_activations,
-                ranks,
-                gathers=self.all_heads is None,
-            )
+            gathers = self.all_heads is None
+            self.compressor = C4Compressor(context, weights.compressor, layer, gathers=gathers)
         elif isinstance(weights.compressor, C128Weights):
-            self.compressor = C128Compressor(
-                config, ops, weights.compressor, layer, round_activations
-            )
+            self.compressor = C128Compressor(context, weights.compressor, layer)
 
     def __call__(
         self,
@@ -181,7 +156,7 @@ class Attention:
             projected = self.gather_and_store(x, inputs, rotary, cache)
             q_RX = self.own_queries(x)
         else:
-            if isinstance(compressor, C4Compressor) and len(x) in COMPRESSOR_FIRST_TOKENS:
+            if isinstance(compressor, C4Compressor) and len(x) in self.compressor_first:
                 projected = compressor.project(x)
                 write = partial(compressor.write, projected, inputs, rotary, cache)
                 streams.start(COMPRESS_STREAM, write)

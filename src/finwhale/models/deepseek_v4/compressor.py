@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.step_inputs import StepInputs
-from finwhale.ops import Ops
 from finwhale.ops.attention import AllEntries, TopkEntries
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.indexer import RATIO, IndexQueries
@@ -42,21 +40,14 @@ class C4Weights:
 class C128Compressor:
     """Writes the entries that complete in a step. A token sees every complete entry before it."""
 
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: C128Weights,
-        layer: int,
-        round_activations: bool,
-    ) -> None:
-        self.linear = ops.linear
-        self.compress = ops.compress
+    def __init__(self, context: LayerContext, weights: C128Weights, layer: int) -> None:
+        self.linear = context.ops.linear
+        self.compress = context.ops.compress
         self.weights = weights
         self.layer = layer
-        self.eps = config.rms_norm_eps
-        self.max_verify_tokens = config.max_verify_tokens
-        self.round_entries = round_activations
+        self.eps = context.config.rms_norm_eps
+        self.max_verify_tokens = context.config.max_verify_tokens
+        self.round_entries = context.round_activations
 
     def project(self, x_ND: Tensor) -> Tensor:
         """Project x to [N,2C], the argument of `write`."""
@@ -92,16 +83,10 @@ class C4Compressor:
     """
 
     def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: C4Weights,
-        layer: int,
-        round_activations: bool,
-        ranks: TensorParallel,
-        gathers: bool = True,
+        self, context: LayerContext, weights: C4Weights, layer: int, *, gathers: bool
     ) -> None:
-        self.ranks, self.gathers = ranks, gathers
+        config, ops = context.config, context.ops
+        self.ranks, self.gathers = context.ranks, gathers
         self.linear = ops.linear
         self.compress = ops.compress
         self.prepare_index_queries = ops.prepare_index_queries
@@ -110,7 +95,7 @@ class C4Compressor:
         self.layer = layer
         self.eps = config.rms_norm_eps
         self.max_verify_tokens = config.max_verify_tokens
-        self.round_entries = round_activations
+        self.round_entries = context.round_activations
         self.heads = config.index_n_heads
         self.head_dim = config.index_head_dim
         self.topk = config.index_topk

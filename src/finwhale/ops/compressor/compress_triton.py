@@ -14,6 +14,8 @@ tokens of Flash at 4.39 TB/s are 19 us in a C4 layer (X 2048 and 512) and 8 us i
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -475,6 +477,21 @@ def _exchange(tokens: Tokens, width: int) -> tuple[Tensor, Tensor]:
     return torch.empty(num_tokens, width, dtype=torch.float32, device=device), counters
 
 
+def _sizes(part: CompressPart, rope: int, letter: str) -> dict[str, Any]:
+    """The kernel's constants that are those of a part, `letter`."""
+    width, key = part.weight.norm.shape[0], part.rounding == "key"
+    block = triton.next_power_of_2(width)
+    sizes = {
+        "C": width,
+        "KEY": key,
+        "SCALE_BYTES": 0 if key else rows_layout.scale_bytes(width, rope),
+        "KEY_GROUP": fp4_group(width),
+        "KEY_SHARE": width**-0.5,
+        "BLOCK_C": block if key else max(NOPE_GROUP, block),
+    }
+    return {f"{name}_{letter}": value for name, value in sizes.items()}
+
+
 def compress(
     parts: tuple[CompressPart, ...],
     tokens: Tokens,
@@ -499,57 +516,29 @@ def compress(
     state_table, entry_table = parts[0].state.table, parts[0].entries.table
     arguments: list[Tensor] = []
     strides: list[int] = []
-    sizes: list[tuple[int, bool, int, int]] = []
     for part in (parts[0], parts[-1]):
         _check(part, ratio, rope)
-        weight = part.weight
-        arguments += (part.projected, weight.ape, weight.norm, part.state.pool, part.entries.pool)
-        strides += (
-            part.projected.stride(0),
-            part.state.pool.stride(0),
-            part.entries.pool.stride(0),
-        )
-        width, key = weight.norm.shape[0], part.rounding == "key"
-        scales = 0 if key else rows_layout.scale_bytes(width, rope)
-        block = triton.next_power_of_2(width)
-        sizes.append((width, key, scales, block if key else max(NOPE_GROUP, block)))
-    (width_a, key_a, scales_a, block_a), (width_b, key_b, scales_b, block_b) = sizes
-    few = tokens.max_query <= MAX_DECODE_QUERY
+        weight, pools = part.weight, (part.state.pool, part.entries.pool)
+        arguments += (part.projected, weight.ape, weight.norm, *pools)
+        strides += (part.projected.stride(0), *(pool.stride(0) for pool in pools))
+    sizes = _sizes(parts[0], rope, "A") | _sizes(parts[-1], rope, "B")
+    if len(parts) == 1:
+        sizes["C_B"] = 0
+    few, width, block = tokens.max_query <= MAX_DECODE_QUERY, sizes["C_A"], sizes["BLOCK_C_A"]
     tokens_per_program = 1 if few else PREFILL_TOKENS[ratio]
-    slices = triton.cdiv(width_a, SLICE) if ratio == 128 else 1
-    mixed, counters = _exchange(tokens, width_a if slices > 1 else 0)
+    slices = triton.cdiv(width, SLICE) if ratio == 128 else 1
     programs = (triton.cdiv(num_tokens, tokens_per_program), max(slices, len(parts)))
     _compress_kernel[programs](
         *arguments,
-        mixed,
-        counters,
-        tokens.positions,
-        tokens.sequence,
-        tokens.query_start,
-        rotary_LR,
-        state_table.pages,
-        state_table.first,
-        entry_table.pages,
-        entry_table.first,
+        *_exchange(tokens, width if slices > 1 else 0),
+        *(tokens.positions, tokens.sequence, tokens.query_start, rotary_LR),
+        *(state_table.pages, state_table.first, entry_table.pages, entry_table.first),
         num_tokens,
         *strides,
-        state_table.pages.stride(0),
-        entry_table.pages.stride(0),
-        eps,
+        *(state_table.pages.stride(0), entry_table.pages.stride(0), eps),
         RATIO=ratio,
         R=rope,
-        C_A=width_a,
-        KEY_A=key_a,
-        SCALE_BYTES_A=scales_a,
-        KEY_GROUP_A=fp4_group(width_a),
-        KEY_SHARE_A=width_a**-0.5,
-        BLOCK_C_A=block_a,
-        C_B=width_b if len(parts) > 1 else 0,
-        KEY_B=key_b,
-        SCALE_BYTES_B=scales_b,
-        KEY_GROUP_B=fp4_group(width_b),
-        KEY_SHARE_B=width_b**-0.5,
-        BLOCK_C_B=block_b,
+        **sizes,
         STATE_ROWS=state_table.rows_per_page,
         ENTRY_ROWS=entry_table.rows_per_page,
         GROUP=NOPE_GROUP,
@@ -558,7 +547,7 @@ def compress(
         TOKENS=tokens_per_program,
         SLICES=slices,
         SLICE=SLICE,
-        BLOCK_X=min(512, 4 * block_a) if tokens_per_program > 1 else 2 * block_a,
+        BLOCK_X=min(512, 4 * block) if tokens_per_program > 1 else 2 * block,
         num_warps=8,
         **launch_options(early_launch),
     )
