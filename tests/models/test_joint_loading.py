@@ -27,8 +27,8 @@ from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.dummy import DummySource
-from finwhale.weights.joint import JointReader, PiecePart
-from finwhale.weights.joint_ranks import JointRanks, Lane
+from finwhale.weights.joint import JointReader
+from finwhale.weights.joint_ranks import JointRanks, Lane, PiecePart
 from finwhale.weights.source import WeightSource
 
 

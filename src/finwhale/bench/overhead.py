@@ -40,7 +40,7 @@ from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.presets import published
-from finwhale.ops.builds import NothingToBuild
+from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.options import add_options
 from finwhale.request import SamplingParams
@@ -143,7 +143,7 @@ def stub_executor(
         start_seconds={},
     )
     runner: Any = StubRunner(model_config, groups, max_len, sizes.num_seqs)
-    return LocalExecutor(runner, NothingToBuild(), description)
+    return LocalExecutor(runner, Builds(), description)
 
 
 def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:

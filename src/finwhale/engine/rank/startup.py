@@ -46,7 +46,8 @@ from finwhale.models.protocol import BuildableModel, ModelConfig
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
-from finwhale.ops.builds import Built, load_builds
+from finwhale.ops.builds import Built
+from finwhale.ops.builds.loading import load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 from finwhale.weights.allocation import WeightForm

@@ -543,7 +543,7 @@ def max_keys(tokens: Tokens, window: Window, entries: TopkEntries | AllEntries |
     return window.size + tokens.max_len // entries.ratio
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AttentionProblem:
     """The arguments of `sparse_attention`, with values that every kernel derives from them.
 
@@ -803,19 +803,8 @@ def sparse_attention(
     invariant: see AttentionProblem.
     plan: gives tile sizes, with the splits of `plan_for`.
     """
-    problem = AttentionProblem(
-        q=q_NAC,
-        rotary=rotary_LR,
-        eps=eps,
-        tokens=tokens,
-        window=window,
-        entries=entries,
-        sink=sink_A,
-        scale=scale,
-        out=out_NAC,
-        scales=scales_NS,
-        invariant=invariant,
-    )
+    args = q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, out_NAC, scales_NS
+    problem = AttentionProblem(*args, invariant=invariant)
     check_problem(problem)
     for part in problem.launches():
         attend(part, plan(part))

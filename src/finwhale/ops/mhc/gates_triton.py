@@ -143,8 +143,12 @@ def _pick(values, index, i: tl.constexpr):
 
 
 @triton.jit
-def _parts(parts_ptr, stride_r, slots, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
-    """Load rows FIRST + rows of a token's parts: [BLOCK_S, rows]."""
+def _parts(parts, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
+    """Load rows FIRST + rows of a token's parts: [BLOCK_S, rows].
+
+    parts: their pointer, the stride of their rows and the number of slots.
+    """
+    parts_ptr, stride_r, slots = parts
     slot = tl.arange(0, BLOCK_S)
     source = parts_ptr + ((slot * ROWS + FIRST)[:, None] + rows[None, :]) * stride_r
     return tl.load(source, mask=(slot < slots)[:, None], other=0.0)
@@ -152,16 +156,12 @@ def _parts(parts_ptr, stride_r, slots, FIRST, rows, BLOCK_S: tl.constexpr, ROWS:
 
 @triton.jit
 def _one_token_gates(
-    parts_ptr,
-    scale_ptr,
-    base_ptr,
-    post_ptr,
-    res_ptr,
+    parts,
+    weights,
+    outputs,
     D,
     eps,
     rms_eps,
-    stride_r,
-    slots,
     ITERS: tl.constexpr,
     COMPILED: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -173,6 +173,8 @@ def _one_token_gates(
     All loads come first, because a sum is a barrier that delays later loads. Those of weights come
     before the wait, because other kernels have filled L2 since the last step.
     """
+    scale_ptr, base_ptr = weights
+    post_ptr, res_ptr = outputs
     four = tl.arange(0, 4)
     index = tl.arange(0, 16)
     mixes_scale = tl.load(scale_ptr + 8 + index)
@@ -181,9 +183,9 @@ def _one_token_gates(
     post_base = tl.load(base_ptr + 4 + four)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    mixes = _parts(parts_ptr, stride_r, slots, 8, index, BLOCK_S, ROWS)
-    squares = _parts(parts_ptr, stride_r, slots, 24, tl.arange(0, 1), BLOCK_S, ROWS)
-    post = _parts(parts_ptr, stride_r, slots, 4, four, BLOCK_S, ROWS)
+    mixes = _parts(parts, 8, index, BLOCK_S, ROWS)
+    squares = _parts(parts, 24, tl.arange(0, 1), BLOCK_S, ROWS)
+    post = _parts(parts, 4, four, BLOCK_S, ROWS)
     rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
     post = tl.sum(post, axis=0) * rstd * post_scale + post_base
     mixes = tl.sum(mixes, axis=0) * rstd * mixes_scale + mixes_base
@@ -235,26 +237,15 @@ def block_input_kernel(
     else:
         token = tl.program_id(0).to(tl.int64)
         parts_ptr += token * stride_t
+    parts = parts_ptr, stride_r, slots
     if tl.program_id(1) == 1:
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
-        _one_token_gates(
-            parts_ptr,
-            scale_ptr,
-            base_ptr,
-            post_ptr + token * 4,
-            res_ptr + token * 16,
-            D,
-            eps,
-            rms_eps,
-            stride_r,
-            slots,
-            ITERS,
-            COMPILED,
-            BLOCK_S,
-            ROWS,
-            PDL,
-        )
+        weights, outputs = (scale_ptr, base_ptr), (post_ptr + token * 4, res_ptr + token * 16)
+        # fmt: off
+        _one_token_gates(parts, weights, outputs, D, eps, rms_eps, ITERS, COMPILED, BLOCK_S, ROWS,
+                         PDL)
+        # fmt: on
     else:
         d = tl.arange(0, BLOCK_D)
         mask = d < D
@@ -270,8 +261,8 @@ def block_input_kernel(
         if KIND == "given":
             pre = tl.load(pre_ptr + token * 4 + four)
         else:
-            pre = _parts(parts_ptr, stride_r, slots, 0, four, BLOCK_S, ROWS)
-            squares = _parts(parts_ptr, stride_r, slots, M, tl.arange(0, 1), BLOCK_S, ROWS)
+            pre = _parts(parts, 0, four, BLOCK_S, ROWS)
+            squares = _parts(parts, M, tl.arange(0, 1), BLOCK_S, ROWS)
         source = streams_ptr + token * stride_n + d
         x0 = tl.load(source, mask=mask, other=0.0)
         x1 = tl.load(source + stride_h, mask=mask, other=0.0)

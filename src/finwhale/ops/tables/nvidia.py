@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_triton
 from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.drafts import drafts_triton
@@ -25,6 +24,7 @@ from finwhale.ops.moe.experts_layout import finish_experts
 from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling import sample_triton
+from finwhale.ops.table import Capabilities, Ops
 from finwhale.ops.tables import bind
 from finwhale.platform import Platform
 

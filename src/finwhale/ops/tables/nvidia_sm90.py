@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from finwhale.ops import Ops
 from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_hopper
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
@@ -27,6 +26,7 @@ from finwhale.ops.moe import experts_hopper
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.router_triton import CHOOSE_REGISTERS, route_by_hash, route_by_score
 from finwhale.ops.sampling import sample_triton
+from finwhale.ops.table import Ops
 from finwhale.ops.tables import bind, nvidia, optional
 from finwhale.platform import Platform
 

@@ -2,7 +2,6 @@
 
 import torch
 
-from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention import ref as attention
 from finwhale.ops.compressor.ref import compress
 from finwhale.ops.drafts import ref as drafts
@@ -12,6 +11,7 @@ from finwhale.ops.mhc import ref as mhc
 from finwhale.ops.moe import ref as moe
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.sampling import ref as sampling
+from finwhale.ops.table import Capabilities, Ops
 
 OPS = Ops(
     capabilities=Capabilities(

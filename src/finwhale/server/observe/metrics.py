@@ -135,6 +135,10 @@ class Metrics:
         self._in_flight.dec()
         self._duration.observe(time.monotonic() - log.begin)
 
+    def compiled(self, seconds: float) -> None:
+        """Counts a compiled grammar."""
+        self.compile_seconds.observe(seconds)
+
     def grammar(self, result: str) -> None:
         """Counts a request's grammar as accepted or refused."""
         self._grammars.labels(result).inc()
