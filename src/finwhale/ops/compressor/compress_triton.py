@@ -62,22 +62,23 @@ def _keep(rows, pool, kept, first_column, num_columns, BLOCK_X: tl.constexpr):
 
 @triton.jit
 def _mix(
-    projected_ptr,
+    projected,
+    state,
     ape_ptr,
-    state_ptr,
-    state_row_ptr,
-    token,
-    position,
-    first_position,
-    stride_projected,
-    stride_state,
+    at,
     first_column,
     RATIO: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns from first_column on of the gated average of the S tokens up to `token`."""
+    """BLOCK columns from first_column on of the gated average of the S tokens up to `token`.
+
+    at: the token, its position, and that of its sequence's first token in the step.
+    """
+    projected_ptr, stride_projected = projected
+    state_ptr, state_row_ptr, stride_state = state
+    token, position, first_position = at
     S: tl.constexpr = 8 if RATIO == 4 else RATIO
     columns = first_column + tl.arange(0, BLOCK)
     slot = tl.arange(0, S)
@@ -275,22 +276,14 @@ def _part(
         columns = tl.arange(0, BLOCK_C)
         norm = tl.load(norm_ptr + columns, mask=columns < C, other=0.0)
         cos, sin = rotation(rotary_ptr + entry * RATIO * R, 0, C, R, BLOCK_C)
-        mixed = _mix(
-            projected_ptr,
-            ape_ptr,
-            state_ptr,
-            state_pages_ptr + b * stride_state_pages - first_state_page,
-            token,
-            position,
-            first_position,
-            stride_projected,
-            stride_state,
-            first_column,
-            RATIO,
-            STATE_ROWS,
-            C,
-            SLICE if SLICES > 1 else BLOCK_C,
-        )
+        at = token, position, first_position
+        state_row_ptr = state_pages_ptr + b * stride_state_pages - first_state_page
+        state = state_ptr, state_row_ptr, stride_state
+        width: tl.constexpr = SLICE if SLICES > 1 else BLOCK_C
+        # fmt: off
+        mixed = _mix((projected_ptr, stride_projected), state, ape_ptr, at, first_column,
+                     RATIO, STATE_ROWS, C, width)
+        # fmt: on
         is_last_slice = True
         if SLICES > 1:
             slice_columns = first_column + tl.arange(0, SLICE)
@@ -318,17 +311,10 @@ def _part(
                     row, page_ptr, entry % ENTRY_ROWS, C, ENTRY_ROWS, KEY_GROUP, KEY_SHARE
                 )
             else:
-                _store_attention_row(
-                    row,
-                    page_ptr,
-                    entry % ENTRY_ROWS,
-                    C,
-                    R,
-                    ENTRY_ROWS,
-                    GROUP,
-                    SCALE_BYTES,
-                    BLOCK_C,
-                )
+                # fmt: off
+                _store_attention_row(row, page_ptr, entry % ENTRY_ROWS, C, R, ENTRY_ROWS, GROUP,
+                                     SCALE_BYTES, BLOCK_C)
+                # fmt: on
 
     if tl.max(kept.to(tl.int32), axis=0) > 0:
         rows = projected_ptr, tokens, stride_projected
