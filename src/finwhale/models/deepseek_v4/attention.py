@@ -27,7 +27,7 @@ from finwhale.ops import Ops
 from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.indexer import IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows
 
 COMPRESS_STREAM = 0
 
@@ -89,7 +89,7 @@ class Heads:
         return q_RX[:, self.width :]
 
     def empty_output(self, q_RX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Allocate the tensors that `Attention.attend` writes and `output` reads.
+        """Allocate the tensors that `Attention.select_and_attend` writes and `output` reads.
 
         They are [R,A,C], and scales [R,S]. The scales are None unless the output projection needs a
         rounded input.
@@ -269,11 +269,21 @@ class Attention:
             index_q: the indexer's queries if `prepare_index_q` has prepared them.
         """
         entries = self.select_entries(q_RX, projected, inputs, rotary, cache, index_q)
-        window = Window(self.window_rows(inputs, cache), self.window)
         heads = self.heads_of(inputs)
         tokens = inputs.local_tokens if self.is_token_parallel(inputs) else inputs.tokens
         assert tokens is not None
-        self.attend(heads, q_RX, entries, tokens, rotary, window, out_RAC, scales_RS)
+        self.sparse_attention(
+            heads.queries(q_RX),
+            rotary,
+            self.eps,
+            tokens,
+            Window(self.window_rows(inputs, cache), self.window),
+            entries,
+            heads.weights.attn_sink,
+            self.scale,
+            out_RAC,
+            scales_RS,
+        )
 
     def select_entries(
         self,
@@ -297,31 +307,6 @@ class Attention:
             index_q_RX = self.heads_of(inputs).index_queries(q_RX)
             index_q = self.compressor.prepare(index_q_RX, inputs, rotary)
         return self.compressor.visible(projected, index_q, inputs, rotary, cache)
-
-    def attend(
-        self,
-        heads: Heads,
-        q_RX: Tensor,
-        entries: TopkEntries | AllEntries | None,
-        tokens: Tokens,
-        rotary: Tensor,
-        window: Window,
-        out_RAC: Tensor,
-        scales_RS: Tensor | None,
-    ) -> None:
-        """Attend to the window and the entries; writes the tensors from `Heads.empty_output`."""
-        self.sparse_attention(
-            heads.queries(q_RX),
-            rotary,
-            self.eps,
-            tokens,
-            window,
-            entries,
-            heads.weights.attn_sink,
-            self.scale,
-            out_RAC,
-            scales_RS,
-        )
 
 
 def store(

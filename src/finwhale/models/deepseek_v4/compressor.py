@@ -12,10 +12,10 @@ from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops.attention import AllEntries, TopkEntries
-from finwhale.ops.compressor import CompressorWeight, CompressPart
+from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,21 +112,15 @@ class C4Compressor:
         """Write the entries that complete, and the state that later steps need."""
         w = self.weights
         entries, keys, _ = projected.split(self.widths, 1)
+        row: Rounding = "nope" if self.round_entries else "none"
+        key: Rounding = "key" if self.round_entries else "none"
+
+        def rows(field: str) -> CacheRows:
+            return cache.rows(field, self.layer, inputs.tables)
+
         parts = (
-            CompressPart(
-                entries,
-                w.mix,
-                cache.rows("c4_state", self.layer, inputs.tables),
-                cache.rows("c4", self.layer, inputs.tables),
-                "nope" if self.round_entries else "none",
-            ),
-            CompressPart(
-                keys,
-                w.index_mix,
-                cache.rows("index_state", self.layer, inputs.tables),
-                cache.rows("index_keys", self.layer, inputs.tables),
-                "key" if self.round_entries else "none",
-            ),
+            CompressPart(entries, w.mix, rows("c4_state"), rows("c4"), row),
+            CompressPart(keys, w.index_mix, rows("index_state"), rows("index_keys"), key),
         )
         self.compress(parts, inputs.tokens, rotary, self.eps, self.max_verify_tokens)
 

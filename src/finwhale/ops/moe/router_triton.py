@@ -272,17 +272,16 @@ class GatePlan:
     stages: int = 0
 
     @staticmethod
-    def of(num_tokens: int, narrow: bool, invariant: bool, stages: int) -> "GatePlan":
-        """narrow: both matrices are bfloat16. A float32 GEMM does not use tensor cores, and large
-        tiles would not fit.
-        """
+    def of(x_ND: Tensor, gate_ED: Tensor, invariant: bool, stages: int) -> "GatePlan":
+        num_tokens = len(x_ND)
         if num_tokens <= FEW_TOKENS or invariant:
             block_n = NARROW_TILE if num_tokens <= NARROW_TILE else 2 * NARROW_TILE
             return GatePlan(True, block_n, 32, 256, num_warps=4)
-        if narrow:
+        if x_ND.dtype == gate_ED.dtype == torch.bfloat16:
             # On an H200, 1,536 tokens take 17 us, and 34 with tiles twice as large; 4,096 take 25
             # and 35, 8,192 take 50 and 37.
             return GatePlan(False, 64, 64, 64, num_warps=4, stages=stages)
+        # A float32 GEMM does not use tensor cores, and large tiles would not fit.
         return GatePlan(False, 64, 64, 32, num_warps=8, stages=2)
 
 
@@ -352,8 +351,7 @@ def route_by_score(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    narrow = x_ND.dtype == gate_ED.dtype == torch.bfloat16
-    plan = GatePlan.of(num_tokens, narrow, invariant, stages)
+    plan = GatePlan.of(x_ND, gate_ED, invariant, stages)
     parts = _multiply(x_ND, gate_ED, plan, early_launch)
     _choose_kernel[(num_tokens,)](
         *(parts, bias_E, positions_N, ids, weights, experts, scaling),
@@ -393,8 +391,7 @@ def route_by_hash(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    narrow = x_ND.dtype == gate_ED.dtype == torch.bfloat16
-    plan = GatePlan.of(num_tokens, narrow, invariant, stages)
+    plan = GatePlan.of(x_ND, gate_ED, invariant, stages)
     _hash_kernel[(num_tokens,)](
         x_ND,
         gate_ED,
