@@ -281,8 +281,8 @@ def main(what: str) -> None:
         found.append(here.tokens(other))
         print(json.dumps({"compiled": counts, "tokens": found}), flush=True)
         return
-    (worker,) = executor.workers.pids
-    print(json.dumps({"worker": worker}), flush=True)
+    (worker,) = executor.workers.states()
+    print(json.dumps({"worker": worker.process.pid}), flush=True)
     engine.add_request("endless", [1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
     while True:
         engine.step()
