@@ -10,7 +10,7 @@ from finwhale.engine.ranks.rank_weights import RankWeights
 from finwhale.engine.steps.executor import StepExecutor
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.ops.builds import Builds
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 
 ALONE = Alone()
 P = ParamSpec("P")
