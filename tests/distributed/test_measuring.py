@@ -18,7 +18,6 @@ from finwhale.bench.engine import call_ranks_collectively, measured
 from finwhale.config import EngineConfig
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import Ranks
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.weight_sources import Weights
 
@@ -129,7 +128,7 @@ def test_loading_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(sharded_config())
-    monkeypatch.setattr(DeepseekV4Config, "preset", lambda name: config)
+    monkeypatch.setattr(load, "published", lambda name: config)
     record = tmp_path / "load.jsonl"
     options = f"--zeros --layers 2 --device cpu --repeats 1 --record {record}".split()
     assert load.main(options) == 0
