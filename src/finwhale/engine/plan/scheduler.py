@@ -96,6 +96,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, with their pages; empty when there is nothing to compute."""
+        self.admission.advance_loads()
         chunks: list[Chunk] = []
         prefilling: list[SequenceState] = []
         preempted = self.counts.preemptions
@@ -190,6 +191,7 @@ class Scheduler:
 
     def _preempt(self, sequence: SequenceState) -> None:
         self.counts.preemptions += 1
+        sequence.store_tries = 0
         self._stop(sequence)
         self.admission.put_back(sequence)
 
@@ -281,6 +283,10 @@ class Scheduler:
         is_output = end > sequence.num_prompt
         lasting = ends_prompt or is_output or end == sequence.shared_until
         prefix.add_state(block, end, sequence.tables, lasting=lasting)
+        if self.admission.stored is not None:
+            # Each block of an output ends the request until the next one.
+            saves = lasting and not is_output
+            self.admission.stored.save(block, sequence.prefix_owner, state=saves)
         if is_output:
             if sequence.last_output_block is not None:
                 prefix.evict_early(sequence.last_output_block)
@@ -319,6 +325,8 @@ class Scheduler:
     def finish(self, sequence: SequenceState) -> None:
         """Remove a running or waiting sequence, and free its pages."""
         if sequence.running:
+            if self.admission.stored is not None:
+                self.admission.stored.end(sequence)
             self._stop(sequence)
         else:
             self.admission.remove(sequence)
@@ -330,14 +338,20 @@ class Scheduler:
         for sequence in self.running:
             self._detach(sequence)
             sequence.sharing = False
+        self.admission.cancel_loads()
         self.prefix.clear()
 
     def check_integrity(self) -> None:
         """Assert that no page, block or sequence is lost."""
         cached = None
         if self.prefix is not None:
-            self.prefix.check_integrity([s.blocks for s in self.running])
+            chains = [s.blocks for s in self.running]
             cached = self.prefix.cached_pages()
+            if self.admission.stored is not None:
+                chains += [load.chain for load in self.admission.stored.loads]
+                for name, pages in self.admission.stored.held_pages().items():
+                    cached[name] += pages
+            self.prefix.check_integrity(chains)
         self.pages.check_integrity([s.tables for s in self.running], cached)
         slots = [s.slot for s in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.sizes.num_seqs))

@@ -43,6 +43,7 @@ class SequenceState:
         sharing: whether the scheduler adds its blocks to the prefix cache.
         shared_until: number of tokens in common with cached blocks, if it could not resume there.
         last_output_block: the last block of output that it completed.
+        store_tries: number of times that the store was asked for its blocks (stored_prefixes.py).
         prompt_logprobs: number of most likely tokens to return with each prompt token's
             log-probability, while some are missing. Such a sequence computes its whole prompt,
             without cached prefixes. None: none are missing.
@@ -77,6 +78,7 @@ class SequenceState:
     sharing: bool = True
     shared_until: int = 0
     last_output_block: Block | None = None
+    store_tries: int = 0
     prompt_logprobs: int | None = None
     num_routed: int | None = None
 
@@ -88,6 +90,10 @@ class SequenceState:
         # The last token is always computed, because its logits give the next token.
         most = len(self.token_ids) - 1
         return most if self.num_routed is None else min(most, self.num_routed)
+
+    def leads(self, key: bytes) -> bool:
+        """Whether it computes the block of this key, which waiting sequences may reuse."""
+        return self.running and key in self.keys[len(self.blocks) :]
 
     @property
     def remaining(self) -> int:
