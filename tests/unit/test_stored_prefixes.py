@@ -119,11 +119,9 @@ def new(**options: Any) -> Scheduler:
 
 
 def settle(driver: Driver) -> None:
-    """Let every save end."""
-    stored = driver.scheduler.admission.stored
-    assert stored is not None
+    """Let every save and load end."""
     for _ in range(100):
-        stored.advance()
+        driver.scheduler.admission.advance_loads()
     driver.scheduler.check_integrity()
 
 
@@ -263,7 +261,7 @@ def test_random_traffic(data: st.DataObject) -> None:
     """
     seed = data.draw(st.integers(0, 40), "model")
     budget = data.draw(st.sampled_from([600, 150, 64, 300]), "budget")
-    blocks = data.draw(st.integers(2, 7), "blocks")
+    blocks = data.draw(st.integers(3, 7), "blocks")
     draw = random.Random(data.draw(st.integers(0, 2**32), "draws"))
     contents: Contents = {}
     longest = min(256 * blocks, 20 * budget)
@@ -300,14 +298,17 @@ def test_random_traffic(data: st.DataObject) -> None:
             while count < arrivals and (draw.random() < rate or not scheduler.has_work):
                 output = draw.randint(1, min(longest - 1, draw.choice((5, 100, 300))))
                 prompt = some_prompt(draw, texts, longest - output)
+                if draw.random() < 0.5:  # again, or further
+                    whole = draw.choice(texts)[: longest - output - 1]
+                    prompt = [*whole, draw.randrange(40)]
                 driver.add(make_sequence(f"s{count}", prompt, output, draw.choice(priorities)))
                 count += 1
             driver.step()
             if draw.random() < 0.01 and scheduler.has_work:
                 driver.end(draw.choice(living(scheduler)))
-            if draw.random() < 0.004:
+            if draw.random() < 0.001:
                 scheduler.reset_prefix_cache()
-            if draw.random() < 0.02 and contents:
+            if draw.random() < 0.002 and contents:
                 del contents[draw.choice(list(contents))]
         for sequence in driver.finished:
             said = Text(sequence.token_ids[: sequence.num_prompt])
