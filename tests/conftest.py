@@ -19,6 +19,7 @@ import pytest
 import tokenizers
 import torch
 from hypothesis import settings
+from tests.support.integrity import check_engine
 from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -227,10 +228,10 @@ def new_llm(tiny_path: Path, one_thread: None) -> Iterator[Callable[..., LLM]]:
 def assert_idle(llm: LLM) -> None:
     """No request, page or sampling state is left behind."""
     engine = llm._engine
-    engine.check_integrity()
+    check_engine(engine)
     assert not engine.has_work
     assert not engine.scheduler.running
-    assert not engine._text_streams and not engine._requests and not engine._in_flight
+    assert not engine.outputs.streams and not engine.outputs.requests and not engine._loop.in_flight
     engine.reset_prefix_cache()
     for name, pool in engine.scheduler.pages.pools.items():
         assert pool.num_free == pool.num_pages - 1, f"pages of {name} are still held"

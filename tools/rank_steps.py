@@ -24,7 +24,7 @@ import torch
 from finwhale import SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.weight_sources import Weights
@@ -66,7 +66,7 @@ def captured_steps(ranks: int, layers: int, drafts: int, context: int) -> dict[s
         engine.step()
     torch.cuda.synchronize()
     print(f"chosen tokens: {result.outputs[0].token_ids}")
-    steps = local_executor(engine.executor).runner.verification_steps
+    steps = first_rank(engine.executor).runner.verification_steps
     assert steps is not None
     # The engine has no other way to replay a step without its sampling.
     step = steps._captured[1, 1 + drafts]

@@ -289,7 +289,7 @@ class _Stepper:
                 _fail(engine, running, error)
                 continue
             updates: list[_Update] = []
-            with engine.unchanging():
+            with engine.lock:
                 for result in touched:
                     one = running.get(result.request_id)
                     if one is None:

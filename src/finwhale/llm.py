@@ -28,7 +28,9 @@ from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement
-from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
+from finwhale.engine.loop import control
+from finwhale.engine.loop.control import MemoryTag
+from finwhale.engine.loop.engine import Engine, Requests
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.request_checks import new_matcher
@@ -555,11 +557,11 @@ class LLM(LoadedModel):
         Args:
             mode: "abort" ends all requests with the finish reason "abort".
         """
-        self._engine.pause(mode)
+        control.pause(self._engine, mode)
 
     def resume(self) -> None:
         """Continues after `pause`."""
-        self._engine.resume()
+        control.resume(self._engine)
 
     def sleep(
         self,
@@ -584,11 +586,11 @@ class LLM(LoadedModel):
             ResourceError: the host has too little memory to save a GPU's weights. The engine stays
                 awake.
         """
-        self._engine.sleep(tags, drop_weights=drop_weights, requests=requests)
+        control.sleep(self._engine, tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
         """Allocates memory again after `sleep`. The engine continues when it has all of it."""
-        self._engine.wake(tags)
+        control.wake(self._engine, tags)
 
     def _run(
         self, jobs: Iterable[PreparedPrompt | RequestOutput], show_progress: bool

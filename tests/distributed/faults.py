@@ -7,9 +7,10 @@ from typing import Any
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import CONNECTING
-from finwhale.engine.rank import ranks, startup
-from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.ranks import OpenRank, run_worker
+from finwhale.engine.ranks import ranks
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import OpenRank, run_worker
+from finwhale.engine.start import startup
 from finwhale.errors import OtherRankError
 
 

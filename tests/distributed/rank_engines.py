@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 from torch import Tensor
 
@@ -25,12 +26,13 @@ from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_sizes import choose_step_sizes
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.drafter import Drafter
-from finwhale.engine.rank.executor import LocalExecutor, local_executor
-from finwhale.engine.rank.kv_cache import allocate_cache, plan_cache
-from finwhale.engine.rank.runner import ModelRunner
-from finwhale.engine.rank.slot_tables import SlotTables
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.capture import draft_on_device
+from finwhale.engine.start.kv_cache import allocate_cache, plan_cache
+from finwhale.engine.steps.drafter import Drafter
+from finwhale.engine.steps.runner import ModelRunner
+from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
@@ -96,7 +98,6 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         groups=groups,
         model=model,
         cache=allocate_cache(groups, plan, torch.float32, CPU),
-        cache_plan=plan,
         max_model_len=longest,
         tables=SlotTables([group.name for group in groups]),
         sampled=torch.zeros(sizes.num_seqs, dtype=torch.int64),
@@ -130,7 +131,7 @@ class Digest:
 
     def __init__(self, engine: Engine) -> None:
         self._hash = hashlib.sha256()
-        model = local_executor(engine.executor).runner.model
+        model = first_rank(engine.executor).runner.model
         assert isinstance(model, DeepseekV4)
         self._ranks = model.ranks
         for part in (model, model.draft_head):
@@ -167,7 +168,7 @@ class Given:
 
     def engine(self, **more: Any) -> Engine:
         engine = open_engine(self.path, self.collectives, **{**self.options, **more})
-        model = local_executor(engine.executor).runner.model
+        model = first_rank(engine.executor).runner.model
         if self.change is not None:
             assert isinstance(model, DeepseekV4)
             self.change(model)
@@ -257,8 +258,8 @@ def generate(
     engine = given.engine()
     bits = Digest(engine)
     if on_device:
-        draft_on_device(local_executor(engine.executor), engine.config)
-        engine._loop = engine._new_loop()
+        draft_on_device(first_rank(engine.executor), engine.config)
+        engine.begin(engine.scheduler)
         engine.steps_ahead = 1
     if blocks is not None:
         _limit(engine, blocks)
@@ -271,7 +272,7 @@ def generate(
                 prompt, one = waiting.pop(0)
                 results.append(engine.add_request(f"{number}/{len(waiting)}", prompt, one))
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
     counts = engine.scheduler.counts
     metrics = engine.metrics()
     return Ran(
@@ -281,7 +282,7 @@ def generate(
 
 def _limit(engine: Engine, blocks: int) -> None:
     """Give the engine a scheduler with few pages."""
-    config, runner = engine.config, local_executor(engine.executor).runner
+    config, runner = engine.config, first_rank(engine.executor).runner
     num_pages = {}
     for group in runner.groups:
         num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
@@ -289,14 +290,15 @@ def _limit(engine: Engine, blocks: int) -> None:
             seqs, step = engine.sizes.num_seqs, engine.sizes.num_tokens
             most = windowed_pages(group, seqs, step, True, bool(config.draft_tokens))
             num_pages[group.name] = most + 2 * pages_at_block_end(group)
-        assert num_pages[group.name] <= runner.cache_plan.num_pages[group.name]
-    engine.scheduler = Scheduler(
-        PageManager(runner.groups, num_pages),
-        sizes=engine.sizes,
-        prefix_caching=True,
-        draft_block_tokens=engine.model_config.draft_block_tokens,
+        assert num_pages[group.name] <= engine.executor.description.num_pages[group.name]
+    engine.begin(
+        Scheduler(
+            PageManager(runner.groups, num_pages),
+            sizes=engine.sizes,
+            prefix_caching=True,
+            draft_block_tokens=engine.model_config.draft_block_tokens,
+        )
     )
-    engine._loop = engine._new_loop()
 
 
 SCENARIOS: dict[str, Callable[..., Any]] = {

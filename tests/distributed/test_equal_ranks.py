@@ -20,9 +20,9 @@ from finwhale.chat.grammar import regex_guide
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.rank import Rank
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.launch_signatures import LaunchEnumerator
-from finwhale.engine.rank.step_limits import StepLimits
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.launch_signatures import LaunchEnumerator
+from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
 from finwhale.ops.launch.sizes import ModelSizes
@@ -353,7 +353,7 @@ class Absent:
 def test_building_kernels_waits_for_no_rank(path: Path) -> None:
     """The ranks build one after the other. Nothing else may skip a collective."""
     engine = open_engine(path, Absent(Rank(0, 2)), max_num_seqs=2, draft_tokens=1)
-    runner = local_executor(engine.executor).runner
+    runner = first_rank(engine.executor).runner
     largest = StepLimits(num_tokens=8, num_seqs=2, max_len=300, draft_kinds=((2, 1),))
     widths: set[int] = set()
     own = replace(runner.ops, sample=lambda logits, batch: widths.add(logits.shape[1]))
@@ -370,7 +370,7 @@ def test_kernels_are_built_for_whole_rows_and_for_parts(path: Path) -> None:
     """Each row count that one rank builds for, and both kinds of candidates."""
 
     def calls(collectives: Collectives) -> tuple[set[Any], set[Any], set[Any]]:
-        runner = local_executor(open_engine(path, collectives, max_num_seqs=2).executor).runner
+        runner = first_rank(open_engine(path, collectives, max_num_seqs=2).executor).runner
         ops, model, whole, parts, merged = runner.ops, runner.model, set(), set(), set()
 
         def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -407,7 +407,7 @@ def test_kernels_are_built_for_whole_rows_and_for_parts(path: Path) -> None:
 def test_launch_sizes_are_those_of_a_rank(path: Path) -> None:
     def sizes(rank: Rank) -> ModelSizes:
         engine = open_engine(path, Absent(rank), max_num_seqs=2)
-        return local_executor(engine.executor).runner.model.launch_sizes
+        return first_rank(engine.executor).runner.model.launch_sizes
 
     whole, part = sizes(Rank(0, 1)), sizes(Rank(1, 4))
     assert (part.num_heads, part.vocab_size) == (whole.num_heads // 4, whole.vocab_size)

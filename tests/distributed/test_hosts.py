@@ -23,7 +23,7 @@ from finwhale.distributed.hosts import (
 )
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.rank import Rank
-from finwhale.engine.rank.devices import device_kind
+from finwhale.engine.ranks.devices import device_kind
 
 TORCHRUN = {
     "RANK": "3",

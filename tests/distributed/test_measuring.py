@@ -16,8 +16,8 @@ from finwhale import LLM, EngineDeadError
 from finwhale.bench import accuracy, drafting, load, offline
 from finwhale.bench.engine import call_ranks_collectively, measured
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.ranks import Ranks
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import Ranks
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 

@@ -25,7 +25,8 @@ from finwhale import (
 )
 from finwhale.distributed import workers
 from finwhale.distributed.worker_messages import CONNECTING
-from finwhale.engine.rank import ranks, startup
+from finwhale.engine.ranks import ranks
+from finwhale.engine.start import startup
 from finwhale.errors import OtherRankError
 from finwhale.validation.scoring import score
 

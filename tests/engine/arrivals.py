@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable
 
+from tests.support.integrity import check_engine
+
 from finwhale import RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
 
@@ -53,9 +55,9 @@ def random_arrivals(
             name = f"r{left}"
             results.append(engine.add_request(name, prompt, params, priority=priority))
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
         if aborts and chance.random() < 0.01 and results:
             gone = results.pop(chance.randrange(len(results)))
             engine.abort(gone.request_id)
-            engine.check_integrity()
+            check_engine(engine)
     return results

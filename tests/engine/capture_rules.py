@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from finwhale.engine.rank.draft_decode import VerificationSteps
+from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.ops import Ops, load_ops
 
 # A GPU's stream must be waited for, because the host needs values or the size of the result.
@@ -64,7 +64,7 @@ class Guard:
         def guarded(*args: Any, **named: Any) -> Ops:
             return self._without_rules(load_ops(*args, **named))
 
-        monkeypatch.setattr("finwhale.engine.rank.startup.load_ops", guarded)
+        monkeypatch.setattr("finwhale.engine.start.decisions.load_ops", guarded)
 
     def watch(self, steps: VerificationSteps) -> None:
         steps._verify = self._with_rules(steps._verify)  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 from tests.support.tiny import random_weights, with_dspark, write_quantised_checkpoint
 from torch import Tensor
@@ -16,8 +17,8 @@ from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
-from finwhale.engine.rank.draft_decode import VerificationSteps
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -106,7 +107,7 @@ def generate(
                 engine.step()
     while engine.has_work:
         engine.step()
-    engine.check_integrity()
+    check_engine(engine)
     return results
 
 
@@ -123,7 +124,7 @@ class RunTwice:
     """
 
     def __init__(self, engine: Engine, steps: VerificationSteps) -> None:
-        self.cache = local_executor(engine.executor).runner.cache
+        self.cache = first_rank(engine.executor).runner.cache
         self.verifications = steps
         self.steps: list[tuple[int, int, tuple[int, ...]]] = []
         self.num_drafts: set[int] = set()
@@ -348,7 +349,7 @@ def forced_drafts(engine: Engine, prefixes: Iterable[tuple[Sequence[int], int]])
 
     Text[n] is the newest token, whatever the engine samples.
     """
-    drafter, found = local_executor(engine.executor).runner.drafter, []
+    drafter, found = first_rank(engine.executor).runner.drafter, []
     assert drafter is not None
     propose = drafter.propose
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

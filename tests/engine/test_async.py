@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
-from finwhale.engine.rank import host_transfer
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps import host_transfer
 
 from .plans import completing
 
@@ -52,13 +53,13 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch, log: list[str] | None 
 
     monkeypatch.setattr(engine.executor, "receiver", Slow(torch.device("cpu")))
     if log is not None:
-        logits = local_executor(engine.executor).runner.logits
+        logits = first_rank(engine.executor).runner.logits
 
         def launch(plan: StepPlan) -> Tensor:
             log.append("launch")
             return logits(plan)
 
-        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", launch)
+        monkeypatch.setattr(first_rank(engine.executor).runner, "logits", launch)
 
 
 def random_params(draw: random.Random) -> SamplingParams:
@@ -101,7 +102,7 @@ def play(engine: Engine, seed: int) -> list[RequestOutput]:
             ids = [draw.randrange(7, 400) for _ in range(length)]
             results.append(engine.add_request(f"r{step}", ids, random_params(draw)))
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
         if step >= 60 and not engine.has_work:
             return results
     raise AssertionError("the engine does not come to an end")
@@ -129,17 +130,17 @@ def test_aborts_in_flight(engines: list[Engine]) -> None:
         if draw.random() < 0.35:
             ids = [draw.randrange(7, 400) for _ in range(draw.randint(1, 60))]
             # An id comes again while the step of its namesake may still be in flight.
-            name = next(str(i) for i in range(100) if str(i) not in ahead._requests)
+            name = next(str(i) for i in range(100) if str(i) not in ahead.outputs.requests)
             kept[name + f" {step}"] = ahead.add_request(name, ids, params)
-        if ahead._requests and draw.random() < 0.2:
-            name = draw.choice(list(ahead._requests))
-            lost = ahead._requests[name].output
+        if ahead.outputs.requests and draw.random() < 0.2:
+            name = draw.choice(list(ahead.outputs.requests))
+            lost = ahead.outputs.requests[name].output
             ahead.abort(name)
             kept = {key: result for key, result in kept.items() if result is not lost}
             made = [list(output.token_ids) for output in lost.outputs]
             assert PENDING not in made[0]
         ahead.step()
-        ahead.check_integrity()
+        check_engine(ahead)
     while ahead.has_work:
         ahead.step()
     assert len(kept) > 10
@@ -178,7 +179,7 @@ def test_an_end_of_sequence_costs_one_step(
     log: list[str] = []
     slow(engines[1], monkeypatch, log)
     for engine in engines:
-        logits = local_executor(engine.executor).runner.logits
+        logits = first_rank(engine.executor).runner.logits
 
         def ending(plan: StepPlan, engine: Any = engine, logits: Any = logits) -> Tensor:
             out: Tensor = logits(plan).clone()
@@ -187,7 +188,7 @@ def test_an_end_of_sequence_costs_one_step(
                     out[row, EOS] = 1000.0
             return out
 
-        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", ending)
+        monkeypatch.setattr(first_rank(engine.executor).runner, "logits", ending)
     params = SamplingParams(temperature=0, max_tokens=10)
     results = []
     for engine in engines:
@@ -196,7 +197,7 @@ def test_an_end_of_sequence_costs_one_step(
         long = engine.add_request("long", [9, 8, 7], params)
         while not short.finished:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         assert len(short.outputs[0].token_ids) == 4
         assert len(engine.scheduler.running) == 1
         while engine.has_work:
@@ -211,7 +212,7 @@ def test_a_row_without_numbers_ends_one_request(
 ) -> None:
     results = []
     for engine in engines:
-        logits = local_executor(engine.executor).runner.logits
+        logits = first_rank(engine.executor).runner.logits
 
         def spoilt(plan: StepPlan, engine: Any = engine, logits: Any = logits) -> Tensor:
             out: Tensor = logits(plan).clone()
@@ -220,12 +221,12 @@ def test_a_row_without_numbers_ends_one_request(
                     out[row, 17] = torch.nan
             return out
 
-        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", spoilt)
+        monkeypatch.setattr(first_rank(engine.executor).runner, "logits", spoilt)
         params = SamplingParams(temperature=1.0, seed=4, max_tokens=8, ignore_eos=True)
         pair = [engine.add_request(name, [9, 8, 7], params) for name in ("good", "bad")]
         while engine.has_work:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         results.append(pair)
     assert results[0] == results[1]
     good, bad = results[1]
@@ -240,7 +241,7 @@ def test_a_step_that_breaks_off_loses_nothing(
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=8, ignore_eos=True)
     results = []
     for engine in engines:
-        logits, count = local_executor(engine.executor).runner.logits, [0]
+        logits, count = first_rank(engine.executor).runner.logits, [0]
 
         def breaking(plan: StepPlan, logits: Any = logits, count: Any = count) -> Tensor:
             count[0] += 1
@@ -249,7 +250,7 @@ def test_a_step_that_breaks_off_loses_nothing(
             out: Tensor = logits(plan)
             return out
 
-        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", breaking)
+        monkeypatch.setattr(first_rank(engine.executor).runner, "logits", breaking)
         result = engine.add_request("one", [9, 8, 7], params)
         broken = 0
         while engine.has_work:
@@ -257,7 +258,7 @@ def test_a_step_that_breaks_off_loses_nothing(
                 engine.step()
             except KeyboardInterrupt:
                 broken += 1
-            engine.check_integrity()
+            check_engine(engine)
         assert broken == 2
         results.append(result)
     assert results[0] == results[1]

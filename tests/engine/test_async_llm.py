@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 
 from finwhale import LLM, AsyncLLM, EngineDeadError, FinwhaleError, RequestError, SamplingParams
 from finwhale.async_llm import _extended, _Running
 from finwhale.chat.grammar import regex_guide
-from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop import control
+from finwhale.engine.loop.step_loop import StepLoop
 from finwhale.request import CompletionOutput, Logprob, RequestOutput, RequestTimes
 
 TEXT = "The fin whale is"
@@ -39,7 +41,7 @@ def async_llm(shared_async: AsyncLLM, one_thread: None) -> Iterator[AsyncLLM]:
     yield shared_async
     run(idle(shared_async))
     engine = shared_async._engine
-    engine.check_integrity()
+    check_engine(engine)
     engine.reset_prefix_cache()
     for name, pool in engine.scheduler.pages.pools.items():
         assert pool.num_free == pool.num_pages - 1, f"pages of {name} are still held"
@@ -193,8 +195,8 @@ def test_results_do_not_change_while_they_are_read(
 
     def pause(begun: threading.Event) -> None:
         begun.set()
-        engine.pause()
-        engine.resume()
+        control.pause(engine)
+        control.resume(engine)
 
     def read(self: Any, update: Any = _Running.update) -> Any:
         begun = threading.Event()
@@ -322,7 +324,7 @@ def test_an_engine_that_dies_ends_every_coroutine(
         def broken(*_: Any) -> Any:
             raise torch.AcceleratorError("the device is gone")
 
-        monkeypatch.setattr(llm._engine, "_launch", broken)
+        monkeypatch.setattr(llm._engine._loop, "launch", broken)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineDeadError)
         with pytest.raises(EngineDeadError):
@@ -335,17 +337,17 @@ def test_an_engine_that_dies_ends_every_coroutine(
 def test_a_step_that_cannot_begin_fails_its_requests_only(
     async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = Engine._launch
+    launch = StepLoop.launch
 
-    def once(engine: Engine) -> bool:
+    def once(*_: Any) -> None:
         monkeypatch.undo()
         raise ValueError("no plan")
 
     async def fail() -> None:
-        monkeypatch.setattr(Engine, "_launch", once)
+        monkeypatch.setattr(StepLoop, "launch", once)
         with pytest.raises(ValueError, match="no plan"):
             await async_llm.generate(TEXT, greedy(3))
-        assert Engine._launch is launch
+        assert StepLoop.launch is launch
         (result,) = await async_llm.generate(TEXT, greedy(3))
         assert len(result.outputs[0].token_ids) == 3
 

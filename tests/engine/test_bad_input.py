@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.integrity import check_engine
 from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
-from finwhale.engine.rank import startup
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.memory import tensor_bytes
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start import budget, startup
+from finwhale.engine.start.memory import tensor_bytes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -299,11 +300,11 @@ def test_a_gpu_without_room_is_refused_before_anything_is_read(
         return room
 
     def checked(start: Any) -> Any:
-        start._check_fits_gpu(start._assembler(torch.device("meta")).num_bytes)
+        start.budget.check_fits_gpu(start.chosen.assembler(torch.device("meta")).num_bytes)
         loaded.append(tensor_bytes(start._load()))
         raise ResourceError("enough")
 
-    monkeypatch.setattr(startup, "remaining_bytes", remaining)
+    monkeypatch.setattr(budget, "remaining_bytes", remaining)
     monkeypatch.setattr(startup._Start, "open", checked)
     for room, cache_bytes, found in (
         (10**9, None, "enough"),
@@ -322,8 +323,7 @@ def test_a_gpu_without_room_is_refused_before_anything_is_read(
 def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
     executor = LLM(tiny_path, device="cpu", max_model_len=256, **sizes)._engine.executor
-    plan = local_executor(executor).runner.cache_plan
-    sizes["cache_memory_bytes"] = plan.total_bytes
+    sizes["cache_memory_bytes"] = executor.description.memory.cache
     with pytest.raises(ResourceError, match="max_model_len 512 was asked for") as error:
         LLM(tiny_path, device="cpu", max_model_len=512, **sizes)
     assert "cache_memory_bytes" in str(error.value)
@@ -404,7 +404,7 @@ def test_a_bad_prompt_fails_alone(llm: LLM, bad: Any, wanted: str) -> None:
     for found, expected in zip((first, second), good, strict=True):
         assert found.error is None
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
 
 
 @pytest.mark.parametrize(("bad", "wanted"), BAD_PROMPTS)
@@ -483,8 +483,8 @@ def test_dspark_is_shown_and_left_out_without_drafting(
     count = sum(name.startswith("mtp.") for name in weights)
     llm = LLM(tmp_path, device="cpu", activations="exact")
     assert f"ignoring {count} tensors mtp.*: the model runs without its draft" in caplog.text
-    assert local_executor(llm._engine.executor).runner.model.draft_head is None
-    assert len(local_executor(llm._engine.executor).runner.groups[0].fields[0].layers) == 4
+    assert first_rank(llm._engine.executor).runner.model.draft_head is None
+    assert len(first_rank(llm._engine.executor).runner.groups[0].fields[0].layers) == 4
     caplog.clear()
     drafting = LLM(tmp_path, device="cpu", activations="exact", draft_tokens=5)
     assert "ignoring" not in caplog.text

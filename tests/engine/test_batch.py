@@ -14,11 +14,11 @@ from tests.support.traffic import Traffic, planned
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk, SequenceState
-from finwhale.engine.rank import inputs as building
-from finwhale.engine.rank.host_transfer import ALIGN, send
-from finwhale.engine.rank.inputs import planned_inputs
-from finwhale.engine.rank.memory import largest_transfer
-from finwhale.engine.rank.step_limits import StepLimits
+from finwhale.engine.start.memory import largest_transfer
+from finwhale.engine.steps import inputs as building
+from finwhale.engine.steps.host_transfer import ALIGN, send
+from finwhale.engine.steps.inputs import planned_inputs
+from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config

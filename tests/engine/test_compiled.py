@@ -27,8 +27,8 @@ from finwhale.compiled.graph_forms import Graph
 from finwhale.compiled.graph_store import Argument, GraphStore, Traceable, trace
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.launch_signatures import build_configuration
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.decisions import Decisions
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.compressor import C4Compressor
 from finwhale.ops.tables.cpu import OPS
@@ -57,7 +57,7 @@ START = """
 import json, sys
 import torch
 from finwhale import LLM, SamplingParams
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from tests.support.stepping import Stepper
 torch.set_num_threads(1)
 BEFORE
@@ -65,7 +65,7 @@ def found(**options):
     llm = LLM(
         sys.argv[1], device="cpu", activations="exact", max_num_seqs=4, draft_tokens=5, **options
     )
-    executor, blocks = local_executor(llm._engine.executor), []
+    executor, blocks = first_rank(llm._engine.executor), []
     model = executor.runner.model
     head = model.draft_head
     run = head.run_block
@@ -230,7 +230,7 @@ def test_every_graph_of_the_embedded_model_is_traced(one_thread: None) -> None:
     found: dict[tuple[str, ...], str] = {}
     for path, options in ((DEMO_PATH, {}), (DSPARK_PATH, {"draft_tokens": 5})):
         llm = LLM(path, device="cpu", max_model_len=300, max_num_seqs=1, **options)
-        runner = local_executor(llm._engine.executor).runner
+        runner = first_rank(llm._engine.executor).runner
         for _, tracers in CompiledMode(OPS).tracers(runner.model, runner.cache):
             for tracer in tracers:
                 # Each iteration adds the same operations again, and tracing them takes time.
@@ -282,7 +282,10 @@ def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: P
     config, model = engine.config, engine.model_config
 
     def of(config: EngineConfig) -> object:
-        return build_configuration(config, engine.sizes, model, can_capture=False, max_len=64)
+        chosen = object.__new__(Decisions)
+        chosen.config, chosen.model_config, chosen.sizes = config, model, engine.sizes
+        chosen.capabilities = first_rank(engine.executor).runner.ops.capabilities
+        return chosen.build_configuration(64)
 
     assert of(config) == of(replace(config, cache_dir="elsewhere"))
     for changes in ({"compile": True}, {"wo_a_input": "bf16"}):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 from tests.support.tiny import tiny_config, with_dspark
 from torch import Tensor
@@ -22,15 +23,15 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.in_flight import InFlightStep, Rows
 from finwhale.engine.loop.metrics import Meter
-from finwhale.engine.loop.step_loop import StepLoop
+from finwhale.engine.loop.results import Results
 from finwhale.engine.plan.draft_policy import DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.drafter import Forward
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps.drafter import Forward
 from finwhale.errors import FinwhaleError
 
 from .arrivals import random_arrivals
@@ -81,7 +82,7 @@ class Oracle:
         self.right = right if callable(right) else lambda _: right
         self.draw = random.Random(seed)
         self.known: dict[str, list[int]] = {}
-        drafter = local_executor(engine.executor).runner.drafter
+        drafter = first_rank(engine.executor).runner.drafter
         assert drafter is not None
         self.real = drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign]
@@ -146,17 +147,16 @@ def synthetic_times(engine: Engine, seconds: Callable[[StepKind], float]) -> Dra
 def test_a_step_that_was_launched_ahead_begins_at_the_end_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rank = SimpleNamespace(can_draft=True, device_drafts=None, routed_experts=None)
-    executor: Any = SimpleNamespace(description=rank)
+    rank: Any = SimpleNamespace(can_draft=True, device_drafts=None)
     scheduler: Any = SimpleNamespace(drafting=SimpleNamespace())
     model: Any = SimpleNamespace(vocab_size=9, max_draft_tokens=3, draft_block_tokens=0)
-    loop, found = StepLoop(executor, scheduler, Meter(3), model, "auto"), []
-    policy: Any = loop._policy
+    results, found = Results(rank, scheduler, Meter(3), model, "auto"), []
+    policy: Any = results._policy
     policy.record_time = lambda *args: found.append(args[-1])
     monkeypatch.setattr(time, "monotonic", lambda: 10.0)
     result: Any = SimpleNamespace(verify_seconds=0.1, draft_seconds=None)
-    for loop._last_collected in (0.0, 9.5):
-        loop._record_time(InFlightStep(Rows([]), [], began=9.0), result)
+    for results._last_read in (0.0, 9.5):
+        results._record_time(InFlightStep(Rows([]), [], began=9.0), result)
     assert found == [1.0, 0.5]
 
 
@@ -182,7 +182,7 @@ def generate_two(
     results = [engine.add_request(str(i), [7 + i, 9], params[i]) for i in range(2)]
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     return results
 
 
@@ -222,7 +222,7 @@ def test_a_stop_within_accepted_drafts(new_llm: Callable[..., LLM]) -> None:
             result = engine.add_request("one", [9, 8, 7], params)
             while engine.has_work:
                 engine.step()
-                engine.check_integrity()
+                check_engine(engine)
             assert result.outputs == wanted
             # Accepted drafts behind the stop do not count.
             after, tokens = engine.metrics(), len(wanted[0].token_ids)
@@ -243,11 +243,11 @@ def test_a_step_that_breaks_off_loses_nothing(
     engine = new_llm(draft_tokens=2)._engine
     oracle = Oracle(engine, right=0.8)
     oracle.known = {f"one/{i}": [9, 8, 7, *output.token_ids] for i, output in enumerate(wanted)}
-    drafter, count = local_executor(engine.executor).runner.drafter, 0
+    drafter, count = first_rank(engine.executor).runner.drafter, 0
     assert drafter is not None
     for owner, name in (
         (drafter, "propose"),
-        (local_executor(engine.executor).runner, "forward_with_logits"),
+        (first_rank(engine.executor).runner, "forward_with_logits"),
     ):
         run_it = getattr(owner, name)
 
@@ -263,7 +263,7 @@ def test_a_step_that_breaks_off_loses_nothing(
     while engine.has_work:
         with contextlib.suppress(error):
             engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert result.outputs == wanted
 
 
@@ -278,7 +278,7 @@ def test_a_row_without_numbers_ends_one_request(
     oracle.learn(plain)
     for index, result in enumerate(plain):
         oracle.known[f"{index}/0"] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-    read = local_executor(engine.executor).runner.forward_with_logits
+    read = first_rank(engine.executor).runner.forward_with_logits
 
     def spoilt(plan: StepPlan) -> Forward:
         forward, at = read(plan), 0
@@ -291,14 +291,14 @@ def test_a_row_without_numbers_ends_one_request(
                 at += 1
         return replace(forward, logits=logits)
 
-    monkeypatch.setattr(local_executor(engine.executor).runner, "forward_with_logits", spoilt)
+    monkeypatch.setattr(first_rank(engine.executor).runner, "forward_with_logits", spoilt)
     bad, good = (
         engine.add_request(str(i), result.prompt_token_ids, params)
         for i, result in enumerate(plain)
     )
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert bad.error is not None and "not finite" in bad.error
     assert bad.outputs[0].token_ids == plain[0].outputs[0].token_ids[:5]
     assert good.error is None and good.outputs == plain[1].outputs
@@ -378,7 +378,7 @@ def test_the_distribution_is_the_model_s(
     table = torch.full((vocab, vocab), -torch.inf)
     generator = torch.Generator().manual_seed(8)
     table[:, :width] = 1.5 * torch.randn(vocab, width, generator=generator)
-    runner = local_executor(engine.executor).runner
+    runner = first_rank(engine.executor).runner
     drafter = runner.drafter
     assert drafter is not None
 
@@ -457,7 +457,7 @@ class Machine:
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.engine = LLM(path, **options, draft_tokens=3)._engine
-        runner = local_executor(self.engine.executor).runner
+        runner = first_rank(self.engine.executor).runner
         self.forward = type(runner).forward_with_logits.__get__(runner)
         drafter = runner.drafter
         assert drafter is not None
@@ -468,23 +468,17 @@ class Machine:
 
     def begin(self, *, blocks: int, states: int, seqs: int, step: int, drafts: int) -> Engine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
-        engine, groups = self.engine, local_executor(self.engine.executor).runner.groups
-        # A test that failed may have left something behind.
-        for left in (engine._requests, engine._text_streams, engine._in_flight):
-            left.clear()  # type: ignore[attr-defined]
+        engine, groups = self.engine, first_rank(self.engine.executor).runner.groups
         num_pages = {}
         for group in groups:
             num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
             if group.keep is not None:
                 more = states * pages_at_block_end(group)
                 num_pages[group.name] = windowed_pages(group, seqs, step, True, True) + more
-        engine.scheduler = Scheduler(
-            PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step)
-        )
-        model = engine.model_config
-        engine._loop = StepLoop(engine.executor, engine.scheduler, engine._meter, model, drafts)
+        engine.config = replace(engine.config, draft_tokens=drafts)
+        engine.begin(Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step)))
         self.rows = {}
-        runner = local_executor(engine.executor).runner
+        runner = first_rank(engine.executor).runner
         runner.forward_with_logits = self.record  # type: ignore[method-assign]
         drafter = runner.drafter
         assert drafter is not None

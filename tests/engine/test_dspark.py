@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 from torch import Tensor
 
@@ -27,12 +28,12 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.capture import new_verification_steps
-from finwhale.engine.rank.drafter import Forward
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.launch_signatures import LaunchEnumerator
-from finwhale.engine.rank.memory import LargestSteps
-from finwhale.engine.rank.step_limits import StepLimits, draft_kinds
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.capture import new_verification_steps
+from finwhale.engine.start.launch_signatures import LaunchEnumerator
+from finwhale.engine.start.memory import LargestSteps
+from finwhale.engine.steps.drafter import Forward
+from finwhale.engine.steps.step_limits import StepLimits, draft_kinds
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts
@@ -116,7 +117,7 @@ def test_numbers_of_drafts_follow_the_confidences(
     assert isinstance(policy, DraftPolicy)
     kind = StepKind(3, 5)
     monkeypatch.setattr(policy, "_choose_kind", lambda size, _: setattr(size, "best", kind))
-    head = local_executor(engine.executor).runner.model.draft_head
+    head = first_rank(engine.executor).runner.model.draft_head
     assert isinstance(head, DsparkHead) and head.weights.confidence is not None
     made: set[tuple[float, ...]] = set()
     draft_block, choose = head.draft, policy.choose
@@ -164,7 +165,7 @@ def test_forced_acceptance_is_calibrated(
     engine = new_llm(model[0], **OPTIONS, draft_tokens="auto")._engine
     chooser = engine.scheduler.drafting.chooser = RandomDrafts(5, 2, block=True)
     on_the_device(engine, monkeypatch)
-    local = local_executor(engine.executor)
+    local = first_rank(engine.executor)
     local.sampler.sample_logits = ForcedAcceptance(local, 0.6, varied=True)
     verified = engine.scheduler.record_verified
     made: dict[str, list[float]] = {}
@@ -186,7 +187,7 @@ def test_forced_acceptance_is_calibrated(
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(4)]
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert all(len(result.outputs[0].token_ids) == 120 for result in results)
     assert any(len(set(counts)) > 1 for counts in chooser.seen)
     assert len(chances) > 150 and right == pytest.approx(sum(chances), abs=0.06 * len(chances))
@@ -229,19 +230,20 @@ def test_bench_of_auto(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def limit(engine: Engine, blocks: int) -> None:
     """Give the engine a scheduler with few pages."""
-    groups, num_pages = local_executor(engine.executor).runner.groups, {}
+    groups, num_pages = first_rank(engine.executor).runner.groups, {}
     seqs, step = engine.sizes.num_seqs, engine.sizes.num_tokens
     for group in groups:
         num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
         if group.keep is not None:
             most = windowed_pages(group, seqs, step, True, True)
             num_pages[group.name] = most + pages_at_block_end(group)
-    engine.scheduler = Scheduler(
-        PageManager(groups, num_pages),
-        sizes=StepSizes.given(seqs, step),
-        draft_block_tokens=engine.model_config.draft_block_tokens,
+    engine.begin(
+        Scheduler(
+            PageManager(groups, num_pages),
+            sizes=StepSizes.given(seqs, step),
+            draft_block_tokens=engine.model_config.draft_block_tokens,
+        )
     )
-    engine._loop = engine._new_loop()
 
 
 class Recorder:
@@ -250,7 +252,7 @@ class Recorder:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.found: list[tuple[str, list[int], list[int]]] = []
-        drafter = local_executor(engine.executor).runner.drafter
+        drafter = first_rank(engine.executor).runner.drafter
         assert drafter is not None
         self.real = drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign, assignment]
@@ -286,7 +288,7 @@ def test_proposals_are_those_of_the_formulas(model: Model, new_llm: Callable[...
             results.append(engine.add_request(str(i), prompt, params))
         while engine.has_work:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         return results
 
     wanted = whole(new_llm(path, **options)._engine)
@@ -323,7 +325,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
 ) -> None:
     """A step of any width, which may be ragged, declares the longest verification of the engine."""
     engine = new_llm(model[0], **OPTIONS, draft_tokens="auto")._engine
-    runner = local_executor(engine.executor).runner
+    runner = first_rank(engine.executor).runner
     sizes = (1, 2, 4)
     kinds = draft_kinds(engine.config, engine.model_config)
     largest = StepLimits(
@@ -348,7 +350,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
 def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) -> None:
     """Measuring memory and building kernels ahead run blocks of every size too."""
     engine = new_llm(model[0], **OPTIONS, draft_tokens=2)._engine
-    runner = local_executor(engine.executor).runner
+    runner = first_rank(engine.executor).runner
     head = runner.model.draft_head
     assert isinstance(head, DsparkHead)
     blocks: list[tuple[int, int]] = []

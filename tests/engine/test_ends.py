@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.chat.grammar import regex_guide
-from finwhale.engine.loop.step_loop import StepLoop
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.loop.launching import Launcher
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.capture import draft_on_device
 
 EOS = 1
 SURE = {EOS: 100.0, 9: 80.0}  # the end of sequence always comes, or else token 9
@@ -49,20 +50,20 @@ def test_steps_wait_only_for_the_first_min_tokens(
     path, options = small
     engine = LLM(path, **options, draft_tokens=drafts)._engine
     if drafts:
-        draft_on_device(local_executor(engine.executor), engine.config)
+        draft_on_device(first_rank(engine.executor), engine.config)
     engine.steps_ahead = 1
     waited = []  # for each step whose sampling waits: the tokens that the request has
 
-    def sample(*args: Any, sample: Any = StepLoop._sample) -> Any:
+    def sample(*args: Any, sample: Any = Launcher._sample) -> Any:
         waited.append(len(result.outputs[0].token_ids))
         return sample(*args)
 
-    monkeypatch.setattr(StepLoop, "_sample", sample)
+    monkeypatch.setattr(Launcher, "_sample", sample)
     wanted = (ending(min_tokens=6, max_tokens=30, logit_bias=None), ending(ignore_eos=True))
     result, _ = (engine.add_request(str(i), [5 + i], each) for i, each in enumerate(wanted))
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert len(result.outputs[0].token_ids) > 20
     # Without drafts, the forward of one more step is launched before the sixth token is known.
     assert waited and max(waited) == (5 if drafts else 6)

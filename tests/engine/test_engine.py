@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.kv_cache import plan_cache
 
 from .plans import completing
 
@@ -30,7 +31,7 @@ def run(engine: Engine) -> int:
     steps = 0
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
         steps += 1
     return steps
 
@@ -74,7 +75,7 @@ def test_more_requests_than_fit_in_memory_take_turns(new_llm: Callable[..., LLM]
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     roomy = new_llm(**sizes)
     three = plan_cache(
-        local_executor(roomy._engine.executor).runner.groups,
+        first_rank(roomy._engine.executor).runner.groups,
         itemsize=4,
         budget_bytes=10**12,
         max_num_seqs=8,
@@ -128,7 +129,7 @@ def test_abort_in_every_phase(new_llm: Callable[..., LLM], steps: int) -> None:
     for _ in range(steps):
         engine.step()
     engine.abort("lost")
-    engine.check_integrity()
+    check_engine(engine)
     before = list(tokens(lost))
     run(engine)
     assert tokens(lost) == before
@@ -174,7 +175,7 @@ def test_random_traffic(new_llm: Callable[..., LLM]) -> None:
         for result in engine.step():
             if result.finished:
                 finished.append(running.pop(result.request_id))
-        engine.check_integrity()
+        check_engine(engine)
     run(engine)
     finished += running.values()
     assert len(finished) > 15
@@ -190,7 +191,7 @@ class Poison:
     """Stands in for the runner's logits: spoils the rows of the sequences with one prompt."""
 
     def __init__(self, engine: Engine, value: float, prompt_length: int, after: int = 0) -> None:
-        self.engine, self.logits = engine, local_executor(engine.executor).runner.logits
+        self.engine, self.logits = engine, first_rank(engine.executor).runner.logits
         self.value = value
         self.prompt_length = prompt_length
         self.after = after
@@ -214,7 +215,7 @@ def test_nan_logits_fail_one_request(
     prompts = [prompt(6), prompt(9), prompt(40)]
     wanted = [tokens(r) for r in llm.generate(prompts, params)]
     monkeypatch.setattr(
-        local_executor(llm._engine.executor).runner, "logits", Poison(llm._engine, value, 9, after)
+        first_rank(llm._engine.executor).runner, "logits", Poison(llm._engine, value, 9, after)
     )
     good, bad, other = llm.generate(prompts, params)
     assert [tokens(good), tokens(other)] == [wanted[0], wanted[2]]
@@ -228,7 +229,7 @@ def test_minus_infinity_is_a_token_that_never_comes(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        local_executor(llm._engine.executor).runner, "logits", Poison(llm._engine, -torch.inf, 9)
+        first_rank(llm._engine.executor).runner, "logits", Poison(llm._engine, -torch.inf, 9)
     )
     result = llm.generate([prompt(9)], SamplingParams(seed=3, max_tokens=8, ignore_eos=True))[0]
     assert result.error is None and len(tokens(result)) == 8
@@ -241,7 +242,7 @@ def test_a_step_that_breaks_off_loses_nothing(
 ) -> None:
     """Ctrl-C in the middle of a forward: pages go back, and the engine serves on."""
     wanted = alone(llm, prompt(30))
-    logits, steps = local_executor(llm._engine.executor).runner.logits, 0
+    logits, steps = first_rank(llm._engine.executor).runner.logits, 0
 
     def breaking(plan: StepPlan) -> Tensor:
         nonlocal steps
@@ -251,11 +252,11 @@ def test_a_step_that_breaks_off_loses_nothing(
         return logits(plan)
 
     with monkeypatch.context() as patched:
-        patched.setattr(local_executor(llm._engine.executor).runner, "logits", breaking)
+        patched.setattr(first_rank(llm._engine.executor).runner, "logits", breaking)
         with pytest.raises(error):
             llm.generate([prompt(30), prompt(200)], GREEDY)
     assert not llm._engine.has_work
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     assert alone(llm, prompt(30)) == wanted
 
 

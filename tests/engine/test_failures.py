@@ -18,7 +18,7 @@ from finwhale.engine.loop import watchdog
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import BOUNDS, Clock, Meter
 from finwhale.engine.loop.watchdog import Watchdog
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.errors import EngineDeadError
 
 from .plans import completing
@@ -119,7 +119,7 @@ def test_the_timer_never_fires_while_python_runs(monkeypatch: pytest.MonkeyPatch
 
 def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path) -> None:
     engine = new_llm()._engine
-    logits = local_executor(engine.executor).runner.logits
+    logits = first_rank(engine.executor).runner.logits
     path = tmp_path / "stacks"
     seen: list[float] = []
 
@@ -129,7 +129,7 @@ def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path
             seen.append(engine.metrics().step_seconds)
         return logits(chunks)
 
-    local_executor(engine.executor).runner.logits = slow  # type: ignore[assignment,method-assign]
+    first_rank(engine.executor).runner.logits = slow  # type: ignore[assignment,method-assign]
     with path.open("w+") as file:
         engine._watchdog = Watchdog(0.2, file)
         engine.add_request("a", [5, 6], GREEDY)
@@ -161,10 +161,10 @@ def test_the_plan_after_a_failed_launch_frees_the_same_slots(
         raise torch.AcceleratorError("CUDA error: out of memory")
 
     monkeypatch.setattr(engine.executor, "execute", failing)
-    loop = engine._new_loop()
+    launcher = engine._loop._launcher
     for _ in range(2):
         with pytest.raises(torch.AcceleratorError):
-            loop.execute(chunks, None)
+            launcher.execute(chunks, None)
     assert freed[0] and freed[0] == freed[1]
 
 
@@ -175,8 +175,8 @@ def doomed(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int) ->
     """An engine whose third step fails, on the device or when its tokens are read."""
     engine = llm._engine
     engine.steps_ahead = ahead
-    loop: Any = engine._loop
-    owner: Any = local_executor(engine.executor).runner if where == "logits" else loop._reader
+    reader: Any = engine._loop._results._reader
+    owner: Any = first_rank(engine.executor).runner if where == "logits" else reader
     real, count = getattr(owner, where), [0]
 
     def failing(*args: Any) -> Any:
@@ -251,7 +251,7 @@ def test_counters(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) 
     blank = engine.metrics()
     assert (blank.running, blank.waiting, blank.requests, blank.output_tokens) == (0, 0, 0, 0)
     assert all(use.used == 0 and use.total > 0 for use in blank.pages.values())
-    logits = local_executor(engine.executor).runner.logits
+    logits = first_rank(engine.executor).runner.logits
 
     def spoilt(plan: Any) -> Any:
         out = logits(plan).clone()
@@ -262,7 +262,7 @@ def test_counters(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) 
                 out[row, 99] = 1000
         return out
 
-    monkeypatch.setattr(local_executor(engine.executor).runner, "logits", spoilt)
+    monkeypatch.setattr(first_rank(engine.executor).runner, "logits", spoilt)
     engine.add_request("long", [5, 6, 7], GREEDY)
     stops = SamplingParams(temperature=0, stop_token_ids=[99], n=2)
     engine.add_request("stops", [5, 6], stops)

@@ -15,10 +15,10 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.plan.step_sizes import LARGE_MIXED_STEP, LARGE_STEP
-from finwhale.engine.rank.graphs import Graphs, _Captured
-from finwhale.engine.rank.inputs import StaticInputs, with_bounds
-from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.step_limits import StepLimits, decode_sizes, prefill_sizes
+from finwhale.engine.steps.graphs import Graphs, _Captured
+from finwhale.engine.steps.inputs import StaticInputs, with_bounds
+from finwhale.engine.steps.slot_tables import SlotTables
+from finwhale.engine.steps.step_limits import StepLimits, decode_sizes, prefill_sizes
 from finwhale.models.step_inputs import StepInputs
 
 SEEDS, NUM_SEQS = st.integers(0, 40), st.integers(1, 5)

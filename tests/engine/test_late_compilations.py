@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from finwhale import LLM, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import warm_up
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.server.observe.metrics import engine_families
 
 
@@ -19,12 +19,12 @@ class Builds:
 def test_late_compilations_are_reported(llm: LLM) -> None:
     engine = llm._engine
     assert sum(engine.metrics().late_compilations.values()) == 0
-    kept = local_executor(engine.executor).builds
-    local_executor(engine.executor).builds = Builds()  # type: ignore[assignment]
+    kept = first_rank(engine.executor).builds
+    first_rank(engine.executor).builds = Builds()  # type: ignore[assignment]
     try:
         found = engine.metrics()
     finally:
-        local_executor(engine.executor).builds = kept
+        first_rank(engine.executor).builds = kept
     assert found.late_compilations == {"triton": 2, "deepgemm": 0}
     (family,) = [m for m in engine_families(found) if m.name == "finwhale_late_compilations"]
     told = {sample.labels["compiler"]: sample.value for sample in family.samples}

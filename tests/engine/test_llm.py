@@ -17,6 +17,7 @@ import deepseek_recipe as recipe
 import numpy as np
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.library_tokenizer import encode_with_special
 from tests.support.stepping import Stepper
 
@@ -29,7 +30,7 @@ from finwhale import (
     SamplingParams,
 )
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.llm import add_job
 from finwhale.weights.tree import tensors_of
 
@@ -286,7 +287,7 @@ def test_closing_a_stream_aborts_it(llm: LLM, seen: int) -> None:
     assert llm._engine.has_work
     stream.close()
     assert not llm._engine.has_work and not result.finished
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
 
 
 def test_streams_and_batches_at_once(llm: LLM) -> None:
@@ -345,7 +346,7 @@ def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
 
 def say(monkeypatch: pytest.MonkeyPatch, llm: LLM, text: str) -> None:
     script = iter([*encode_with_special(llm.get_tokenizer(), text), 1])
-    runner = local_executor(llm._engine.executor).runner
+    runner = first_rank(llm._engine.executor).runner
     logits = type(runner).logits
 
     def speak(chunks: Any) -> torch.Tensor:
@@ -531,7 +532,7 @@ def test_an_interrupt_while_a_request_begins(
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[5, 9], [6, 9]], greedy(n=2))
     assert not llm._engine.has_work
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     assert tokens(llm.generate([[5, 9]], greedy())[0]) == wanted
 
 
@@ -579,7 +580,7 @@ def test_closing_frees_the_memory_and_ends_requests(tiny_path: Path, one_thread:
     """Also that of weights and cache to which a traceback refers, as in a notebook."""
     with LLM(model=tiny_path, device="cpu") as llm:
         assert len(tokens(llm.generate(TEXT, greedy(2))[0])) == 2
-        runner = local_executor(llm._engine.executor).runner
+        runner = first_rank(llm._engine.executor).runner
         frames = (runner.model, runner.cache)
         held = [*tensors_of(runner.model.weights), *runner.cache.pages.values()]
         assert all(tensor.untyped_storage().nbytes() for tensor in held)

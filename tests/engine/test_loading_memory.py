@@ -23,7 +23,7 @@ from finwhale.checkpoint.reader import Checkpoint, TensorReader
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.config import DtypeName
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
 
@@ -79,7 +79,7 @@ seen = []
 llm = LLM(sys.argv[1], device="cpu", dtype=sys.argv[2], max_num_seqs=1, max_num_batched_tokens=64,
           progress=lambda done, total: seen.append((done, total)))
 print(json.dumps({"peak": status("VmHWM") - before, "held": status("VmRSS") - before,
-                  "cache": llm._engine.executor.runner.cache_plan.total_bytes, "progress": seen}))
+                  "cache": llm._engine.memory.cache, "progress": seen}))
 """
 
 
@@ -139,7 +139,7 @@ def test_every_tensor_is_read_once(
         llm = LLM(tmp_path / "model", device="cpu", dtype=dtype)  # type: ignore[arg-type]
         assert set(reads) == set(Checkpoint.open(tmp_path / "model").tensors)
         assert set(reads.values()) == {1}
-        assert local_executor(llm._engine.executor).runner.model.draft_head is not None
+        assert first_rank(llm._engine.executor).runner.model.draft_head is not None
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         (result,) = llm.generate([[5, 6, 7]], params)
         assert result.error is None and len(result.outputs[0].token_ids) == 4

@@ -9,11 +9,11 @@ import torch
 
 from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
-from finwhale.engine.rank import memory
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.inputs import PAGE
-from finwhale.engine.rank.memory import GRAPH_BYTES, LargestSteps
-from finwhale.engine.rank.step_limits import StepLimits
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start import memory
+from finwhale.engine.start.memory import GRAPH_BYTES, LargestSteps
+from finwhale.engine.steps.inputs import PAGE
+from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -23,7 +23,7 @@ def test_every_number_of_rows_has_run(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The LM head's and each kind of compressor's GEMM, in steps of eight rows."""
-    model = local_executor(new_llm()._engine.executor).runner.model
+    model = first_rank(new_llm()._engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
     ran: dict[object, list[int]] = defaultdict(list)
 
@@ -59,7 +59,7 @@ def test_the_largest_steps_touch_one_page(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reference: bool, num_tokens: int
 ) -> None:
     """Prompts shorter and longer than the context, and decodes: only PAGE of each pool changes."""
-    runner = local_executor(
+    runner = first_rank(
         new_llm(reference=reference, max_model_len=300, max_num_seqs=3)._engine.executor
     ).runner
     chosen: list[torch.Tensor] = []
@@ -102,7 +102,7 @@ def test_what_counts_as_workspace(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest step, and for graphs a second time with what each of them gives."""
-    runner = local_executor(new_llm(max_model_len=300)._engine.executor).runner
+    runner = first_rank(new_llm(max_model_len=300)._engine.executor).runner
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
     peaks = iter([1000, 5000, 70, 900, 800, 50, 60])
     monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
@@ -130,7 +130,7 @@ def test_gaps_between_the_weights_do_not_count_as_free(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reserved: int, allocated: int
 ) -> None:
     """A run that fits gaps takes little from the driver. In a graph's pool it would take more."""
-    runner = local_executor(new_llm(max_model_len=300)._engine.executor).runner
+    runner = first_rank(new_llm(max_model_len=300)._engine.executor).runner
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
     held = {"reserved": 5000, "allocated": 4200}
 
@@ -157,8 +157,7 @@ def test_the_cache_gets_the_rest_of_the_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_memory_use_is_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    held, runner = llm._engine.memory, local_executor(llm._engine.executor).runner
-    assert held.cache == runner.cache_plan.total_bytes
+    held, runner = llm._engine.memory, first_rank(llm._engine.executor).runner
     assert held.cache == sum(pages.nbytes for pages in runner.cache.pages.values())
     assert isinstance(runner.model, DeepseekV4)
     embed = runner.model.weights.embed

@@ -20,7 +20,7 @@ from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 
 from .arrivals import random_arrivals
 from .conftest import MODELS
@@ -48,7 +48,7 @@ class Model:
             ahead: plan each step before the tokens of the last are known.
             prefix_caching: whether blocks are kept.
         """
-        groups = local_executor(self.run.executor).runner.groups
+        groups = first_rank(self.run.executor).runner.groups
         ahead, caching = options.get("ahead", False), options.get("prefix_caching", True)
         num_pages = {}
         for group in groups:
@@ -56,16 +56,14 @@ class Model:
             if group.keep is not None:
                 more = states * pages_at_block_end(group)
                 num_pages[group.name] = windowed_pages(group, seqs, step, caching) + more
-            assert (
-                num_pages[group.name]
-                <= local_executor(self.run.executor).runner.cache_plan.num_pages[group.name]
+            assert num_pages[group.name] <= self.run.executor.description.num_pages[group.name]
+        self.run.begin(
+            Scheduler(
+                PageManager(groups, num_pages),
+                sizes=StepSizes.given(seqs, step),
+                prefix_caching=caching,
             )
-        self.run.scheduler = Scheduler(
-            PageManager(groups, num_pages),
-            sizes=StepSizes.given(seqs, step),
-            prefix_caching=caching,
         )
-        self.run._loop = self.run._new_loop()
         self.run.steps_ahead = int(ahead)
         return self.run
 
@@ -90,12 +88,12 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.run = type(local_executor(engine.executor).runner).logits.__get__(
-            local_executor(engine.executor).runner
+        self.run = type(first_rank(engine.executor).runner).logits.__get__(
+            first_rank(engine.executor).runner
         )
         self.rows: dict[tuple[str, int], list[Tensor]] = {}
         self.num_read = 0
-        local_executor(engine.executor).runner.logits = self  # type: ignore[method-assign,assignment]
+        first_rank(engine.executor).runner.logits = self  # type: ignore[method-assign,assignment]
 
     def __call__(self, plan: StepPlan) -> Tensor:
         logits = self.run(plan)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 
 from finwhale import LLM, RequestError, RequestOutput, SamplingParams
 from finwhale.engine.loop.request_checks import checked_prompt
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.request import MAX_PROMPT_LOGPROBS
 
 
@@ -113,14 +114,14 @@ def test_an_aborted_request(pair: tuple[LLM, Stepper]) -> None:
         assert engine.step() == []
     finally:
         engine.steps_ahead = 0
-    engine.check_integrity()
+    check_engine(engine)
 
 
 def test_logits_that_are_not_finite(
     pair: tuple[LLM, Stepper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = pair[0]
-    model = local_executor(llm._engine.executor).runner.model
+    model = first_rank(llm._engine.executor).runner.model
     compute, first = model.compute_logits, iter([True])
 
     def wrong(streams: torch.Tensor) -> torch.Tensor:
@@ -133,7 +134,7 @@ def test_logits_that_are_not_finite(
     (result,) = llm.generate([text(400, 11)], scoring())
     assert result.error is not None and "not finite" in result.error
     assert result.outputs[0].finish_reason == "error"
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
 
 
 def test_a_number_that_is_too_large_is_refused() -> None:

@@ -19,7 +19,7 @@ from finwhale.engine.plan.pages import PageManager, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -187,14 +187,13 @@ def test_preemption_and_aborts(new_llm: Callable[..., LLM], formulas: Formulas) 
     engine = new_llm(
         max_num_seqs=4, max_num_batched_tokens=150, max_model_len=512, **ROUTED
     )._engine
-    groups = local_executor(engine.executor).runner.groups
+    groups = first_rank(engine.executor).runner.groups
     num_pages = {}
     for group in groups:
         num_pages[group.name] = 1 + 4 * (BLOCK // group.tokens_per_page)
         if group.keep is not None:
             num_pages[group.name] = windowed_pages(group, 4, 150, True) + 20
-    engine.scheduler = Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(4, 150))
-    engine._loop = engine._new_loop()
+    engine.begin(Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(4, 150)))
     engine.steps_ahead = 1
     want(engine, 0.9)
     preempted, preempt = set(), engine.scheduler._preempt
@@ -278,7 +277,7 @@ def test_coroutines(tiny_path: Path, formulas: Formulas, one_thread: None) -> No
 
 
 def test_nothing_is_recorded_unless_the_engine_is_told(llm: LLM) -> None:
-    runner = local_executor(llm._engine.executor).runner
+    runner = first_rank(llm._engine.executor).runner
     assert isinstance(runner.model, DeepseekV4)
     assert runner.routed is None and llm._engine.executor.description.routed_experts is None
     assert all(layer.ffn.routed is None for layer in runner.model.layers)  # type: ignore[attr-defined]

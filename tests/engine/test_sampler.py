@@ -13,12 +13,12 @@ from finwhale.engine.plan.sampling import RequestSampling
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_plan import SlotAdmission
 from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
-from finwhale.engine.rank.draft_noise import StaticDraftNoise, choose_drafts
-from finwhale.engine.rank.executor import LocalResult, begin_transfer
-from finwhale.engine.rank.host_transfer import Receiver
-from finwhale.engine.rank.inputs import NO_STEP
-from finwhale.engine.rank.sampler import Sampler as RankSampler
-from finwhale.engine.rank.sampler import draw_arrays
+from finwhale.engine.ranks.local_executor import LocalResult, begin_transfer
+from finwhale.engine.steps.draft_noise import StaticDraftNoise, choose_drafts
+from finwhale.engine.steps.host_transfer import Receiver
+from finwhale.engine.steps.inputs import NO_STEP
+from finwhale.engine.steps.sampler import Sampler as RankSampler
+from finwhale.engine.steps.sampler import draw_arrays
 from finwhale.errors import RequestError
 from finwhale.ops.sampling import Filters, Sample, SampledTokens, SamplingBatch
 from finwhale.ops.sampling.ref import sample

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestError, SamplingParams
-from finwhale.engine.rank.arena import CHUNK_BYTES, Arena
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.sleep import check_can_save
+from finwhale.engine.ranks.arena import CHUNK_BYTES, Arena
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.ranks.sleep import check_can_save
 from finwhale.errors import ResourceError
 
 from .weights import bits_of, forms_of, weights_of
@@ -35,8 +36,8 @@ def shared(tiny_path: Path) -> LLM:
 @pytest.fixture
 def engine(shared: LLM, one_thread: None) -> Iterator[LLM]:
     yield shared
-    assert shared._engine.can_step
-    shared._engine.check_integrity()
+    assert not shared._engine.stops
+    check_engine(shared._engine)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def llm_bits(shared_llm: LLM) -> list[object]:
 def resident(llm: LLM, tag: str) -> int:
     """Bytes of an arena that are in memory, as the system counts them."""
     libc, count = ctypes.CDLL(None), 0
-    for chunk in local_executor(llm._engine.executor).arenas[tag]._chunks:
+    for chunk in first_rank(llm._engine.executor).arenas[tag]._chunks:
         address, size = chunk.bytes.data_ptr(), chunk.bytes.nbytes
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         assert not libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages)
@@ -85,9 +86,9 @@ def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_
     engine.wake(["weights"])
     with pytest.raises(RequestError, match="all of them"):
         engine.update_weights([], partial=True)
-    assert engine._engine.lacks_memory_or_weights
+    assert engine._engine.stops
     engine.update_weights(tiny_path)
-    assert engine._engine.lacks_memory_or_weights  # the cache does
+    assert engine._engine.stops  # the cache does
     engine.wake(["cache"])
     assert outputs(engine) == before
     engine.sleep(["weights"], drop_weights=True)
@@ -133,7 +134,7 @@ def test_a_paused_engine_sleeps_and_remains_paused(engine: LLM) -> None:
     engine.pause()
     engine.sleep(["cache"])
     engine.wake()
-    assert not engine._engine.can_step
+    assert engine._engine.stops
     engine.resume()
 
 
@@ -143,18 +144,18 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
     """The check alone sees a GPU."""
     gpu: Any = SimpleNamespace(
         runner=SimpleNamespace(device=torch.device("cuda")),
-        arenas=local_executor(engine._engine.executor).arenas,
+        arenas=first_rank(engine._engine.executor).arenas,
         ranks_on_host=2,
     )
     monkeypatch.setattr(
-        "finwhale.engine.loop.engine.check_can_save", lambda executor: check_can_save(gpu)
+        "finwhale.engine.loop.control.check_can_save", lambda executor: check_can_save(gpu)
     )
     needed = 2 * gpu.arenas["weights"].num_bytes
-    memory = "finwhale.engine.rank.memory_checks.available_memory"
+    memory = "finwhale.engine.ranks.memory_checks.available_memory"
     monkeypatch.setattr(memory, lambda: needed - 1)
     with pytest.raises(ResourceError, match="sleep saves in host memory, take"):
         engine.sleep()
-    assert not engine._engine.lacks_memory_or_weights and outputs(engine) == before
+    assert not engine._engine.stops and outputs(engine) == before
     engine.sleep(["cache"])
     engine.wake()
     monkeypatch.setattr(memory, lambda: needed)
@@ -165,12 +166,12 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
 def test_weights_that_do_not_fit_the_disk_stay_in_memory(
     engine: LLM, before: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = local_executor(engine._engine.executor).arenas["weights"].num_bytes
-    usage = "finwhale.engine.rank.memory_checks.shutil.disk_usage"
+    needed = first_rank(engine._engine.executor).arenas["weights"].num_bytes
+    usage = "finwhale.engine.ranks.memory_checks.shutil.disk_usage"
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed - 1))
     with pytest.raises(ResourceError, match=r"sleep saves in temporary files, take .* TMPDIR"):
         engine.sleep()
-    assert not engine._engine.lacks_memory_or_weights and outputs(engine) == before
+    assert not engine._engine.stops and outputs(engine) == before
     engine.sleep(["cache"])
     engine.wake()
     monkeypatch.setattr(usage, lambda _: SimpleNamespace(free=needed))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -20,11 +21,11 @@ from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.draft_decode import StepDrafts, VerificationSteps
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.inputs import NO_STEP
-from finwhale.engine.rank.step_limits import step_limits, verification_sizes
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.capture import draft_on_device
+from finwhale.engine.steps.draft_decode import StepDrafts, VerificationSteps
+from finwhale.engine.steps.inputs import NO_STEP
+from finwhale.engine.steps.step_limits import step_limits, verification_sizes
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
@@ -140,7 +141,7 @@ def test_over_edges_of_pages_and_blocks(
         ]
         while engine.has_work:
             engine.step()
-            engine.check_integrity()
+            check_engine(engine)
         return results
 
     wanted = whole(new_llm(**options)._engine)
@@ -177,7 +178,7 @@ def test_confidences_reach_the_policy(
     engine = new_llm(**OPTIONS, draft_tokens=3)._engine
     if ahead:
         on_the_device(engine, monkeypatch)
-    head: Any = local_executor(engine.executor).runner.model.draft_head
+    head: Any = first_rank(engine.executor).runner.model.draft_head
     draft = head.draft
 
     def confident(*args: Any) -> Drafts:
@@ -213,7 +214,7 @@ def test_confidences_reach_the_policy(
 def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple[int, ...]) -> None:
     """Rows and tokens of padding change nothing, and no wrong draft counts as accepted."""
     engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
-    steps = draft_on_device(local_executor(engine.executor), engine.config)
+    steps = draft_on_device(first_rank(engine.executor), engine.config)
     count, width = sum(lengths), 3
     steps._send_layout(lengths, DraftPlan((), (), (), previous_rows=(2, 0, 1)), 4, 4 * width)
     steps._chosen.copy_(torch.arange(len(steps._chosen)))
@@ -252,7 +253,7 @@ def test_any_numbers_of_drafts_change_no_token(
         oracle = Oracle(llm._engine, steps, wanted, 0.7)
     found = llm.generate(prompts, params)
     assert [result.outputs for result in found] == [result.outputs for result in wanted]
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     assert len(chooser.seen) > 10
     if ahead:
         assert oracle.ahead > 0.8 * oracle.count
@@ -272,12 +273,12 @@ def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPat
     for _ in range(5):
         engine.step()
     engine.abort("1")
-    engine.check_integrity()
+    check_engine(engine)
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert results[0].outputs == wanted[0].outputs and results[2].outputs == wanted[2].outputs
-    assert not engine._in_flight
+    assert not engine._loop.in_flight
     for pool in engine.scheduler.pages.pools.values():
         engine.reset_prefix_cache()
         assert pool.num_free == pool.num_pages - 1
@@ -311,7 +312,7 @@ def test_a_step_that_breaks_off_loses_nothing(
         try:
             engine.step()
         except KeyboardInterrupt:
-            engine.check_integrity()
+            check_engine(engine)
     assert [r.outputs for r in results] == [w.outputs for w in wanted]
     assert count > 5
 
@@ -323,12 +324,12 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1)._engine
     on_the_device(engine, monkeypatch)
-    local_executor(engine.executor).sampler.sample_logits = ForcedAcceptance(engine.executor, rate)
+    first_rank(engine.executor).sampler.sample_logits = ForcedAcceptance(engine.executor, rate)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     assert all(len(result.outputs[0].token_ids) == 60 for result in results)
     found = engine.metrics()
     assert found.drafts_accepted[0] == pytest.approx(rate * found.drafts_proposed[0], abs=4)
@@ -418,7 +419,7 @@ def test_one_set_of_side_streams(
     monkeypatch.setattr(SideStreams, "__init__", counting)
     engine = new_llm(**OPTIONS, draft_tokens=3)._engine
     on_the_device(engine, monkeypatch)
-    model = local_executor(engine.executor).runner.model
+    model = first_rank(engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
     assert made == [model.side_streams] and len(PRIORITIES) == 3
     assert model.draft_head is not None
@@ -430,7 +431,7 @@ def test_one_set_of_side_streams(
 def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     """Rows behind a step's sequences have no position, whatever earlier steps left."""
     engine = new_llm(**OPTIONS, draft_tokens=2)._engine
-    steps = draft_on_device(local_executor(engine.executor), engine.config)
+    steps = draft_on_device(first_rank(engine.executor), engine.config)
     steps._static.fill(NO_STEP, decode=True)
     steps._advanced[:-1] = 2
     inputs = steps._inputs(4, 12, 300)

@@ -14,8 +14,8 @@ from torch import Tensor
 from finwhale import LLM, FinwhaleError, RequestError, SamplingParams, SharedTensors
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.engine.loop import weight_updates
-from finwhale.engine.rank import weight_transfer
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks import weight_transfer
+from finwhale.engine.ranks.ranks import first_rank
 
 from .trainers import HOST, InThread, TorchTrainer, broadcast_of, described, free_port
 from .weights import bits_of, weights_of
@@ -57,7 +57,7 @@ def engine(shared: LLM, tiny_path: Path, before: list[object], one_thread: None)
     """One engine for all tests of this module, which get it with its first weights."""
     version = shared._updates.version
     yield shared
-    executor = local_executor(shared._engine.executor)
+    executor = first_rank(shared._engine.executor)
     assert executor.staged_weights is None and not shared._updates.begun
     for name in list(executor.groups):
         shared.destroy_weights_update_group(name)
@@ -176,7 +176,7 @@ def test_a_failed_broadcast_keeps_the_old_weights(
             engine._engine.step()
     finally:
         engine._engine.abort("one")
-    assert not local_executor(engine._engine.executor).groups
+    assert not first_rank(engine._engine.executor).groups
     assert outputs(engine) == before
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.tensors import read_tensors
 from tests.support.tiny import (
     random_weights,
@@ -32,9 +33,10 @@ from finwhale import (
     SamplingParams,
 )
 from finwhale.checkpoint.stored import DTYPE_NAMES
+from finwhale.engine.loop import weight_updates
 from finwhale.engine.loop.weight_updates import WeightUpdates, _staging
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.staged_weights import StagedWeights, discard_update
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.ranks.staged_weights import StagedWeights, discard_update
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.cpu_gemm import _Half, _rows_are_independent
 from finwhale.ops.moe import ExpertWeight
@@ -87,13 +89,13 @@ def shared(old_path: Path) -> LLM:
 @pytest.fixture
 def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
     """One engine for all tests of this module, which get it with its first weights."""
-    shared._engine.resume()
+    shared.resume()
     yield shared
-    shared._engine.resume()
+    shared.resume()
     shared.update_weights(old_path, requests="abort")
-    shared._engine.check_integrity()
-    assert not shared._engine._text_streams
-    assert local_executor(shared._engine.executor).staged_weights is None
+    check_engine(shared._engine)
+    assert not shared._engine.outputs.streams
+    assert first_rank(shared._engine.executor).staged_weights is None
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +232,7 @@ def test_a_failed_update_changes_nothing(
     with pytest.raises((CheckpointError, ConnectionError), match=message):
         engine.update_weights(broken(tensors, how))
     assert all(map(torch.equal, weights_of(engine), kept))
-    assert local_executor(engine._engine.executor).staged_weights is None
+    assert first_rank(engine._engine.executor).staged_weights is None
 
 
 def test_a_failed_update_leaves_outputs_and_prefixes(
@@ -274,21 +276,23 @@ def test_a_partial_update_of_weights_that_were_dropped(
     llm.wake()
     with pytest.raises(RequestError, match="must have all of them"):
         llm._updates.finish()
-    assert llm._engine.lacks_memory_or_weights and not llm._updates.begun
+    assert llm._engine.stops and not llm._updates.begun
     llm.update_weights(old_path)
-    assert not llm._engine.lacks_memory_or_weights
+    assert not llm._engine.stops
 
 
 def test_weights_that_do_not_fit_the_host_are_refused(
     engine: LLM, before: list[object], other_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: 1)
+    monkeypatch.setattr("finwhale.engine.ranks.memory_checks.available_memory", lambda: 1)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
     # Each of two ranks would fit alone.
     size = sum(tensor.nbytes for tensor in weights_of(engine))
-    monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: 2 * size - 1)
-    monkeypatch.setattr(local_executor(engine._engine.executor), "ranks_on_host", 2)
+    monkeypatch.setattr(
+        "finwhale.engine.ranks.memory_checks.available_memory", lambda: 2 * size - 1
+    )
+    monkeypatch.setattr(first_rank(engine._engine.executor), "ranks_on_host", 2)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
     assert outputs(engine) == before
@@ -329,7 +333,7 @@ def test_a_partial_update(
     kept = {id(t): t.clone() for t in weights_of(engine)}
     engine.update_weights(layer.items(), partial=True)
     changed = sum(not torch.equal(t, kept[id(t)]) for t in weights_of(engine))
-    model = local_executor(engine._engine.executor).runner.model.weights
+    model = first_rank(engine._engine.executor).runner.model.weights
     assert changed == len(tensors_of(model.layers[1]))
     assert outputs(engine) != before
     # A packed tensor must be complete.
@@ -356,9 +360,9 @@ def test_a_partial_update_where_the_operators_convert_experts(
     def ops(*given: Any, **named: Any) -> Ops:
         return replace(load_ops(*given, **named), finish_experts=converted)
 
-    monkeypatch.setattr("finwhale.engine.rank.startup.load_ops", ops)
+    monkeypatch.setattr("finwhale.engine.start.decisions.load_ops", ops)
     engine = LLM(old_path, device="cpu", dtype="float32", max_num_seqs=2)
-    model = local_executor(engine._engine.executor).runner.model.weights
+    model = first_rank(engine._engine.executor).runner.model.weights
     kept = {id(t): t.clone() for t in weights_of(engine)}
 
     def changed() -> int:
@@ -452,9 +456,11 @@ def test_a_pause_aborts(engine: LLM) -> None:
         engine.pause("drop")  # type: ignore[arg-type]
 
 
-def test_an_update_does_not_get_the_version_of_a_dropped_one() -> None:
-    names = ("call_ranks", "change_weights", "check_weights_can_change")
-    engine: Any = SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: []))
+def test_an_update_does_not_get_the_version_of_a_dropped_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_updates, "change_weights", lambda *_, **__: None)
+    engine: Any = SimpleNamespace(stops=set(), call_ranks=lambda _: [])
     updates = WeightUpdates(engine)
     for version, wanted in (("dropped", None), (None, "1"), ("named", "named"), (None, "3")):
         updates.begin()
@@ -467,7 +473,7 @@ def test_an_update_does_not_get_the_version_of_a_dropped_one() -> None:
 
 
 def test_a_compiled_engine_is_refused(engine: LLM, other_path: Path) -> None:
-    executor = local_executor(engine._engine.executor)
+    executor = first_rank(engine._engine.executor)
     executor.weight_form, form = None, executor.weight_form
     with pytest.raises(Exception, match="compiled"):
         engine.update_weights(other_path)

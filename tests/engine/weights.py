@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.ops.host_forms import _FORMS
 from finwhale.weights.tree import tensors_of
 
@@ -21,7 +21,7 @@ def bits_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[
 
 
 def weights_of(llm: LLM) -> list[Tensor]:
-    return tensors_of(local_executor(llm._engine.executor).runner.model.weights)
+    return tensors_of(first_rank(llm._engine.executor).runner.model.weights)
 
 
 def forms_of(llm: LLM) -> list[object]:

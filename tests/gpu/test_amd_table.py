@@ -8,9 +8,10 @@ import pytest
 import torch
 from tests.support.stepping import Stepper
 
-import finwhale.engine.rank.startup as startup
+import finwhale.engine.start.decisions as decisions
+import finwhale.engine.start.kernels as kernels
 from finwhale import LLM, SamplingParams
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.step_inputs import Inline
 from finwhale.ops import load_ops
@@ -34,8 +35,8 @@ PROMPTS = ["Call me Ishmael.", "Once upon a time there was a little girl who", "
 def amd() -> Iterator[LLM]:
     """No early launches, no inline assembler, no kernels for Hopper alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "choose_device", lambda name: (AMD, torch.device("cuda")))
-        patch.setattr(startup, "load_builds", lambda *args: NothingToBuild())
+        patch.setattr(decisions, "choose_device", lambda name: (AMD, torch.device("cuda")))
+        patch.setattr(kernels, "load_builds", lambda *args: NothingToBuild())
         yield LLM(**OPTIONS)
 
 
@@ -47,7 +48,7 @@ def nvidia() -> LLM:
 @torch.inference_mode()
 def read(llm: LLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits after each token, of the model and of the MTP layer."""
-    stepper, run = Stepper(llm._engine), local_executor(llm._engine.executor).runner
+    stepper, run = Stepper(llm._engine), first_rank(llm._engine.executor).runner
     mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(ids[:-1])
@@ -60,7 +61,7 @@ def read(llm: LLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_no_side_streams_and_no_nvidia_package(amd: LLM) -> None:
-    run = local_executor(amd._engine.executor).runner
+    run = first_rank(amd._engine.executor).runner
     assert run.ops is load_ops(AMD)
     assert isinstance(run.model, DeepseekV4)
     assert run.model.side_streams.streams == ()

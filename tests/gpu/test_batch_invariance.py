@@ -13,7 +13,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 
@@ -60,21 +60,17 @@ def test_pages_moved_as_bytes(engine: Engine, cut: int) -> None:
 @torch.inference_mode()
 def test_batches_and_graphs(engine: Engine) -> None:
     """Decodes of 1 to 8 sequences captured, one eager, and beside a prompt that is being read."""
-    stepper, graphs = Stepper(engine), local_executor(engine.executor).runner.graphs
+    stepper, graphs = Stepper(engine), first_rank(engine.executor).runner.graphs
     assert graphs is not None
     chunks = stepper.prefilled([text(seed, length) for seed, length in enumerate(LENGTHS)])
     alone = torch.cat([graphs.run(stepper.plan([chunk])).clone() for chunk in chunks])
     assert alone.isfinite().all()
     for size in (2, 3, 5, 8):
         assert torch.equal(graphs.run(stepper.plan(chunks[-size:])), alone[-size:])
-    _, streams = local_executor(engine.executor).runner.forward(stepper.plan(chunks[:1]))
-    assert torch.equal(
-        local_executor(engine.executor).runner.model.compute_logits(streams), alone[:1]
-    )
+    _, streams = first_rank(engine.executor).runner.forward(stepper.plan(chunks[:1]))
+    assert torch.equal(first_rank(engine.executor).runner.model.compute_logits(streams), alone[:1])
     other = stepper.sequence(text(99, 900))
     stepper.pages.grow(other.tables, 0, 900)
     plan = stepper.plan([*chunks, Chunk(other, 0, 900)])
-    _, streams = local_executor(engine.executor).runner.forward(plan)
-    assert torch.equal(
-        local_executor(engine.executor).runner.model.compute_logits(streams[:8]), alone
-    )
+    _, streams = first_rank(engine.executor).runner.forward(plan)
+    assert torch.equal(first_rank(engine.executor).runner.model.compute_logits(streams[:8]), alone)

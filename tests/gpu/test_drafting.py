@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.integrity import check_engine
 from tests.support.stepping import Stepper
 
 from finwhale import LLM, SamplingParams
@@ -14,7 +15,7 @@ from finwhale.config import DraftTokens, EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 
@@ -49,7 +50,7 @@ def load(draft_tokens: DraftTokens, *, enforce_eager: bool, **options: Any) -> L
 def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
     llm._engine.reset_prefix_cache()
     found = llm.generate(PROMPTS, [params[i % len(params)] for i in range(len(PROMPTS))])
-    llm._engine.check_integrity()
+    check_engine(llm._engine)
     return [output.token_ids for result in found for output in result.outputs]
 
 
@@ -66,7 +67,7 @@ def test_no_token_changes(
 ) -> None:
     """On the device from step to step, and over the host where a choice needs the tokens."""
     llm = load(draft_tokens, enforce_eager=enforce_eager)
-    assert local_executor(llm._engine.executor).runner.verification_steps is not None
+    assert first_rank(llm._engine.executor).runner.verification_steps is not None
     for params in (PARAMS, HISTORIC):
         assert tokens(llm, params) == wanted[len(params)]
     metrics = llm._engine.metrics()
@@ -88,7 +89,7 @@ def test_any_numbers_of_drafts_change_no_token(
 def test_steps_are_launched_ahead() -> None:
     """Nearly all of them, where all decode: the host waits for none to launch the next."""
     llm = load(1, enforce_eager=False)
-    steps = local_executor(llm._engine.executor).runner.verification_steps
+    steps = first_rank(llm._engine.executor).runner.verification_steps
     assert steps is not None
     floats: list[bool] = []
     fill = steps._static.fill
@@ -122,14 +123,14 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.mark.parametrize("rate", [0, 0.5, 1])
 def test_forced_acceptance(flash: Engine, rate: float) -> None:
     """So many of the drafts are right: tokens a step are what they must be, nothing is lost."""
-    local = local_executor(flash.executor)
+    local = first_rank(flash.executor)
     local.sampler.sample_logits = ForcedAcceptance(local, rate)
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     before = flash.metrics()
     results = [flash.add_request(str(i), [5 + i] * (250 - 60 * i), params) for i in range(3)]
     while flash.has_work:
         flash.step()
-    flash.check_integrity()
+    check_engine(flash)
     flash.reset_prefix_cache()
     assert all(len(result.outputs[0].token_ids) == 300 for result in results)
     found = flash.metrics()
@@ -157,7 +158,7 @@ def test_proposals_are_the_transcription_s(draft_tokens: int) -> None:
     """
     llm = load(draft_tokens, enforce_eager=False)
     engine = llm._engine
-    assert local_executor(engine.executor).runner.verification_steps is not None
+    assert first_rank(engine.executor).runner.verification_steps is not None
     watch = Watch(engine)
     texts = generate(engine, llm.get_tokenizer().encode(STORY), max_tokens=48)
     accepted, proposed = engine.metrics().drafts_accepted[0], engine.metrics().drafts_proposed[0]

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
 from finwhale.bench.engine import call_ranks_collectively
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.draft_decode import VerificationSteps
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.ranks import Ranks
+from finwhale.engine.ranks.ranks import Ranks, first_rank
+from finwhale.engine.start.capture import draft_on_device
+from finwhale.engine.steps.draft_decode import VerificationSteps
 
 from ..engine.dspark_steps import (  # noqa: TID252
     BLOCK_SIZE,
@@ -75,7 +75,7 @@ def new_engine(path: Path, draft_tokens: DraftTokens, **options: Any) -> Engine:
 
 
 def verifications(engine: Engine) -> VerificationSteps:
-    steps = local_executor(engine.executor).runner.verification_steps
+    steps = first_rank(engine.executor).runner.verification_steps
     assert steps is not None
     return steps
 
@@ -166,7 +166,7 @@ def test_proposals_are_those_of_the_formulas(path: Path) -> None:
 def test_reference_proposals_are_those_of_the_formulas(path: Path) -> None:
     """The definitions in float32 on this GPU, launched by the host, in steps on the device."""
     engine = new_engine(path, BLOCK_SIZE, dtype="float32", reference=True)
-    steps = draft_on_device(local_executor(engine.executor), engine.config)
+    steps = draft_on_device(first_rank(engine.executor), engine.config)
     found = agreement(engine, steps, path)
     # A value that lies between two FP8 numbers may be rounded the other way: 94% agreed on an H200,
     # and confidences differed by 0.038.
@@ -199,7 +199,7 @@ def test_a_step_waits_for_tokens_alone(path: Path, draft_tokens: DraftTokens) ->
 def test_auto_with_forced_acceptance(path: Path) -> None:
     """The policy itself, as `finwhale bench offline --draft-tokens auto` measures it."""
     engine = new_engine(path, "auto")
-    local = local_executor(engine.executor)
+    local = first_rank(engine.executor)
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     for rate in (0, 0.5, 0.9):
         engine.reset()  # also its own policy again
@@ -211,7 +211,7 @@ def test_auto_with_forced_acceptance(path: Path) -> None:
             chooser = engine.scheduler.drafting.chooser
             assert chooser is not None
             kinds.add(chooser.kind)
-        engine.check_integrity()
+        check_engine(engine)
         assert all(len(result.outputs[0].token_ids) == 500 for result in results)
         metrics = engine.metrics()
         print(f"rate {rate}: kinds {sorted(kinds)}, acceptance {metrics.acceptance}")

@@ -9,9 +9,9 @@ import torch
 
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.host_transfer import send
-from finwhale.engine.rank.runner import ModelRunner
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps.host_transfer import send
+from finwhale.engine.steps.runner import ModelRunner
 from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import DecoderLayer
@@ -36,7 +36,7 @@ def runner() -> ModelRunner:
         cache_memory_bytes=2**31,
     )
     engine = start_engine(config, model, Weights(model), None)
-    return local_executor(engine.executor).runner
+    return first_rank(engine.executor).runner
 
 
 def waits(run: Callable[[], object], square: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.memory import GRAPH_BYTES
+from finwhale.engine.start.memory import GRAPH_BYTES
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.processes import importable_tests
 
 from finwhale import RequestOutput, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.ranks import Ranks
+from finwhale.engine.ranks.ranks import Ranks
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 
@@ -117,7 +118,7 @@ def test_mixed_load_with_aborts(engine: Engine) -> None:
             del running[name]
     while engine.has_work:
         engine.step()
-    engine.check_integrity()
+    check_engine(engine)
     metrics = engine.metrics()
     counts["preempted"], counts["drafts"] = metrics.preemptions, sum(metrics.drafts_accepted)
     print(json.dumps(dict(counts) | {"seconds": SECONDS, "longest_step_s": round(longest, 3)}))

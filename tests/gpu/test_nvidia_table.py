@@ -18,9 +18,9 @@ from tests.support.stepping import Stepper
 from finwhale import LLM, SamplingParams
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.host_transfer import Transfer
-from finwhale.engine.rank.inputs import with_bounds
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps.host_transfer import Transfer
+from finwhale.engine.steps.inputs import with_bounds
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.platform import Platform
@@ -52,8 +52,8 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def test_the_table_is_not_the_reference(llm: LLM) -> None:
-    names = dict(local_executor(llm._engine.executor).runner.ops.implementations())
-    assert local_executor(llm._engine.executor).runner.ops.capabilities.packed_cache
+    names = dict(first_rank(llm._engine.executor).runner.ops.implementations())
+    assert first_rank(llm._engine.executor).runner.ops.capabilities.packed_cache
     assert not [op for op, where in names.items() if ".ref." in where and op not in NO_KERNEL]
 
 
@@ -96,7 +96,7 @@ def test_text_is_the_cpu_s(llm: LLM) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
 @torch.inference_mode()
 def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
-    runner = local_executor(llm._engine.executor).runner
+    runner = first_rank(llm._engine.executor).runner
     stepper = Stepper(llm._engine)
     chunks = stepper.prefilled([text(i, n) for i, n in enumerate(LENGTHS[:batch])])
     plan = stepper.plan(chunks)
@@ -115,7 +115,7 @@ def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
 
 @torch.inference_mode()
 def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
-    runner = local_executor(llm._engine.executor).runner
+    runner = first_rank(llm._engine.executor).runner
     stepper = Stepper(llm._engine)
     for lengths in ([1], [9, 30], [128], [200, 1, 50], [700, 1, 300], [1900, 5]):
         sequences = [stepper.sequence(text(9, n)) for n in lengths]
@@ -136,7 +136,7 @@ def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
 @torch.inference_mode()
 def test_inputs_and_replay_neither_allocate_nor_wait(llm: LLM) -> None:
     """No allocation on the device, no host that waits for it."""
-    runner = local_executor(llm._engine.executor).runner
+    runner = first_rank(llm._engine.executor).runner
     stepper = Stepper(llm._engine)
     chunks = stepper.prefilled([text(1, n) for n in (300, 20, 5)])
     plan = stepper.plan(chunks)
@@ -174,7 +174,7 @@ def test_a_decode_step_waits_for_tokens_alone(
     for _ in range(6):
         engine.step()
     log: list[str] = []
-    wait, logits = Transfer.wait, local_executor(engine.executor).runner.logits
+    wait, logits = Transfer.wait, first_rank(engine.executor).runner.logits
 
     def waiting(transfer: Transfer) -> Any:
         log.append("wait")
@@ -185,7 +185,7 @@ def test_a_decode_step_waits_for_tokens_alone(
         return logits(plan)
 
     monkeypatch.setattr(Transfer, "wait", waiting)
-    monkeypatch.setattr(local_executor(engine.executor).runner, "logits", launching)
+    monkeypatch.setattr(first_rank(engine.executor).runner, "logits", launching)
     torch.cuda.synchronize()
     segments = torch.cuda.memory_stats()["segment.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -264,7 +264,8 @@ def test_reported_memory_is_what_is_held() -> None:
     print(held)
     reserved = torch.cuda.memory_reserved()
     assert held.total == reserved - before
-    assert held.cache == local_executor(llm._engine.executor).runner.cache_plan.total_bytes
+    pages = first_rank(llm._engine.executor).runner.cache.pages
+    assert held.cache == sum(tensor.nbytes for tensor in pages.values())
     free, total = torch.cuda.mem_get_info()
     assert total - free <= 0.9 * total
     drawn = SamplingParams(top_p=0.9, top_k=50, logprobs=5, presence_penalty=1.0, max_tokens=20)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.config import DtypeName
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -65,7 +65,7 @@ def logits(llm: LLM, ids: list[int]) -> Tensor:
     stepper = Stepper(llm._engine)
     with torch.inference_mode():
         streams = stepper.read(ids, range(37, len(ids), 37))
-        return local_executor(llm._engine.executor).runner.model.compute_logits(streams).cpu()
+        return first_rank(llm._engine.executor).runner.model.compute_logits(streams).cpu()
 
 
 def errors(found: Tensor, wanted: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ def test_the_demo_model_s_greedy_tokens() -> None:
 def test_the_demo_model_as_it_runs_by_default() -> None:
     """bfloat16 with the trained roundings: its own choices are likely under the CPU's float32."""
     gpu = LLM()
-    assert local_executor(gpu._engine.executor).runner.device.type == "cuda"
-    assert local_executor(gpu._engine.executor).runner.dtype == torch.bfloat16
-    assert local_executor(gpu._engine.executor).runner.platform.vendor == "nvidia"
+    assert first_rank(gpu._engine.executor).runner.device.type == "cuda"
+    assert first_rank(gpu._engine.executor).runner.dtype == torch.bfloat16
+    assert first_rank(gpu._engine.executor).runner.platform.vendor == "nvidia"
     results = gpu.generate(PROMPTS, GREEDY)
     cpu = LLM(device="cpu")
     same, total = 0, 0
@@ -147,7 +147,7 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
     made: list[torch.cuda.Stream] = []
     real = torch.cuda.Stream
     # Weights are sent on a stream that ends with loading, and results come to the host on another.
-    others = ("finwhale.weights.staging", "finwhale.engine.rank.host_transfer")
+    others = ("finwhale.weights.staging", "finwhale.engine.steps.host_transfer")
 
     def counting(*args: object, **options: object) -> torch.cuda.Stream:
         stream = real(*args, **options)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "Stream", counting)
     llm = load(tiny, "cuda", "bfloat16")
-    model = local_executor(llm._engine.executor).runner.model
+    model = first_rank(llm._engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
     streams = model.side_streams
     handles = {stream.cuda_stream for stream in made} - {0}  # 0: the current one, looked up
@@ -168,7 +168,7 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
     for layer in (*model.layers, *model.draft_head.layers):
         assert isinstance(layer, DecoderLayer)
         assert layer.attn.side_streams is streams and layer.ffn.side_streams is streams
-    on_cpu = local_executor(load(tiny, "cpu", "float32")._engine.executor).runner.model
+    on_cpu = first_rank(load(tiny, "cpu", "float32")._engine.executor).runner.model
     assert isinstance(on_cpu, DeepseekV4)
     assert on_cpu.side_streams.streams == ()
     assert {stream.cuda_stream for stream in made} - {0} == handles
@@ -176,6 +176,6 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_devices(tiny: Path) -> None:
     count = torch.cuda.device_count()
-    assert local_executor(load(tiny, "cuda:0", "float32")._engine.executor).runner.device.index == 0
+    assert first_rank(load(tiny, "cuda:0", "float32")._engine.executor).runner.device.index == 0
     with pytest.raises(ResourceError, match=f"torch sees {count} GPUs"):
         load(tiny, f"cuda:{count}", "float32")

@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -63,7 +64,7 @@ class Routers:
     """Notes what the routers of an eager engine return."""
 
     def __init__(self, engine: Engine) -> None:
-        model = local_executor(engine.executor).runner.model
+        model = first_rank(engine.executor).runner.model
         assert isinstance(model, DeepseekV4)
         self.ids: list[list[Tensor]] = [[] for _ in model.layers]
         for number, layer in enumerate(model.layers):
@@ -110,5 +111,5 @@ def test_captured_steps_and_drafts_return_what_the_routers_choose(kind: str) -> 
             assert tokens == right_tokens, options
             assert np.array_equal(ids, right.numpy()), options
         assert not sum(engine.executor.late_compilations().values())
-        engine.check_integrity()
+        check_engine(engine)
         del engine

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_engine
 from tests.support.processes import importable_tests
 from tests.support.stepping import Stepper
 
@@ -27,10 +28,10 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.rank.devices import fewest_ranks
-from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.inputs import with_bounds
-from finwhale.engine.rank.ranks import Ranks
+from finwhale.engine.ranks.devices import fewest_ranks
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import Ranks
+from finwhale.engine.steps.inputs import with_bounds
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import Weights
@@ -92,7 +93,7 @@ def tokens(engine: Engine) -> list[list[int]]:
     ]
     while engine.has_work:
         engine.step()
-    engine.check_integrity()
+    check_engine(engine)
     return [output.token_ids for result in results for output in result.outputs]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finwhale.bench.engine import call_ranks_collectively
-from finwhale.engine.rank.ranks import Ranks
+from finwhale.engine.ranks.ranks import Ranks
 
 from . import test_several_gpus as several
 

@@ -11,10 +11,11 @@ from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
+from finwhale.engine.loop import control
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.weight_updates import WeightUpdates
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
@@ -56,7 +57,7 @@ def outputs(engine: Engine) -> list[object]:
 
 
 def weights_of(engine: Engine) -> list[Tensor]:
-    return tensors_of(local_executor(engine.executor).runner.model.weights)
+    return tensors_of(first_rank(engine.executor).runner.model.weights)
 
 
 def random_tensors(engine: Engine, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -90,9 +91,9 @@ def test_sleep_changes_nothing(engine: Engine) -> None:
     before, addresses = outputs(engine), [tensor.data_ptr() for tensor in weights_of(engine)]
     size = engine.memory.weights + engine.memory.cache
     awake = free_bytes()
-    engine.sleep()
+    control.sleep(engine)
     assert free_bytes() - awake > 0.9 * size
-    engine.wake()
+    control.wake(engine)
     assert awake - free_bytes() < 2**26
     assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
     assert outputs(engine) == before
@@ -108,8 +109,8 @@ def test_updates_write_in_place(engine: Engine) -> None:
         partly = outputs(engine)
         WeightUpdates(engine).update(random_tensors(engine, 1))
         assert before != partly != outputs(engine)
-    engine.sleep(drop_weights=True)
-    engine.wake()
+    control.sleep(engine, drop_weights=True)
+    control.wake(engine)
     WeightUpdates(engine).update(first_tensors(engine))
     assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
     assert outputs(engine) == before

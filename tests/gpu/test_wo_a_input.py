@@ -9,7 +9,7 @@ from tests.support.stepping import Stepper
 from finwhale import LLM, SamplingParams
 from finwhale.bench.ops import ready
 from finwhale.config import WoAInput
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.ops import load_ops
 from finwhale.ops.case import CONFIGS, ModelDraw
@@ -78,7 +78,7 @@ def test_captured_is_eager_and_nothing_compiles_late(draft_tokens: int) -> None:
         llm = load(
             "bf16", batch_invariant=True, enforce_eager=enforce_eager, draft_tokens=draft_tokens
         )
-        model = local_executor(llm._engine.executor).runner.model
+        model = first_rank(llm._engine.executor).runner.model
         assert isinstance(model, DeepseekV4)
         wo_a = model.weights.layers[0].attn.heads.wo_a
         assert isinstance(wo_a, LinearWeight) and not wo_a.round_input

@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 
 from finwhale import LLM, EngineDeadError, FinwhaleError, SamplingParams
 from finwhale.distributed import ray_actors
-from finwhale.engine.rank.ranks import Ranks
+from finwhale.engine.ranks.ranks import Ranks
 
 PROMPTS = [[5, 6, 7], [9] * 140]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

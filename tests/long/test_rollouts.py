@@ -33,7 +33,7 @@ from finwhale import (
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.loop import weight_updates
-from finwhale.engine.rank.staged_weights import StagedWeights
+from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
 from finwhale.platform import Platform

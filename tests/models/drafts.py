@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tests.support.integrity import check_engine
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
@@ -109,7 +110,7 @@ def generate(engine: Engine, encoded: list[int], max_tokens: int) -> dict[str, l
         results.append(engine.add_request(str(prompt_index), prompt, params))
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     return {
         f"{result.request_id}/{output.index}": [*result.prompt_token_ids, *output.token_ids]
         for result in results

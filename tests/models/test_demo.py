@@ -7,7 +7,7 @@ from tests.support.stepping import Stepper
 from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.source import inventory_report
@@ -92,7 +92,7 @@ def test_the_mtp_layer_predicts_the_model_s_tokens(llm: LLM) -> None:
     """
     text = llm.encode(STORY)
     stepper = Stepper(llm._engine)
-    runner, layer = stepper.runner, local_executor(llm._engine.executor).runner.model.draft_head
+    runner, layer = stepper.runner, first_rank(llm._engine.executor).runner.model.draft_head
     assert layer is not None
     sequence = stepper.sequence(text[:-1])
     (streams,) = stepper.step([(sequence, len(text) - 1)])

@@ -9,7 +9,7 @@ from finwhale import LLM
 from finwhale.checkpoint.reader import read_config
 from finwhale.config import DraftTokens
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.rank.capture import draft_on_device
+from finwhale.engine.start.capture import draft_on_device
 
 from .drafts import STORY, Known, RandomDrafts, Watch, compare, demo_weights, generate
 from .oracle import single_threaded

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_scheduler
 from tests.support.stepping import Stepper
 from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 from torch import Tensor
@@ -240,7 +241,7 @@ def test_several_continuations_of_one_prompt(model: Model) -> None:
     assert drawn.outputs[0].token_ids == one.outputs[0].token_ids
     assert len({tuple(out.token_ids) for out in drawn.outputs}) == 3
     assert len({tuple(out.token_ids) for out in same.outputs}) == 1
-    llm._engine.scheduler.check_integrity()
+    check_scheduler(llm._engine.scheduler)
     assert not llm._engine.has_work
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from finwhale import LLM
 from finwhale.config import Activations
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 
 from . import transcription
 from .oracle import assert_texts_agree, in_float64, relative_error, single_threaded
@@ -103,5 +103,5 @@ def test_without_an_mtp_layer(tmp_path: Path) -> None:
         for name in ("with", "without"):
             llm = LLM(tmp_path / name, device="cpu", dtype="float32", activations="exact")
             streams.append(Stepper(llm._engine).read([4, 2, 9]))
-    assert local_executor(llm._engine.executor).runner.model.draft_head is None
+    assert first_rank(llm._engine.executor).runner.model.draft_head is None
     assert torch.equal(*streams)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.integrity import check_scheduler
 from tests.support.stepping import Stepper
 from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 from torch import Tensor
@@ -129,7 +130,7 @@ def test_greedy_while_prompts_are_still_read(case: Case) -> None:
     """Few sequences and few tokens a step: chunks of prompts beside decodes, and waiting."""
     llm = load(case.path, max_num_seqs=3, max_num_batched_tokens=50)
     assert greedy(llm, case.prompts) == case.continuations
-    llm._engine.scheduler.check_integrity()
+    check_scheduler(llm._engine.scheduler)
 
 
 def test_checkpoint_that_transformers_wrote(tmp_path: Path) -> None:

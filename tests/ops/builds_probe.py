@@ -35,11 +35,11 @@ from finwhale.demo import DSPARK_PATH
 from finwhale.distributed.collectives import Alone
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.engine.plan.draft_policy import step_kinds
-from finwhale.engine.rank.draft_decode import VerificationSteps
-from finwhale.engine.rank.launch_signatures import LaunchEnumerator
-from finwhale.engine.rank.memory import LargestSteps
-from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.step_limits import StepLimits, prefill_sizes
+from finwhale.engine.start.launch_signatures import LaunchEnumerator
+from finwhale.engine.start.memory import LargestSteps
+from finwhale.engine.steps.draft_decode import VerificationSteps
+from finwhale.engine.steps.slot_tables import SlotTables
+from finwhale.engine.steps.step_limits import StepLimits, prefill_sizes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config

@@ -9,9 +9,9 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from finwhale.engine.plan.draft_policy import step_kinds
-from finwhale.engine.rank.launch_signatures import LaunchEnumerator
-from finwhale.engine.rank.memory import LargestSteps
-from finwhale.engine.rank.step_limits import StepLimits
+from finwhale.engine.start.launch_signatures import LaunchEnumerator
+from finwhale.engine.start.memory import LargestSteps
+from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4

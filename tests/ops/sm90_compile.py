@@ -27,7 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.engine.rank.memory import all_sampling_options, without_filters
+from finwhale.engine.start.memory import all_sampling_options, without_filters
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import prepare_qkv_triton as prepare

@@ -18,11 +18,12 @@ from torch import Tensor
 from triton.backends.amd.compiler import HIPOptions
 from triton.runtime.interpreter import InterpretedFunction
 
-import finwhale.engine.rank.inputs as inputs
-import finwhale.engine.rank.startup as startup
+import finwhale.engine.start.decisions as decisions
+import finwhale.engine.start.kernels as kernels
+import finwhale.engine.steps.inputs as inputs
 from finwhale import LLM, SamplingParams
 from finwhale.compiled import graph_forms
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.step_inputs import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import mhc_unfused_triton, ref
@@ -64,8 +65,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 def llm_on(platform: Platform, path: Path, **options: Any) -> LLM:
     """An engine on the CPU that takes itself to be on another platform."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "choose_device", lambda name: (platform, torch.device("cpu")))
-        patch.setattr(startup, "load_builds", no_builds)
+        patch.setattr(decisions, "choose_device", lambda name: (platform, torch.device("cpu")))
+        patch.setattr(kernels, "load_builds", no_builds)
         return LLM(path, max_num_seqs=2, max_model_len=256, enforce_eager=True, **options)
 
 
@@ -78,7 +79,7 @@ def no_builds(ops: Any, platform: Platform, index: int, directory: str | None) -
 @torch.inference_mode()
 def read(llm: LLM) -> tuple[Tensor, Tensor]:
     """Logits after the last two tokens of two steps, of the model and of the MTP layer."""
-    stepper, run = Stepper(llm._engine), local_executor(llm._engine.executor).runner
+    stepper, run = Stepper(llm._engine), first_rank(llm._engine.executor).runner
     mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(TEXT[:-1])
@@ -146,7 +147,7 @@ def amd(path: Path) -> Amd:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", recorded)
         llm = llm_on(AMD, path)
-        assert local_executor(llm._engine.executor).runner.ops is load_ops(AMD)
+        assert first_rank(llm._engine.executor).runner.ops is load_ops(AMD)
         return Amd(llm, read(llm), tokens_of(llm), options)
 
 

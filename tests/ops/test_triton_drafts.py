@@ -10,8 +10,8 @@ from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.capture import draft_on_device
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, DraftBlock, ref
@@ -148,7 +148,7 @@ def drafts_of(path: Path, draft_tokens: int) -> tuple[list[list[int]], list[Prop
     engine = LLM(
         path, device="cpu", draft_tokens=draft_tokens, max_num_seqs=4, max_model_len=300
     )._engine
-    steps = draft_on_device(local_executor(engine.executor), engine.config)
+    steps = draft_on_device(first_rank(engine.executor), engine.config)
     engine.steps_ahead = 1
     proposals = Proposals(engine, steps)
     results = []
@@ -174,7 +174,7 @@ def test_an_engine_with_these_kernels(
     def with_kernels(*args: Any, **named: Any) -> Ops:
         return replace(load_ops(*args, **named), **KERNELS)
 
-    monkeypatch.setattr("finwhale.engine.rank.startup.load_ops", with_kernels)
+    monkeypatch.setattr("finwhale.engine.start.decisions.load_ops", with_kernels)
     found_ids, found = drafts_of(path, draft_tokens)
     assert found_ids == wanted_ids
     assert len(found) == len(wanted) > 20

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from finwhale import LLM
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.start.capture import draft_on_device
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

@@ -21,7 +21,7 @@ import finwhale
 from finwhale import LLM, SamplingParams
 from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.rank.runner import ModelRunner
+from finwhale.engine.steps.runner import ModelRunner
 
 Capture = pytest.CaptureFixture[str]
 TEXT = "The fin whale is"

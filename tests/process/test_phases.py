@@ -7,7 +7,7 @@ import time
 CODE = """
 import time
 time.sleep(0.5)
-from finwhale.engine.rank.start_times import process_start
+from finwhale.engine.start.start_times import process_start
 print(process_start())
 """
 

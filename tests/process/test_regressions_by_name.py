@@ -19,7 +19,7 @@ import finwhale.models.deepseek_v4.model as model_module
 from finwhale import LLM
 from finwhale.compiled.compiled_layer import CompiledLayer
 from finwhale.compiled.graph_store import GraphStore
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
@@ -94,7 +94,7 @@ class ChangedLayer(DecoderLayer):
 @torch.inference_mode()
 def check_draft_layer(llm: LLM) -> None:
     """Draft and decoder layers are of one class and signature, and both run."""
-    run, stepper = local_executor(llm._engine.executor).runner, Stepper(llm._engine)
+    run, stepper = first_rank(llm._engine.executor).runner, Stepper(llm._engine)
     model = run.model
     assert isinstance(model, DeepseekV4) and model.draft_head is not None
     layers = [*model.layers, *model.draft_head.layers]
@@ -131,7 +131,7 @@ def test_the_draft_layer_left_behind(
     if not mistake:
         check_draft_layer(llm)
         return
-    model = local_executor(llm._engine.executor).runner.model
+    model = first_rank(llm._engine.executor).runner.model
     assert isinstance(model, DeepseekV4)
     layers: list[Any] = list(model.layers)
     for layer in layers:
@@ -218,7 +218,7 @@ def test_streams_created_per_draft_layer(
     tiny_path: Path, mistake: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three, once a model, which the MTP layer shares."""
-    run = local_executor(LLM(tiny_path, device="cpu", max_num_seqs=2)._engine.executor).runner
+    run = first_rank(LLM(tiny_path, device="cpu", max_num_seqs=2)._engine.executor).runner
     made: list[object] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(device))
 
@@ -262,10 +262,10 @@ import sys
 import torch
 from finwhale import LLM, SamplingParams
 if sys.argv[2] == "True":
-    import finwhale.engine.rank.startup as startup
+    import finwhale.engine.start.decisions as decisions
     from finwhale.compiled.custom_ops import custom
-    load_ops = startup.load_ops
-    startup.load_ops = lambda *args, **options: custom(load_ops(*args, **options))
+    load_ops = decisions.load_ops
+    decisions.load_ops = lambda *args, **options: custom(load_ops(*args, **options))
 llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)
 llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
 names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("finwhale")]

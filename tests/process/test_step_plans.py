@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.integrity import check_engine
 
 from finwhale import RequestOutput, SamplingParams
 from finwhale.chat.grammar import regex_guide
@@ -39,8 +40,7 @@ def crowd(engine: Engine, blocks: int) -> None:
         else windowed_pages(group, seqs, step, True, True)
         for group in groups
     }
-    engine.scheduler = Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step))
-    engine._loop = engine._new_loop()
+    engine.begin(Scheduler(PageManager(groups, num_pages), sizes=StepSizes.given(seqs, step)))
 
 
 def play(engine: Engine, seed: int) -> list[RequestOutput]:
@@ -64,7 +64,7 @@ def play(engine: Engine, seed: int) -> list[RequestOutput]:
             engine.step()
     while engine.has_work:
         engine.step()
-        engine.check_integrity()
+        check_engine(engine)
     return results
 
 

@@ -92,5 +92,5 @@ def server(
     engine, end = demo_llm._engine, time.monotonic() + 120
     while engine.has_work and time.monotonic() < end:
         time.sleep(0.01)
-    with engine._lock:  # the last step has ended
+    with engine.lock:  # the last step has ended
         check_idle(engine)

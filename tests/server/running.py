@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic
 import openai
+from tests.support.integrity import check_engine
 
 from finwhale.engine.loop.engine import Engine
 from finwhale.server.batch.store import open_store
@@ -88,6 +89,6 @@ def _fields(config: ServerConfig) -> dict[str, Any]:
 
 def check_idle(engine: Engine) -> None:
     """No request, page or sampling state is left behind."""
-    engine.check_integrity()
+    check_engine(engine)
     assert not engine.has_work
-    assert not engine._text_streams and not engine._requests and not engine._in_flight
+    assert not engine.outputs.streams and not engine.outputs.requests and not engine._loop.in_flight

@@ -306,7 +306,7 @@ def test_results_do_not_change_while_they_are_sent(
     held = []
 
     def delta(self: _Sent, request: RequestOutput, delta: Any = _Sent.delta) -> Any:
-        held.append(server.engine._lock._is_owned())  # type: ignore[attr-defined]
+        held.append(server.engine.lock._is_owned())  # type: ignore[attr-defined]
         return delta(self, request)
 
     monkeypatch.setattr(_Sent, "delta", delta)

@@ -15,7 +15,7 @@ from tests.support.tensors import read_tensors
 from finwhale import LLM
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop import weight_updates
-from finwhale.engine.rank.staged_weights import StagedWeights
+from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.errors import FinwhaleError
 from finwhale.server.link.rollout_control import RolloutControl
 
@@ -29,9 +29,9 @@ REFUSAL = "this server has no rollout endpoints: start it with --enable-rollout-
 @pytest.fixture
 def server(start: Start, demo_llm: LLM) -> Iterator[Asked]:
     yield Asked(start(enable_rollout_endpoints=True).url)
-    demo_llm._engine.resume()
-    if not demo_llm._engine.can_step:
-        demo_llm._engine.wake()
+    demo_llm.resume()
+    if demo_llm._engine.stops:
+        demo_llm.wake()
 
 
 def test_a_trainer_changes_some_weights(server: Asked) -> None:
@@ -135,12 +135,12 @@ def test_they_need_a_key_and_no_foreign_page(start: Start) -> None:
     assert foreign.status_code == 403
     unknown = httpx.post(server.url + "/pause?wait_for_inflight_requests=true", headers=headers)
     assert unknown.json()["error"]["param"] == "wait_for_inflight_requests"
-    assert server.engine.can_step
+    assert not server.engine.stops
 
 
 def test_an_engine_resumes_only_after_its_update_has_finished() -> None:
     events: list[str] = []
-    engine: Any = SimpleNamespace(resume=lambda: events.append("resume"))
+    engine: Any = SimpleNamespace(lock=nullcontext(), allow=lambda _: events.append("resume"))
     control = RolloutControl(engine, lambda _: None)
     for failure in (FinwhaleError("a scale is missing"), None):
         finish = Mock(side_effect=failure or (lambda: events.append("finish")))

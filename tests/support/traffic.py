@@ -11,8 +11,8 @@ from finwhale.engine.plan.prefix_index import PrefixIndex
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.inputs import Batch, planned_inputs
-from finwhale.engine.rank.slot_tables import SlotTables
+from finwhale.engine.steps.inputs import Batch, planned_inputs
+from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.request import SamplingParams

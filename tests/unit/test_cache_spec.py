@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiny import tiny_config
 
-from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
+from finwhale.engine.start.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.errors import ResourceError
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec

@@ -11,8 +11,8 @@ import torch
 
 from finwhale.bench import load
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.devices import choose_device, choose_devices, num_sharers
-from finwhale.engine.rank.memory_checks import check_gpu_memory, check_host_memory
+from finwhale.engine.ranks.devices import choose_device, choose_devices, num_sharers
+from finwhale.engine.ranks.memory_checks import check_gpu_memory, check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.platform import Platform, available_memory
@@ -148,11 +148,11 @@ def test_other_errors(gpus: Callable[[int], None]) -> None:
 
 
 def test_weights_that_do_not_fit_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: 10**9)
+    monkeypatch.setattr("finwhale.engine.ranks.memory_checks.available_memory", lambda: 10**9)
     check_host_memory(10**9)
     with pytest.raises(ResourceError, match=r"take 2.5 GB, and 1.0 GB of memory are free"):
         check_host_memory(2_500_000_000)
-    monkeypatch.setattr("finwhale.engine.rank.memory_checks.available_memory", lambda: None)
+    monkeypatch.setattr("finwhale.engine.ranks.memory_checks.available_memory", lambda: None)
     check_host_memory(10**15)
 
 

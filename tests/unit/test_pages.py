@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.integrity import check_pages
 from tests.support.tiny import tiny_config
 
 from finwhale.engine.plan.pages import BlockTables, PageManager, PagePool, windowed_pages
@@ -57,7 +58,7 @@ def test_growth_gives_each_page_when_its_first_row_comes() -> None:
         assert len(tables["c128"].pages) == ((token + 1) // 128 + 1) // 2
         assert len(tables["window"].pages) == token // 64 + 1
     pages.release(tables)
-    pages.check_integrity([])
+    check_pages(pages, [])
 
 
 def test_trimming_leaves_the_numbering() -> None:
@@ -73,7 +74,7 @@ def test_trimming_leaves_the_numbering() -> None:
         k: p for k, p in keep.items() if k >= first
     }
     pages.release(tables)
-    pages.check_integrity([])
+    check_pages(pages, [])
 
 
 def test_pages_that_a_long_step_skips_are_not_taken() -> None:
@@ -86,10 +87,10 @@ def test_pages_that_a_long_step_skips_are_not_taken() -> None:
     state = tables["c4_state"]
     assert state.pages[0] != 0 and state.pages[-1] != 0
     assert set(state.pages[1:-1]) == {0}
-    pages.check_integrity([tables])
+    check_pages(pages, [tables])
     pages.trim(tables, 133)
     pages.release(tables)
-    pages.check_integrity([])
+    check_pages(pages, [])
 
 
 def test_integrity_finds_lost_and_shared_pages() -> None:
@@ -97,16 +98,16 @@ def test_integrity_finds_lost_and_shared_pages() -> None:
     one, two = pages.new_tables(), pages.new_tables()
     pages.grow(one, 0, 10)
     pages.grow(two, 0, 10)
-    pages.check_integrity([one, two])
-    pages.check_integrity([one], {name: table.pages for name, table in two.items()})
+    check_pages(pages, [one, two])
+    check_pages(pages, [one], {name: table.pages for name, table in two.items()})
     with pytest.raises(AssertionError, match="reference counts"):
-        pages.check_integrity([one])
+        check_pages(pages, [one])
     two["window"].pages[0] = one["window"].pages[0]
     with pytest.raises(AssertionError, match="reference counts"):
-        pages.check_integrity([one, two])
+        check_pages(pages, [one, two])
     pages.pools["window"]._free.append(one["window"].pages[0])
     with pytest.raises(AssertionError, match=r"reference counts|free list"):
-        pages.check_integrity([one, two])
+        check_pages(pages, [one, two])
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,7 +142,7 @@ def test_grow_and_trim_do_nothing_before_the_lengths_they_return(
             assert held() == before
         trim_at, start = now, end
     pages.release(tables)
-    pages.check_integrity([])
+    check_pages(pages, [])
 
 
 @settings(max_examples=60, deadline=None)
@@ -160,7 +161,7 @@ def test_steps_have_pages_for_the_ends_of_blocks(seed: int, start: int, count: i
             table = tables[group.name]
             for row in range(group.first_needed(block_end), block_end):
                 assert table.pages[row // group.rows_per_page - table.first]
-    pages.check_integrity([tables])
+    check_pages(pages, [tables])
 
 
 @settings(max_examples=80, deadline=None)
@@ -199,13 +200,13 @@ def test_groups_that_forget_never_run_out(data: st.DataObject) -> None:
             if count:
                 step.append((tables, position, count))
                 pages.grow(tables, position[0], position[0] + count, decodes[0])
-        pages.check_integrity([tables for tables, *_ in live])
+        check_pages(pages, [tables for tables, *_ in live])
         for tables, position, count in step:
             position[0] += count
             pages.trim(tables, position[0])
     for tables, *_ in live:
         pages.release(tables)
-    pages.check_integrity([])
+    check_pages(pages, [])
 
 
 def test_a_token_of_a_prompt_takes_no_page_ahead() -> None:
@@ -218,7 +219,7 @@ def test_a_token_of_a_prompt_takes_no_page_ahead() -> None:
         pages.grow(tables, start, end)
         pages.trim(tables, end)
     pages.release(tables)
-    pages.check_integrity([])
+    check_pages(pages, [])
 
 
 def test_keys_depend_on_the_salt() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from finwhale.engine.rank import start_times as phases
-from finwhale.engine.rank.start_times import Phases, table, whole_start
+from finwhale.engine.start import start_times as phases
+from finwhale.engine.start.start_times import Phases, table, whole_start
 
 
 class Clock:

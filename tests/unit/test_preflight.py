@@ -43,7 +43,7 @@ def test_a_record_that_cannot_be_written_is_refused(
 
 def test_bench_cpu_checks_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DeepseekV4Config.preset("flash").without_draft_head().with_layers(1)
-    memory = "finwhale.engine.rank.memory_checks.available_memory"
+    memory = "finwhale.engine.ranks.memory_checks.available_memory"
     monkeypatch.setattr(memory, lambda: 50 * GB)
     with pytest.raises(ResourceError, match=r"take [\d.]+ GB, and 50.0 GB of memory are free"):
         cpu._check_room(config, num_engines=2)

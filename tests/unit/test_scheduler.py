@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from tests.support.integrity import check_scheduler
 from tests.support.tiny import tiny_config
 
 from finwhale.bench import prefix as bench_prefix
@@ -23,7 +24,7 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
@@ -203,9 +204,9 @@ class Driver:
             sequence = chunk.sequence
             assert chunk.start == sequence.num_computed < chunk.end <= len(sequence.token_ids)
         self.memory.step(chunks, self.texts)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         scheduler.record_computed(chunks)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         flight = self._flight
         self._flight = []
         for chunk in chunks:
@@ -235,7 +236,7 @@ class Driver:
             sequence.token_ids.pop()
         self._flight = [(s, index) for s, index in self._flight if s is not sequence]
         self.scheduler.finish(sequence)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def run(self, most: int = 20_000) -> None:
         for _ in range(most):
@@ -252,7 +253,7 @@ def living(scheduler: Scheduler) -> list[SequenceState]:
 
 def assert_empty(scheduler: Scheduler) -> None:
     assert not scheduler.has_work
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     scheduler.reset_prefix_cache()
     for pool in scheduler.pages.pools.values():
         assert pool.num_free == pool.num_pages - 1
@@ -679,7 +680,7 @@ def test_after_a_reset_nothing_is_found() -> None:
     driver.add(make_sequence("a", text(600), 9))
     driver.step()
     scheduler.reset_prefix_cache()
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     driver.run()
     # What ran then has left nothing either.
     assert read(driver, "b", text(600)).num_cached == 0
@@ -702,7 +703,7 @@ def test_integrity_finds_what_is_wrong_with_a_block(what: str) -> None:
     else:
         first.state = None
     with pytest.raises(AssertionError):
-        driver.scheduler.check_integrity()
+        check_scheduler(driver.scheduler)
 
 
 def operations(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:

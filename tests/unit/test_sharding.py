@@ -15,7 +15,7 @@ from finwhale.cli import inspect
 from finwhale.config import EngineConfig
 from finwhale.distributed.peers import Peers
 from finwhale.distributed.rank import Rank
-from finwhale.engine.rank.startup import _Start
+from finwhale.engine.start.decisions import Decisions
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4 import architecture
 from finwhale.models.deepseek_v4.architecture import (
@@ -210,11 +210,11 @@ def new_start(
     gpus: tuple[int, ...],
     device: str = "cuda",
     sharers: int = 1,
-) -> _Start:
+) -> Decisions:
     """The start of rank 0 of Flash, on GPUs of these sizes in bytes."""
     properties = SimpleNamespace(total_memory=gpus[0] if gpus else 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    start = object.__new__(_Start)
+    start = object.__new__(Decisions)
     start.config, start.dtype = config, torch.bfloat16
     start.model_config, start.architecture = MODELS["flash"], architecture
     start.device, start.sharers = torch.device(device), sharers

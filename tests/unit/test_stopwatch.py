@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from finwhale.engine.rank.stopwatch import WINDOW, Stopwatch
+from finwhale.engine.steps.stopwatch import WINDOW, Stopwatch
 
 
 class Event:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import event, given
 from hypothesis import strategies as st
+from tests.support.integrity import check_scheduler
 from tests.unit.test_scheduler import (
     Driver,
     Memory,
@@ -122,7 +123,7 @@ def settle(driver: Driver) -> None:
     """Let every save and load end."""
     for _ in range(100):
         driver.scheduler.admission.advance_loads()
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
 
 
 def run(contents: Contents, prompt: list[int], output: int = 3, **options: Any) -> tuple[int, int]:
@@ -247,7 +248,7 @@ def test_a_reset_during_a_load() -> None:
     driver.step()
     driver.step()
     driver.scheduler.reset_prefix_cache()
-    driver.scheduler.check_integrity()
+    check_scheduler(driver.scheduler)
     driver.run()
     settle(driver)
     assert_empty(driver.scheduler)

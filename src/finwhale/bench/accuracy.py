@@ -26,8 +26,8 @@ from finwhale.bench.record import keep_record, stamp
 from finwhale.bench.stepping import Stepper
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.devices import parse_device
-from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.ranks.devices import parse_device
+from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.weight_sources import Weights

@@ -26,7 +26,7 @@ from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.config import Activations
-from finwhale.engine.rank.memory_checks import check_host_memory
+from finwhale.engine.ranks.memory_checks import check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.llm import LLM
 from finwhale.models.deepseek_v4.architecture import weight_bytes

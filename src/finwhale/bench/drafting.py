@@ -31,11 +31,11 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.capture import draft_on_device
-from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.host_transfer import send
-from finwhale.engine.rank.ranks import first_rank
-from finwhale.engine.rank.start_times import freeze_heap
+from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.start.capture import draft_on_device
+from finwhale.engine.steps.host_transfer import send
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.sampling import SampledTokens, SamplingBatch

@@ -15,9 +15,9 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.executor import Executor
-from finwhale.engine.rank.executor import LocalExecutor, local_executor
-from finwhale.engine.rank.ranks import Ranks, first_rank
-from finwhale.engine.rank.start_times import freeze_heap
+from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import Ranks, first_rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
@@ -129,7 +129,7 @@ def call_ranks_collectively(executor: Executor, work: Callable[[LocalExecutor], 
     """
     if isinstance(executor, Ranks):
         return executor.call_ranks_collectively(work)
-    return local_executor(executor).call_ranks(work)
+    return executor.call_ranks(work)
 
 
 def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:

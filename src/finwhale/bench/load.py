@@ -37,8 +37,8 @@ from finwhale.distributed.rank import Rank
 from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import Answer, Opened
 from finwhale.distributed.workers import SpawnedProcesses, Workers
-from finwhale.engine.rank.devices import choose_device, choose_devices
-from finwhale.engine.rank.memory_checks import check_host_memory
+from finwhale.engine.ranks.devices import choose_device, choose_devices
+from finwhale.engine.ranks.memory_checks import check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import ModelWeights

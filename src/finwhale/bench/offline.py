@@ -45,8 +45,8 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.ranks import first_rank
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -149,7 +149,7 @@ class Bench:
         return sorted(rows, key=lambda row: -row[2])[:count]
 
     def _abort_all(self) -> None:
-        for name in list(self.engine._requests):
+        for name in list(self.engine.outputs.requests):
             self.engine.abort(name)
 
     def _plan(self) -> StepPlan:

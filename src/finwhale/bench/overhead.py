@@ -28,14 +28,14 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_sizes import choose_step_sizes
-from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.inputs import StaticInputs
-from finwhale.engine.rank.kv_cache import plan_cache
-from finwhale.engine.rank.rank_processes import spawn
-from finwhale.engine.rank.ranks import Ranks, open_ranks
-from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.start_times import freeze_heap
-from finwhale.engine.rank.stopwatch import StepTimes
+from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.rank_processes import spawn
+from finwhale.engine.ranks.ranks import Ranks, open_ranks
+from finwhale.engine.start.kv_cache import plan_cache
+from finwhale.engine.steps.inputs import StaticInputs
+from finwhale.engine.steps.slot_tables import SlotTables
+from finwhale.engine.steps.stopwatch import StepTimes
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
@@ -159,7 +159,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         # The prompts differ in length, so that pages and blocks do not all end in the same step.
         prompt = [number + 5] * (args.context - number % 128)
         engine.add_request(str(number), prompt, params)
-    while not all(stream.output.token_ids for stream in engine._text_streams.values()):
+    while not all(stream.output.token_ids for stream in engine.outputs.streams.values()):
         engine.step()
     for _ in range(WARM_UP):
         engine.step()

@@ -19,7 +19,7 @@ from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.request import SamplingParams

@@ -18,7 +18,7 @@ from finwhale.bench.engine import measured, open_engine, prefill
 from finwhale.bench.record import keep_record, stamp
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.rank.start_times import process_start, whole_start
+from finwhale.engine.start.start_times import process_start, whole_start
 
 REPORT = "finwhale-start "  # Each start's process prints its results on a line with this prefix.
 

@@ -11,7 +11,8 @@ from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.executor import LocalExecutor, local_executor
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.step_inputs import StepInputs
 from finwhale.request import SamplingParams
 
@@ -28,9 +29,9 @@ class Stepper:
     def __init__(self, engine: Engine | LocalExecutor) -> None:
         self._engine = engine if isinstance(engine, Engine) else None
         assert self._engine is None or not self._engine.has_work
-        rank = engine if isinstance(engine, LocalExecutor) else local_executor(engine.executor)
+        rank = engine if isinstance(engine, LocalExecutor) else first_rank(engine.executor)
         self.runner, self._collectives = rank.runner, rank.collectives
-        self.pages = PageManager(self.runner.groups, self.runner.cache_plan.num_pages)
+        self.pages = PageManager(self.runner.groups, rank.description.num_pages)
         self.planner = StepPlanner(self.runner.model.config.vocab_size)
         self.inputs: StepInputs | None = None
         self._count = 0

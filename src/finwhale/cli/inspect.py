@@ -17,7 +17,7 @@ from finwhale.checkpoint.spec import WeightSpec
 from finwhale.cli.options import add_path
 from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.engine.plan.step_sizes import choose_step_sizes
-from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.cache import CacheGroup
 from finwhale.models.protocol import ModelConfig

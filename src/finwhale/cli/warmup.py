@@ -9,7 +9,7 @@ from rich.console import Console
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
-from finwhale.engine.rank.start_times import table, whole_start
+from finwhale.engine.start.start_times import table, whole_start
 from finwhale.llm import open_engine
 from finwhale.options import Parser
 

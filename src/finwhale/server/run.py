@@ -17,7 +17,8 @@ import uvicorn
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.engine.rank.start_times import freeze_heap, table
+from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.engine.start.start_times import table
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.api import health
 from finwhale.server.api.app import create_app

@@ -1,60 +1,40 @@
-"""The engine schedules and launches steps, collects their tokens and detokenises them.
+"""The engine: takes requests, and runs the steps that compute their tokens."""
 
-On a GPU the engine runs one step ahead: while the device computes a step, the engine plans and
-launches the next step, which reads the first step's tokens on the device. Only then does the engine
-wait for these tokens, append them and detokenise them.
-"""
-
-import ctypes
 import logging
 import os
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from finwhale.chat.detokenizer import Detokenizer
-from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
-from finwhale.engine.loop.in_flight import InFlightStep, Request, TextStream
-from finwhale.engine.loop.metrics import Clock, EngineMetrics, Meter, read_metrics
-from finwhale.engine.loop.request_checks import checked_prompt, new_filter, new_matcher
-from finwhale.engine.loop.routed_experts import ExpertRecord
-from finwhale.engine.loop.sampled_tokens import (
-    NOT_FINITE,
-    SampledToken,
-    TokenLogprob,
-    row_logprobs,
+from finwhale.engine.loop.launching import Launcher
+from finwhale.engine.loop.metrics import EngineMetrics, Meter, read_metrics
+from finwhale.engine.loop.outputs import Outputs
+from finwhale.engine.loop.request_checks import (
+    checked_prompt,
+    end_tokens,
+    new_filter,
+    new_matcher,
 )
+from finwhale.engine.loop.results import Results
 from finwhale.engine.loop.step_loop import StepLoop
 from finwhale.engine.loop.watchdog import Watchdog
 from finwhale.engine.plan.executor import Executor, MemoryUse
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
-from finwhale.engine.plan.sequences import Chunk, SequenceState
-from finwhale.engine.plan.step_plan import PENDING
+from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.plan.token_filter import TokenFilter
-from finwhale.engine.rank.ranks import first_rank
-from finwhale.engine.rank.sleep import allocate_memory, check_can_save, free_for_good, free_memory
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.ranks.sleep import free_for_good
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
-from finwhale.request import (
-    CompletionOutput,
-    ExpertIds,
-    FinishReason,
-    Logprob,
-    RequestOutput,
-    RequestTimes,
-    SamplingParams,
-)
+from finwhale.request import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +49,10 @@ with the cache of the old weights. "abort": they end with their tokens so far an
 "abort".
 """
 
-MemoryTag = Literal["weights", "cache"]
-"""The memory that `sleep` can free."""
+Stop = Literal["paused", "held", "weights", "cache", "no weights"]
+"""Why an engine runs no steps (loop/control.py): it is paused; a transfer of weights holds it; its
+memory of "weights" or "cache" is asleep; its weights were dropped, and no update has replaced them.
+"""
 
 # How long `step` waits if it cannot run a step, so that callers in a loop do not spin.
 CANNOT_STEP_WAIT_S = 0.05
@@ -87,6 +69,10 @@ class Engine:
             tokens: 1 on a GPU, 0 on a CPU, where the forward runs on the host. Tokens are the same.
         unused_draft_head: the kind of the checkpoint's draft head ("mtp", "dspark") if the engine
             does not draft; None: it drafts, or there is no head.
+        lock: while a thread holds it, calls on other threads change no result. Read the results of
+            `step` with it: `pause`, `sleep` or an update of the weights may collect further tokens
+            at any other time.
+        stops: why the engine runs no steps at present; empty: it runs them.
     """
 
     unused_draft_head: str | None = None
@@ -104,36 +90,34 @@ class Engine:
         self.executor = executor
         rank = executor.description
         logger.info("memory on %s: %s", rank.device, rank.memory)
-        self.scheduler = Scheduler(
-            PageManager(rank.groups, rank.num_pages),
-            sizes=rank.sizes,
-            prefix_caching=config.enable_prefix_caching,
-            prefix_salt=config.prefix_salt,
-            max_model_len=rank.max_model_len,
-            draft_block_tokens=model_config.draft_block_tokens,
-        )
         self.start_seconds = dict(rank.start_seconds)
         self.steps_ahead = int(rank.asynchronous)
-        self._requests: dict[str, Request] = {}
-        self._text_streams: dict[str, TextStream] = {}
-        self._in_flight: deque[InFlightStep] = deque()
-        self._meter = Meter(self.model_config.max_draft_tokens)
-        self._loop = self._new_loop()
-        self._watchdog = Watchdog(config.watchdog_seconds)
-        self._dead: str | None = None
-        self._paused = self._held = False
-        self._asleep: set[str] = set()
-        self._lacks_weights = False
+        self.lock = threading.RLock()
+        self.stops: set[Stop] = set()
         self._can_step = threading.Event()
         self._can_step.set()
-        # Requests that changed outside of a step; the next step returns them.
-        self._touched: list[RequestOutput] = []
-        self._lock = threading.RLock()
+        self._watchdog = Watchdog(config.watchdog_seconds)
+        self._dead: str | None = None
         self._process = os.getpid()
+        self.begin(
+            Scheduler(
+                PageManager(rank.groups, rank.num_pages),
+                sizes=rank.sizes,
+                prefix_caching=config.enable_prefix_caching,
+                prefix_salt=config.prefix_salt,
+                max_model_len=rank.max_model_len,
+                draft_block_tokens=model_config.draft_block_tokens,
+            )
+        )
 
-    def _new_loop(self) -> StepLoop:
-        drafts, model = self.config.draft_tokens, self.model_config
-        return StepLoop(self.executor, self.scheduler, self._meter, model, drafts)
+    def begin(self, scheduler: Scheduler) -> None:
+        """Begin with a scheduler, without requests, and with all counters at 0."""
+        config, model, rank = self.config, self.model_config, self.executor.description
+        self.scheduler, self._meter = scheduler, Meter(model.max_draft_tokens)
+        self.outputs = Outputs(scheduler, self._meter, self.tokenizer, rank.routed_experts)
+        launcher = Launcher(self.executor, scheduler, model.vocab_size)
+        results = Results(rank, scheduler, self._meter, model, config.draft_tokens)
+        self._loop = StepLoop(launcher, results, self.outputs)
 
     @property
     def max_model_len(self) -> int:
@@ -151,22 +135,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._dead is None and (self.scheduler.has_work or bool(self._touched))
-
-    @property
-    def can_step(self) -> bool:
-        """Whether the engine is not paused, and has all its memory and weights."""
-        return not (self._paused or self._held or self.lacks_memory_or_weights)
-
-    @property
-    def needs_resume_or_wake(self) -> bool:
-        """Whether `resume` or `wake` must be called before the engine can run steps."""
-        return self._paused or bool(self._asleep)
-
-    @property
-    def lacks_memory_or_weights(self) -> bool:
-        """Whether `sleep` has freed memory, or dropped weights that no update has replaced yet."""
-        return bool(self._asleep) or self._lacks_weights
+        return self._dead is None and (self.scheduler.has_work or bool(self.outputs.touched))
 
     def add_request(
         self,
@@ -200,12 +169,9 @@ class Engine:
         if filter is None:
             filter = new_filter(params, self.tokenizer, self.model_config.vocab_size)
         vocab_size, longest = self.model_config.vocab_size, self.max_model_len
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= frozenset(self.model_config.eos_token_ids)
-        with self._lock:
+        ends = end_tokens(params, self.model_config.eos_token_ids)
+        with self.lock:
             self._check_accepts(params)
-            assert request_id not in self._requests, f"request {request_id} is running already"
             prompt_token_ids = checked_prompt(
                 prompt_token_ids,
                 params,
@@ -216,13 +182,9 @@ class Engine:
             num_prompt = len(prompt_token_ids)
             if params.max_tokens is not None:
                 longest = min(longest, num_prompt + params.max_tokens)
-            request = RequestOutput(request_id, prompt, prompt_token_ids, [])
-            if params.prompt_logprobs is not None:
-                request.prompt_logprobs = [None] * num_prompt
-            running, began = Request(request, params.n), time.monotonic()
-            self._requests[request_id] = running  # first, so that `abort` finds a part of it, too
-            for index in range(params.n):
-                sequence = SequenceState(
+            output = RequestOutput(request_id, prompt, prompt_token_ids, [])
+            sequences = (
+                SequenceState(
                     key=f"{request_id}/{index}",
                     request_id=request_id,
                     index=index,
@@ -233,27 +195,20 @@ class Engine:
                     priority=priority,
                     prefix_owner=prefix_owner,
                     sampling=RequestSampling(
-                        params,
-                        prompt_token_ids,
-                        vocab_size,
-                        index,
-                        None if matcher is None else matcher.copy(),
-                        None if filter is None else filter.copy(),
-                        ends,
+                        params, prompt_token_ids, vocab_size, index, matcher, filter, ends
                     ),
                 )
-                if index == 0 and num_prompt > 1:  # the first token has no log-probability
-                    sequence.prompt_logprobs = params.prompt_logprobs
-                self._add(sequence, running, ends, stop_after, began)
-            self._meter.requests += 1
-            return request
+                for index in range(params.n)
+            )
+            self.outputs.add(output, sequences, ends, stop_after)
+            return output
 
     def _check_accepts(self, params: SamplingParams) -> None:
         """Raise an error if the engine accepts no requests now, or none with these parameters."""
-        self._check_usable()
-        if self._asleep:
+        self.check_usable()
+        if self.stops & {"weights", "cache"}:
             raise RequestError("the engine is asleep and accepts no requests: wake it first")
-        if self._lacks_weights:
+        if "no weights" in self.stops:
             raise RequestError(
                 "the weights were dropped, so the engine accepts no requests: call update_weights "
                 "with all of them first"
@@ -264,40 +219,8 @@ class Engine:
                 "enable_return_routed_experts (--enable-return-routed-experts)"
             )
 
-    def _add(
-        self,
-        sequence: SequenceState,
-        request: Request,
-        ends: frozenset[int],
-        stop_after: int | None,
-        began: float,
-    ) -> None:
-        """Add a continuation of a request, which arrived at time `began` (time.monotonic())."""
-        params, form = sequence.params, self.executor.description.routed_experts
-        detokenizer = stop = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
-        if params.stop:
-            stop = StopChecker(tuple(params.stop), keep=params.include_stop_str_in_output)
-        output = CompletionOutput(sequence.index, logprobs=None if params.logprobs is None else [])
-        request.output.outputs.append(output)
-        stream = self._text_streams[sequence.key] = TextStream(
-            sequence,
-            request,
-            output,
-            ends,
-            detokenizer,
-            stop,
-            stop_after if params.stop else None,
-            Clock(began),
-        )
-        if params.return_routed_experts and form is not None:
-            # The first continuation also has the experts of the prompt.
-            stream.routed = ExpertRecord(sequence.num_prompt if sequence.index else 0, form)
-            sequence.num_routed = stream.routed.end
-        self.scheduler.add(sequence)
-
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise an error if the engine has ended, or belongs to another process."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         if os.getpid() != self._process:
@@ -308,17 +231,17 @@ class Engine:
 
     def check(self) -> None:
         """Raise EngineDeadError if the engine or one of its ranks has failed. Returns at once."""
-        with self._lock:
-            self._check_usable()
+        with self.lock:
+            self.check_usable()
             try:
                 self.executor.check()
             except EngineDeadError as error:
-                raise self._die(error) from error
+                raise self.die(error) from error
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that have new tokens, in order.
+        """Run one step (StepLoop); returns the requests that have new tokens, in order.
 
-        If `can_step` is false, it runs no step, and returns after CANNOT_STEP_WAIT_S.
+        If `stops` is not empty, it runs no step, and returns after CANNOT_STEP_WAIT_S.
 
         An exception before a step is launched is raised unchanged, and the engine can continue.
 
@@ -327,348 +250,86 @@ class Engine:
                 ended with this error, and the engine accepts no more.
         """
         self._can_step.wait(CANNOT_STEP_WAIT_S)
-        with self._lock, self._watchdog:
-            self._check_usable()
-            if not self.can_step:
-                return self._take_touched()
+        with self.lock, self._watchdog:
+            self.check_usable()
+            if self.stops:
+                return self.outputs.take_touched()
             try:
-                while len(self._in_flight) <= self.steps_ahead and self._launch():
-                    pass
+                self._loop.launch(self.steps_ahead)
             except (torch.AcceleratorError, EngineDeadError) as error:
-                raise self._die(error) from error
-            touched = self._take_touched()
-            if not self._in_flight:
-                return touched
-            try:
-                return [*touched, *self._collect()]
-            except Exception as error:
-                raise self._die(error) from error
+                raise self.die(error) from error
+            touched = self.outputs.take_touched()
+            return touched + self._collect() if self._loop.in_flight else touched
 
-    def _take_touched(self) -> list[RequestOutput]:
-        touched, self._touched = self._touched, []
-        return touched
+    def _collect(self) -> list[RequestOutput]:
+        try:
+            return self._loop.collect()
+        except Exception as error:
+            raise self.die(error) from error
 
-    def unchanging(self) -> AbstractContextManager[bool]:
-        """While this context is open, calls on other threads change no result.
-
-        Read the results of `step` within it: `pause`, `sleep` or an update of the weights may
-        collect further tokens at any other time.
-        """
-        return self._lock
+    def abort(self, request_id: str) -> None:
+        """End a request now and free its pages. Unknown or finished requests are ignored."""
+        with self.lock:
+            if self.outputs.abort(request_id):
+                self._loop.discard_if_idle()
 
     # --- Between steps ----------------------------------------------------------------------------
 
-    def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
-        """Run no more steps until `resume`. New requests are accepted, and wait.
+    def stop(self, *stops: Stop) -> None:
+        """Run no steps until `allow` has ended each of these stops."""
+        self.stops |= set(stops)
+        self._can_step.clear()
 
-        Args:
-            mode: "keep" lets the running requests wait too; "abort" ends all requests.
-        """
-        if mode not in ("keep", "abort"):
-            raise RequestError(f'mode must be "keep" or "abort", got {mode!r}')
-        with self._lock:
-            self._check_usable()
-            self._drain(mode)
-            self._paused = True
-            self._update_can_step()
-
-    def resume(self) -> None:
-        """Continue after `pause`."""
-        with self._lock:
-            self._paused = False
-            self._update_can_step()
-
-    def sleep(
-        self,
-        tags: Sequence[MemoryTag] = get_args(MemoryTag),
-        *,
-        drop_weights: bool = False,
-        requests: Literal["recompute", "abort"] = "recompute",
-    ) -> None:
-        """Free memory until `wake` (LLM.sleep).
-
-        Raises:
-            RequestError: a tag is unknown or asleep, or the engine has no sleep mode.
-            ResourceError: the host has too little memory to save a GPU's weights. Nothing changes.
-        """
-        chosen = _checked_tags(tags)
-        if not self.config.enable_sleep_mode:
-            raise RequestError("this engine cannot sleep: it needs the option enable_sleep_mode")
-        if requests not in ("recompute", "abort"):
-            raise RequestError(f'requests must be "recompute" or "abort", got {requests!r}')
-        with self._lock:
-            self._check_usable()
-            if both := self._asleep & set(chosen):
-                raise RequestError(f"{min(both)} is already asleep")
-            saves = not (drop_weights or self._lacks_weights)
-            if saves and "weights" in chosen:
-                self.call_ranks(check_can_save)
-            self._drain(requests)
-            self.scheduler.reset_prefix_cache()
-            self._change_ranks(partial(free_memory, tags=chosen, save_weights=saves))
-            self._asleep |= set(chosen)
-            self._lacks_weights |= drop_weights and "weights" in chosen
-            self._update_can_step()
-
-    def wake(self, tags: Sequence[MemoryTag] = get_args(MemoryTag)) -> None:
-        """Allocate memory again. The engine continues once all memory and all weights are there.
-
-        Raises:
-            RequestError: a tag is unknown.
-        """
-        chosen = _checked_tags(tags)
-        with self._lock:
-            self._check_usable()
-            chosen = tuple(tag for tag in chosen if tag in self._asleep)
-            self._change_ranks(partial(allocate_memory, tags=chosen))
-            self._asleep -= set(chosen)
-            self._update_can_step()
-
-    @contextmanager
-    def no_steps(self) -> Iterator[None]:
-        """Run no steps within the context, in which other calls have their turn."""
-        with self._lock:
-            self._check_usable()
-            self._drain("keep")
-            self._held = True
-            self._update_can_step()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._held = False
-                self._update_can_step()
-
-    def _update_can_step(self) -> None:
-        if self.can_step:
+    def allow(self, *stops: Stop) -> None:
+        """End stops. The engine continues if none is left."""
+        self.stops -= set(stops)
+        if not self.stops:
             self._can_step.set()
-        else:
-            self._can_step.clear()
 
-    def _change_ranks(self, work: Callable[[Any], None]) -> None:
-        """Call `work` on every rank. An error ends the engine, because it leaves ranks unequal."""
-        try:
-            self.executor.call_ranks(work)
-        except Exception as error:
-            raise self._die(error) from error
-
-    def call_ranks(self, work: Callable[[Any], T]) -> list[T]:
-        """Call `work` on every rank (Executor.call_ranks)."""
-        with self._lock:
-            self._check_usable()
-            try:
-                return self.executor.call_ranks(work)
-            except (torch.AcceleratorError, EngineDeadError) as error:
-                raise self._die(error) from error
-
-    def check_weights_can_change(
-        self, *, partial: bool = False, requests: Requests = "recompute"
-    ) -> None:
-        """Raise RequestError if weights cannot be written now, or `requests` is unknown."""
-        if requests not in get_args(Requests):
-            raise RequestError(f"requests must be one of {get_args(Requests)}, got {requests!r}")
-        if "weights" in self._asleep:
-            raise RequestError(
-                'the weights are asleep: call wake(["weights"]) before update_weights'
-            )
-        if partial and self._lacks_weights:
-            raise RequestError("the weights were dropped, so an update must have all of them")
-
-    def change_weights(
-        self, work: Callable[[Any], None], requests: Requests, *, partial: bool
-    ) -> None:
-        """Call `work`, which replaces the weights or some of them (`partial`), on every rank.
-
-        No step is in flight during the call, and the prefix cache is empty afterwards. An error of
-        `work` ends the engine.
-        """
-        with self._lock:
-            self._check_usable()
-            self.check_weights_can_change(partial=partial, requests=requests)
-            self._drain(requests)
-            self._change_ranks(work)
-            self.scheduler.reset_prefix_cache()
-            self._lacks_weights = False
-            self._update_can_step()
-
-    def _drain(self, requests: Requests) -> None:
+    def drain(self, requests: Requests) -> None:
         """Collect the steps in flight; if asked, preempt running sequences or end all requests."""
-        try:
-            while self._in_flight:
-                self._touched += self._collect()
-        except Exception as error:
-            raise self._die(error) from error
+        self.check_usable()
+        while self._loop.in_flight:
+            self.outputs.touched += self._collect()
         if requests == "recompute":
             self.scheduler.preempt_all()
         elif requests == "abort":
-            for stream in list(self._text_streams.values()):
-                self._touched.append(stream.request.output)
-                self._finish(stream, "abort", None)
-            self._discard_if_idle()
+            self.outputs.finish_all()
+            self._loop.discard_if_idle()
 
-    def _die(self, error: Exception) -> EngineDeadError:
+    def call_ranks(self, work: Callable[[Any], T]) -> list[T]:
+        """Call `work` on every rank (Executor.call_ranks)."""
+        with self.lock:
+            self.check_usable()
+            try:
+                return self.executor.call_ranks(work)
+            except (torch.AcceleratorError, EngineDeadError) as error:
+                raise self.die(error) from error
+
+    def reset_prefix_cache(self) -> None:
+        """Evict all cached prefixes, so that no later request reuses them."""
+        with self.lock:
+            self.scheduler.reset_prefix_cache()
+
+    def reset(self) -> None:
+        """Reset the counters and the prefix cache. The engine must have no requests."""
+        with self.lock:
+            assert not self.outputs.requests
+            self.scheduler.reset_prefix_cache()
+            self.scheduler.counts = SchedulerCounts()
+            self.begin(self.scheduler)
+
+    # --- The end ----------------------------------------------------------------------------------
+
+    def die(self, error: Exception) -> EngineDeadError:
         """End every request with an error, regardless of the engine's other state."""
         reason = str(error).strip().partition("\n")[0]
         if not isinstance(error, EngineDeadError):
             reason = f"{type(error).__name__}: {reason}"
         self._dead = f"the engine died ({reason}): start a new one"
-        for stream in self._text_streams.values():
-            stream.ended = True
-            stream.output.finish_reason = "error"
-            self._meter.endings["error"] += 1
-        for request in self._requests.values():
-            request.output.error = self._dead
-            request.output.finished = True
-        self._text_streams.clear()
-        self._requests.clear()
-        for step in self._in_flight:
-            _never_free(step)
-        self._in_flight.clear()
+        self.outputs.fail_all(self._dead)
+        self._loop.abandon()
         return EngineDeadError(self._dead)
-
-    def _launch(self) -> bool:
-        """Plan the next step and launch it; returns whether a step was launched."""
-        step = self._loop.launch(self._text_streams, self._in_flight)
-        if step is not None:
-            self._in_flight.append(step)
-        return step is not None
-
-    def _collect(self) -> list[RequestOutput]:
-        """Wait for the tokens of the oldest in-flight step, and append them to the requests."""
-        step, *later = self._in_flight
-        tokens = self._loop.collect(step, later)
-        self._in_flight.popleft()
-        touched = list(step.rows.outputs)
-        if step.scores:
-            touched += self._record_scores(step)
-        if step.routed is not None:
-            self._record_routed(step.planned, step.routed)
-        for stream, index, token in tokens:
-            if not stream.ended:
-                self._append(stream, index, token)
-        self._loop.record_appended()
-        self._discard_if_idle()
-        self._loop.sample_waiting(self._in_flight)
-        return touched
-
-    def _record_scores(self, step: InFlightStep) -> list[RequestOutput]:
-        """Store the log-probabilities of prompt tokens; returns the requests that failed."""
-        failed = []
-        for found in step.scores:
-            chunk = step.planned[found.chunk]
-            sequence = chunk.sequence
-            stream = self._text_streams.get(sequence.key)
-            if stream is None or stream.sequence is not sequence:
-                continue  # the request has ended
-            output = stream.request.output
-            assert output.prompt_logprobs is not None
-            if not found.valid:
-                output.error = NOT_FINITE
-                self._finish(stream, "error", None)
-                self.scheduler.reset_prefix_cache()
-                failed.append(output)
-                continue
-            last = chunk.start + len(found.logprobs.token)
-            for row, index in enumerate(range(chunk.start + 1, last + 1)):
-                table = row_logprobs(found.logprobs, row, sequence.token_ids[index])
-                output.prompt_logprobs[index] = self._with_texts(table)
-            if last + 1 == sequence.num_prompt:
-                sequence.prompt_logprobs = None
-        return failed
-
-    def _record_routed(self, chunks: Sequence[Chunk], ids: ExpertIds) -> None:
-        """Store the routed experts of a step's tokens."""
-        begin = 0
-        for chunk in chunks:
-            end = begin + chunk.end - chunk.start
-            stream = self._text_streams.get(chunk.sequence.key)
-            if (
-                stream is not None
-                and stream.routed is not None
-                and stream.sequence is chunk.sequence
-            ):
-                stream.routed.add(chunk, ids[begin:end])
-                chunk.sequence.num_routed = stream.routed.end
-            begin = end
-
-    def _discard_if_idle(self) -> None:
-        """If no sequence remains, discard the steps still in flight."""
-        if not self._text_streams:
-            self._in_flight.clear()
-            self._loop.drop_rows()
-
-    def abort(self, request_id: str) -> None:
-        """End a request now and free its pages. Unknown or finished requests are ignored."""
-        with self._lock:
-            if self._requests.pop(request_id, None) is None:
-                return
-            for stream in list(self._text_streams.values()):
-                if stream.sequence.request_id == request_id:
-                    self._retire(stream, "abort")
-            self._discard_if_idle()
-
-    def _append(self, stream: TextStream, index: int, token: SampledToken) -> None:
-        sequence, output, token_id = stream.sequence, stream.output, token.token_id
-        if not output.token_ids and sequence.index == 0:
-            clock, request = stream.clock, stream.request.output
-            request.num_cached_tokens = sequence.num_cached or 0
-            if stream.routed is not None:
-                request.prompt_routed_experts = stream.routed.of(0, sequence.num_prompt)
-            if clock.first:
-                times = (clock.began, sequence.admitted, clock.first, clock.last)
-                request.times = RequestTimes(*times)
-        if token.error is not None:
-            stream.request.output.error = token.error
-            self._finish(stream, "error", None)
-            if not token.of_grammar:
-                # The error may come from cached state, so no later request may reuse that state.
-                self.scheduler.reset_prefix_cache()
-            return
-        sequence.token_ids[index] = token_id
-        output.token_ids.append(token_id)
-        if token.logprobs is not None and output.logprobs is not None:
-            output.logprobs.append(self._with_texts(token.logprobs))
-        if token_id in stream.ends:
-            if sequence.params.include_stop_str_in_output and stream.detokenizer is not None:
-                stream.add_token(stream.detokenizer, token_id)
-            is_asked_for = token_id in sequence.params.stop_token_ids
-            self._finish(stream, "stop", token_id if is_asked_for else None)
-            return
-        if stream.detokenizer is not None and stream.add_token(stream.detokenizer, token_id):
-            assert stream.stop is not None
-            self._finish(stream, "stop", stream.stop.matched)
-            return
-        if index + 1 >= sequence.max_len:
-            self._finish(stream, "length", None)
-
-    def _with_texts(self, table: Mapping[int, TokenLogprob]) -> dict[int, Logprob]:
-        text = (lambda _: "") if self.tokenizer is None else self.tokenizer.token_text
-        return {i: Logprob(entry.logprob, entry.rank, text(i)) for i, entry in table.items()}
-
-    def _finish(self, stream: TextStream, reason: FinishReason, stop: str | int | None) -> None:
-        stream.close()
-        stream.output.finish_reason = reason
-        stream.output.stop_reason = stop
-        if stream.routed is not None:
-            first = stream.sequence.num_prompt
-            last = first + len(stream.output.token_ids) - 1
-            stream.output.routed_experts = stream.routed.of(first, last)
-        stream.request.unfinished -= 1
-        if not stream.request.unfinished:
-            stream.request.output.finished = True
-            del self._requests[stream.sequence.request_id]
-        self._retire(stream, reason)
-
-    def _retire(self, stream: TextStream, how: FinishReason) -> None:
-        stream.ended = True
-        self._meter.record_end(how, stream.clock, len(stream.output.token_ids))
-        times = stream.request.output.times
-        if times is not None:
-            times.last_token = max(times.last_token, stream.clock.last)
-        while stream.sequence.token_ids[-1] == PENDING:
-            stream.sequence.token_ids.pop()
-        self.scheduler.finish(stream.sequence)
-        del self._text_streams[stream.sequence.key]
 
     def close(self) -> None:
         """End all requests and the ranks, and free the model's memory. The engine cannot be used
@@ -676,48 +337,16 @@ class Engine:
         """
         if os.getpid() != self._process:
             return
-        with self._lock:
+        with self.lock:
             if self._dead is None:
                 with suppress(EngineDeadError):
-                    self._drain("abort")
+                    self.drain("abort")
             healthy, self._dead = self._dead is None, self._dead or "the engine is closed"
             self.executor.close()
             if healthy:
                 free_for_good(first_rank(self.executor))
 
-    def reset_prefix_cache(self) -> None:
-        """Evict all cached prefixes, so that no later request reuses them."""
-        with self._lock:
-            self.scheduler.reset_prefix_cache()
-
-    def reset(self) -> None:
-        """Reset the counters and the prefix cache. The engine must have no requests."""
-        with self._lock:
-            assert not self._requests
-            self.scheduler.reset_prefix_cache()
-            self.scheduler.counts = SchedulerCounts()
-            self._meter = Meter(self.model_config.max_draft_tokens)
-            self._loop = self._new_loop()
-
     def metrics(self) -> EngineMetrics:
         """Read the current state and the counters, without waiting for a step."""
         late, ranks = self.executor.late_compilations(), self.executor.rank_states()
         return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late, ranks)
-
-    def check_integrity(self) -> None:
-        """Assert that no page, block or request is lost."""
-        self.scheduler.check_integrity()
-        assert self._text_streams or not self._in_flight
-        assert len(self._text_streams) == len(self.scheduler.running) + self.scheduler.num_waiting
-
-
-def _checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
-    known = get_args(MemoryTag)
-    if isinstance(tags, str) or not tags or not set(tags) <= set(known):
-        raise RequestError(f"tags must be some of {known}, got {tags!r}")
-    return tuple(tag for tag in known if tag in tags)
-
-
-def _never_free(step: InFlightStep) -> None:
-    """Keep a step as long as the process lives: freeing one of a failed device would end it."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(step))

@@ -7,6 +7,7 @@ from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.engine.loop.metrics import Clock
 from finwhale.engine.loop.routed_experts import ExpertRecord
+from finwhale.engine.loop.sampled_tokens import SampledToken
 from finwhale.engine.plan.draft_policy import NO_DRAFTS, StepKind
 from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History
@@ -59,12 +60,22 @@ class TextStream:
                 self.output.text += self.stop.flush() + self.detokenizer.finish()
 
 
+# A text stream, the index of its new token in the sequence's token_ids, and the token.
+NewToken = tuple[TextStream, int, SampledToken]
+
+
 @dataclass(slots=True)
 class Request:
-    """An unfinished request, and the number of its sequences that have not ended."""
+    """An unfinished request.
+
+    Attributes:
+        unfinished: number of its sequences that have not ended.
+        began: time of its arrival (time.monotonic()).
+    """
 
     output: RequestOutput
     unfinished: int
+    began: float
 
 
 class Rows:

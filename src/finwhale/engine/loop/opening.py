@@ -8,7 +8,7 @@ from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import warm_up
-from finwhale.engine.rank.ranks import open_executor
+from finwhale.engine.start.startup import open_executor
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.weight_sources import Weights
 

@@ -68,6 +68,11 @@ def _index(token: Any) -> int:
     return operator.index(token)
 
 
+def end_tokens(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """The token ids that end an output."""
+    return frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
+
+
 def new_filter(
     params: SamplingParams, tokenizer: Tokenizer | None, vocab: int
 ) -> TokenFilter | None:

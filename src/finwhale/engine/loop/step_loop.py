@@ -1,298 +1,72 @@
-"""Plans, launches and collects an engine's steps.
+"""One step of the engine after the other, with the overlap of host and device."""
 
-The loop launches the next step before the host knows this step's tokens. A step gives each sequence
-one token, whose place the host knows in advance, so prompts may join the next step. If sampling
-needs the previous tokens (penalties, grammars, min_tokens), the forward still runs ahead, and only
-the sampling waits.
+import ctypes
+from collections import deque
 
-In an engine that drafts, a step gives each sequence one or more tokens. While every sequence
-decodes, the device continues by itself (rank/draft_decode.py). The loop waits for the tokens if a
-prompt needs prefill, if a sequence could be admitted, or if sampling needs the previous tokens.
-"""
-
-import time
-from collections.abc import Mapping, Sequence
-
-from finwhale.config import DraftTokens
-from finwhale.engine.loop.acceptance_watch import AcceptanceWatch
-from finwhale.engine.loop.in_flight import InFlightStep, Rows, TextStream
-from finwhale.engine.loop.metrics import Meter
-from finwhale.engine.loop.sampled_tokens import SampledToken, TokenReader
-from finwhale.engine.plan.draft_policy import DraftPolicy, FixedDrafts
-from finwhale.engine.plan.executor import Executor, PendingResult, StepResult
-from finwhale.engine.plan.scheduler import Scheduler
-from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.plan.step_plan import PENDING, DraftPlan
-from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
-from finwhale.models.protocol import ModelConfig
-
-# A text stream, the index of its new token in the sequence's token_ids, and the token.
-NewToken = tuple[TextStream, int, SampledToken]
+from finwhale.engine.loop.in_flight import InFlightStep
+from finwhale.engine.loop.launching import Launcher
+from finwhale.engine.loop.outputs import Outputs
+from finwhale.engine.loop.results import Results
+from finwhale.request import RequestOutput
 
 
 class StepLoop:
     """The steps of one engine.
 
-    Args:
-        draft_tokens: number of drafts of each step, if the executor can draft.
+    On a GPU, the host works one step ahead. While the device runs step n, one call of `launch` and
+    one of `collect` do the following:
+
+        host                                              device
+        launch   schedule the chunks of step n + 1        forward of step n
+                 make its plan, pass it to the ranks      sampling of step n, then its drafts
+        collect  wait for the tokens of step n            forward of step n + 1, which takes the
+                 append them to their requests            tokens of step n on the device
+                 launch the sampling of step n + 1,       sampling of step n + 1
+                 if it needs the tokens of step n
+
+    On a CPU, `launch` launches no step ahead, and the same calls run in order.
+
+    Attributes:
+        in_flight: the launched steps whose tokens are not known yet, oldest first.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        scheduler: Scheduler,
-        meter: Meter,
-        model_config: ModelConfig,
-        draft_tokens: DraftTokens,
-    ) -> None:
-        self._executor, self._scheduler, self._meter = executor, scheduler, meter
-        rank, most = executor.description, model_config.max_draft_tokens
-        can_route = rank.routed_experts is not None
-        self._planner = StepPlanner(model_config.vocab_size, can_route=can_route)
-        self._reader = TokenReader()
-        self._acceptance = AcceptanceWatch(most)
-        self._policy: DraftPolicy | None = None
-        if rank.can_draft and draft_tokens == "auto":
-            sizes = () if rank.device_drafts is None else rank.device_drafts.sizes
-            block = model_config.draft_block_tokens > 0
-            self._policy = DraftPolicy(most, block=block, sizes=sizes)
-            scheduler.drafting.chooser = self._policy
-        elif rank.can_draft and draft_tokens != "auto":
-            scheduler.drafting.chooser = FixedDrafts(draft_tokens)
-        self._drafts = rank.can_draft
-        self._last_collected = 0.0
-        # For each sequence that `collect` has read: its text, the number of output tokens that it
-        # had before, and how many drafts were verified and accepted.
-        self._verified: list[tuple[TextStream, int, int, int]] = []
-        self.drop_rows()
+    def __init__(self, launcher: Launcher, results: Results, outputs: Outputs) -> None:
+        self._launcher, self._results, self._outputs = launcher, results, outputs
+        self.in_flight: deque[InFlightStep] = deque()
 
-    def drop_rows(self) -> None:
-        """Drop references to rows of earlier steps, because no sequence remains."""
-        # The rows of the last step, and the rows whose sampled tokens are still on the device.
-        self._rows = self._on_device = Rows([])
-
-    # --- Launch -----------------------------------------------------------------------------------
-
-    def launch(
-        self, streams: Mapping[str, TextStream], in_flight: Sequence[InFlightStep]
-    ) -> InFlightStep | None:
-        """Plan the next step and launch it. None: no step can be launched now.
-
-        Args:
-            in_flight: the in-flight steps, oldest first.
+    def launch(self, steps_ahead: int) -> None:
+        """Launch the next step, and up to `steps_ahead` further ones, as far as they can be planned
+        now.
         """
-        chunks = self._schedule(in_flight)
-        if not chunks:
-            return None
-        on_device = self._drafts and self._fit_device(chunks)
-        complete = [
-            c for c in chunks if on_device or c.end - len(c.drafts) == len(c.sequence.token_ids)
-        ]
-        sequences = [c.sequence for c in complete]
-        if sequences != self._rows.sequences or self._rows.outdated:
-            self._rows = Rows([streams[s.key] for s in sequences])
-        rows = self._rows
-        token_indices = [c.end - len(c.drafts) for c in complete]
-        step = InFlightStep(rows, token_indices, planned=chunks, chunks=complete)
-        draft = None
-        if self._drafts:
-            draft = self._plan_drafts(step, on_device, follows=bool(in_flight))
-        if rows.history_rows:
-            # The host computes the masks while the forward runs.
-            self.execute(chunks, None, draft)
-            if not any(sequences[row].token_ids[-1] == PENDING for row in rows.history_rows):
-                self._sample(step)
-        else:
-            step.result = self.execute(chunks, SamplingInputs(self._positions(step)), draft)
-            self._set_on_device(rows)
-        if not self._drafts:
-            # On a GPU this step is still running. Other sequences may get the pages freed here,
-            # because their kernels are launched later on the same CUDA stream.
-            self._scheduler.record_computed(chunks)
-            for sequence in sequences:
-                sequence.token_ids.append(PENDING)
-        elif not on_device:
-            self._scheduler.record_computed([c for c in chunks if not c.completes])
-        return step
+        while len(self.in_flight) <= steps_ahead:
+            step = self._launcher.launch(self._outputs.streams, self.in_flight)
+            if step is None:
+                return
+            self.in_flight.append(step)
 
-    def _schedule(self, in_flight: Sequence[InFlightStep]) -> Sequence[Chunk]:
-        """The next step's chunks; empty: no step can be launched now."""
-        scheduler = self._scheduler
-        if self._drafts:
-            scheduler.drafting.uniform = self._executor.description.device_drafts is not None
-            if in_flight:
-                before = in_flight[-1]
-                if not before.on_device or before.followed or before.rows.history_rows:
-                    return ()
-                # Try this only once: after a failure, the device may have lost this step's state.
-                before.followed = True
-                return scheduler.schedule_ahead(before.chunks)
-        return scheduler.schedule()
-
-    def _fit_device(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the rank's device steps run these chunks."""
-        steps, count = self._executor.description.device_drafts, chunks[0].propose
-        return (
-            steps is not None
-            and all(c.decodes and c.propose == count for c in chunks)
-            and steps.width(len(chunks), sum(c.end - c.start for c in chunks), count) is not None
-        )
-
-    def _plan_drafts(self, step: InFlightStep, on_device: bool, *, follows: bool) -> DraftPlan:
-        """Make the plan of a step's drafts, and note in the step what its measurement needs.
-
-        Args:
-            follows: the step follows one that is in flight.
+    def collect(self) -> list[RequestOutput]:
+        """Wait for the tokens of the oldest in-flight step, and append them to their requests;
+        returns the requests that changed.
         """
-        chunks, chooser = step.planned, self._scheduler.drafting.chooser
-        assert chooser is not None and (on_device or not follows)
-        step.kind, step.on_device = chooser.kind, on_device
-        if on_device or all(c.decodes for c in chunks):
-            step.began = time.monotonic()
-        return DraftPlan(
-            drafts=tuple([c.drafts for c in chunks]),
-            propose=tuple([c.propose for c in chunks]),
-            next_ids=tuple([0 if c.unresolved or c.completes else c.next_id for c in chunks]),
-            on_device=on_device,
-            previous_rows=tuple([c.sequence.sampled_row for c in chunks]) if follows else None,
-        )
+        step, *later = self.in_flight
+        tokens = self._results.read(step, later)
+        self.in_flight.popleft()
+        touched = self._outputs.record(step, tokens)
+        self._results.record_appended()
+        self.discard_if_idle()
+        self._launcher.sample_waiting(self.in_flight)
+        return touched
 
-    def execute(
-        self, chunks: Sequence[Chunk], inputs: SamplingInputs | None, draft: DraftPlan | None = None
-    ) -> PendingResult | None:
-        """Plan and launch a step. Without `inputs` it returns None, and `_sample` must follow."""
-        freed = self._scheduler.take_freed()
-        try:
-            plan = self._planner.plan(chunks, freed=freed, inputs=inputs, draft=draft)
-            return self._executor.execute(plan)
-        except BaseException:
-            # The executor may have applied only a part of the plan.
-            self._scheduler.return_freed(freed)
-            self._planner.resend_all()
-            raise
+    def discard_if_idle(self) -> None:
+        """If no sequence remains, discard the steps still in flight."""
+        if not self._outputs.streams:
+            self.in_flight.clear()
+            self._launcher.drop_rows()
 
-    def _sample(self, step: InFlightStep) -> None:
-        """Launch the sampling of a step's tokens, except for sequences that have ended since."""
-        left = step.drop_ended()
-        slots, step.histories = [], []
-        for chunk in step.chunks:
-            assert chunk.sequence.sampling is not None
-            histories = chunk.sequence.sampling.history.after(chunk.drafts)
-            step.histories += histories
-            slots += [chunk.sequence.slot] * len(histories)
-        inputs = SamplingInputs(self._positions(step), step.histories)
-        plan = self._planner.plan_sampling(tuple(slots), inputs, left)
-        step.result = self._executor.sample(plan)
-        self._set_on_device(step.rows)
-
-    def sample_waiting(self, in_flight: Sequence[InFlightStep]) -> None:
-        """Launch the sampling that had to wait for the tokens of the last `collect`."""
-        if in_flight and in_flight[0].result is None:
-            self._sample(in_flight[0])
-
-    def _positions(self, step: InFlightStep) -> list[int]:
-        """Positions of the draws of all rows of logits that are not greedy."""
-        rows, first = step.rows, step.token_indices
-        found = [first[row] - rows.sequences[row].num_prompt for row in rows.random_rows]
-        if self._drafts:
-            pairs = zip(found, rows.random_rows, strict=True)
-            found = [p + k for p, row in pairs for k in range(1 + len(step.chunks[row].drafts))]
-        return found
-
-    def _set_on_device(self, rows: Rows) -> None:
-        """Note in each sequence which row of the device's sampled tokens is its own."""
-        if rows.sequences and rows is not self._on_device:
-            self._on_device = rows
-            for row, sequence in enumerate(rows.sequences):
-                sequence.sampled_row = row
-
-    # --- Results ----------------------------------------------------------------------------------
-
-    def collect(self, step: InFlightStep, later: Sequence[InFlightStep]) -> list[NewToken]:
-        """Wait for a step's tokens. A sequence may end before it has used all of its tokens.
-
-        Args:
-            later: the in-flight steps after this one.
+    def abandon(self) -> None:
+        """Keep the in-flight steps as long as the process lives: freeing a step of a failed device
+        would end it.
         """
-        assert step.result is not None
-        result = step.result.wait()
-        step.scores, step.routed = result.scored, result.routed
-        if self._drafts:
-            return self._collect_runs(step, result, later)
-        histories = step.histories
-        tokens = self._reader.read(result, step.rows.sequences, histories)
-        for history, token in zip(histories, tokens, strict=False):
-            if token.error is None:
-                history.accept(token.token_id)
-        # If a sequence ended while this step was in flight, discard the step's token for it.
-        left = step.drop_ended()
-        if left is not None:
-            tokens = [tokens[row] for row in left]
-        streams = step.rows.streams
-        pairs = zip(streams, tokens, strict=True)
-        self._meter.record_step(
-            [s.clock for s, token in pairs if token.error is None], time.monotonic()
-        )
-        return list(zip(streams, step.token_indices, tokens, strict=True))
-
-    def _collect_runs(
-        self, step: InFlightStep, result: StepResult, later: Sequence[InFlightStep]
-    ) -> list[NewToken]:
-        """The tokens of a step that may verify drafts."""
-        rows, expected = step.rows, [chunk.drafts for chunk in step.chunks]
-        runs = self._reader.read_runs(result, rows.sequences, expected, step.histories)
-        if step.began:
-            self._record_time(step, result)
-        now = self._last_collected = time.monotonic()
-        unresolved = {c.sequence.key: c for flight in later for c in flight.chunks}
-        next_drafts = iter(result.drafts or ())
-        confidences = iter(result.confidences or [[]] * len(result.drafts or ()))
-        self._meter.steps += 1
-        tokens: list[NewToken] = []
-        for stream, chunk, run in zip(rows.streams, step.chunks, runs, strict=True):
-            drafts_after = next(next_drafts)[: chunk.propose] if chunk.propose else []
-            given = next(confidences)[: chunk.propose] if chunk.propose else []
-            if stream.ended:
-                continue
-            sequence, known = stream.sequence, chunk.known
-            del run[sequence.max_len - known :]
-            ids = [token.token_id for token in run if token.error is None]
-            num_accepted = min(len(ids), len(run) - 1)
-            sequence.token_ids[known:] = ids
-            sequence.drafts, sequence.confidences = drafts_after, given
-            if sequence.key in unresolved:
-                unresolved[sequence.key].resolve(num_accepted, drafts_after)
-            self._scheduler.record_verified(chunk, num_accepted)
-            if ids:
-                stream.clock.tick(now)
-            num_drafts = len(chunk.drafts)
-            before = len(stream.output.token_ids)
-            self._verified.append((stream, before, num_drafts, num_accepted))
-            self._acceptance.record_verified(num_drafts, num_accepted, now)
-            if self._policy is not None:
-                self._policy.record_verified(chunk, num_accepted)
-            tokens += [(stream, at, token) for at, token in enumerate(run, start=known)]
-        return tokens
-
-    def record_appended(self) -> None:
-        """Record which tokens of the last `collect` became output. A stop may come before the last
-        accepted draft.
-        """
-        for stream, before, num_drafts, num_accepted in self._verified:
-            count = len(stream.output.token_ids) - before
-            self._meter.record_tokens(stream.clock, count)
-            self._meter.record_drafts(num_drafts, min(num_accepted, count))
-        self._verified.clear()
-
-    def _record_time(self, step: InFlightStep, result: StepResult) -> None:
-        """Record the time of a step in which all sequences decode."""
-        assert result.verify_seconds is not None
-        self._meter.time_of_verification.add(result.verify_seconds)
-        if result.draft_seconds is not None:
-            self._meter.time_of_draft.add(result.draft_seconds)
-        if self._policy is not None:
-            # If a step was launched ahead, its time begins when the previous tokens are collected.
-            began = max(step.began, self._last_collected)
-            num_drafts = sum(len(chunk.drafts) for chunk in step.chunks)
-            seconds = time.monotonic() - began
-            self._policy.record_time(len(step.chunks), num_drafts, step.kind, seconds)
+        for step in self.in_flight:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(step))
+        self.in_flight.clear()

@@ -1,6 +1,6 @@
 """Warm-up: run one request of each kind before the engine is ready, to initialise it fully.
 
-Startup has already built kernels and captured steps (rank/startup.py). Warm-up covers the rest:
+Startup has already built kernels and captured steps (start/startup.py). Warm-up covers the rest:
 torch's own kernels, which the driver loads at their first call, pinned memory, and the host's code.
 The prompts are arbitrary tokens, and the engine keeps no state of them.
 """

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from finwhale.checkpoint.stored import DTYPE_NAMES
 from finwhale.distributed.cuda_ipc import IpcHandle
+from finwhale.engine.loop.control import change_weights, check_weights_can_change, no_steps
 from finwhale.engine.loop.engine import Engine, Requests
-from finwhale.engine.rank.staged_weights import (
+from finwhale.engine.ranks.staged_weights import (
     begin_update,
     commit_update,
     discard_update,
@@ -22,7 +23,7 @@ from finwhale.engine.rank.staged_weights import (
     stage_checkpoint,
     stage_tensors,
 )
-from finwhale.engine.rank.weight_transfer import (
+from finwhale.engine.ranks.weight_transfer import (
     announce,
     end_join,
     end_receive,
@@ -193,7 +194,7 @@ class WeightUpdates:
         """Replace the weights (LLM.update_weights)."""
         if partial and isinstance(source, str | Path):
             raise RequestError("a directory holds all weights: leave out partial")
-        self._engine.check_weights_can_change(partial=partial, requests=requests)
+        check_weights_can_change(self._engine, partial=partial, requests=requests)
         self.begin(partial=partial)
         self._add(source, last=True)
         self.finish(requests=requests, version=version)
@@ -205,7 +206,7 @@ class WeightUpdates:
             RequestError: another update has begun, or the weights cannot be written now.
             ResourceError: the host has too little memory to stage the weights.
         """
-        self._engine.check_weights_can_change(partial=partial)
+        check_weights_can_change(self._engine, partial=partial)
         with self._lock:
             if self.begun:
                 raise RequestError("another update of the weights has begun: finish it first")
@@ -239,10 +240,10 @@ class WeightUpdates:
                 only some of the weights may be new.
         """
         self._check_begun()
-        self._engine.check_weights_can_change(requests=requests)
+        check_weights_can_change(self._engine, requests=requests)
         try:
             self._engine.call_ranks(prepare_update)
-            self._engine.change_weights(commit_update, requests, partial=self._partial)
+            change_weights(self._engine, commit_update, requests, partial=self._partial)
         except BaseException as error:
             self._discard(error)
             raise
@@ -289,7 +290,7 @@ class WeightUpdates:
         try:
             for piece in _pieces(self._announce(source, last)):
                 # No kernel that waits for another rank may run beside NCCL's.
-                with self._engine.no_steps():
+                with no_steps(self._engine):
                     self._engine.call_ranks(
                         functools.partial(start_receive, group_name=name, tensors=piece)
                     )

@@ -3,7 +3,6 @@
 from bisect import insort
 from collections.abc import Iterable
 from itertools import count
-from typing import Protocol
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
@@ -18,13 +17,7 @@ PATIENCE = 64
 WATERMARK = 100
 
 
-class Leader(Protocol):
-    """A running sequence, or a load of stored blocks."""
-
-    @property
-    def priority(self) -> float: ...
-
-    def leads(self, key: bytes) -> bool: ...
+Leader = SequenceState | Load
 
 
 class Admission:
@@ -209,16 +202,6 @@ class Admission:
         group = self._pages.full_groups[0]
         allocated = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens
         return self._blocks(len(sequence.token_ids)) - allocated
-
-    def check_integrity(self) -> None:
-        """Assert that the queue is in order, and that every follower has a leader."""
-        assert self.waiting == sorted(self.waiting, key=in_order)
-        for sequence in (*self.waiting, *(s for some in self.followers.values() for s in some)):
-            assert not sequence.running and not sequence.blocks and not sequence.num_computed
-            assert sequence.slot == -1
-        assert self.followers.keys() <= self._leaders.keys()
-        for key, leader in self._leaders.items():
-            assert leader.leads(key)
 
 
 def in_order(sequence: SequenceState) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The executor: the engine's interface to the ranks that execute its step plans. No torch.
 
-An executor runs plans in this process (rank/executor.py), or in this process and others
-(rank/ranks.py). Plans, results and descriptions are plain data.
+An executor runs plans in this process (ranks/local_executor.py), or in this process and others
+(ranks/ranks.py). Plans, results and descriptions are plain data.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrafts:
-    """Decode steps with drafts that run on the device without the host (rank/draft_decode.py).
+    """Decode steps with drafts that run on the device without the host (steps/draft_decode.py).
 
     Attributes:
         max_seqs: the most sequences of such a step.
@@ -147,7 +147,7 @@ class RankDescription:
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """The mean times of a rank's last measured steps (rank/stopwatch.py). None: nothing was
+    """The mean times of a rank's last measured steps (steps/stopwatch.py). None: nothing was
     measured yet.
 
     On a GPU these are times of the device, on a CPU the processor time of the rank's process.

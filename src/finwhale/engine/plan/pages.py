@@ -1,4 +1,4 @@
-"""Allocates cache pages and counts their references. No torch: rank/kv_cache.py has the tensors."""
+"""Allocates cache pages and counts their references, without torch: kv_cache.py has the tensors."""
 
 import math
 import sys
@@ -77,16 +77,6 @@ class PagePool:
         self.references[page] -= 1
         if not self.references[page]:
             self._free.append(page)
-
-    def check_integrity(self, used: Sequence[int], name: str) -> None:
-        """Assert that `used` lists each page once for each reference, and that the rest is free."""
-        counts = [0] * self.num_pages
-        for page in used:
-            counts[page] += 1
-        assert counts[0] == 0
-        assert counts == self.references, f"reference counts of {name} pages are wrong"
-        free = [page for page in range(1, self.num_pages) if not counts[page]]
-        assert sorted(self._free) == free, f"free list of {name} pages is wrong"
 
 
 class Reclaimer(Protocol):
@@ -261,15 +251,6 @@ class PageManager:
             for page in numbers:
                 if page:
                     remove_reference(page)
-
-    def check_integrity(
-        self, live: Sequence[BlockTables], cached: Mapping[str, Sequence[int]] | None = None
-    ) -> None:
-        """Assert that all references come from the tables `live` and the prefix cache's pages."""
-        for group in self.groups:
-            used = [page for tables in live for page in tables[group.name].pages if page]
-            used += (cached or {}).get(group.name, ())
-            self.pools[group.name].check_integrity(used, group.name)
 
 
 def _at_block_ends(group: "CacheGroup", first: int, end: int) -> set[int]:

@@ -276,21 +276,3 @@ class PrefixIndex:
                 for name, numbers in part.items():
                     pages[name] += numbers
         return pages
-
-    def check_integrity(self, chains: Sequence[Sequence[Block]]) -> None:
-        """Assert that only `chains` use the blocks, and that the eviction order is valid."""
-        users: dict[bytes, int] = dict.fromkeys(self.blocks, 0)
-        for chain in chains:
-            for parent, block in zip([None, *chain], chain, strict=False):
-                assert block.parent is parent and self.blocks.get(block.key) is block
-                users[block.key] += 1
-        order = {key: index for index, key in enumerate(self._idle)}
-        assert set(order) == {key for key, count in users.items() if not count}
-        for key, block in self.blocks.items():
-            assert block.key == key and block.users == users[key], "a block's users are miscounted"
-            if block.parent is not None:
-                assert self.blocks.get(block.parent.key) is block.parent, "a block lost its parent"
-                assert block.parent.key not in order or order[key] < order[block.parent.key]
-        with_state = {key for key, block in self.blocks.items() if block.state is not None}
-        assert not self._passed.keys() & self._lasting.keys()
-        assert self._passed.keys() | self._lasting.keys() == with_state

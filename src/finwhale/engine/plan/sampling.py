@@ -154,8 +154,8 @@ class RequestSampling:
 
     Args:
         index: index among the params.n continuations. Each continuation has its own random draws.
-        matcher: the matcher of the sequence's grammar; None: the request has no grammar.
-        filter: removes more tokens; None: the request removes none.
+        matcher: the matcher of the request's grammar, which is copied; None: it has no grammar.
+        filter: removes more tokens, and is copied; None: the request removes none.
         ends: tokens that end the sequence. The first params.min_tokens tokens are none of them.
 
     Raises:
@@ -193,7 +193,13 @@ class RequestSampling:
         elif params.presence_penalty or params.frequency_penalty:
             seen = SeenTokens(())
         withheld = tuple(i for i in ends if i < vocab_size) if params.min_tokens else ()
-        self.history = History(seen, matcher, filter, withheld, params.min_tokens)
+        self.history = History(
+            seen,
+            None if matcher is None else matcher.copy(),
+            None if filter is None else filter.copy(),
+            withheld,
+            params.min_tokens,
+        )
 
 
 def penalty_rows(histories: Sequence[History]) -> PenaltyRows | None:

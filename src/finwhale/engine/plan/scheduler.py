@@ -340,20 +340,3 @@ class Scheduler:
             sequence.sharing = False
         self.admission.cancel_loads()
         self.prefix.clear()
-
-    def check_integrity(self) -> None:
-        """Assert that no page, block or sequence is lost."""
-        cached = None
-        if self.prefix is not None:
-            chains = [s.blocks for s in self.running]
-            cached = self.prefix.cached_pages()
-            if self.admission.stored is not None:
-                chains += [load.chain for load in self.admission.stored.loads]
-                for name, pages in self.admission.stored.held_pages().items():
-                    cached[name] += pages
-            self.prefix.check_integrity(chains)
-        self.pages.check_integrity([s.tables for s in self.running], cached)
-        slots = [s.slot for s in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.sizes.num_seqs))
-        assert self.running == sorted(self.running, key=in_order)
-        self.admission.check_integrity()

@@ -91,10 +91,6 @@ class SequenceState:
         most = len(self.token_ids) - 1
         return most if self.num_routed is None else min(most, self.num_routed)
 
-    def leads(self, key: bytes) -> bool:
-        """Whether it computes the block of this key, which waiting sequences may reuse."""
-        return self.running and key in self.keys[len(self.blocks) :]
-
     @property
     def remaining(self) -> int:
         """Number of tokens to compute before the next token can be sampled."""

@@ -124,7 +124,7 @@ class DraftPlan(NamedTuple):
         next_ids: the token after the chunk, if the chunk ends before the sequence's last known
             token; otherwise 0.
         on_device: all chunks are decodes that get the same number of drafts. They run on the device
-            without the host (rank/draft_decode.py).
+            without the host (steps/draft_decode.py).
         previous_rows: row of each chunk in the previous step, whose result the host does not know
             yet. The device shifts the chunk by the number of accepted drafts, and has its token and
             drafts. None: all tokens are in the plan.

@@ -86,9 +86,6 @@ class Load:
     failed: bool = False
     priority: float = float("-inf")  # every sequence may follow
 
-    def leads(self, key: bytes) -> bool:
-        return key in self.keys
-
 
 class StoredPrefixes:
     """The loads and saves of one engine.
@@ -257,13 +254,3 @@ class StoredPrefixes:
                 self._prefix.add_loaded(load.chain, key, pages)
             self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
         self._prefix.release(load.chain)
-
-    def held_pages(self) -> dict[str, list[int]]:
-        """The pages that transfers hold, by group: once for each reference."""
-        pages: dict[str, list[int]] = {g.name: [] for g in self._pages.groups}
-        held = [save for _, save, _ in self._saves]
-        held += [part for load in self.loads for part, _ in load.parts]
-        for part in held:
-            for name, numbers in part.items():
-                pages[name] += numbers
-        return pages

@@ -12,7 +12,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from finwhale.distributed.cuda_ipc import IpcHandle
-from finwhale.engine.loop.engine import MemoryTag, Requests
+from finwhale.engine.loop.control import MemoryTag
+from finwhale.engine.loop.engine import Requests
 from finwhale.engine.loop.weight_updates import BroadcastTensors, SharedTensors, WeightsSource
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.server.edge.listening import check_origin

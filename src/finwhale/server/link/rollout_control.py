@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
+from finwhale.engine.loop import control
+from finwhale.engine.loop.control import MemoryTag
+from finwhale.engine.loop.engine import Engine, Requests
 from finwhale.engine.loop.weight_updates import WeightsSource, WeightUpdates
 from finwhale.errors import FinwhaleError
 from finwhale.server.link.wire import Answered, Call
@@ -71,31 +73,31 @@ class RolloutControl:
 
     def status(self) -> dict[str, Any]:
         return {
-            "is_paused": not self.engine.can_step,
-            "is_sleeping": self.engine.lacks_memory_or_weights,
+            "is_paused": bool(self.engine.stops),
+            "is_sleeping": bool(self.engine.stops & {"weights", "cache", "no weights"}),
             "weight_version": self.updates.version,
             "world_size": self.engine.executor.description.num_ranks,
         }
 
     def pause(self, *, abort: bool) -> None:
-        self.engine.pause("abort" if abort else "keep")
+        control.pause(self.engine, "abort" if abort else "keep")
 
     def resume(self) -> None:
         """Continue; first, finish an update that has begun. If that fails, stay paused."""
         if self.updates.begun:
             self.updates.finish()
-        self.engine.resume()
+        control.resume(self.engine)
 
     def sleep(self, tags: tuple[MemoryTag, ...], *, drop_weights: bool, abort: bool) -> None:
         requests: Any = "abort" if abort else "recompute"
-        self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
+        control.sleep(self.engine, tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: tuple[MemoryTag, ...]) -> None:
         """Allocate memory again. Finish an update that has begun, unless the engine is paused or
         still sleeps.
         """
-        self.engine.wake(tags)
-        if self.updates.begun and not self.engine.needs_resume_or_wake:
+        control.wake(self.engine, tags)
+        if self.updates.begun and not self.engine.stops & control.NEEDS_CALL:
             self.updates.finish()
 
     def reset_prefix_cache(self) -> None:
@@ -115,7 +117,7 @@ class RolloutControl:
     def update(self, source: WeightsSource, *, version: str | None = None) -> None:
         """Add weights to the update that has begun, or make an update of them."""
         if not self.updates.begun:
-            if not self.engine.needs_resume_or_wake:
+            if not self.engine.stops & control.NEEDS_CALL:
                 self.updates.update(source, version=version)
                 return
             self.updates.begin()

@@ -13,8 +13,9 @@ from finwhale.chat.grammar import Matcher
 from finwhale.distributed.workers import end_process
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.engine.rank.ranks import Ranks
-from finwhale.engine.rank.start_times import freeze_heap, whole_start
+from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.engine.ranks.ranks import Ranks
+from finwhale.engine.start.start_times import whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
 from finwhale.request import CompletionOutput, Logprob, RequestOutput
 from finwhale.server.link import wire
@@ -182,7 +183,7 @@ class EngineLoop:
         if self._engine.has_work:
             with self._in_step():
                 touched = self._engine.step()
-        with self._engine.unchanging():
+        with self._engine.lock:
             deltas = [delta for request in touched for delta in self._deltas(request)]
         metrics = self._due_metrics()
         if deltas or metrics is not None:

@@ -1,6 +1,5 @@
-"""Measures the phases of a start, and freezes the heap at its end."""
+"""Measures the phases of a start."""
 
-import gc
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,13 +50,3 @@ def table(seconds: Mapping[str, float]) -> str:
     """One line with the seconds of each phase and their sum."""
     parts = [f"{name} {spent:.1f} s" for name, spent in seconds.items()]
     return ", ".join([*parts, f"total {sum(seconds.values()):.1f} s"])
-
-
-def freeze_heap() -> None:
-    """Exclude every object that exists now from Python's garbage collection.
-
-    Objects that exist when an engine is ready live as long as the engine. A full collection would
-    visit all of them, during a step.
-    """
-    gc.collect()
-    gc.freeze()

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from finwhale.engine.plan.pages import BlockTable, BlockTables
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
-from finwhale.engine.rank.host_transfer import send
-from finwhale.engine.rank.slot_tables import SlotTables
+from finwhale.engine.steps.host_transfer import send
+from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.models.cache import CacheGroup
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops.paging import PageTable, Tokens

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from finwhale.engine.plan.pages import pages_at_block_end, windowed_pages
-from finwhale.engine.rank.arena import Arena
+from finwhale.engine.ranks.arena import Arena
 from finwhale.errors import ResourceError
 from finwhale.models.cache import CacheField, CacheGroup, PagedCache, PageLayout
 

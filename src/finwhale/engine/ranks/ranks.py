@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -24,8 +24,6 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Placement
 from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.worker import OwnerLink
@@ -33,15 +31,11 @@ from finwhale.distributed.worker_messages import CONNECTING, OPENING, Answer, Op
 from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
-from finwhale.engine.rank.devices import choose_devices, fewest_ranks, num_sharers
-from finwhale.engine.rank.executor import LocalExecutor, LocalResult, local_executor
-from finwhale.engine.rank.host_transfer import NoReceiver
-from finwhale.engine.rank.rank_processes import RankProcesses, connect_launched, on_ray, spawn
-from finwhale.engine.rank.start_times import freeze_heap
-from finwhale.engine.rank.startup import open_rank
+from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.engine.ranks.local_executor import LocalExecutor, LocalResult
+from finwhale.engine.ranks.rank_processes import RankProcesses
+from finwhale.engine.steps.host_transfer import NoReceiver
 from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError, first_line
-from finwhale.models.protocol import ModelConfig
-from finwhale.models.weight_sources import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -54,49 +48,6 @@ CAUSE_S = 2.0  # how long a failed rank waits for another rank to report the cau
 CLOSE_S = 10.0  # time limit for closing the device and NCCL
 FAILED_CLOSE_S = 2.0  # the same after a rank has failed, for which this rank's device may wait
 EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank that is gone
-
-
-def open_executor(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    weights: Weights,
-    placement: Placement | None = None,
-) -> "LocalExecutor | Ranks":
-    """Open the ranks of a model: the one of this process, and worker processes for others.
-
-    Args:
-        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
-
-    Raises:
-        ResourceError: a device does not exist or has too little memory.
-        CheckpointError: the weights do not match the configuration.
-    """
-    if placement is not None:
-        processes = connect_launched(config, placement)
-    elif config.distributed_executor == "ray":
-        processes = on_ray(config)
-    else:
-        devices = choose_devices(config, partial(fewest_ranks, config, model_config))
-        if len(devices) == 1:
-            return open_one(config, model_config, weights, devices, Peers())
-        processes = spawn(devices)
-    return open_ranks(
-        partial(open_one, config, model_config, weights, processes.devices),
-        partial(open_one, config, model_config, replace(weights, progress=None), processes.devices),
-        processes,
-    )
-
-
-def open_one(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    weights: Weights,
-    devices: Sequence[str],
-    peers: Peers,
-) -> LocalExecutor:
-    """Open the rank of this process on its device."""
-    mine = replace(config, device=devices[peers.rank.index], tensor_parallel_size=len(devices))
-    return open_rank(mine, model_config, weights, peers, num_sharers(config.device))
 
 
 def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProcesses) -> "Ranks":
@@ -126,7 +77,9 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProce
 
 def first_rank(executor: Executor) -> LocalExecutor:
     """The rank of this process. It must not call collectives alone."""
-    return executor.local if isinstance(executor, Ranks) else local_executor(executor)
+    rank = executor.local if isinstance(executor, Ranks) else executor
+    assert isinstance(rank, LocalExecutor)
+    return rank
 
 
 class Ranks:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.step_plan import SamplingSettings
-from finwhale.engine.rank.host_transfer import send
-from finwhale.engine.rank.sampler import draw_arrays
+from finwhale.engine.steps.host_transfer import send
+from finwhale.engine.steps.sampler import draw_arrays
 from finwhale.models.step_inputs import ChooseDraft
 from finwhale.ops.sampling import Filters, Sample, SamplingBatch
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.draft_decode import VerificationSteps
-from finwhale.engine.rank.drafter import Drafter
-from finwhale.engine.rank.executor import LocalExecutor
-from finwhale.engine.rank.graphs import GraphMemory, Graphs
-from finwhale.engine.rank.inputs import StaticInputs
-from finwhale.engine.rank.runner import ModelRunner
-from finwhale.engine.rank.step_limits import StepLimits, step_limits
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.steps.draft_decode import VerificationSteps
+from finwhale.engine.steps.drafter import Drafter
+from finwhale.engine.steps.graphs import GraphMemory, Graphs
+from finwhale.engine.steps.inputs import StaticInputs
+from finwhale.engine.steps.runner import ModelRunner
+from finwhale.engine.steps.step_limits import StepLimits, step_limits
 from finwhale.models.step_inputs import Segments, StepInputs
 
 

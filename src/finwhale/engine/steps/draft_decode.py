@@ -23,12 +23,12 @@ from torch import Tensor
 
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
-from finwhale.engine.rank.draft_noise import StaticDraftNoise
-from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
-from finwhale.engine.rank.host_transfer import send
-from finwhale.engine.rank.inputs import StaticInputs, one_token_each
-from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.step_limits import StepLimits
+from finwhale.engine.steps.draft_noise import StaticDraftNoise
+from finwhale.engine.steps.graphs import WARM_UP_STEPS, GraphMemory, Recorder
+from finwhale.engine.steps.host_transfer import send
+from finwhale.engine.steps.inputs import StaticInputs, one_token_each
+from finwhale.engine.steps.slot_tables import SlotTables
+from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import DraftStart, Inline, Segments, StepInputs

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.engine.rank.memory_checks import check_host_memory
+from finwhale.engine.ranks.memory_checks import check_host_memory
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.protocol import Model
 from finwhale.models.registry import architecture_of, parse_config
@@ -25,7 +25,7 @@ from finwhale.weights.source import WeightSource
 from finwhale.weights.tree import tensors_of
 
 if TYPE_CHECKING:
-    from finwhale.engine.rank.executor import LocalExecutor
+    from finwhale.engine.ranks.local_executor import LocalExecutor
 
 CPU = torch.device("cpu")
 # Limits for announced tensors. No tensor of a model is near them.

@@ -16,7 +16,7 @@ from finwhale.engine.plan.step_plan import (
     SamplingSettings,
     SlotAdmission,
 )
-from finwhale.engine.rank.host_transfer import send
+from finwhale.engine.steps.host_transfer import send
 from finwhale.ops.sampling import (
     AllowedTokens,
     Bias,

@@ -10,7 +10,7 @@ from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement, RemoteProcesses, RemoteWorker, WorkerListener
 from finwhale.distributed.peers import StoreAddress, serve_store
 from finwhale.distributed.workers import SpawnedProcesses, WorkerProcesses
-from finwhale.engine.rank.devices import device_kind
+from finwhale.engine.ranks.devices import device_kind
 from finwhale.errors import FinwhaleError
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.inputs import StaticInputs, with_bounds
+from finwhale.engine.steps.inputs import StaticInputs, with_bounds
 from finwhale.models.step_inputs import Inline, Segments, StepInputs
 from finwhale.non_owning import non_owning_view
 

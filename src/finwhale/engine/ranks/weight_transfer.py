@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer
-from finwhale.engine.rank.staged_weights import staged_weights_of, weight_form_of
+from finwhale.engine.ranks.staged_weights import staged_weights_of, weight_form_of
 from finwhale.errors import CheckpointError
 from finwhale.weights.incoming import Announced
 from finwhale.weights.weight_group import GroupAddress, WeightGroup
 
 if TYPE_CHECKING:
-    from finwhale.engine.rank.executor import LocalExecutor
+    from finwhale.engine.ranks.local_executor import LocalExecutor
 
 CPU = torch.device("cpu")
 

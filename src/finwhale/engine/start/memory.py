@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finwhale.engine.rank.inputs import PAGE, aligned, synthetic_inputs
-from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache
-from finwhale.engine.rank.step_limits import StepLimits
+from finwhale.engine.start.kv_cache import CachePlan, allocate_cache
+from finwhale.engine.steps.inputs import PAGE, aligned, synthetic_inputs
+from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import DraftStart, Inline, StepInputs

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from finwhale.config import DraftTokens
 from finwhale.engine.plan.step_plan import SamplingSettings, StepPlan
-from finwhale.engine.rank.draft_noise import choose_drafts
-from finwhale.engine.rank.host_transfer import send
-from finwhale.engine.rank.inputs import Batch, one_token_each
+from finwhale.engine.steps.draft_noise import choose_drafts
+from finwhale.engine.steps.host_transfer import send
+from finwhale.engine.steps.inputs import Batch, one_token_each
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
 from finwhale.models.protocol import DraftHead, ModelConfig

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.draft_decode import VerificationSteps
-from finwhale.engine.rank.drafter import Drafter, Forward
-from finwhale.engine.rank.graphs import Graphs
-from finwhale.engine.rank.host_transfer import send
-from finwhale.engine.rank.inputs import Batch, planned_inputs
-from finwhale.engine.rank.kv_cache import CachePlan
-from finwhale.engine.rank.slot_tables import SlotTables
-from finwhale.engine.rank.stopwatch import StepTimes
+from finwhale.engine.steps.draft_decode import VerificationSteps
+from finwhale.engine.steps.drafter import Drafter, Forward
+from finwhale.engine.steps.graphs import Graphs
+from finwhale.engine.steps.host_transfer import send
+from finwhale.engine.steps.inputs import Batch, planned_inputs
+from finwhale.engine.steps.slot_tables import SlotTables
+from finwhale.engine.steps.stopwatch import StepTimes
 from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import Inline
@@ -48,7 +47,6 @@ class ModelRunner:
     groups: tuple[CacheGroup, ...]
     model: Model
     cache: PagedCache
-    cache_plan: CachePlan
     max_model_len: int
     tables: SlotTables
     sampled: Tensor

@@ -10,21 +10,19 @@ from torch import Tensor
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import disconnect
 from finwhale.engine.plan.executor import (
-    Executor,
     RankDescription,
     RankState,
     RowLogprobs,
     StepResult,
 )
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
-from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.drafter import Forward
-from finwhale.engine.rank.host_transfer import Instant, NoReceiver, Receiver, Transfer
-from finwhale.engine.rank.prompt_scores import read_scores, score
-from finwhale.engine.rank.runner import ModelRunner
-from finwhale.engine.rank.sampler import Sampler
-from finwhale.engine.rank.staged_weights import StagedWeights
-from finwhale.errors import FinwhaleError
+from finwhale.engine.ranks.arena import Arena
+from finwhale.engine.ranks.staged_weights import StagedWeights
+from finwhale.engine.steps.drafter import Forward
+from finwhale.engine.steps.host_transfer import Instant, NoReceiver, Receiver, Transfer
+from finwhale.engine.steps.prompt_scores import read_scores, score
+from finwhale.engine.steps.runner import ModelRunner
+from finwhale.engine.steps.sampler import Sampler
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
 from finwhale.weights.assembler import WeightForm
@@ -274,14 +272,3 @@ def begin_transfer(receiver: Receiver | NoReceiver, sampled: SampledTokens | Non
         found = sampled.logprobs
         parts += [found.token_S, found.rank_S, found.top_SL, found.top_ids_SL]
     return receiver.begin(parts)
-
-
-def local_executor(executor: Executor) -> LocalExecutor:
-    """An executor that runs in this process alone: for tests and benchmarks of its parts.
-
-    Raises:
-        FinwhaleError: the model has several ranks.
-    """
-    if not isinstance(executor, LocalExecutor):
-        raise FinwhaleError("this runs on one rank only: set tensor_parallel_size to 1")
-    return executor

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finwhale.engine.rank.memory_checks import check_host_memory, check_temporary_disk
+from finwhale.engine.ranks.memory_checks import check_host_memory, check_temporary_disk
 from finwhale.ops.host_forms import forget_forms
 from finwhale.weights.tree import tensors_of
 
 if TYPE_CHECKING:
-    from finwhale.engine.rank.executor import LocalExecutor
+    from finwhale.engine.ranks.local_executor import LocalExecutor
 
 
 def check_can_save(executor: "LocalExecutor") -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from finwhale.engine.plan.executor import PromptScores, RowLogprobs
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.sampler import Sampler
+from finwhale.engine.steps.sampler import Sampler
 from finwhale.models.protocol import Model
 from finwhale.ops.sampling import SampledTokens
 

@@ -8,19 +8,17 @@ each kind.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import ParamSpec
 
 import torch
 from torch import Tensor
 
-from finwhale.config import EngineConfig
-from finwhale.engine.plan.step_sizes import StepSizes
-from finwhale.engine.rank.inputs import synthetic_inputs
-from finwhale.engine.rank.memory import all_sampling_options, draft_after, without_filters
-from finwhale.engine.rank.step_limits import StepLimits, step_limits
+from finwhale.engine.start.memory import all_sampling_options, draft_after, without_filters
+from finwhale.engine.steps.inputs import synthetic_inputs
+from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup, PagedCache
-from finwhale.models.protocol import Model, ModelConfig
+from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.builds.sizes import LaunchSizes
@@ -32,25 +30,6 @@ P = ParamSpec("P")
 
 # Context of a step if an earlier step has covered all contexts of its signatures.
 ORDINARY_CONTEXT = 16384
-
-
-def build_configuration(
-    config: EngineConfig,
-    sizes: StepSizes,
-    model_config: ModelConfig,
-    can_capture: bool,
-    max_len: int,
-) -> object:
-    """The values that determine launch signatures. Equal values need the same kernels."""
-    return {
-        "model": asdict(model_config),  # type: ignore[call-overload]
-        "steps": asdict(step_limits(config, sizes, model_config, can_capture, max_len)),
-        "batch_invariant": config.batch_invariant,
-        "wo_a_input": config.wo_a_input,
-        "eager": config.enforce_eager,
-        "compile": config.compile,
-        "ranks": config.tensor_parallel_size,
-    }
 
 
 class _BoundVariants:

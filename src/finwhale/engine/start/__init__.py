@@ -1,0 +1,1 @@
+"""From options to ranks that are ready: memory, kernels, cache, captured steps."""

@@ -1,0 +1,1 @@
+"""Executes step plans on one device: inputs, captured steps, forward, sampling, drafting."""
