@@ -10,7 +10,8 @@ import pytest
 
 from finwhale.engine.plan.prefix_store import Record
 from finwhale.engine.store.directory import DirectoryStore
-from finwhale.engine.store.transfers import PageCopy, RecordTransfer, StoreTransfers
+from finwhale.engine.steps.page_copies import PageCopy
+from finwhale.engine.store.transfers import RecordTransfer, StoreTransfers
 
 PAGE_BYTES = {"c4": 300, "c128": 20, "window": 70}
 BLOCK, STATE = 320, 140

@@ -99,7 +99,7 @@ class Admission:
                     map(self._unallocated_blocks, self._running)
                 )
             if needed > self._pages.free_blocks:
-                assert self._running or (self.stored is not None and self.stored.busy)
+                assert self._running or self.moves_prefixes
                 return None
             if self._try_load(sequence, known, resumable):
                 continue
@@ -110,6 +110,11 @@ class Admission:
                     self._leaders.setdefault(key, sequence)
             return sequence, known, resumable
         return None
+
+    @property
+    def moves_prefixes(self) -> bool:
+        """Whether prefixes are on their way to or from the store."""
+        return self.stored is not None and self.stored.busy
 
     def advance_loads(self) -> None:
         """Continue the loads, and return the followers of those that have ended to the queue."""

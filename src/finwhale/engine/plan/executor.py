@@ -4,7 +4,7 @@ An executor runs plans in this process (ranks/local_executor.py), or in this pro
 (ranks/ranks.py). Plans, results and descriptions are plain data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -12,7 +12,8 @@ from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.request import ExpertIds
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from finwhale.engine.steps.page_copies import Copying, PageCopy
     from finwhale.models.cache import CacheGroup
 
 T = TypeVar("T")
@@ -262,6 +263,12 @@ class Executor(Protocol):
 
     def sample(self, plan: SamplingPlan) -> PendingResult:
         """Launch the sampling of the last step, whose plan had no sampling."""
+        ...
+
+    def copy_pages(self, copies: "Sequence[PageCopy]") -> "Copying":
+        """Launch copies between pages and the staging buffer that `attach_staging` gave the ranks.
+        Every rank loads; only rank 0 saves.
+        """
         ...
 
     def call_ranks(self, work: Callable[[Any], T]) -> list[T]:

@@ -69,12 +69,16 @@ class PrefixIndex:
         self.blocks: dict[bytes, Block] = {}
         self.num_saving = 0
         # The salt prevents an attacker from searching for two prompts with the same key.
-        secret = secrets.token_bytes(KEY_BYTES) if salt is None else salt.encode()
-        self._salt = hashlib.blake2b(secret, digest_size=KEY_BYTES).digest()
+        self.set_salt(salt)
         self._idle: OrderedDict[bytes, Block] = OrderedDict()
         self._passed: OrderedDict[bytes, Block] = OrderedDict()
         self._lasting: OrderedDict[bytes, Block] = OrderedDict()
         pages.reclaimer = self
+
+    def set_salt(self, salt: str | None) -> None:
+        """Give all later blocks other keys. None: a random salt."""
+        secret = secrets.token_bytes(KEY_BYTES) if salt is None else salt.encode()
+        self._salt = hashlib.blake2b(secret, digest_size=KEY_BYTES).digest()
 
     @property
     def num_idle(self) -> int:

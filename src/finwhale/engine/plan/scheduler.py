@@ -148,6 +148,7 @@ class Scheduler:
 
         Empty: the next step needs the result of `chunks`, or should admit a sequence.
         """
+        self.admission.advance_loads()
         living = [chunk for chunk in chunks if chunk.sequence.running]
         if self.num_waiting and len(self.running) < self.sizes.num_seqs:
             return []

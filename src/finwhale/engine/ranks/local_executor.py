@@ -20,6 +20,7 @@ from finwhale.engine.ranks.arena import Arena
 from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.engine.steps.drafter import Forward
 from finwhale.engine.steps.host_transfer import Instant, NoReceiver, Receiver, Transfer
+from finwhale.engine.steps.page_copies import Copying, PageCopies, PageCopy
 from finwhale.engine.steps.prompt_scores import read_scores, score
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.engine.steps.sampler import Sampler
@@ -60,6 +61,7 @@ class LocalExecutor:
         staged_weights: the new weights of an update that has begun.
         groups: the process groups over which trainers send weights, by name.
         waiting: by a group's name, what a thread waits for: the group, or tensors of its trainer.
+        page_copies: copies pages for a prefix store; None: there is none.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class LocalExecutor:
         self.collectives = collectives
         self.sampler = Sampler(runner.model.sample, runner.model.config.vocab_size)
         self.receiver: Receiver | NoReceiver = Receiver(runner.device)
+        self.page_copies: PageCopies | None = None
         self._open: _OpenStep | None = None
 
     def execute(self, plan: StepPlan) -> "LocalResult | None":
@@ -167,6 +170,11 @@ class LocalExecutor:
             return None
         return [found.T, *[confidences.T for confidences in drafter.confidences]]
 
+    def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:
+        assert self.page_copies is not None
+        self.runner.use_device()
+        return self.page_copies.begin(copies)
+
     def call_ranks(self, work: Callable[["LocalExecutor"], T]) -> list[T]:
         self.runner.use_device()
         return [work(self)]
@@ -200,6 +208,14 @@ class LocalExecutor:
     def rank_states(self) -> tuple[RankState, ...]:
         about, late = self.description, dict(self.late_compilations())
         return (RankState(about.device, about.memory, late, times=self.runner.times.read()),)
+
+
+def attach_staging(executor: LocalExecutor, file: str) -> None:
+    """Let a rank copy pages to and from a staging buffer (steps/page_copies.py)."""
+    rank, runner = executor.collectives.rank, executor.runner
+    executor.page_copies = PageCopies(
+        file, runner.cache.pages, runner.device, (rank.index, rank.size)
+    )
 
 
 class LocalResult:

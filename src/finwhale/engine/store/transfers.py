@@ -10,29 +10,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from finwhale.engine.plan.prefix_index import State
 from finwhale.engine.plan.prefix_store import PrefixStore, Record, RecordKind
+from finwhale.engine.steps.page_copies import PageCopy
 
 THREADS = 8
 # Saves may take this share of the slots. A save that finds no slot is given up.
 SAVE_SHARE = 1 / 2
 POLL_S = 1e-3
-
-
-class PageCopy(NamedTuple):
-    """The copy of one page between the device and the staging buffer.
-
-    Attributes:
-        offset: of the page in the buffer, in bytes.
-        load: copy from the buffer to the device.
-    """
-
-    group: str
-    page: int
-    offset: int
-    load: bool
 
 
 class PendingCopies(Protocol):
