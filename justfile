@@ -38,9 +38,10 @@ kernels *args:
 # Tests that take longer than CI's core job: about 90 minutes in all.
 long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long-hosts long-replicas long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour
 
-# Random schedules of the engine: about 20 minutes.
+# Random schedules of the engine: about 25 minutes.
 long-schedules:
     pytest tests/unit/test_scheduler.py tests/engine/test_prefix.py --hypothesis-profile long
+    pytest tests/engine/test_drafting.py tests/distributed/test_equal_ranks.py -k random_schedules --hypothesis-profile long
 
 # Requests generated from the server's OpenAPI description, and hostile grammars.
 long-fuzz examples="200":

@@ -11,7 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.llm import LLM, LoadedModel, Messages, PreparedPrompt, Prompt, add_job, plain_prompt
+from finwhale.llm import LLM
+from finwhale.loaded_model import LoadedModel, PreparedPrompt, add_job
+from finwhale.prompts import Messages, Prompt, plain_prompt
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 
 P = ParamSpec("P")

@@ -12,12 +12,8 @@ from finwhale.errors import FinwhaleError
 from finwhale.options import check_options, option
 
 Activations = Literal["as-trained", "exact"]
-DistributedExecutor = Literal["spawn", "ray"]
 DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
-GenerationConfig = Literal["auto", "none"]
-LoadFormat = Literal["auto", "dummy"]
-ToolGrammarMode = Literal["off", "auto"]
 WoAInput = Literal["fp8", "bf16"]
 
 # The numbers of ranks that may share a model.
@@ -41,7 +37,6 @@ class EngineConfig:
         f"number of GPUs that share the model: {', '.join(map(str, RANK_COUNTS[:-1]))} or "
         f"{RANK_COUNTS[-1]}. On a CPU, number of processes, for tests",
         unset="as many as --device names, else the fewest that hold the model; 1 on a CPU",
-        metavar="N",
     )
     whole_attention: bool | None = option(
         None,
@@ -50,15 +45,13 @@ class EngineConfig:
         "cache. Not with --batch-invariant",
         unset="if they take at most a 24th of the GPU's memory",
     )
-    distributed_executor: DistributedExecutor = option(
+    distributed_executor: Literal["spawn", "ray"] = option(
         "spawn",
         "how the processes of several ranks start: spawn starts them on this host; ray starts one "
         "actor of a Ray cluster for each GPU. Under torchrun, its processes are the ranks",
     )
     dtype: DtypeName | None = option(
-        None,
-        "dtype of activations and cache",
-        unset="bfloat16 on a GPU, float32 on a CPU",
+        None, "dtype of activations and cache", unset="bfloat16 on a GPU, float32 on a CPU"
     )
     activations: Activations = option(
         "as-trained",
@@ -71,12 +64,12 @@ class EngineConfig:
         "round the input of attention's wo_a to FP8 like the input of every FP8 projection, or do "
         "not round it, as in the authors' code; bf16 needs as-trained activations",
     )
-    load_format: LoadFormat = option(
+    load_format: Literal["auto", "dummy"] = option(
         "auto",
         "auto reads the checkpoint; dummy reads only config.json and generates random weights on "
         "the device, to measure speed and memory",
     )
-    generation_config: GenerationConfig = option(
+    generation_config: Literal["auto", "none"] = option(
         "auto",
         "auto takes the sampling parameters of the checkpoint's generation_config.json where a "
         "request leaves them out; none ignores these values. Its end tokens always apply",
@@ -103,7 +96,6 @@ class EngineConfig:
         None,
         "maximum number of tokens of one sequence, prompt and output together",
         unset="the checkpoint's limit, or less if the cache is too small",
-        metavar="N",
         least=2,
     )
     max_num_seqs: int | None = option(
@@ -111,7 +103,6 @@ class EngineConfig:
         "maximum number of sequences that run at once",
         unset="64 for each GPU, at most 256; 64 on a CPU, if weights leave a GPU less than "
         "24 GiB, or with --cache-memory-bytes below 4 GiB",
-        metavar="N",
         least=1,
     )
     max_num_batched_tokens: int | None = option(
@@ -121,7 +112,6 @@ class EngineConfig:
         "requests wait longer for their next tokens",
         unset="8192, and 2560 if sequences decode; 2048 and 1536 on a CPU, if weights leave a GPU "
         "less than 24 GiB, or with --cache-memory-bytes below 4 GiB",
-        metavar="N",
         least=1,
     )
     gpu_memory_utilization: float = option(
@@ -136,7 +126,6 @@ class EngineConfig:
         None,
         "memory for the paged cache, in bytes",
         unset="on a GPU what --gpu-memory-utilization leaves, on a CPU at most 1 GiB",
-        metavar="N",
         least=1,
     )
     enable_prefix_caching: bool = option(
@@ -188,7 +177,7 @@ class EngineConfig:
         least=0,
         most=MAX_DRAFT_TOKENS,
     )
-    tool_grammar: ToolGrammarMode = option(
+    tool_grammar: Literal["off", "auto"] = option(
         "off",
         "hold tool calls of the server and of LLM.chat to their tools' schemas, even if the "
         "request does not ask for that: auto uses a grammar that leaves text free until a call "

@@ -2,7 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
+
+from finwhale.errors import FinwhaleError
 
 EXTRAS = {
     "server": (
@@ -41,6 +45,16 @@ def named_extras() -> Iterator[None]:
         if text is None:
             raise
         raise ModuleNotFoundError(text, name=error.name, path=error.path) from error
+
+
+def import_extra(module: str) -> Any:
+    """A module that needs an extra. Raises FinwhaleError if its packages are missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if advice(error) is None:
+            raise
+        raise FinwhaleError(str(error)) from error
 
 
 def need(extra: str) -> None:

@@ -1,7 +1,7 @@
 """Options: each is declared once, as a dataclass field with help text.
 
 `add_options` turns the fields into command-line arguments, and `read_options` turns the parsed
-arguments into the dataclass. `cli/options_page.py` writes docs/options.md from the same fields.
+arguments into the dataclass. `cli/pages.py` writes docs/options.md from the same fields.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def option(default: T, help: str, **given: Any) -> T:
     """A dataclass field that is an option. `given` are attributes of Option, from `flag` on.
 
     The default flag is "--" and the field's name. An "_s" at its end is left out, and the default
-    metavar is then SECONDS.
+    metavar is then SECONDS. That of other integers is N.
     """
     return field(default=default, metadata={"help": help, **given})
 
@@ -105,6 +105,7 @@ def _options_of(config: type) -> tuple[Option, ...]:
         given["words"] = tuple(word for literal in literals for word in get_args(literal))
         kinds = tuple(kind for kind in kinds if kind not in (*literals, types.NoneType))
         given["kind"] = kinds[-1] if kinds else None  # of `str | Sequence[str]` the sequence
+        given = {"metavar": "N", **given} if given["kind"] is int else given
         found.append(Option(name=declared.name, default=declared.default, **given))
     return tuple(found)
 

@@ -105,6 +105,17 @@ def _free_in_control_group(group: Path, files: tuple[str, str, tuple[str, str]])
     return max(0, limit - used + sum(cached))
 
 
+def process_memory(
+    pid: int | str = "self", kind: Literal["virtual", "resident"] = "resident"
+) -> int | None:
+    """Bytes of memory of a process; None: it has ended, or the system has no /proc."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return None
+    return int(pages[kind == "resident"]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def processor_name() -> str:
     """The model of the CPU; where the system does not say, its architecture."""
     with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
 """A request's parameters and its results. Plain data: no torch."""
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial, wraps
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,11 @@ class _Given:
     __slots__ = ("given",)
     given: frozenset[str]
 
+    def __new__(cls, **given: Any) -> Self:
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", frozenset(given))
+        return made
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(_Given):
@@ -58,7 +63,6 @@ class SamplingParams(_Given):
         128,
         "maximum number of tokens to generate",
         unset="until the context is full",
-        metavar="N",
         least=1,
         marks=("command",),
     )
@@ -124,7 +128,6 @@ class SamplingParams(_Given):
         0,
         "generate this many tokens before the end of sequence, a stop token or a stop string may "
         "end the output; a grammar may end it earlier",
-        metavar="N",
         least=0,
         most=2**31 - 1,
         marks=("vllm",),
@@ -149,7 +152,6 @@ class SamplingParams(_Given):
         None,
         "make the draws reproducible, whatever else is in the batch",
         unset="a fresh seed",
-        metavar="N",
         marks=("command",),
     )
     logprobs: int | None = option(
@@ -248,18 +250,6 @@ class SamplingParams(_Given):
             if (value := getattr(self, one.name)) != one.default
         ]
         return f"SamplingParams({', '.join(given)})"
-
-
-def _remember_given(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def remembering(self: SamplingParams, **given: Any) -> None:
-        object.__setattr__(self, "given", frozenset(given))
-        init(self, **given)
-
-    return remembering
-
-
-SamplingParams.__init__ = _remember_given(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:

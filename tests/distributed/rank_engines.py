@@ -17,6 +17,7 @@ from tests.support.stepping import Stepper
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
+from finwhale.bench.engine import draft_on_device
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
@@ -28,7 +29,6 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_sizes import choose_step_sizes
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.start.capture import draft_on_device
 from finwhale.engine.start.kv_cache import allocate_cache, plan_cache
 from finwhale.engine.steps.drafter import Drafter
 from finwhale.engine.steps.runner import ModelRunner

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -166,7 +167,9 @@ def test_ranks_of_one_gpu_map_the_memory_of_each_other(monkeypatch: pytest.Monke
     store, timeout = HashStore(), timedelta(seconds=10)
 
     def allocate(index: int) -> list[tuple[torch.Tensor, list[int]]]:
-        shared = connecting._shared_memory(Rank(index, 4), CPU, store, timeout)
+        rank = Rank(index, 4)
+        exchange = partial(connecting._exchange, rank, store, timeout)
+        shared = connecting._shared_memory(rank, CPU, exchange)
         return [shared(64), shared(8)]
 
     with ThreadPoolExecutor(4) as pool:

@@ -144,7 +144,7 @@ class RunTwice:
     def verify(self, plan: StepPlan, settings: Mapping[int, SamplingSettings]) -> Tensor:
         before = self.pages()
         logits = self._verify(plan, settings)
-        step, after = self.verifications._step, self.pages()
+        step, after = self.verifications.step, self.pages()
         assert step is not None
         count = len(logits)
         found = [logits.clone(), step.streams[:count].clone()]
@@ -165,15 +165,15 @@ class RunTwice:
     @torch.inference_mode()
     def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
         steps = self.verifications
-        state = (steps._carried, steps._advanced, steps._confidences)
+        state = (steps._carried, steps.advanced, steps._confidences)
         before, kept = self.pages(), [part.clone() for part in state]
         drafts = self._draft(chosen, plan)
         after, found = self.pages(), [part.clone() for part in state]
         self.restore(before)
         for part, values in zip(state, kept, strict=True):
             part.copy_(values)
-        assert steps._step is not None
-        steps._draft(steps._step, plan.propose[0], Inline())
+        assert steps.step is not None
+        steps._draft(steps.step, plan.propose[0], Inline())
         count, num_drafts = drafts.shape
         for one, other in zip(found[:2], state[:2], strict=True):
             assert torch.equal(one[:count], other[:count])
@@ -222,10 +222,10 @@ class Proposals:
     @torch.inference_mode()
     def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
         drafts, steps = self._draft(chosen, plan), self._steps
-        assert steps._step is not None
+        assert steps.step is not None
         count = len(drafts)
-        known = steps._step.inputs.tokens.positions.index_select(0, steps._first[:count])
-        lengths = (known + steps._advanced[:count, 0] + 2).tolist()
+        known = steps.step.inputs.tokens.positions.index_select(0, steps.first[:count])
+        lengths = (known + steps.advanced[:count, 0] + 2).tolist()
         confidences = [part.tolist() for part in steps.confidences]
         for row, (sequence, length) in enumerate(zip(self._sequences, lengths, strict=True)):
             given = confidences[0][row] if confidences else []

@@ -1,7 +1,10 @@
 """How `finwhale bench offline` brings its requests to their decodes, with a stub of the model."""
 
+from types import ModuleType
+
 import pytest
 
+from finwhale.bench import offline, start, throughput
 from finwhale.bench.engine import begin_decodes
 from finwhale.bench.offline import WARM_UP, Bench, Shape, _room
 from finwhale.bench.overhead import stub_engine
@@ -48,3 +51,13 @@ def test_a_request_that_ends_too_early_is_an_error() -> None:
     shape = Shape(32, 16384)
     with pytest.raises(FinwhaleError, match="a request ended before 32 prompts"):
         begin(new_bench(shape, prefix_caching=False), shape)
+
+
+@pytest.mark.parametrize("benchmark", [offline, start, throughput], ids=lambda one: one.__name__)
+def test_an_option_without_effect_is_refused(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No benchmark sends tools, so none takes an option for their calls."""
+    with pytest.raises(SystemExit):
+        benchmark.main(["--dummy", "--tool-grammar", "auto"])
+    assert "unrecognized arguments: --tool-grammar" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,13 @@ SMALL = with_dspark(
         "hc_sinkhorn_iters": 2,
     }
 )
-NUM_GRAPHS = 6
+# One layer, of the kind with the most operators. A graph takes ten seconds to compile.
+ONE_LAYER = {name: value for name, value in SMALL.items() if not name.startswith("dspark")} | {
+    "num_hidden_layers": 1,
+    "num_hash_layers": 0,
+    "compress_ratios": [4],
+    "num_nextn_predict_layers": 0,
+}
 
 # What a process finds: tokens of three requests together, outputs of the draft head, and the
 # residual streams of a text that is read in pieces.
@@ -63,20 +69,22 @@ torch.set_num_threads(1)
 BEFORE
 def found(**options):
     llm = LLM(
-        sys.argv[1], device="cpu", activations="exact", max_num_seqs=4, draft_tokens=5, **options
+        sys.argv[1], device="cpu", activations="exact", max_num_seqs=4, draft_tokens=DRAFTS,
+        **options,
     )
     executor, blocks = first_rank(llm._engine.executor), []
     model = executor.runner.model
-    head = model.draft_head
-    run = head.run_block
-    head.run_block = lambda *args: blocks.append(run(*args)) or blocks[-1]
+    layers, head = list(model.layers), model.draft_head
+    if DRAFTS:
+        run = head.run_block
+        head.run_block = lambda *args: blocks.append(run(*args)) or blocks[-1]
+        layers += head.layers
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[(7 * i) % 390 for i in range(n)] for n in (3, 130, 20)]
     tokens = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
     text = [(7 * i) % 390 for i in range(300)]
     cuts = [*range(1, 12), 70, 71, 72, 200, *range(201, 280, 3)]
     streams = Stepper(llm._engine).read(text, cuts).flatten(1)
-    layers = [*model.layers, *head.layers]
     kinds = sorted({type(layer).__name__ for layer in layers})
     return [tokens, executor.description.compiled_layers, kinds, blocks, streams]
 def plain(tensors):
@@ -86,7 +94,7 @@ print(json.dumps([*compiled[:3], plain(compiled[3]), compiled[4].tolist()]))
 if sys.argv[3:]:
     default = found()
     assert default[:3] == [compiled[0], 0, ["DecoderLayer"]], default[:3]
-    assert len(default[3]) == len(compiled[3]) >= 3, len(compiled[3])
+    assert len(default[3]) == len(compiled[3]) and len(compiled[3]) >= min(DRAFTS, 3)
     for one, other in zip([*compiled[3], compiled[4]], [*default[3], default[4]], strict=True):
         error = (one - other).flatten(1).norm(dim=1) / other.flatten(1).norm(dim=1)
         assert error.max() < 1e-4, error
@@ -123,72 +131,85 @@ GraphStore._compile = tracing
 """
 
 
-def start(path: Path, kept: Path, before: str, *compare: str) -> "subprocess.CompletedProcess":
-    # Code that calls the kernels is not worth g++'s time here.
-    fast = {
-        "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # trying each kind of vector instructions takes 20 s
-    }
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **fast}
-    code = START.replace("BEFORE", before)
-    arguments = [str(path), str(kept), *compare]
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=env, text=True, capture_output=True
-    )
+@dataclass(frozen=True)
+class Case:
+    """A model, and the form of its graphs."""
+
+    config: dict[str, Any]
+    num_graphs: int
+    form: str = ""
+
+    def start(
+        self, path: Path, kept: Path, before: str, *compare: str
+    ) -> subprocess.CompletedProcess[str]:
+        # Code that calls the kernels is not worth g++'s time here.
+        fast = {
+            "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",
+            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",  # trying each kind of vector instructions takes 20 s
+        }
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **fast}
+        drafts = self.config.get("dspark_block_size", 0)
+        code = START.replace("BEFORE", self.form + before).replace("DRAFTS", str(drafts))
+        arguments = [str(path), str(kept), *compare]
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments], env=env, text=True, capture_output=True
+        )
 
 
-def read(done: "subprocess.CompletedProcess") -> Any:
+def read(done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("compiled") / "model"
-    write_plain_checkpoint(path, SMALL, random_weights(SMALL, seed=5))
-    return path
-
-
 # Compiling takes most of the time. tests/ops/test_triton_amd.py also compiles layers as modules.
-FORMS = [
-    pytest.param("", id="libraries"),
-    pytest.param(MODULES, id="modules", marks=pytest.mark.long),
+CASES = [
+    pytest.param(Case(ONE_LAYER, 2), id="libraries"),
+    pytest.param(Case(SMALL, 6), id="all-libraries", marks=pytest.mark.long),
+    pytest.param(Case(SMALL, 6, MODULES), id="all-modules", marks=pytest.mark.long),
 ]
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def form(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    case: Case = request.param
+    return case
 
 
 @pytest.fixture(scope="module")
-def kept(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compiled") / "model"
+    write_plain_checkpoint(path, case.config, random_weights(case.config, seed=5))
+    return path
+
+
+@pytest.fixture(scope="module")
+def kept(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture(scope="module")
-def first_start(small: Path, form: str, kept: Path) -> Any:
+def first_start(small: Path, case: Case, kept: Path) -> Any:
     """What the process that compiles finds."""
-    return read(start(small, kept, form + COMPILING))
+    return read(case.start(small, kept, COMPILING))
 
 
 def test_a_second_start_loads_and_gives_the_same(
-    small: Path, form: str, kept: Path, first_start: Any
+    small: Path, case: Case, kept: Path, first_start: Any
 ) -> None:
     """Bit for bit, and the tokens of the default mode."""
     tokens, num_compiled, kinds, *values = first_start
-    assert num_compiled == NUM_GRAPHS and kinds == ["CompiledLayer"]
-    again = read(start(small, kept, form + NO_TRACING, "compare"))
+    assert num_compiled == case.num_graphs and kinds == ["CompiledLayer"]
+    again = read(case.start(small, kept, NO_TRACING, "compare"))
     assert again == [tokens, 0, kinds, *values]
 
 
 def test_operators_registered_while_tracing_fail_the_second_start(
-    small: Path, form: str, kept: Path, first_start: Any
+    small: Path, case: Case, kept: Path, first_start: Any
 ) -> None:
     """So the test above sees that mistake."""
     mistake = "from finwhale.ops.tables.cpu import OPS\n" + REGISTERED_WHILE_TRACING
-    done = start(small, kept, form + mistake)
+    done = case.start(small, kept, mistake)
     assert done.returncode != 0
     assert "finwhale_cpu" in done.stderr, done.stderr[-2000:]
 

@@ -35,11 +35,13 @@ from finwhale.engine.steps.drafter import Forward
 from finwhale.errors import FinwhaleError
 
 from .arrivals import random_arrivals
+from .conftest import MODELS
 from .plans import planned
 from .running import assert_idle, run_until_idle
 from .test_async import play
 
 BLOCK = 256
+EXACT, AS_TRAINED = MODELS
 
 
 @dataclass
@@ -122,7 +124,7 @@ def test_no_token_changes(new_llm: Callable[..., LLM], seed: int) -> None:
     """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
     wanted = play(new_llm(**options)._engine, seed)
-    for draft_tokens in (1, 2, 3):
+    for draft_tokens in (1, 3):
         engine = new_llm(**options, draft_tokens=draft_tokens)._engine
         oracle = Oracle(engine, right=0.75, seed=seed)
         oracle.learn(wanted)
@@ -191,12 +193,12 @@ def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
 ) -> None:
     """Steps with two rows a sequence pay: one sequence gets two drafts, the other none."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = generate_two(new_llm(**options)._engine, {}, 180)
+    wanted = generate_two(new_llm(**options)._engine, {}, 130)
     engine = new_llm(**options, draft_tokens="auto")._engine
     policy = synthetic_times(engine, two_rows_pay)
     Oracle(engine, right=lambda key: float(key == "0/0")).learn(wanted)
     seen: dict[str, list[int]] = {}
-    assert generate_two(engine, seen, 180) == wanted
+    assert generate_two(engine, seen, 130) == wanted
     assert {kind.drafts for kind in policy.kinds} == {0, 1, 2, 3}
     # The first sequence has ended before the second one, which then has the step for itself.
     first, second = seen["0/0"][50:], seen["1/0"][50 : len(seen["0/0"])]
@@ -368,7 +370,7 @@ def test_the_distribution_is_the_model_s(
     top_k: int,
     top_p: float,
 ) -> None:
-    """10,000 pairs of tokens behind drafts that are often right, against the probabilities.
+    """4,000 pairs of tokens behind drafts that are often right, against the probabilities.
 
     The "model" is a table: the logits of twelve tokens after each last token, so that the whole
     distribution of two tokens is known. Seeds are drawn by the engine's own rule.
@@ -402,7 +404,7 @@ def test_the_distribution_is_the_model_s(
 
     monkeypatch.setattr(runner, "forward_with_logits", tabled)
     monkeypatch.setattr(drafter, "propose", likeliest)
-    draws = 10_000
+    draws = 4_000
     params = SamplingParams(
         n=1000, seed=3, temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=4,
         ignore_eos=True,
@@ -538,7 +540,23 @@ def text(length: int, salt: object = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "drafts, edge", [(1, 128), (3, 4), (3, 256), pytest.param(2, 256, marks=pytest.mark.long)]
+    "small, drafts, edge",
+    [
+        pytest.param(EXACT, 3, 4, id="exact-3-4"),
+        pytest.param(AS_TRAINED, 1, 128, id="as-trained-1-128"),
+        pytest.param(EXACT, 3, 256, id="exact-3-256"),
+        *[
+            pytest.param(small, *case, id=f"{name}-{case[0]}-{case[1]}", marks=pytest.mark.long)
+            for small, name, case in (
+                (AS_TRAINED, "as-trained", (3, 4)),
+                (EXACT, "exact", (1, 128)),
+                (AS_TRAINED, "as-trained", (3, 256)),
+                (EXACT, "exact", (2, 256)),
+                (AS_TRAINED, "as-trained", (2, 256)),
+            )
+        ],
+    ],
+    indirect=["small"],
 )
 def test_every_edge(machine: Machine, drafts: int, edge: int) -> None:
     """Drafts that are right, wrong or partly right over the ends of entries, states and blocks.
@@ -568,7 +586,7 @@ def test_every_edge(machine: Machine, drafts: int, edge: int) -> None:
         assert_idle(engine)
 
 
-@settings(max_examples=max(3, settings().max_examples // 32))
+@settings(max_examples=max(2, settings().max_examples // 34))
 @given(data=st.data())
 def test_random_schedules(machine: Machine, data: st.DataObject) -> None:
     """Arrivals, aborts, preemption, common beginnings, evictions; first without drafts."""

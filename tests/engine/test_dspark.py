@@ -73,8 +73,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.mark.parametrize(
     ("draft_tokens", "ahead"),
-    [(3, False), (5, True), ("auto", True)],
-    ids=["over-the-host", "on-the-device", "any-numbers"],
+    [
+        pytest.param(3, False, id="over-the-host", marks=pytest.mark.long),
+        pytest.param(5, True, id="on-the-device"),
+        pytest.param("auto", True, id="any-numbers"),
+    ],
 )
 def test_no_token_changes(
     model: Model,

@@ -7,10 +7,10 @@ import pytest
 from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestError, SamplingParams
+from finwhale.bench.engine import draft_on_device
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine.loop.launching import Launcher
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.start.capture import draft_on_device
 
 EOS = 1
 SURE = {EOS: 100.0, 9: 80.0}  # the end of sequence always comes, or else token 9

@@ -15,7 +15,7 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.plan.step_sizes import LARGE_MIXED_STEP, LARGE_STEP
-from finwhale.engine.steps.graphs import Graphs, _Captured
+from finwhale.engine.steps.graphs import Captured, Graphs
 from finwhale.engine.steps.inputs import StaticInputs, with_bounds
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.engine.steps.step_limits import StepLimits, decode_sizes, prefill_sizes
@@ -179,7 +179,7 @@ def test_a_replay_bounds_every_input_that_was_recorded() -> None:
     seen: list[Any] = []
     recorded = (divided, divided, inputs)
     parts: list[Any] = [(lambda *args: seen.append(args), (arg, 3), {}) for arg in recorded]
-    _Captured(inputs, parts, torch.empty(0)).replay(lambda inputs: inputs.bounded(70, 5))
+    Captured(inputs, parts, torch.empty(0)).replay(lambda inputs: inputs.bounded(70, 5))
     assert seen[0][0] is seen[1][0]  # layers share the results of a step
     for (found, other), own in zip(seen, recorded, strict=True):
         assert other == 3 and found.token_ids is own.token_ids and found.tables is own.tables

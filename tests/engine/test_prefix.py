@@ -179,7 +179,10 @@ def test_a_conversation_that_grows(model: Model, ahead: bool) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("length", [255, 256, 257, 511, 513, 600])
+@pytest.mark.parametrize(
+    "length",
+    [*(pytest.param(n, marks=pytest.mark.long) for n in (255, 511, 600)), 256, 257, 513],
+)
 def test_several_continuations_read_their_prompt_once(model: Model, length: int) -> None:
     engine = model.engine(blocks=20, states=20)
     recorder = Recorder(engine)
@@ -229,7 +232,7 @@ def test_without_prefix_caching_nothing_is_found(model: Model) -> None:
         assert pool.num_free == pool.num_pages - 1
 
 
-@settings(max_examples=max(6, settings().max_examples // 16))
+@settings(max_examples=max(4, settings().max_examples // 24))
 @given(data=st.data())
 def test_random_schedules(model: Model, data: st.DataObject) -> None:
     """Arrivals, aborts, pools that force preemption, common beginnings, evictions in between."""

@@ -146,5 +146,10 @@ def test_a_number_that_is_too_large_is_refused() -> None:
         wanted = pytest.raises(RequestError, match="ask for fewer") if refused else nullcontext()
         with wanted:
             checked_prompt(
-                [1] * count, scoring(100), vocab=9, max_model_len=10**6, has_tokenizer=False
+                [1] * count,
+                scoring(100),
+                vocab=9,
+                max_model_len=10**6,
+                has_tokenizer=False,
+                can_return_experts=False,
             )

@@ -283,6 +283,9 @@ def test_nothing_is_recorded_unless_the_engine_is_told(llm: LLM) -> None:
     assert all(layer.ffn.routed is None for layer in runner.model.layers)  # type: ignore[attr-defined]
     (result,) = llm.generate([[1, 2]], SamplingParams(return_routed_experts=True))
     assert result.error is not None and "--enable-return-routed-experts" in result.error
+    # Of two mistakes, the one in the prompt comes first.
+    (result,) = llm.generate([[]], SamplingParams(return_routed_experts=True))
+    assert result.error is not None and "the prompt is empty" in result.error
     with pytest.raises(RequestError, match="must be True or False"):
         SamplingParams(return_routed_experts=1)  # type: ignore[arg-type]
     with pytest.raises(FinwhaleError, match="compiled mode cannot return routed experts"):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from finwhale.engine.loop.sampled_tokens import NOT_FINITE, SampledToken, TokenReader
+from finwhale.engine.loop.results import NOT_FINITE, SampledToken, TokenReader
 from finwhale.engine.plan.sampling import RequestSampling
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_plan import SlotAdmission
 from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
-from finwhale.engine.ranks.local_executor import LocalResult, begin_transfer
 from finwhale.engine.steps.draft_noise import StaticDraftNoise, choose_drafts
+from finwhale.engine.steps.executor import StepTransfer, token_parts
 from finwhale.engine.steps.host_transfer import Receiver
 from finwhale.engine.steps.inputs import NO_STEP
 from finwhale.engine.steps.sampler import Sampler as RankSampler
@@ -78,7 +78,7 @@ class Sampler:
         if not plan.slots:
             return []
         sampled = self.rank.sample(plan, logits)
-        result = LocalResult(NO_STEP, begin_transfer(self.receiver, sampled)).wait()
+        result = StepTransfer(NO_STEP, self.receiver.begin(token_parts(sampled))).wait()
         tokens = self.reader.read(result, sequences, histories)
         for sequence, history, token in zip(sequences, histories, tokens, strict=True):
             if token.error is None:

@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit_the_host_stay_on_the_gpu(
     gpu: Any = SimpleNamespace(
         runner=SimpleNamespace(device=torch.device("cuda")),
         arenas=first_rank(engine._engine.executor).arenas,
-        ranks_on_host=2,
+        weights=SimpleNamespace(ranks_on_host=2),
     )
     monkeypatch.setattr(
         "finwhale.engine.loop.control.check_can_save", lambda executor: check_can_save(gpu)

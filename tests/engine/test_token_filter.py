@@ -75,7 +75,7 @@ def test_a_grammar_that_needs_a_bad_word_ends_its_request_alone(demo_llm: LLM) -
 
 def test_drafts_obey() -> None:
     """With drafts, the same tokens as without."""
-    options = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    options = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     found = []
     for drafts in (0, 2):
         with LLM(device="cpu", draft_tokens=drafts, max_model_len=256) as llm:

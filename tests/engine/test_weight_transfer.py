@@ -14,7 +14,7 @@ from torch import Tensor
 from finwhale import LLM, FinwhaleError, RequestError, SamplingParams, SharedTensors
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.engine.loop import weight_updates
-from finwhale.engine.ranks import weight_transfer
+from finwhale.engine.ranks import rank_weights
 from finwhale.engine.ranks.ranks import first_rank
 
 from .trainers import HOST, InThread, TorchTrainer, broadcast_of, described, free_port
@@ -58,8 +58,8 @@ def engine(shared: LLM, tiny_path: Path, before: list[object], one_thread: None)
     version = shared._updates.version
     yield shared
     executor = first_rank(shared._engine.executor)
-    assert executor.staged_weights is None and not shared._updates.begun
-    for name in list(executor.groups):
+    assert executor.weights.staged is None and not shared._updates.begun
+    for name in list(executor.weights.groups):
         shared.destroy_weights_update_group(name)
     if shared._updates.version != version:
         shared.update_weights(tiny_path)
@@ -176,7 +176,7 @@ def test_a_failed_broadcast_keeps_the_old_weights(
             engine._engine.step()
     finally:
         engine._engine.abort("one")
-    assert not first_rank(engine._engine.executor).groups
+    assert not first_rank(engine._engine.executor).weights.groups
     assert outputs(engine) == before
 
 
@@ -232,7 +232,7 @@ def test_shared_tensors(
         opened.append(handles)
         return buffer[:-1] if len(opened) == 1 else buffer
 
-    monkeypatch.setattr(weight_transfer, "open_buffer", open_buffer)
+    monkeypatch.setattr(rank_weights, "open_buffer", open_buffer)
     with pytest.raises(FinwhaleError, match="fewer than the"):
         engine.update_weights(source)
     with pytest.raises(FinwhaleError, match="lacks"):

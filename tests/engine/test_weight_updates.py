@@ -34,9 +34,11 @@ from finwhale import (
 )
 from finwhale.checkpoint.stored import DTYPE_NAMES
 from finwhale.engine.loop import weight_updates
-from finwhale.engine.loop.weight_updates import WeightUpdates, _staging
+from finwhale.engine.loop.weight_updates import WeightUpdates, _as_bytes
+from finwhale.engine.ranks.local_executor import on_weights
+from finwhale.engine.ranks.rank_weights import RankWeights
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.ranks.staged_weights import StagedWeights, discard_update
+from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.cpu_gemm import _Half, _rows_are_independent
 from finwhale.ops.moe import ExpertWeight
@@ -95,7 +97,7 @@ def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
     shared.update_weights(old_path, requests="abort")
     check_engine(shared._engine)
     assert not shared._engine.outputs.streams
-    assert first_rank(shared._engine.executor).staged_weights is None
+    assert first_rank(shared._engine.executor).weights.staged is None
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +117,11 @@ def test_tensors_of_every_dtype_reach_the_processes_of_other_ranks() -> None:
     sent = {str(dtype): bits.view(dtype).view(2, -1) for dtype in DTYPE_NAMES}
     sent["scalar"] = torch.tensor(1.5)
     found: dict[str, Tensor] = {}
-    executor: Any = SimpleNamespace(staged_weights=SimpleNamespace(add=found.update))
-    for work in _staging(sent.items(), alone=False):
-        pickle.loads(pickle.dumps(work, 5))(executor)
+    staging: Any = SimpleNamespace(add=found.update)
+    executor: Any = SimpleNamespace(weights=RankWeights(None, None, 1))  # type: ignore[arg-type]
+    executor.weights.staged = staging
+    work = partial(on_weights, RankWeights.stage_bytes, tensors=[*map(_as_bytes, sent.items())])
+    pickle.loads(pickle.dumps(work, 5))(executor)
     assert found.keys() == sent.keys()
     for name, tensor in sent.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
@@ -232,7 +236,7 @@ def test_a_failed_update_changes_nothing(
     with pytest.raises((CheckpointError, ConnectionError), match=message):
         engine.update_weights(broken(tensors, how))
     assert all(map(torch.equal, weights_of(engine), kept))
-    assert first_rank(engine._engine.executor).staged_weights is None
+    assert first_rank(engine._engine.executor).weights.staged is None
 
 
 def test_a_failed_update_leaves_outputs_and_prefixes(
@@ -252,7 +256,7 @@ def test_an_update_begins_only_when_the_failed_one_is_discarded(
     refused, call_ranks = [], engine._engine.call_ranks
 
     def between(work: Any) -> Any:
-        if work is discard_update:
+        if work.args == (RankWeights.discard,):
             with pytest.raises(RequestError, match="another update"):
                 engine._updates.begin()
             refused.append(work)
@@ -292,7 +296,7 @@ def test_weights_that_do_not_fit_the_host_are_refused(
     monkeypatch.setattr(
         "finwhale.engine.ranks.memory_checks.available_memory", lambda: 2 * size - 1
     )
-    monkeypatch.setattr(first_rank(engine._engine.executor), "ranks_on_host", 2)
+    monkeypatch.setattr(first_rank(engine._engine.executor).weights, "ranks_on_host", 2)
     with pytest.raises(ResourceError, match="staged in host memory, take"):
         engine.update_weights(other_path)
     assert outputs(engine) == before
@@ -473,8 +477,8 @@ def test_an_update_does_not_get_the_version_of_a_dropped_one(
 
 
 def test_a_compiled_engine_is_refused(engine: LLM, other_path: Path) -> None:
-    executor = first_rank(engine._engine.executor)
-    executor.weight_form, form = None, executor.weight_form
+    weights = first_rank(engine._engine.executor).weights
+    weights._form, form = None, weights._form
     with pytest.raises(Exception, match="compiled"):
         engine.update_weights(other_path)
-    executor.weight_form = form
+    weights._form = form

@@ -15,11 +15,10 @@ from tests.support.integrity import check_engine
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
-from finwhale.bench.engine import call_ranks_collectively
+from finwhale.bench.engine import call_ranks_collectively, draft_on_device
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.ranks.ranks import Ranks, first_rank
-from finwhale.engine.start.capture import draft_on_device
 from finwhale.engine.steps.draft_decode import VerificationSteps
 
 from ..engine.dspark_steps import (  # noqa: TID252
@@ -251,7 +250,7 @@ def test_two_ranks(path: Path, closing: list[Engine]) -> None:
     proposed = after.drafts_proposed[0] - before.drafts_proposed[0]
     accepted = after.drafts_accepted[0] - before.drafts_accepted[0]
     assert 0.5 < accepted / proposed < 0.95
-    assert not any(engine.executor.late_compilations().values())
+    assert not any(engine.metrics().late_compilations.values())
 
 
 @pytest.mark.parametrize(

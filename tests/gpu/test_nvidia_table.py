@@ -102,7 +102,7 @@ def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
     plan = stepper.plan(chunks)
     assert runner.graphs is not None and runner.graphs.fits(plan)
     captured = runner.graphs.run(plan).clone()
-    inputs = runner.graphs._of(batch).inputs
+    inputs = runner.graphs.captured(batch).inputs
     eager = runner.model.compute_logits(runner.model(inputs, runner.cache, runner.segments))
     assert captured.isfinite().all()
     assert torch.equal(captured, eager[:batch])
@@ -126,7 +126,7 @@ def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
         graphs, plan = runner.prefill_graphs, stepper.plan(chunks)
         assert graphs is not None and graphs.fits(plan)
         captured = graphs.run(plan).clone()
-        inputs = with_bounds(graphs._of(sum(lengths)).inputs, plan)
+        inputs = with_bounds(graphs.captured(sum(lengths)).inputs, plan)
         eager = runner.model(inputs, runner.cache, runner.segments)[: sum(lengths)]
         assert torch.equal(captured, eager)
         for sequence in sequences:

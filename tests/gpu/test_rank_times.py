@@ -36,4 +36,4 @@ def test_the_times_of_captured_steps() -> None:
     params = SamplingParams(temperature=0, max_tokens=1)
     prefill = seconds_of(llm, [[0, number + 50, 7] * 20 for number in range(8)], params) / 8
     assert 1e-6 < head < prefill
-    assert not sum(llm._engine.executor.late_compilations().values())
+    assert not sum(llm._engine.metrics().late_compilations.values())

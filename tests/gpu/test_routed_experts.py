@@ -110,6 +110,6 @@ def test_captured_steps_and_drafts_return_what_the_routers_choose(kind: str) -> 
             right_tokens, right = wanted[index // 2]
             assert tokens == right_tokens, options
             assert np.array_equal(ids, right.numpy()), options
-        assert not sum(engine.executor.late_compilations().values())
+        assert not sum(engine.metrics().late_compilations.values())
         check_engine(engine)
         del engine

@@ -139,13 +139,13 @@ def test_nothing_is_compiled_or_reserved_late_and_every_rank_counts(two: Engine)
     reserved = call_ranks_collectively(two.executor, pinned_blocks)
     assert all(reserved)
     serve_random(two, 60)
-    assert not any(two.executor.late_compilations().values())
+    assert not any(two.metrics().late_compilations.values())
     assert call_ranks_collectively(two.executor, pinned_blocks) == reserved
     call_ranks_collectively(two.executor, partial(odd_sum, 37))
     end = time.monotonic() + 5  # the other rank reports its count with a heartbeat
-    while two.executor.late_compilations()["triton"] < 2 and time.monotonic() < end:
+    while two.metrics().late_compilations["triton"] < 2 and time.monotonic() < end:
         time.sleep(0.1)
-    assert two.executor.late_compilations()["triton"] == 2
+    assert two.metrics().late_compilations["triton"] == 2
 
 
 def test_two_ranks_are_close_to_one_and_equal_each_other(two: Engine) -> None:
@@ -175,7 +175,7 @@ def test_ranks_that_hold_attention_whole_are_close_to_one_and_equal_each_other(
     engine = new_engine(2, whole_attention=True)
     assert isinstance(engine.executor, Ranks)
     serve_random(engine, 30)
-    assert not any(engine.executor.late_compilations().values())
+    assert not any(engine.metrics().late_compilations.values())
     # The comparisons below also run steps that the engine never runs, so they compile kernels.
     found, other = call_ranks_collectively(engine.executor, partial(accuracy.compute, given, True))
     assert found.digest == other.digest
@@ -199,7 +199,7 @@ def captured_prefills(executor: LocalExecutor) -> list[bool]:
             chunks.append(Chunk(sequence, 0, length))
         plan = stepper.plan(chunks)
         captured = runner.prefill_graphs.run(plan).clone()
-        inputs = with_bounds(runner.prefill_graphs._of(sum(lengths)).inputs, plan)
+        inputs = with_bounds(runner.prefill_graphs.captured(sum(lengths)).inputs, plan)
         with torch.inference_mode():
             eager = runner.model(inputs, runner.cache, Inline())[: sum(lengths)]
         found.append(torch.equal(captured, eager))

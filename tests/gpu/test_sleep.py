@@ -97,7 +97,7 @@ def test_sleep_changes_nothing(engine: Engine) -> None:
     assert awake - free_bytes() < 2**26
     assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
     assert outputs(engine) == before
-    assert not sum(engine.executor.late_compilations().values())
+    assert not sum(engine.metrics().late_compilations.values())
 
 
 def test_updates_write_in_place(engine: Engine) -> None:
@@ -114,4 +114,4 @@ def test_updates_write_in_place(engine: Engine) -> None:
     WeightUpdates(engine).update(first_tensors(engine))
     assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
     assert outputs(engine) == before
-    assert not sum(engine.executor.late_compilations().values())
+    assert not sum(engine.metrics().late_compilations.values())

@@ -69,7 +69,7 @@ def expect_changed(llm: LLM, before: list[object]) -> None:
     llm.update_weights(tensors.items())
     assert outputs(llm) == after != before
     llm.update_weights(DEMO_PATH)
-    assert not sum(llm._engine.executor.late_compilations().values())
+    assert not sum(llm._engine.metrics().late_compilations.values())
 
 
 def test_cuda_ipc(llm: LLM) -> None:

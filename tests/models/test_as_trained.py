@@ -68,9 +68,9 @@ def compare_weights(
     return [trained, exact]
 
 
-def seeds(count: int) -> list[Any]:
-    """All but the first third, and at least one, are marked long."""
-    first = range(-(-count // 3))
+def seeds(count: int, core: int = 1) -> list[Any]:
+    """All but the first `core` are marked long."""
+    first = range(core)
     return [*first, *(pytest.param(n, marks=pytest.mark.long) for n in range(len(first), count))]
 
 
@@ -81,7 +81,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(8, 2))
 def test_short_texts(tmp_path: Path, seed: int, reference: bool) -> None:
     trained, exact = compare(tmp_path, seed, [10] * 16, reference)
     assert_texts_agree(trained.errors, 10)
@@ -92,7 +92,7 @@ def test_short_texts(tmp_path: Path, seed: int, reference: bool) -> None:
 
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
 @pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(4, 2))
 def test_entries_and_the_indexer(tmp_path: Path, seed: int, ratio: int, reference: bool) -> None:
     """A long text in one layer with a short window: a value that rounds otherwise stays local.
 

@@ -104,7 +104,12 @@ def written(tmp_path: Path, seed: int) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 @pytest.mark.parametrize(
-    ("seed", "reference"), [*((seed, False) for seed in VARIANTS), (0, True), (1, True)]
+    ("seed", "reference"),
+    [
+        *((seed, False) for seed in VARIANTS if seed),
+        (1, True),
+        *(pytest.param(0, reference, marks=pytest.mark.long) for reference in (False, True)),
+    ],
 )
 def test_proposals_and_confidences(tmp_path: Path, seed: int, reference: bool) -> None:
     """Texts shorter and longer than the window, whole, in chunks and in one batch."""

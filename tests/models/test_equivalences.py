@@ -37,9 +37,10 @@ MODELS = (
     (3, "exact", 2, torch.float32),
     (8, "as-trained", 2, torch.bfloat16),
 )
-# Only the long tests run these models. For each of them, the other models include one with the same
-# activations and one with the same seed.
+# Only the long tests run these models. The other models include one with the same activations and
+# dtype as each of them, and both numbers of threads.
 LONG_MODELS = (
+    (0, "exact", 1, torch.float32),
     (0, "as-trained", 1, torch.float32),
     (3, "exact", 1, torch.float32),
     (3, "as-trained", 1, torch.float32),
@@ -47,6 +48,7 @@ LONG_MODELS = (
     (8, "as-trained", 1, torch.float32),
     (16, "exact", 1, torch.float32),
     (3, "exact", 1, torch.bfloat16),
+    (3, "as-trained", 1, torch.bfloat16),
 )
 LENGTH = 290
 # Of the reference table, relative to the largest value: sums of float32 in any order.
@@ -144,7 +146,9 @@ def test_a_decode_prepares_the_indexer_s_queries_while_the_compressors_run(
     model.stepper.release(sequence)
 
 
-@pytest.mark.parametrize("size", [1, *LONG])
+@pytest.mark.parametrize(
+    "size", [1, 127, *(pytest.param(n, marks=pytest.mark.long) for n in (128, 129))]
+)
 def test_chunks_of_one_size(model: Model, size: int) -> None:
     """Size 1 is decode, token by token from the first."""
     found = model.stepper.read(model.text(), range(size, LENGTH, size))
@@ -159,7 +163,9 @@ def test_short_chunks(model: Model) -> None:
     assert torch.equal(found, model.whole)
 
 
-@pytest.mark.parametrize("draw_seed", range(3))
+@pytest.mark.parametrize(
+    "draw_seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
+)
 def test_chunks_of_random_sizes(model: Model, draw_seed: int) -> None:
     draw = random.Random(draw_seed)
     sizes = (draw.choice((1, *SHORT, *LONG, draw.randint(1, 60))) for _ in range(LENGTH))

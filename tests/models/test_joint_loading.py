@@ -158,7 +158,7 @@ def weights_of(files: Path, rank: Rank, ranks: JointRanks | None) -> ModelWeight
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("whole_attention", (False, True))
-@pytest.mark.parametrize("size", (2, 4, 8))
+@pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.long), 8))
 def test_weights_are_those_of_ranks_that_read_alone(
     files: Path, size: int, whole_attention: bool
 ) -> None:

@@ -46,7 +46,7 @@ def mtp_logits(stepper: Stepper, streams: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
 @pytest.mark.parametrize(
-    "seed", [0, 7, 16, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3, 14))]
+    "seed", [0, 16, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3, 7, 14))]
 )
 def test_logits(tmp_path: Path, seed: int, reference: bool) -> None:
     """Texts shorter and longer than the window, whole and in chunks."""
@@ -69,7 +69,7 @@ def test_logits(tmp_path: Path, seed: int, reference: bool) -> None:
                 assert torch.equal(chunked, whole)
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_rounds_as_trained(tmp_path: Path, seed: int) -> None:
     """e_proj and h_proj are FP8 too. Why not every token agrees: see test_as_trained.py."""
     config = tiny_config(seed)

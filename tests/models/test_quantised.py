@@ -86,7 +86,9 @@ class Case:
         return [[draw.randrange(self.config["vocab_size"]) for _ in range(n)] for n in (4, 29, 137)]
 
 
-@pytest.fixture(scope="module", params=range(4))
+@pytest.fixture(
+    scope="module", params=[0, 3, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     seed: int = request.param
     config = tiny_config(seed, quantised=True)

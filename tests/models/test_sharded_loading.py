@@ -182,6 +182,14 @@ def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return StagedSource
 
 
+# test_slices_of_all_ranks_are_the_whole reads in each way.
+FEWER_SOURCES = pytest.mark.parametrize(
+    "sources",
+    ["mapped", "small pieces", pytest.param("large pieces", marks=pytest.mark.long)],
+    indirect=True,
+)
+
+
 def opened(
     path: Path, rank: Rank, sources: type[WeightSource] = WeightSource
 ) -> tuple[DeepseekV4Config, WeightSource]:
@@ -328,6 +336,7 @@ def joined(path: str, parts: list[Tensor], config: DeepseekV4Config) -> Tensor:
     return parts[0]
 
 
+@FEWER_SOURCES
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("packed", (False, True))
 def test_weights_of_all_ranks_are_the_whole_models(
@@ -346,7 +355,8 @@ def test_weights_of_all_ranks_are_the_whole_models(
     assert all(part.keys() == whole.keys() for part in parts)
 
 
-@pytest.mark.parametrize("size", (2, 8))
+@FEWER_SOURCES
+@pytest.mark.parametrize("size", (pytest.param(2, marks=pytest.mark.long), 8))
 @pytest.mark.parametrize("packed", (False, True))
 def test_whole_attention_adds_the_weights_of_all_heads(
     files: Path, sources: type[WeightSource], packed: bool, size: int

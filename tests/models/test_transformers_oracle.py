@@ -1,6 +1,6 @@
 """Finwhale, transformers and the transcription of the formulas give the same numbers.
 
-Thirteen random configurations, six of them marked long; prompts shorter and longer than every
+Thirteen random configurations, eight of them marked long; prompts shorter and longer than every
 window, in float32 with exact activations. In none of the seeds is an expert, an entry or a next
 token decided by less than what float32 resolves; test_transcription checks that.
 
@@ -28,11 +28,11 @@ from .oracle import Oracle, relative_error, single_threaded
 
 SEEDS = (0, 1, 2, 3, 7, 8, 9, 13, 14, 15, 16, 17, 18)
 # The others have each of their windows, ratios, numbers of entries and kinds of layers.
-LONG_SEEDS = (2, 3, 8, 14, 15, 17)
+LONG_SEEDS = (2, 3, 8, 13, 14, 15, 16, 17)
 # One token; less than a window of 4; more; more than the smallest sliding windows; more than one
 # and two windows of 128, and a length that is no multiple of anything.
 LENGTHS = (1, 3, 5, 17, 130, 261, 300)
-STEPS = 64
+STEPS = 32
 # Every pair of implementations differs by 1e-6 to 3e-6 (the order of float32 sums).
 TOLERANCE = 1e-5
 GREEDY = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True)

@@ -173,7 +173,7 @@ class FewSteps(Sample):
     """A part of Sample's steps, for the core suite."""
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-        return islice(super().steps(), 0, None, 31)
+        return islice(super().steps(), 0, None, 61)
 
 
 class DividedSample(LaunchEnumerator):

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import finwhale
@@ -12,13 +13,14 @@ SOURCES = sorted(OPS.rglob("*.py"))
 
 def kernels(source: str) -> Iterator[ast.FunctionDef]:
     """Functions that Triton compiles."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
             decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
             if "jit" in decorators or "kernel" in decorators:
                 yield node
 
 
+@cache
 def kernel_names() -> set[str]:
     """What is launched, such as "norm.rms_norm_triton._rms_norm_kernel"."""
     found = set()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
-from finwhale.ops.case import Chunks, Draw, OpCase, entry_rows, step_tokens
+from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import PageTable, Tokens
@@ -476,9 +476,8 @@ def f64(x: Tensor) -> Floats:
     return array
 
 
-def size(case: OpCase) -> int:
+def size(case: OpCase, args: Args) -> int:
     """Multiplications, roughly: values of the arguments that have a row for each token."""
-    args = case.args()
     total = 0
     for arg in args:
         if isinstance(arg, Tensor) and not (case.operator == "select_entries" and arg.dim() == 2):
@@ -489,12 +488,13 @@ def size(case: OpCase) -> int:
     return total
 
 
-def num_tokens(case: OpCase) -> int:
-    first = case.args()[0]
-    return len(first[0].projected if isinstance(first, tuple) else first)
+def is_small(case: OpCase) -> bool:
+    args = case.args()
+    rows = args[0][0].projected if isinstance(args[0], tuple) else args[0]
+    return len(rows) > 0 and size(case, args) < LARGE
 
 
-SMALL = [case for case in CASES if num_tokens(case) > 0 and size(case) < LARGE]
+SMALL = [case for case in CASES if is_small(case)]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

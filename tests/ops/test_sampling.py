@@ -256,13 +256,13 @@ def test_draws_follow_the_softmax(vocab_size: int, row: Row, by: str) -> None:
 
 def test_a_token_of_a_whole_vocabulary_is_as_likely_as_it_should_be() -> None:
     """The top of the noise of 129,280 tokens decides: here half of the probability is theirs."""
-    draws = 400
-    logits = torch.zeros(draws, 129280)
+    draws = 200
+    logits = torch.zeros(20, 129280)
     logits[:, 77777] = math.log(129279)
     chosen = 0
     for start in range(0, draws, 20):
         rows = [Row(position=start + i) for i in range(20)]
-        chosen += int((run(logits[:20], tuple(rows)).ids_S == 77777).sum())
+        chosen += int((run(logits, tuple(rows)).ids_S == 77777).sum())
     assert abs(chosen - draws / 2) < 3.3 * math.sqrt(draws / 4)
 
 

@@ -191,8 +191,13 @@ def test_head_of_flash(block_h: int, splits: int) -> None:
 
 
 # Head widths: two tiles of columns, one, and one with columns and a group behind the head.
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("width", [512, 128, 384])
+@pytest.mark.parametrize(
+    ("width", "splits"),
+    [
+        *((512, 1), (512, 3), (128, 1), (384, 3)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((128, 3), (384, 1))),
+    ],
+)
 def test_rounding_by_the_kernel_that_writes_the_output(width: int, splits: int) -> None:
     """With a first token, padding, and heads of very different sizes."""
     case = Case(((259, 260), (0, 1), (7, 9)), 18, width, 64, 32, "selected", 40)

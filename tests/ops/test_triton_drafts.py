@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
+from finwhale.bench.engine import draft_on_device
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.start.capture import draft_on_device
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, DraftBlock, ref

@@ -62,9 +62,10 @@ def agree(found: Tensor, wanted: Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS], ids=str
-)
+SELECTING = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]
+
+
+@pytest.mark.parametrize("case", SELECTING, ids=str)
 def test_shared_cases(case: OpCase) -> None:
     assert agree(*selected(case.args()))
 
@@ -72,7 +73,7 @@ def test_shared_cases(case: OpCase) -> None:
 def test_parts_of_the_tokens() -> None:
     """Each of three ranks selects for its rows: together what one selects for all, in every bit."""
     compared = 0
-    for case in [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]:
+    for case in SELECTING[::2]:
         q, weights, *rest = case.args()
         keys, rotary, tokens, table, *numbers = rest
         pool = strided(pack_keys(keys, table.rows_per_page))
@@ -105,7 +106,7 @@ def test_rows_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of few entries: whole ones, a last one of less than topk, rows of one chunk."""
     monkeypatch.setattr(topk_triton, "BLOCK", 32)
     monkeypatch.setattr(topk_triton, "MIN_BLOCK", 32)
-    cases = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]
+    cases = SELECTING
     assert agree(*selected(next(c for c in cases if c.args()[6] == 16).args()))
 
 
@@ -155,12 +156,12 @@ def check_selection(
 
 
 def for_kinds(*settings: tuple[int, ...]) -> list[Any]:
-    """(kind, *setting): all kinds with the first setting, and half of them with each other one.
+    """(kind, *setting): all kinds with the first setting, and a third of them with each other one.
 
     The rest is marked long.
     """
     return [
-        pytest.param(kind, *setting, marks=pytest.mark.long if i and (i + k) % 2 else [])
+        pytest.param(kind, *setting, marks=pytest.mark.long if i and (i + k) % 3 else [])
         for i, setting in enumerate(settings)
         for k, kind in enumerate(KINDS)
     ]
@@ -253,7 +254,7 @@ def test_long_rows_of_few_tokens_and_of_many(monkeypatch: pytest.MonkeyPatch) ->
     """The kernel of the scores gives the maxima; both kernels select what the reference does."""
     for name, value in (("LEAST_ENTRIES", 128), ("TILE", 512), ("MAXIMA", 256)):
         monkeypatch.setattr(topk_few_triton, name, value)
-    cases = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]
+    cases = SELECTING
     taken: list[int] = []
     select = topk_few_triton.select_topk_few
 
@@ -474,7 +475,7 @@ def test_short_sequences_need_no_prepared_queries() -> None:
 def test_queries_prepared_before() -> None:
     """They select what projected queries do, with bounds of a captured batch too."""
     compared = 0
-    cases = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]
+    cases = SELECTING[::2]
     for case in cases:
         q, weights, keys, rotary, tokens, table, topk, scale, _ = case.args()
         pool = strided(pack_keys(keys, table.rows_per_page))

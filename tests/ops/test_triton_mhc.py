@@ -118,8 +118,14 @@ def test_residual_streams_that_are_one_expanded_row() -> None:
     assert_all_close(kernels.mhc_pre(streams, w, PARAMS), ref.mhc_pre(streams, w, PARAMS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [610, 256], ids=("a rest of D", "no rest"))
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        pytest.param(width, dtype, marks=pytest.mark.long if i == j else [], id=f"{rest}-dtype{j}")
+        for i, (width, rest) in enumerate(((610, "a rest of D"), (256, "no rest")))
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_many_tokens_take_the_other_kernels(width: int, dtype: torch.dtype) -> None:
     inputs = Inputs()
     w = weight(inputs, width)
@@ -175,7 +181,7 @@ def test_rows_of_each_rank_have_the_bits_of_all() -> None:
     whole = kernels.mhc_post_pre(*args, w, PARAMS, options=FEW)
     first = kernels.mhc_pre(args[3], w, PARAMS, options=FEW)
     post = kernels.mhc_post(*args, options=FEW)
-    for index in range(4):
+    for index in (0, 3):
         own = Rank(index, 4).rows(70)
         mine = rows(args, own)
         pairs = [

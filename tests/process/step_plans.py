@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM
+from finwhale.bench.engine import draft_on_device
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.ranks.local_executor import LocalExecutor
-from finwhale.engine.start.capture import draft_on_device
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -68,9 +68,6 @@ class Noting:
 
     def sample(self, plan: Any) -> Any:
         return self._run(self.executor.sample, plan)
-
-    def late_compilations(self) -> Any:
-        return self.executor.late_compilations()
 
     def rank_states(self) -> Any:
         return self.executor.rank_states()

@@ -20,7 +20,6 @@ import torch
 import finwhale
 from finwhale import LLM, SamplingParams
 from finwhale.cli.main import main
-from finwhale.demo import DEMO_PATH
 from finwhale.engine.steps.runner import ModelRunner
 
 Capture = pytest.CaptureFixture[str]
@@ -435,11 +434,11 @@ def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> Non
         assert 0 < start["ready_s"] <= start["first_token_s"] <= start["process_s"]
 
 
-def test_bench_throughput_among_others(tmp_path: Path, capsys: Capture) -> None:
+def test_bench_throughput_among_others(tiny_path: Path, tmp_path: Path, capsys: Capture) -> None:
     record = tmp_path / "throughput.jsonl"
     small = (
         "--device cpu --requests 5 --prompt-tokens 260 --output-tokens 20 --max-num-seqs 3 "
-        f"--max-num-batched-tokens 256 --long-prompt 600 --model {DEMO_PATH}"
+        f"--max-num-batched-tokens 256 --long-prompt 480 --model {tiny_path}"
     )
     assert main(["bench", "throughput", *small.split(), "--record", str(record)]) == 0
     assert "between tokens" in capsys.readouterr().out

@@ -20,13 +20,15 @@ CHOICES = (
     ("Haswell", {"avx2", "fma"}, "avx2", 2),
     ("SkylakeX", {"avx512f", "avx512dq", "avx512bw", "avx512vl"}, "avx512", 1),
 )
+LONG = ("Sandybridge", "SkylakeX")
 
 
 @pytest.mark.parametrize(
     ("core", "flags", "aten", "threads"),
     [
-        # Nehalem's kernels have no fused multiply-adds either.
-        pytest.param(*choice, marks=[pytest.mark.long] if choice[0] == "Sandybridge" else [])
+        # Nehalem's kernels have no fused multiply-adds either, and all other tests use SkylakeX's
+        # on a CPU that has AVX-512.
+        pytest.param(*choice, marks=pytest.mark.long if choice[0] in LONG else [])
         for choice in CHOICES
     ],
     ids=[choice[0] for choice in CHOICES],

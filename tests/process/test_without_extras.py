@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # Modules that implement an extra; without its packages, importing one names the extra.
 NEED_EXTRAS = re.compile(
     r"finwhale\.(server(\..*)?|checkpoint\.hub|distributed\.ray_actors|bench\.(serving|load_client)"
-    r"|cli\.(serve|run_batch|options_page)|ops\..*deepgemm.*)"
+    r"|cli\.(serve|run_batch|pages)|ops\..*deepgemm.*)"
 )
 ARGUMENTS = {
     "generate": ["x", "--model", "somebody/model"],

@@ -477,6 +477,7 @@ def _be_honest(port: int, pid: int, pipe: Connection) -> None:
             seen.longest_s[path] = max(seen.longest_s.get(path, 0), spent)
             seen.longest_loop_s[path] = max(seen.longest_loop_s.get(path, 0), loop)
             seen.count += 1
+        time.sleep(0.05)
     pipe.send(seen)
 
 

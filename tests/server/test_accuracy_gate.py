@@ -15,13 +15,16 @@ TASK = Path(__file__).parent / "accuracy"
 KINDS = ("local-chat-completions", "local-completions")
 
 
-def score(url: str, model: str, kind: str, folder: Path) -> tuple[float, list[str]]:
+def score(
+    url: str, model: str, kind: str, folder: Path, limit: int | None = None
+) -> tuple[float, list[str]]:
     """The part of the answers that are right, and the answers, in the task's order.
 
     Args:
         url: of the server.
         kind: which of the harness's models: "local-chat-completions" or "local-completions".
         folder: for what it keeps.
+        limit: how many of the task's questions to ask; None: all.
     """
     # Nothing is fetched: the data lie here. Read when the library is imported.
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -44,6 +47,7 @@ def score(url: str, model: str, kind: str, folder: Path) -> tuple[float, list[st
         task_manager=tasks.TaskManager(include_path=str(TASK), include_defaults=False),
         apply_chat_template=chat,
         log_samples=True,
+        limit=limit,
         bootstrap_iters=0,
     )
     samples = sorted(found["samples"]["demo_answers"], key=lambda sample: sample["doc_id"])
@@ -51,27 +55,29 @@ def score(url: str, model: str, kind: str, folder: Path) -> tuple[float, list[st
     return right, [sample["resps"][0][0] for sample in samples]
 
 
-def scores(folder: Path, **options: Any) -> dict[str, tuple[float, list[str]]]:
+def scores(
+    folder: Path, limit: int | None = None, **options: Any
+) -> dict[str, tuple[float, list[str]]]:
     """By the harness's kind of model; and the drafts were of use."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     engine = LLM(max_num_seqs=4, max_model_len=256, **options)._engine
     server = RunningServer(engine)
     try:
-        found = {kind: score(server.url, MODEL, kind, folder) for kind in KINDS}
+        found = {kind: score(server.url, MODEL, kind, folder, limit) for kind in KINDS}
     finally:
         server.close()
         torch.set_num_threads(threads)
     accepted = engine.metrics().drafts_accepted[0]
-    assert (accepted > 100) == bool(options["draft_tokens"])
+    assert (accepted > 40) == bool(options["draft_tokens"])
     return found
 
 
 def test_drafting_changes_no_score(tmp_path: Path) -> None:
-    plain = scores(tmp_path, device="cpu", draft_tokens=0)
+    plain = scores(tmp_path, 12, device="cpu", draft_tokens=0)
     for right, answers in plain.values():
-        assert len(answers) == 30 and 0.8 < right < 1
-    assert scores(tmp_path, device="cpu", draft_tokens=2) == plain
+        assert len(answers) == 12 and right > 0.7
+    assert scores(tmp_path, 12, device="cpu", draft_tokens=2) == plain
 
 
 @pytest.mark.gpu

@@ -65,23 +65,23 @@ def check(client: openai.OpenAI, batch: str) -> None:
     assert error["error"]["message"].startswith("line 2: 2 processes have died")
 
 
-def test_a_killed_server(tmp_path: Path) -> None:
+def test_a_killed_server(running: Start, tmp_path: Path) -> None:
     directory, batch = tmp_path / "b", ""
-    for deaths in range(3):
+    for deaths in range(2):
         target = Target(tmp_path / "log", "--batch-dir", str(directory), "--max-num-seqs", "8")
         try:
             url = f"http://127.0.0.1:{target.port}/v1"
             client = openai.OpenAI(base_url=url, api_key="none", timeout=200)
             if not batch:
                 batch = create(client, upload(client, lines(SERVED)), COMPLETIONS).id
-            if deaths == 2:
-                check(client, batch)
-            else:
-                wait_for_the_long_line(directory, deaths + 1)
-                target.process.send_signal(signal.SIGKILL)
-                target.process.wait(60)
+            wait_for_the_long_line(directory, deaths + 1)
+            target.process.send_signal(signal.SIGKILL)
+            target.process.wait(60)
         finally:
             target.close()
+    server = running(model_names=(SERVED,))
+    check(server.openai(), batch)
+    server.close()
     assert not list(directory.rglob("*.begun"))
 
 

@@ -125,7 +125,7 @@ def test_a_batch_from_upload_to_results(running: Start) -> None:
     assert not list(client.files.list())
     with pytest.raises(openai.NotFoundError, match="no file has the id"):
         client.files.content(file)
-    assert server.state.budget.bytes == 0
+    assert server.state.budget.total == 0
 
 
 def test_inputs_that_are_refused_as_a_whole(running: Start) -> None:
@@ -202,8 +202,9 @@ def test_a_batch_leaves_room_for_other_requests(
         assert asked.choices[0].finish_reason
     assert client.batches.retrieve(batch.id).status == "in_progress"
     assert slots // 2 < most < slots
-    with pytest.raises(openai.ConflictError):
+    with pytest.raises(openai.ConflictError) as refused:
         client.files.delete(batch.input_file_id)
+    assert refused.value.type == "invalid_request_error"
     # Cancelling keeps the results so far.
     assert client.batches.cancel(batch.id).status == "cancelling"
     done = ended(client, batch.id)

@@ -86,7 +86,7 @@ def test_budget() -> None:
     assert caught.value.status == 503 and caught.value.headers["retry-after"] == "3"
     budget.resize(SMALL_BYTES + 600, 0)
     budget.resize(10, SMALL_BYTES + 1000)
-    assert budget.bytes == 1000
+    assert budget.total == 1000
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "text/x+json", "application/octet-stream"])
@@ -115,15 +115,15 @@ def test_large_bodies_share_a_budget(start: Callable[..., RunningServer]) -> Non
     with socket.create_connection((host, int(port))) as held:
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 400000\r\n\r\n"
         held.sendall(head.encode() + large)
-        wait_until(lambda: server.state.budget.bytes > 100_000)
+        wait_until(lambda: server.state.budget.total > 100_000)
         status, headers, answer = request(server, "POST", "/v1/completions", large)
         assert status == 503 and json.loads(answer)["error"]["code"] == "overloaded"
         assert headers["retry-after"] == "1"
         assert request(server, "POST", "/v1/completions", small)[0] == 200
-    wait_until(lambda: server.state.budget.bytes == 0)
+    wait_until(lambda: server.state.budget.total == 0)
     assert request(server, "POST", "/v1/completions", large)[0] == 200
     # The server drops the body after it has sent the answer.
-    wait_until(lambda: server.state.budget.bytes == 0)
+    wait_until(lambda: server.state.budget.total == 0)
 
 
 def test_text_beyond_the_context_is_not_encoded(

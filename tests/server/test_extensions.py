@@ -109,7 +109,10 @@ def test_allowed_tokens_and_bad_words(
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-@pytest.mark.parametrize("more", [{}, {"reasoning_effort": "low"}, {"tools": [TOOL]}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"reasoning_effort": "low"}, pytest.param({"tools": [TOOL]}, marks=pytest.mark.long)],
+)
 def test_stop_strings_with_min_tokens_and_kept(server: RunningServer, more: dict[str, Any]) -> None:
     """The reasoning contains the stop strings, too."""
     kept = {"include_stop_str_in_output": True}

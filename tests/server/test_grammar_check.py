@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,10 @@ class Counts:
     def __init__(self) -> None:
         self.results: list[str] = []
         self.trials: list[float] = []
+        self.grammar_seconds = SimpleNamespace(observe=self.trials.append)
 
     def grammar(self, result: str) -> None:
         self.results.append(result)
-
-    def grammar_trial(self, seconds: float) -> None:
-        self.trials.append(seconds)
 
 
 def with_checker(work: Callable[[GrammarChecker, Counts], Awaitable[None]], **options: Any) -> None:

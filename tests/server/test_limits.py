@@ -445,4 +445,4 @@ def test_an_application_that_swallows_a_refused_body_answers_nothing() -> None:
     scope = {"path": "/x", "method": "POST", "headers": [], "state": {"user": ""}}
     with pytest.raises(ApiError, match="more than 4 bytes"):
         asyncio.run(Bounded(careless, state)(scope, receive, send))
-    assert not sent and budget.bytes == 0
+    assert not sent and budget.total == 0

@@ -18,11 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from finwhale import LLM
 from finwhale.engine.loop.metrics import PageUse
 from finwhale.engine.plan.executor import RankTimes
+from finwhale.platform import process_memory
 from finwhale.server.api import health
 from finwhale.server.edge.bodies import Budget
 from finwhale.server.link.wire import Delta
 from finwhale.server.observe.logs import RequestLog
-from finwhale.server.observe.metrics import Metrics, engine_families, resident_bytes
+from finwhale.server.observe.metrics import Metrics, engine_families
 
 from .running import MODEL, RunningServer
 from .test_limits import request, wait_until
@@ -223,7 +224,7 @@ def test_memory_and_buffered_bytes(start: Callable[..., RunningServer]) -> None:
         server.client._process = None
     assert found == {"server", "engine"}
     assert 1 << 20 < value(server, 'finwhale_resident_memory_bytes{process="server"}') < 1 << 40
-    assert resident_bytes(2**22 + 1) is None, "no process has such an id"
+    assert process_memory(2**22 + 1) is None, "no process has such an id"
 
 
 def test_event_loop_delay(start: Callable[..., RunningServer], monkeypatch: Any) -> None:

@@ -48,12 +48,7 @@ class Served:
         raise AssertionError(f"it ended with {self.process.wait()}: {self.log}")
 
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        for child in map(int, children.split()):
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"spawn_main" in command and b"resource_tracker" not in command:
-                return child
-        raise AssertionError("no engine's process")
+        return engine_of(self.process)
 
     def refuses(self) -> bool:
         """Whether it takes no new connections."""
@@ -68,6 +63,15 @@ class Served:
         """The exit code, and the rest of the log."""
         _, rest = self.process.communicate(timeout=120)
         return self.process.returncode, rest
+
+
+def engine_of(server: "subprocess.Popen[Any]") -> int:
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
+    for child in map(int, children.split()):
+        command = Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"spawn_main" in command and b"resource_tracker" not in command:
+            return child
+    raise AssertionError("no engine's process")
 
 
 @pytest.fixture
@@ -127,38 +131,6 @@ def test_keys_and_draining(serve: Serve, tmp_path: Path) -> None:
     assert not Path(f"/proc/{engine}").exists()
 
 
-def test_a_second_signal_ends_at_once(serve: Serve) -> None:
-    served = serve()
-    engine = served.engine_pid()
-    stream = served.client.completions.create(**{**LONG, "model": "finwhale-demo"}, stream=True)
-    pieces = iter(stream)
-    next(pieces)
-    served.process.send_signal(signal.SIGTERM)
-    served.wait_for("stopping")
-    assert served.process.poll() is None
-    served.process.send_signal(signal.SIGTERM)
-    with pytest.raises(openai.APIError, match="has cut off this request") as caught:
-        list(pieces)
-    assert caught.value.code == "server_stopping"
-    code, _ = served.end()
-    assert code == 1, "the answer that was running was not cut off"
-    assert not Path(f"/proc/{engine}").exists()
-
-
-def test_death_of_the_engine_ends_the_server(serve: Serve) -> None:
-    served = serve()
-    stream = served.client.completions.create(**{**LONG, "model": "finwhale-demo"}, stream=True)
-    pieces = iter(stream)
-    next(pieces)
-    os.kill(served.engine_pid(), signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="killed by signal 9") as caught:
-        list(pieces)
-    assert caught.value.code == "engine_dead"
-    assert httpx.get(f"{served.url}/health/live").status_code == 503
-    code, rest = served.end()
-    assert code == 1 and "engine died" in rest
-
-
 @pytest.mark.parametrize(
     ("args", "wanted"),
     [
@@ -192,7 +164,7 @@ def answers(url: str) -> bool:
 
 
 def test_an_unread_log_stops_nothing() -> None:
-    """The pipe is full before the server starts."""
+    """The pipe is full before the server starts. A second signal ends the server at once."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
@@ -210,8 +182,20 @@ def test_an_unread_log_stops_nothing() -> None:
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-")
             asked = {"model": "finwhale-demo", "prompt": "The whale", "max_tokens": 3}
             assert client.completions.create(**asked).choices[0].text
+            engine = engine_of(process)
+            pieces = iter(
+                client.completions.create(**{**LONG, **asked, "max_tokens": 1900}, stream=True)
+            )
+            next(pieces)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
+            wait_until(lambda: not answers(ready))
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="has cut off this request") as caught:
+                list(pieces)
+            assert caught.value.code == "server_stopping"
+            assert process.wait(120) == 1, "the answer that was running was not cut off"
+            assert not Path(f"/proc/{engine}").exists()
         finally:
             process.kill()
             os.close(reader)
@@ -226,7 +210,7 @@ def test_too_few_files_may_be_opened() -> None:
 
 
 def test_options_together(tmp_path: Path) -> None:
-    """Options of which no other test starts a server (docs/testing.md)."""
+    """Options of which no other test starts a server (docs/testing.md); then its engine dies."""
     (tmp_path / "options.yaml").write_text("max-num-seqs: 3\nstep-timeout: 300\n")
     command = [sys.executable, "-m", "finwhale", "serve", "--model", str(DEMO_PATH)]
     command += ["--host", "127.0.0.2", "--port", "0", "--api-key", "secret-key"]
@@ -244,9 +228,15 @@ def test_options_together(tmp_path: Path) -> None:
             answer = client.chat.completions.create(model="ours", messages=messages, max_tokens=4)
             message = answer.choices[0].message.model_dump()
             assert message.get("reasoning_content") or message.get("reasoning")
-            process.send_signal(signal.SIGTERM)
+            pieces = iter(client.completions.create(**{**LONG, "model": "ours"}, stream=True))
+            next(pieces)
+            os.kill(engine_of(process), signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="killed by signal 9") as caught:
+                list(pieces)
+            assert caught.value.code == "engine_dead"
+            assert httpx.get(f"{url}/health/live").status_code == 503
             said = "".join(lines)
-            assert process.wait() == 0
+            assert process.wait() == 1 and "engine died" in said, said
         finally:
             process.kill()
     assert "up to 3 sequences at once" in said, said

@@ -18,16 +18,20 @@ def check_engine(engine: Engine) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    running, cached = scheduler.running, None
+    running = scheduler.running
+    cached: dict[str, list[int]] | None = None
     if scheduler.prefix is not None:
         chains = [s.blocks for s in running]
-        cached = scheduler.prefix.cached_pages()
+        cached = {group.name: [] for group in scheduler.pages.groups}
+        blocks = scheduler.prefix.blocks.values()
+        held = [part for block in blocks for part in (block.pages, block.state or {})]
         if (stored := scheduler.admission.stored) is not None:
             chains += [load.chain for load in stored.loads]
-            held = [pages for _, pages, _ in stored._saves]
-            for pages in (*held, *(part for load in stored.loads for part, _ in load.parts)):
-                for name, numbers in pages.items():
-                    cached[name] += numbers
+            held += [pages for _, pages, _ in stored._saves]
+            held += [pages for load in stored.loads for pages, _ in load.parts]
+        for part in held:
+            for name, numbers in part.items():
+                cached[name] += numbers
         check_prefixes(scheduler.prefix, chains)
     check_pages(scheduler.pages, [s.tables for s in running], cached)
     slots = [s.slot for s in running]

@@ -17,7 +17,6 @@ from finwhale.checkpoint.reader import INDEX_FILE, Checkpoint, read_config
 from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import CheckpointError
-from finwhale.llm import has_tokenizer
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.registry import parse_config
 
@@ -134,7 +133,7 @@ def test_loops_of_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 READERS: dict[str, Callable[[Path], object]] = {
     "config.json": read_config,
-    "tokenizer.json": has_tokenizer,
+    "tokenizer.json": Tokenizer.find,
     "tokenizer_config.json": Tokenizer.open,
     "encoding/encoding_dsv4.py": effort_ladder,
     INDEX_FILE: Checkpoint.open,

@@ -14,7 +14,8 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.request import Logprob
 from finwhale.server.link.wire import LogprobColumns
-from finwhale.server.protocols.chat_answers import ENTRIES, AnswerStream, prompt_logprobs
+from finwhale.server.protocols.answer_stream import ENTRIES, AnswerStream
+from finwhale.server.protocols.chat_answers import prompt_logprobs
 from finwhale.server.protocols.json_answer import PIECE, json_answer, json_pieces
 
 VALUES: list[Any] = [

@@ -14,9 +14,11 @@ import pytest
 
 import finwhale
 from finwhale import LLM, AsyncLLM
+from finwhale.checkpoint.generation_config import SAMPLING as OF_CHECKPOINT
 from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
-from finwhale.cli.options_page import options_page
+from finwhale.cli.options import SAMPLING
+from finwhale.cli.pages import generated_rows, with_rows
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
@@ -24,7 +26,6 @@ from finwhale.options import Parser, options_of
 from finwhale.request import SamplingParams
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.listening import LOCAL_HOSTS
-from finwhale.server.fields_page import fields_page
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(finwhale.__file__).parents[2]
@@ -79,13 +80,14 @@ SET_BY = {
     "offline": {
         "load_format",
         "generation_config",
+        "tool_grammar",
         "max_model_len",
         "max_num_seqs",
         "graph_sizes",
         "draft_tokens",
     },
-    "throughput": {"load_format", "generation_config", "max_model_len"},
-    "start": {"load_format", "generation_config"},
+    "throughput": {"load_format", "generation_config", "tool_grammar", "max_model_len"},
+    "start": {"load_format", "generation_config", "tool_grammar"},
 }
 
 
@@ -108,7 +110,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig
         found.append(load.args[3])
         raise OpenedError
 
-    for module in ("llm", "bench.engine"):
+    for module in ("loaded_model", "bench.engine"):
         monkeypatch.setattr(f"finwhale.{module}.start_engine", engine)
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
 
@@ -283,17 +285,18 @@ def test_every_field_is_an_option_with_help(config: type) -> None:
 
 
 def test_the_pages_repeat_no_words() -> None:
-    assert "(None: none)" not in options_page()
-    assert "no effect; no effect" not in fields_page()
+    assert "(None: none)" not in PAGE.read_text(encoding="utf-8")
+    assert "no effect; no effect" not in PAGE.with_name("fields.md").read_text(encoding="utf-8")
 
 
 def test_the_documentation_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == options_page(), (
-        "run `python -m finwhale.cli.options_page > docs/options.md`"
-    )
-    assert PAGE.with_name("fields.md").read_text(encoding="utf-8") == fields_page(), (
-        "run `python -m finwhale.server.fields_page > docs/fields.md`"
-    )
+    for name, rows in generated_rows().items():
+        page = PAGE.with_name(name).read_text(encoding="utf-8")
+        assert page == with_rows(page, rows), "run `python -m finwhale.cli.pages docs`"
+    sampling = PAGE.read_text(encoding="utf-8").partition("\n## Sampling\n")[2]
+    flags = [f"`--{name.replace('_', '-')}`" for name in SAMPLING]
+    named = [*flags, *(f"`{name}`" for name in OF_CHECKPOINT)]
+    assert [name for name in named if name not in sampling.partition("\n| ")[0]] == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.protocols import chat_answers
-from finwhale.server.protocols.chat_answers import AnswerStream
+from finwhale.server.protocols.answer_stream import AnswerStream
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 EOS = recipe.SpecialToken.Eos.default_str()
@@ -118,9 +118,19 @@ def deltas(protocol: ProtocolName, event: dict[str, Any]) -> list[tuple[str, str
     return found
 
 
-@pytest.mark.parametrize("protocol", list(WHERE.values()))
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [
+        *(("official", protocol) for protocol in WHERE.values()),
+        ("demo", "chat"),
+        *(
+            pytest.param("demo", protocol, marks=pytest.mark.long)
+            for protocol in WHERE.values()
+            if protocol != "chat"
+        ),
+    ],
+)
 @pytest.mark.parametrize("example", list(EXAMPLES))
-@pytest.mark.parametrize("name", ["official", "demo"])
 def test_every_split(protocol: ProtocolName, example: str, name: str) -> None:
     ids = encode_with_special(tokenizer(name), EXAMPLES[example])
     whole = answer(protocol, name, ids, [])

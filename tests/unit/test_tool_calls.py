@@ -17,7 +17,7 @@ from tests.support.library_tokenizer import encode_with_special
 from finwhale.chat.call_guard import MOST_TAG_BYTES
 from finwhale.chat.output import OutputParser
 from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
-from finwhale.server.protocols.chat_answers import AnswerStream
+from finwhale.server.protocols.answer_stream import AnswerStream
 
 from .test_protocol_streams import DSML, EOS, WHERE, added_up, body, tokenizer
 
@@ -267,7 +267,8 @@ def test_answers_cut_anywhere(name: str, protocol: ProtocolName) -> None:
     """By max_tokens, and by the end of sequence, which is worse: the answer seems complete."""
     case = CASES[name]
     ids = ids_of(case.output)
-    for end in range(len(ids)):
+    # The protocols share the parser, so the others need fewer ends.
+    for end in range(0, len(ids), 1 if protocol == "chat" else 3):
         for reason in ("length", "stop"):
             part = ids[:end] if reason == "length" else [*ids[:end], ids[-1]]
             response, events = answered(protocol, part, reason, 1)

@@ -56,7 +56,7 @@ def add_model_arguments(
     add_sizes(parser)
     parser.add_argument("--dummy", action="store_true", help="make random weights on the device")
     parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint to use instead")
-    without = {"load_format", "generation_config", *without}
+    without = {"load_format", "generation_config", "tool_grammar", *without}
     names = {one.name for one in options_of(EngineConfig)} - without
     add_options(parser.add_argument_group("engine"), EngineConfig, names, **defaults)
 

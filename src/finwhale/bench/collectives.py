@@ -76,20 +76,16 @@ class Implementation:
     own_input: Callable[[Tensor], Tensor] = Tensor.clone
 
 
+@dataclass(frozen=True, slots=True)
 class BenchRanks:
     """This process's rank, and helpers that all ranks call together. `group` is the process group
     of the kernels that the benchmark makes itself; None on a CPU.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        device: torch.device,
-        collectives: Collectives,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.rank, self.device, self.collectives = rank, device, collectives
-        self.group = group
+    rank: Rank
+    device: torch.device
+    collectives: Collectives
+    group: dist.ProcessGroup | None
 
     def gathered(self, x: Tensor) -> list[Tensor]:
         if self.device.type == "cpu":
@@ -178,24 +174,14 @@ def _pushes(ranks: BenchRanks) -> Iterator[Implementation]:
 
 
 def make_push(
-    ranks: BenchRanks,
-    sizes: PushSizes,
-    *,
-    fused: bool = False,
-    seconds: float = WAIT_SECONDS,
+    ranks: BenchRanks, sizes: PushSizes, *, fused: bool = False, seconds: float = WAIT_SECONDS
 ) -> Any:
     """Push, with ordered sums unless `fused`: only without order has it a channel for mHC."""
     assert ranks.group is not None
     nccl = Nccl(ranks.rank, ranks.group, ordered=True)
-    return connecting.make_push(
-        ranks.rank,
-        ranks.device,
-        ranks.group,
-        nccl,
-        ordered=not fused,
-        sizes=sizes,
-        timeout_seconds=seconds,
-    )
+    given = ranks.rank, ranks.device, ranks.group, nccl
+    options: Any = {"ordered": not fused, "sizes": sizes, "timeout_seconds": seconds}
+    return connecting.make_push(*given, **options)
 
 
 # --- Measuring ------------------------------------------------------------------------------------

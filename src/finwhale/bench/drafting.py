@@ -24,17 +24,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.bench.engine import begin_decodes, call_ranks_collectively, timed_steps
+from finwhale.bench.engine import (
+    begin_decodes,
+    call_ranks_collectively,
+    draft_on_device,
+    timed_steps,
+)
 from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
 from finwhale.bench.record import summary
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.plan.step_plan import DraftPlan
 from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.start.capture import draft_on_device
+from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.engine.steps.host_transfer import send
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
@@ -86,7 +92,22 @@ class ForcedAcceptance:
         positions = torch.arange(runner.max_model_len + 2 * len(ROOTS), device=runner.device)
         self._of_position = rate + self._spread * ((positions.double() * GOLDEN).frac() - 1)
         self._layout = _DraftLayout((), runner.device)
-        self._steps.estimate_with(self.chances if varied else None)
+        if varied:
+            self._steps.draft = self.draft  # type: ignore[method-assign]
+
+    def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
+        """As VerificationSteps.draft; if the head gives confidences, they become the chances."""
+        steps = self._steps
+        drafts = VerificationSteps.draft(steps, chosen, plan)
+        if steps.confidences:
+            assert steps.step is not None
+            count, num_drafts = drafts.shape
+            known = steps.step.inputs.tokens.positions.index_select(0, steps.first[:count])
+            # The newest token follows the accepted drafts, and its first draft follows it.
+            first = (known + steps.advanced[:count, 0] + 2)[:, None]
+            numbers = torch.arange(num_drafts, device=self._device)
+            steps.confidences = [self.chances(first + numbers)]
+        return drafts
 
     def chances(self, positions_BK: Tensor) -> Tensor:
         """The probability [B,K] float32 that each draft is right."""
@@ -97,12 +118,13 @@ class ForcedAcceptance:
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         sampled = self._sample(logits_SV, batch)
-        found = self._steps.drafts
-        if found is None or len(found.ids) != len(sampled.ids_S):
+        step, lengths = self._steps.step, self._steps.lengths
+        count, num_tokens = len(lengths), sum(lengths)
+        if step is None or num_tokens == count or num_tokens != len(sampled.ids_S):
             return sampled
-        if found.lengths != self._layout.lengths:
-            self._layout = _DraftLayout(found.lengths, self._device)
-        layout, count = self._layout, len(found.lengths)
+        if lengths != self._layout.lengths:
+            self._layout = _DraftLayout(lengths, self._device)
+        layout = self._layout
         if self._verified + count > NUMBERS:
             self._verified = 0
         numbers = slice(self._verified * len(ROOTS), (self._verified + count) * len(ROOTS))
@@ -110,11 +132,11 @@ class ForcedAcceptance:
         if self._fractions is None:
             wrong = self._wrong[numbers].index_select(0, layout.root_indices)
         else:
-            chances = self._of_position.index_select(0, found.positions[1:])
+            chances = self._of_position.index_select(0, step.inputs.tokens.positions[1:num_tokens])
             chances.add_(layout.of_request, alpha=self._spread)
             wrong = self._fractions[numbers].index_select(0, layout.root_indices) >= chances
         # Another token than the draft has another lowest bit.
-        replaced = found.ids[1:] ^ wrong
+        replaced = step.inputs.token_ids[1:num_tokens] ^ wrong
         if self._vocab % 2:
             replaced.remainder_(self._vocab)
         chosen = sampled.ids_S[:-1]
@@ -159,7 +181,7 @@ def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) 
         return
     executor.sampler.sample_logits = runner.model.sample
     if runner.verification_steps is not None:
-        runner.verification_steps.estimate_with(None)
+        vars(runner.verification_steps).pop("draft", None)
 
 
 def measure(

@@ -4,6 +4,7 @@ import argparse
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,9 @@ from finwhale.engine.plan.executor import Executor
 from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import Ranks, first_rank
+from finwhale.engine.start.capture import new_verification_steps
+from finwhale.engine.steps.draft_decode import VerificationSteps
+from finwhale.engine.steps.step_limits import step_limits
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
@@ -130,6 +134,16 @@ def call_ranks_collectively(executor: Executor, work: Callable[[LocalExecutor], 
     if isinstance(executor, Ranks):
         return executor.call_ranks_collectively(work)
     return executor.call_ranks(work)
+
+
+def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
+    """Run drafting decodes as on a GPU, launched by the host."""
+    runner, sizes = executor.runner, executor.description.sizes
+    can_capture = runner.ops.capabilities.captures_steps
+    largest = step_limits(config, sizes, runner.model.config, can_capture, runner.max_model_len)
+    steps = runner.verification_steps = new_verification_steps(runner, largest, None)
+    executor.description = replace(executor.description, device_drafts=steps.description)
+    return steps
 
 
 def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:

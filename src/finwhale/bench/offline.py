@@ -207,7 +207,7 @@ def graph_ms(plan: StepPlan, repeats: int, executor: LocalExecutor) -> float | N
     if graphs is None or not graphs.fits(plan):
         return None
     graphs.run(plan)
-    times = replay_ms(partial(graphs.replay, plan.num_tokens), repeats)
+    times = replay_ms(graphs.captured(plan.num_tokens).replay, repeats)
     return round(sorted(times)[len(times) // 2], 4)
 
 

@@ -43,12 +43,8 @@ Kernel = Callable[..., Any]
 def model_cases(sizes: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     """The cases of one step: every operator of a layer, the LM head and sampling."""
     for family in (*FAMILIES, "sampling"):
-        yield from family_cases(family).model_cases(sizes, draw, chunks)
-
-
-def family_cases(family: str) -> Any:
-    """The module of a family's cases."""
-    return importlib.import_module(f"finwhale.ops.{family}.cases")
+        cases = importlib.import_module(f"finwhale.ops.{family}.cases")
+        yield from cases.model_cases(sizes, draw, chunks)
 
 
 def kernels(ops: Ops) -> dict[str, Kernel]:

@@ -53,7 +53,7 @@ class ServerLoad:
         "lengths of the requests: uniform in a range; or agents, which are sessions of growing "
         "prompts with a shared system prompt",
     )
-    num_requests: int = option(256, "number of requests", metavar="N", least=1)
+    num_requests: int = option(256, "number of requests", least=1)
     request_rate: float = option(
         math.inf,
         "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: all "
@@ -62,9 +62,9 @@ class ServerLoad:
         above=0,
     )
     concurrency: int | None = option(
-        None, "maximum number of requests at once", unset="no limit", metavar="N", least=1
+        None, "maximum number of requests at once", unset="no limit", least=1
     )
-    turns: int = option(8, "number of requests of an agent's session", metavar="N", least=1)
+    turns: int = option(8, "number of requests of an agent's session", least=1)
     ignore_eos: bool = option(True, "let the model end its output", flag="--no-ignore-eos")
     seed: int = option(0, "seed of prompts and arrival times")
 

@@ -67,14 +67,16 @@ def fields(*names: str, **shapes: Shape) -> dict[str, Shape]:
     return {**dict.fromkeys(names), **shapes}
 
 
-_CHAT_PARTS: Shape = [
-    Variants("type", {"text": fields("type", "text", "cache_control")})  # no effect: cache_control
-]
-_CHAT_CALL: Shape = Variants(
-    "type",
-    # no effect: index
-    {"function": fields("type", "id", "index", function=fields("name", "arguments"))},
-    default="function",
+def by_type(*, default: str | None = None, open: bool = False, **shapes: Shape) -> Variants:
+    """An object whose fields depend on its type. Each variant also has the field `type`."""
+    found = {k: {"type": None, **v} if isinstance(v, dict) else v for k, v in shapes.items()}
+    return Variants("type", found, default, open)
+
+
+_CHAT_PARTS: Shape = [by_type(text=fields("text", "cache_control"))]  # no effect: cache_control
+# no effect: index
+_CHAT_CALL: Shape = by_type(
+    default="function", function=fields("id", "index", function=fields("name", "arguments"))
 )
 # no effect: name
 _CHAT_TEXT = fields("role", "name", content=_CHAT_PARTS)
@@ -97,20 +99,11 @@ _CHAT_MESSAGES: Shape = [
     )
 ]
 _CHAT_FUNCTION = fields("name", "description", "parameters", "strict")
-_CHAT_TOOLS: Shape = [
-    Variants(
-        "type",
-        # no effect: cache_control
-        {"function": fields("type", "cache_control", function=_CHAT_FUNCTION)},
-    )
-]
+# no effect: cache_control
+_CHAT_TOOLS: Shape = [by_type(function=fields("cache_control", function=_CHAT_FUNCTION))]
 _CHAT_NAMED = fields("type", "name", function=fields("name"))
-_CHAT_CHOICE: Shape = Variants(
-    "type",
-    {
-        "function": _CHAT_NAMED,
-        "allowed_tools": fields("type", allowed_tools=fields("mode", tools=[_CHAT_NAMED])),
-    },
+_CHAT_CHOICE: Shape = by_type(
+    function=_CHAT_NAMED, allowed_tools=fields(allowed_tools=fields("mode", tools=[_CHAT_NAMED]))
 )
 # Of a request of Chat Completions, and of `LLM.chat`.
 CHAT_FIELDS: dict[str, Shape] = {

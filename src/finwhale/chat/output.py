@@ -10,7 +10,6 @@ import deepseek_recipe as recipe
 
 from finwhale.chat.call_guard import CallGuard
 from finwhale.chat.stop_gate import StopGate
-from finwhale.chat.stop_strings import longest_first
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import SamplingParams
 
@@ -18,6 +17,7 @@ FINISH_REASONS = {
     "stop": recipe.InferenceFinishReason.Stop,
     "length": recipe.InferenceFinishReason.Length,
 }
+EventKind = Literal["reasoning", "content", "tool_call"]
 TokenLogprobs = tuple[float, Sequence[tuple[int, float]]]
 Event = TypeVar("Event")
 _MARKUP = ("ThinkingStart", "ThinkingEnd", "Dsml")
@@ -30,15 +30,10 @@ class OutputEvent:
     Attributes:
         kind: the part of the answer that it continues.
         text: more reasoning or content; for a tool call, more of its arguments in JSON.
-        tool_index: the index of the tool call in the answer; None for other kinds.
-        tool_id, tool_name: the tool call's id and name, in its first event.
     """
 
-    kind: Literal["reasoning", "content", "tool_call"]
+    kind: EventKind
     text: str
-    tool_index: int | None = None
-    tool_id: str | None = None
-    tool_name: str | None = None
 
 
 class TokenParser(Generic[Event]):
@@ -56,10 +51,14 @@ class TokenParser(Generic[Event]):
             generator: deepseek-recipe's, which makes the chunks of the answer.
             options: have the stop strings, unless the gate looks for them.
         """
-        options.stop_sequences = [] if gate else longest_first(options.stop_sequences)
+        # Of the stop strings that are complete at the same character, deepseek-recipe finds the
+        # first of its list, and StopChecker the longest.
+        stop = sorted(options.stop_sequences, key=len, reverse=True)
+        options.stop_sequences = [] if gate else stop
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         self._guard = CallGuard(tokenizer, enabled=options.parse_tool_calls)
-        self._gate, self._dropped = gate, dropped_ids(tokenizer)
+        # Special tokens that are no part of an answer, such as the end of sequence.
+        self._dropped, self._gate = tokenizer.special_ids - _ids(tokenizer, _MARKUP), gate
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._unfinished = 0  # number of tokens of a character that is not complete
 
@@ -226,11 +225,6 @@ def new_gate(
     )
 
 
-def dropped_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Special tokens that are no part of an answer, such as the end of sequence."""
-    return tokenizer.special_ids - _ids(tokenizer, _MARKUP)
-
-
 def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> set[int | None]:
     """The ids of special tokens by deepseek-recipe's names; None: the tokenizer lacks one."""
     texts = (getattr(recipe.SpecialToken, name).default_str() for name in names)
@@ -238,20 +232,10 @@ def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> set[int | None]:
 
 
 def _events(delta: dict[str, Any]) -> list[OutputEvent]:
-    events: list[OutputEvent] = []
-    if delta.get("reasoning_content"):
-        events.append(OutputEvent("reasoning", delta["reasoning_content"]))
-    if delta.get("content"):
-        events.append(OutputEvent("content", delta["content"]))
-    for call in delta.get("tool_calls") or ():
-        function = call["function"]
-        events.append(
-            OutputEvent(
-                "tool_call",
-                function.get("arguments", ""),
-                tool_index=call["index"],
-                tool_id=call.get("id"),
-                tool_name=function.get("name"),
-            )
-        )
-    return events
+    calls = (call["function"].get("arguments") for call in delta.get("tool_calls") or ())
+    pieces: list[tuple[EventKind, str | None]] = [
+        ("reasoning", delta.get("reasoning_content")),
+        ("content", delta.get("content")),
+        *(("tool_call", arguments) for arguments in calls),
+    ]
+    return [OutputEvent(kind, text) for kind, text in pieces if text]

@@ -68,14 +68,6 @@ class StopChecker:
         return found
 
 
-def longest_first(stop: Sequence[str]) -> list[str]:
-    """The order in which deepseek-recipe finds the same stop string as StopChecker.
-
-    If several are complete at the same character, it takes the first of its list.
-    """
-    return sorted(stop, key=len, reverse=True)
-
-
 def find_stop(text: str, stop: Sequence[str], start: int) -> tuple[int, int, str | None]:
     """Find the first stop string that ends after `start` characters of a text.
 

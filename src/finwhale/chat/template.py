@@ -278,10 +278,7 @@ def _convert(messages: ChatMessages, options: ChatOptions) -> ProtocolRequest:
     _check(body["messages"])
     if left_out:
         logger.warning("parts of messages were left out", extra={"fields": left_out[:MAX_NAMED]})
-    body |= {
-        "thinking": {"type": "enabled" if options.thinking else "disabled"},
-        "stream": True,
-    }
+    body |= {"thinking": {"type": "enabled" if options.thinking else "disabled"}, "stream": True}
     if options.continue_final:
         if body["messages"][-1]["role"] != "assistant":
             raise RequestError("continue_final needs an assistant message at the end")

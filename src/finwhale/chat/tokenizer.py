@@ -88,6 +88,11 @@ class Tokenizer:
         config = read_json(config_path) if is_file(config_path) else {}
         return cls(path, read_json(path), config)
 
+    @classmethod
+    def find(cls, directory: Path) -> "Tokenizer | None":
+        """`open`; None: the directory has no tokenizer.json."""
+        return cls.open(directory) if is_file(directory / "tokenizer.json") else None
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; text that spells a control token stays text. Raises
         RequestError: `text` is not a string, or not valid Unicode."""

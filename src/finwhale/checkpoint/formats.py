@@ -244,7 +244,9 @@ def dequantise_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Packed e2m1 [..., in/2] times its scales [..., in/32], computed in float32, as dtype."""
     lead, half = packed.shape[:-1], packed.shape[-1]
     assert tuple(scale.shape) == (*lead, half * 2 // FP4_BLOCK), (packed.shape, scale.shape)
-    table = _pair_table(packed.device)
+    values = e2m1_values(packed.device)
+    # float32 [256, 2]: the values of a byte's low and high nibble.
+    table = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
     codes = packed.reshape(-1, half).view(torch.uint8)
     factors = scale_to_float32(scale).reshape(codes.shape[0], -1)
     out = torch.empty(codes.shape[0], half * 2, dtype=dtype, device=packed.device)
@@ -253,12 +255,6 @@ def dequantise_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         part = pairs.view(stop - start, -1, FP4_BLOCK).mul_(factors[start:stop, :, None])
         out[start:stop] = part.view(stop - start, half * 2)
     return out.view(*lead, half * 2)
-
-
-def _pair_table(device: torch.device) -> Tensor:
-    """float32 [256, 2]: the values of a byte's low and high nibble."""
-    values = e2m1_values(device)
-    return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
 
 
 # --- Helpers ------------------------------------------------------------------------------------

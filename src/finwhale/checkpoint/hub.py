@@ -71,11 +71,7 @@ def _check_space(repository: str, revision: str | None) -> None:
     """Raise ResourceError if the missing files do not fit on the disk."""
     try:
         files = hub.snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=PATTERNS,
-            dry_run=True,
-            tqdm_class=_NoBar,
+            repository, revision=revision, allow_patterns=PATTERNS, dry_run=True, tqdm_class=_NoBar
         )
     except errors.DryRunError:
         return  # The repository cannot be reached. The cache may have it.

@@ -26,7 +26,7 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
         CheckpointError, ResourceError: as `hub.download` does.
         FinwhaleError: the extra `hub` is not installed, or a directory has no revisions.
     """
-    if path is None or not _is_repository(path):
+    if path is None or Path(path).exists() or not _REPOSITORY.fullmatch(str(path)):
         if revision is not None:
             raise FinwhaleError(f"revision {revision}: only a repository has revisions")
         if is_demo(path):
@@ -47,7 +47,3 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
 def is_demo(path: str | Path | None) -> bool:
     """Whether a path names a form of the embedded model."""
     return path is None or (str(path) == DSPARK_NAME and not Path(path).exists())
-
-
-def _is_repository(path: str | Path) -> bool:
-    return bool(_REPOSITORY.fullmatch(str(path))) and not Path(path).exists()

@@ -87,5 +87,5 @@ def name_of_scale(name: str) -> str:
     return name.removesuffix(".weight") + ".scale"
 
 
-Progress = Callable[[int, int], object]
+Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes) after each weight."""

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 import finwhale
 from finwhale.artefacts import default_directory
-from finwhale.errors import FinwhaleError
+from finwhale.errors import FinwhaleError, first_line
 from finwhale.extras import EXTRAS
 from finwhale.ops import table_name
 from finwhale.ops.tables.optional import why_no_deepgemm
@@ -98,7 +98,7 @@ def _attempt(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from check()
     except Exception as error:
         name = check.__name__.strip("_")
-        yield Finding(name, f"{type(error).__name__}: {_first_line(error)}", "failed")
+        yield Finding(name, f"{type(error).__name__}: {first_line(error)}", "failed")
 
 
 def _software() -> Iterator[Finding]:
@@ -236,10 +236,6 @@ def _demo() -> Iterator[Finding]:
     else:
         text = " ".join((PROMPT + result.outputs[0].text).split())
         yield Finding("embedded model", f'writes "{text}" on the CPU')
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no reason given").splitlines()[0]
 
 
 def _parser() -> argparse.ArgumentParser:

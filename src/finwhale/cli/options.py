@@ -13,8 +13,8 @@ from finwhale.artefacts import default_directory
 from finwhale.checkpoint.generation_config import FILE, described
 from finwhale.checkpoint.generation_config import SAMPLING as GENERATION_CONFIG
 from finwhale.config import EngineConfig
-from finwhale.loading_bar import loading_bar
 from finwhale.options import add_options, marked, options_of, read_options
+from finwhale.progress_bars import loading_bar
 from finwhale.request import RequestOutput, SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # faint text in a terminal, and normal text

@@ -4,9 +4,7 @@ import argparse
 import asyncio
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from finwhale.checkpoint.generation_config import described
@@ -16,8 +14,8 @@ from finwhale.cli.serve import open_checkpoint, options_of_model
 from finwhale.cli.settings import parse_settings
 from finwhale.distributed.hosts import Placement, work_at
 from finwhale.errors import EngineDeadError, FinwhaleError
-from finwhale.llm import progress_bar
 from finwhale.options import Parser, add_options, read_options
+from finwhale.progress_bars import token_bar
 from finwhale.server.api.app import create_app
 from finwhale.server.batch.lines import ENVELOPE_BYTES, scan
 from finwhale.server.batch.results import ResultFile
@@ -35,7 +33,6 @@ OPTIONS = ("model_names", "default_thinking", "max_body_bytes", "max_choices", "
 AHEAD = 16
 # Maximum size of a line before the length of the context is known.
 SCAN_BYTES = 64 << 20
-BAR_INTERVAL_S = 0.2
 
 
 def run(argv: Sequence[str]) -> int:
@@ -106,35 +103,17 @@ async def _run(state: ServerState, job: BatchJob) -> None:
         job.max_bytes = state.max_body_bytes + ENVELOPE_BYTES
         job.max_items = max_items(state.max_model_len)
         job.in_flight = state.max_batch_sequences + AHEAD
-        with _progress(job, state) as job.on_result:
+
+        def read() -> tuple[int, int]:
+            metrics = state.client.metrics
+            tokens = 0 if metrics is None else metrics.output_tokens
+            return job.counts.completed + job.counts.failed, tokens
+
+        with token_bar("lines", job.scan.num_lines, read) as job.on_result:
             await run_lines(app, job, Room(lambda: MAX_HELD_BYTES))
     finally:
         await state.grammars.close()
         await state.client.close()
-
-
-@contextmanager
-def _progress(job: BatchJob, state: ServerState) -> Iterator[Callable[[], None]]:
-    """Shows finished lines and tokens per second on a terminal. Yields what each result calls."""
-    bar = progress_bar("lines")
-    bar.disable = not sys.stderr.isatty()
-    began, shown = time.monotonic(), 0.0
-    task = bar.add_task("", total=job.scan.num_lines, rate=0.0)
-
-    def show() -> None:
-        nonlocal shown
-        metrics = state.client.metrics
-        rate = 0 if metrics is None else metrics.output_tokens / (time.monotonic() - began)
-        bar.update(task, completed=job.counts.completed + job.counts.failed, rate=rate)
-        shown = time.monotonic()
-
-    def on_result() -> None:
-        if time.monotonic() - shown > BAR_INTERVAL_S:
-            show()
-
-    with bar:
-        yield on_result
-        show()
 
 
 def _parser() -> argparse.ArgumentParser:

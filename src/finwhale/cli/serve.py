@@ -19,7 +19,6 @@ from finwhale.cli.settings import parse_settings
 from finwhale.distributed.hosts import Placement, work_at
 from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError
-from finwhale.llm import has_tokenizer
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.options import Parser, add_options, read_options
 from finwhale.server.config import ServerConfig
@@ -58,7 +57,7 @@ def open_checkpoint(
     directory = checkpoint_directory(path, args.revision)
     if not directory.is_dir():
         raise FinwhaleError(f"no checkpoint: {directory} is not a directory")
-    tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
+    tokenizer = Tokenizer.find(directory)
     engine = engine_config(args)
     if engine.prefix_salt is None and engine.prefix_store is None:
         # Create the salt here, so that all engine processes of this server share it.
@@ -131,17 +130,14 @@ def _given_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> lis
 def options_of_model(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
     """The options of ServerConfig whose defaults depend on the checkpoint that `path` names."""
     demo = is_demo(path)
-    name = DEMO_NAME if path is None or demo else _checkpoint_name(path)
+    name = DEMO_NAME
+    if path is not None and not demo:  # a repository is called by its whole id
+        name = Path(path).resolve().name if Path(path).exists() else path
     thinking = args.default_thinking
     return {
         "model_names": tuple(args.model_names or [name]),
         "default_thinking": not demo if thinking is None else thinking,
     }
-
-
-def _checkpoint_name(path: str) -> str:
-    """The name of a checkpoint's directory; a repository is called by its whole id."""
-    return Path(path).resolve().name if Path(path).exists() else path
 
 
 def _api_keys(files: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
 from finwhale.engine.start.start_times import table, whole_start
-from finwhale.llm import open_engine
+from finwhale.loaded_model import open_engine
 from finwhale.options import Parser
 
 

@@ -83,8 +83,4 @@ def _linear(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
     return (x_NK[:, None] * weight_MK).sum(-1)
 
 
-SUMS: dict[Any, Callable[..., Any]] = {
-    torch.bmm: _bmm,
-    torch.baddbmm: _baddbmm,
-    F.linear: _linear,
-}
+SUMS: dict[Any, Callable[..., Any]] = {torch.bmm: _bmm, torch.baddbmm: _baddbmm, F.linear: _linear}

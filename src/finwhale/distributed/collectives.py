@@ -27,8 +27,7 @@ class Collectives(Protocol):
         rank: the rank that makes the calls.
     """
 
-    @property
-    def rank(self) -> Rank: ...
+    rank: Rank
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         """Sum the ranks' x.
@@ -90,7 +89,7 @@ class Collectives(Protocol):
             num_tokens: number of rows of x.
             num_programs: the most programs of the operator that exchange words.
         """
-        ...
+        return None
 
     def check(self) -> None:
         """Raise if a collective timed out waiting for a rank. Does not synchronise with the GPU.
@@ -101,10 +100,17 @@ class Collectives(Protocol):
         Raises:
             EngineDeadError: names the missing ranks.
         """
-        ...
+        return
+
+    def close(self) -> None:
+        """Disconnect this rank. The other ranks may be gone. No collective may be called after.
+
+        Graphs that contain collectives must be freed first, because NCCL waits for them.
+        """
+        return
 
 
-class Alone:
+class Alone(Collectives):
     """The collectives of a single rank: each returns its input."""
 
     rank = ALONE
@@ -120,9 +126,3 @@ class Alone:
 
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x
-
-    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
-        return None
-
-    def check(self) -> None:
-        pass

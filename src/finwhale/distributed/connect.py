@@ -40,6 +40,8 @@ NO_MULTICAST = {
 }
 HOPPER = (9, 0)
 T = TypeVar("T")
+# Sends this rank's value of a name; returns the values of all ranks.
+Exchange = Callable[[str, str], list[str]]
 logger = logging.getLogger(__name__)
 _connections = itertools.count()
 
@@ -55,7 +57,7 @@ def connect(
 ) -> Collectives:
     """Connect this rank with the others. Blocks until all ranks have called it.
 
-    `disconnect` is the reverse. A process may connect several times.
+    `Collectives.close` is the reverse. A process may connect several times.
 
     Args:
         device: the device of this rank; a GPU has an index.
@@ -71,12 +73,13 @@ def connect(
         return Alone()
     os.environ.update(NO_MULTICAST)
 
+    exchange = partial(_exchange, rank, store, timeout)
+
     def find() -> list[str]:
-        location = f"{socket.gethostname()} {device.index}"
-        return _exchange(rank, store, "host", location, timeout)
+        return exchange("host", f"{socket.gethostname()} {device.index}")
 
     def work() -> Collectives:
-        collectives = _choose(rank, device, store, locations, ordered, timeout)
+        collectives = _choose(rank, device, store, exchange, locations, ordered, timeout)
         self_check(collectives, device)
         return collectives
 
@@ -90,16 +93,6 @@ def connect(
         ) from error
     except (RuntimeError, dist.DistError) as error:
         raise FinwhaleError(f"rank {rank.index} cannot connect: {first_line(error)}") from error
-
-
-def disconnect(collectives: Collectives) -> None:
-    """Free the result of `connect`. The other ranks may be gone. No collective may be called after.
-
-    Graphs that contain collectives must be freed first, because NCCL waits for them.
-    """
-    close = getattr(collectives, "close", None)  # Nccl and Push have it
-    if close is not None:
-        close()
 
 
 def _watched(
@@ -133,29 +126,28 @@ def _choose(
     rank: Rank,
     device: torch.device,
     store: Store,
+    exchange: Exchange,
     locations: list[str],
     ordered: bool,
     timeout: timedelta,
 ) -> Collectives:
-    networks = _exchange(rank, store, "network", _network(rank), timeout)
+    networks = exchange("network", _network(rank))
     gloo = partial(Gloo, rank, store, timeout, loopback=len(set(networks)) == 1)
     if device.type == "cpu":
         return gloo()
     torch.cuda.set_device(device)
-    if len(set(_exchange(rank, store, "gpu", uuid_of(device), timeout))) < rank.size:
-        return _on_one_gpu(rank, device, store, gloo(), ordered, timeout)
+    if len(set(exchange("gpu", uuid_of(device)))) < rank.size:
+        return _on_one_gpu(rank, device, exchange, gloo(), ordered)
     # torch finds a group by its name, which must be new in every process.
     number = next(_connections)
-    own_name = f"finwhale-{os.getpid()}-{number}"
-    name, *_ = _exchange(rank, store, "name", own_name, timeout)
+    name, *_ = exchange("name", f"finwhale-{os.getpid()}-{number}")
     handle_store: Store = PrefixStore("finwhale.symmetric", store)
     if number > 0:
         handle_store = FromZero(handle_store)
     group = new_group(rank, PrefixStore("finwhale.nccl", store), name, timeout, handle_store)
     nccl = Nccl(rank, group, ordered=ordered)
     nccl.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first call
-    access = _exchange(rank, store, "access", _lacking_access(rank, device, locations), timeout)
-    lacking = next((reason for reason in access if reason), None)
+    lacking = next(filter(None, exchange("access", _lacking_access(rank, device, locations))), None)
     if lacking is not None:
         if rank.index == 0:
             logger.warning("ranks communicate over NCCL: %s", lacking)
@@ -173,12 +165,7 @@ def _network(rank: Rank) -> str:
 
 
 def _on_one_gpu(
-    rank: Rank,
-    device: torch.device,
-    store: Store,
-    gloo: Gloo,
-    ordered: bool,
-    timeout: timedelta,
+    rank: Rank, device: torch.device, exchange: Exchange, gloo: Gloo, ordered: bool
 ) -> "Push":
     """Connect ranks that share a GPU: for development, because they take turns on it.
 
@@ -197,7 +184,7 @@ def _on_one_gpu(
     return Push(
         rank,
         device,
-        _shared_memory(rank, device, store, timeout),
+        _shared_memory(rank, device, exchange),
         barrier,
         gloo,
         ordered=ordered,
@@ -208,7 +195,7 @@ def _on_one_gpu(
 
 
 def _shared_memory(
-    rank: Rank, device: torch.device, store: Store, timeout: timedelta
+    rank: Rank, device: torch.device, exchange: Exchange
 ) -> Callable[[int], tuple[torch.Tensor, list[int]]]:
     """A function that allocates memory which all ranks of the GPU map, over CUDA IPC.
 
@@ -222,12 +209,11 @@ def _shared_memory(
         # One process may open a handle, so each other rank gets its own.
         given = [None if peer == rank.index else export_handle(own)[1] for peer in range(rank.size)]
         text = json.dumps([handle and handle.to_json() for handle in given])
-        found = _exchange(rank, store, f"memory-{next(number)}", text, timeout)
         addresses = []
-        for peer, text in enumerate(found):
+        for peer, given_text in enumerate(exchange(f"memory-{next(number)}", text)):
             memory = own
             if peer != rank.index:
-                handle = IpcHandle.from_json(json.loads(text)[rank.index])
+                handle = IpcHandle.from_json(json.loads(given_text)[rank.index])
                 memory = open_buffer({uuid_of(device): handle}, device)
                 kept.append(memory)
             addresses.append(memory.data_ptr())
@@ -285,7 +271,7 @@ def _lacking_access(rank: Rank, device: torch.device, locations: list[str]) -> s
     return ""
 
 
-def _exchange(rank: Rank, store: Store, what: str, value: str, timeout: timedelta) -> list[str]:
+def _exchange(rank: Rank, store: Store, timeout: timedelta, what: str, value: str) -> list[str]:
     """The values of all ranks, in order."""
     store = PrefixStore(f"finwhale.{what}", store)
     store.set(str(rank.index), value)

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed import ref
+from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.peers import HOST
 from finwhale.distributed.rank import Rank
-from finwhale.ops.ranks import Channel
 
 TIMEOUT = timedelta(seconds=60)
 
 
-class Gloo:
-    """Collectives over a Gloo backend that this object owns.
+class Gloo(Collectives):
+    """Collectives over a Gloo backend that this object owns. Every call raises its own error.
 
     Args:
         store: a store that all ranks can reach. Ranks of one process can share a `HashStore`.
@@ -58,12 +58,6 @@ class Gloo:
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         parts = self._parts(ref.padded(x, self.rank.rows_per_rank(num_rows)))
         return ref.all_gather_rows(parts)[:num_rows]
-
-    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
-        return None
-
-    def check(self) -> None:
-        """Do nothing: every call raises its own error."""
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """Gather the ranks' x, as bytes, because Gloo does not support every dtype."""

@@ -345,12 +345,8 @@ def _connection(end: socket.socket) -> Connection:
 @contextlib.contextmanager
 def _limited(end: socket.socket, seconds: int) -> Iterator[None]:
     """Within the context, reads and writes raise OSError after this time."""
-    _limit(end, seconds)
-    yield
-    _limit(end, 0)
-
-
-def _limit(end: socket.socket, seconds: int) -> None:
-    """Set the time limit of reads and writes; 0: no limit."""
-    for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        end.setsockopt(socket.SOL_SOCKET, name, struct.pack("@ll", seconds, 0))
+    for limit in (seconds, 0):  # 0: no limit
+        for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, name, struct.pack("@ll", limit, 0))
+        if limit:
+            yield

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from finwhale.distributed import ref
+from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
-from finwhale.ops.ranks import Channel
 
 
 class FromZero(c10d.Store):
@@ -77,8 +77,8 @@ def new_group(
     return group
 
 
-class Nccl:
-    """Collectives over a process group of NCCL.
+class Nccl(Collectives):
+    """Collectives over NCCL, whose watchdog ends the process if a rank is missing.
 
     Args:
         ordered: gather the x of all ranks, and sum in the order of the tree of pairs, in float32.
@@ -114,12 +114,6 @@ class Nccl:
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         parts = self._parts(ref.padded(x, self.rank.rows_per_rank(num_rows)))
         return parts.flatten(0, 1)[:num_rows]
-
-    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
-        return None
-
-    def check(self) -> None:
-        """Do nothing: NCCL's watchdog ends the process if a rank is missing."""
 
     def close(self) -> None:
         """End the process group. Waits for no other rank, but may wait for the GPU."""

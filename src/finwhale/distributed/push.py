@@ -37,7 +37,7 @@ WORD_BYTES = 4
 Allocate = Callable[[int], tuple[Tensor, list[int]]]
 
 
-class Push:
+class Push(Collectives):
     """Collectives over memory that every rank can write.
 
     All all-reduces below `sizes.nccl` have the order of the tree of pairs.
@@ -67,32 +67,22 @@ class Push:
         self.rank = rank
         self.sizes = SIZES[rank.size] if sizes is None else sizes
         self._nccl, self._ordered, self._early = nccl, ordered, early
-        self._allocate = allocate  # it may hold memory of other ranks
+        self._device, self._allocate = device, allocate  # which may hold memory of other ranks
         self._limit = torch.empty(1, dtype=torch.int32, device=device)
         self._faults = torch.zeros(rank.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.set_timeout(timeout_seconds)
         words = max(self.sizes.one_shot, self.sizes.gather, -(-self.sizes.two_shot // rank.size))
-        self._small = self._channel(allocate, device, words, bulk=False)
-        self._bulk = self._channel(allocate, device, self.sizes.bulk // rank.size, bulk=True)
+        self._small = self._channel(words)
+        self._bulk = self._channel(self.sizes.bulk // rank.size, bulk=True)
         self._fused: Channel | None = None
         if self.sizes.fused_tokens > 0 and not ordered:  # see PushSizes.fused_tokens
             block, programs = self.sizes.fused_block, self.sizes.fused_programs
-            self._fused = self._channel(
-                allocate, device, WORD_BYTES * block * programs, bulk=False, block=block
-            )
+            self._fused = self._channel(WORD_BYTES * block * programs, block=block)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         barrier()  # no rank sends before all have poisoned their buffers
 
-    def _channel(
-        self,
-        allocate: Allocate,
-        device: torch.device,
-        num_bytes: int,
-        *,
-        bulk: bool,
-        block: int | None = None,
-    ) -> Channel:
+    def _channel(self, num_bytes: int, *, bulk: bool = False, block: int | None = None) -> Channel:
         """A channel for messages of up to `num_bytes` from each rank to each other rank."""
         size = self.rank.size
         block = block or (self.sizes.bulk_block if bulk else self.sizes.block)
@@ -101,7 +91,7 @@ class Push:
         dtype = torch.int32 if bulk else torch.int64
         buffer_bytes = 2 * size * capacity * dtype.itemsize
         flag_bytes = programs * size * 4 if bulk else 0
-        memory, addresses = allocate(buffer_bytes + flag_bytes)
+        memory, addresses = self._allocate(buffer_bytes + flag_bytes)
         memory[:buffer_bytes].fill_(POISON)
         memory[buffer_bytes:].zero_()
         pointers = [*addresses, *(address + buffer_bytes for address in addresses)]
@@ -111,8 +101,8 @@ class Push:
             size,
             memory[:buffer_bytes].view(dtype),
             flags,
-            torch.tensor(pointers, dtype=torch.int64, device=device),
-            torch.zeros(programs, dtype=torch.int32, device=device),
+            torch.tensor(pointers, dtype=torch.int64, device=self._device),
+            torch.zeros(programs, dtype=torch.int32, device=self._device),
             self._limit,
             self._faults.data_ptr(),
             block,
@@ -188,9 +178,7 @@ class Push:
 
     def close(self) -> None:
         """Close NCCL. The buffers are freed with this object."""
-        disconnect = getattr(self._nccl, "close", None)
-        if disconnect is not None:
-            disconnect()
+        self._nccl.close()
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
         fits = num_tokens <= self.sizes.fused_tokens and num_programs <= self.sizes.fused_programs

@@ -10,6 +10,8 @@ the last, even after epochs wrap around.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,11 +21,17 @@ from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_wo
 
 
 @triton.jit
-def _begin(DEPENDENT: tl.constexpr):
-    """Start early, and wait for the previous kernel to end before anything is read."""
+def _begin(epochs_ptr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Start early, and wait for the previous kernel to end before anything is read.
+
+    Returns:
+        The number of this exchange, and the indices of the program's words.
+    """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    return tl.load(epochs_ptr + program) + 1, program * BLOCK + tl.arange(0, BLOCK)
 
 
 # In the kernels below, phases FIRST to LAST run. A launch runs all of them; a test without several
@@ -51,10 +59,7 @@ def _one_shot_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """All-reduce: each rank sends x to every rank, and sums what it receives."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, offsets = _begin(epochs_ptr, BLOCK, DEPENDENT)
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
@@ -62,7 +67,7 @@ def _one_shot_kernel(
     if LAST == 1:
         words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
         tl.store(out_ptr + offsets, sum_words(words, BFLOAT16, W, BLOCK), mask=offsets < n)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -86,10 +91,7 @@ def _two_shot_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """All-reduce: rank r sums part r of x, of `part` words, and sends the sum to every rank."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    inside = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, inside = _begin(epochs_ptr, BLOCK, DEPENDENT)
     offsets = rank * part + inside
     is_own = (inside < part) & (offsets < n)
     if FIRST == 0:
@@ -119,7 +121,7 @@ def _two_shot_kernel(
             words,
             mask=(j > 0) & (inside < part)[None, :] & (peer_offsets < n),
         )
-        tl.store(epochs_ptr + program, epoch + 1)
+        tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -142,10 +144,7 @@ def _all_gather_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """x [n / width, width] of every rank -> out [n / width, W, width]."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, offsets = _begin(epochs_ptr, BLOCK, DEPENDENT)
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
@@ -156,7 +155,7 @@ def _all_gather_kernel(
         row = offsets // width
         out_offsets = (row * (W * width) + offsets % width)[None, :] + peer * width
         tl.store(out_ptr + out_offsets, words, mask=(offsets < n)[None, :] & (peer >= 0))
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit
@@ -213,10 +212,7 @@ def _bulk_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """All-reduce like `_two_shot_kernel`, with one flag for each program and peer."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    inside = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, inside = _begin(epochs_ptr, BLOCK, DEPENDENT)
     offsets = rank * part + inside
     is_own = (inside < part) & (offsets < n)
     j = tl.arange(0, W)[:, None]
@@ -251,7 +247,7 @@ def _bulk_kernel(
         peer_offsets = (rank ^ j) * part + inside[None, :]
         words = tl.where(came[:, None], words, -1)
         tl.store(out_ptr + peer_offsets, words, mask=is_peer & (peer_offsets < n))
-        tl.store(epochs_ptr + program, epoch + 1)
+        tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -277,10 +273,7 @@ def _reduce_scatter_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Sum part `rank` of the ranks' x into out: only `capacity` words from `start` on."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    slot = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, slot = _begin(epochs_ptr, BLOCK, DEPENDENT)
     inside = start + slot
     if FIRST == 0:
         for k in tl.static_range(1, W):
@@ -300,7 +293,7 @@ def _reduce_scatter_kernel(
         words = tl.load(source, mask=(j > 0) & mask[None, :], other=own[None, :], volatile=True)
         total = sum_words(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
         tl.store(out_ptr + inside, total, mask=mask)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -325,10 +318,7 @@ def _gather_parts_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Copy the ranks' x to their parts of out: only `capacity` words of each from `start` on."""
-    _begin(DEPENDENT)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    slot = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, slot = _begin(epochs_ptr, BLOCK, DEPENDENT)
     inside = start + slot
     if FIRST == 0:
         own_offsets = rank * part + inside
@@ -346,32 +336,45 @@ def _gather_parts_kernel(
         source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
         words = tl.load(source, mask=mask, other=0, volatile=True)
         tl.store(out_ptr + peer_offsets, tl.where(came[:, None], words, -1), mask=mask)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
-def _options(early: bool) -> dict[str, bool]:
-    return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
+def _launch(
+    kernel: Any,
+    words: int,
+    x: Tensor,
+    out: Tensor,
+    numbers: tuple[int, ...],
+    channel: Channel,
+    early: bool,
+    phases: Phases,
+    **constants: bool,
+) -> None:
+    """Launch a kernel for so many words of a channel; `numbers` are its own sizes."""
+    kernel[(triton.cdiv(words, channel.block),)](
+        x,
+        out,
+        *channel.arguments(),
+        *numbers,
+        channel.index,
+        channel.capacity,
+        **constants,
+        W=channel.size,
+        BLOCK=channel.block,
+        FIRST=phases[0],
+        LAST=phases[1],
+        num_warps=channel.warps,
+        DEPENDENT=early,
+        **({"launch_pdl": True} if early else {}),
+    )
 
 
 def one_shot(
     x: Tensor, out: Tensor, channel: Channel, bfloat16: bool, early: bool, phases: Phases = (0, 1)
 ) -> None:
     """All-reduce x into out; [n] int32 words, n at most the channel's capacity."""
-    _one_shot_kernel[(triton.cdiv(len(x), channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    n = len(x)
+    _launch(_one_shot_kernel, n, x, out, (n,), channel, early, phases, BFLOAT16=bfloat16)
 
 
 def two_shot(
@@ -379,44 +382,18 @@ def two_shot(
 ) -> None:
     """All-reduce x into out; [n] int32 words, n at most `size` times the channel's capacity."""
     kernel = _two_shot_kernel if channel.flags is None else _bulk_kernel
-    part = part_words(len(x), channel.size)
-    kernel[(triton.cdiv(part, channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        part,
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    # The words that a rank sums: a multiple of 16. The last rank may have fewer.
+    part = -(-len(x) // (16 * channel.size)) * 16
+    numbers = len(x), part
+    _launch(kernel, part, x, out, numbers, channel, early, phases, BFLOAT16=bfloat16)
 
 
 def all_gather(
     x: Tensor, out: Tensor, width: int, channel: Channel, early: bool, phases: Phases = (0, 1)
 ) -> None:
     """x [n] words, rows of `width` -> out [n / width, size, width]; n at most the capacity."""
-    _all_gather_kernel[(triton.cdiv(len(x), channel.block),)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        width,
-        channel.index,
-        channel.capacity,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    n = len(x)
+    _launch(_all_gather_kernel, n, x, out, (n, width), channel, early, phases)
 
 
 def reduce_scatter(
@@ -434,23 +411,9 @@ def reduce_scatter(
     The call sums only as many words from `start` on as the channel's capacity. The last ranks may
     have fewer than `part` words.
     """
-    _reduce_scatter_kernel[_parts_grid(part, start, channel)](
-        x,
-        out,
-        *channel.arguments(),
-        len(x),
-        part,
-        start,
-        channel.index,
-        channel.capacity,
-        BFLOAT16=bfloat16,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
+    words, numbers = min(part - start, channel.capacity), (len(x), part, start)
+    kernel = _reduce_scatter_kernel
+    _launch(kernel, words, x, out, numbers, channel, early, phases, BFLOAT16=bfloat16)
 
 
 def gather_parts(
@@ -463,28 +426,5 @@ def gather_parts(
     phases: Phases = (0, 1),
 ) -> None:
     """Concatenate the ranks' x, of `part` words each, to out [n]; words as in `reduce_scatter`."""
-    _gather_parts_kernel[_parts_grid(part, start, channel)](
-        x,
-        out,
-        *channel.arguments(),
-        len(out),
-        part,
-        start,
-        channel.index,
-        channel.capacity,
-        W=channel.size,
-        BLOCK=channel.block,
-        FIRST=phases[0],
-        LAST=phases[1],
-        num_warps=channel.warps,
-        **_options(early),
-    )
-
-
-def _parts_grid(part: int, start: int, channel: Channel) -> tuple[int]:
-    return (triton.cdiv(min(part - start, channel.capacity), channel.block),)
-
-
-def part_words(num_words: int, size: int) -> int:
-    """Number of words that a rank sums in two shots, a multiple of 16. The last may have fewer."""
-    return -(-num_words // (16 * size)) * 16
+    words, numbers = min(part - start, channel.capacity), (len(out), part, start)
+    _launch(_gather_parts_kernel, words, x, out, numbers, channel, early, phases)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import Ring
 from finwhale.distributed.worker_messages import STOP, Failed, Phase, Report, Status
-from finwhale.errors import FinwhaleError
+from finwhale.errors import FinwhaleError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,6 @@ def run_task(owner: OwnerLink, control: Connection, level: int) -> NoReturn:
         owner.report(Failed(type(error), str(error)))
     except BaseException as error:
         logger.exception("the rank has failed")
-        reason = str(error).strip().partition("\n")[0]
-        owner.report(Failed(FinwhaleError, f"{type(error).__name__}: {reason}"))
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        owner.report(Failed(FinwhaleError, reason))
     os._exit(1)

@@ -16,7 +16,7 @@ UNIX = "unix"  # the address of all clients of a Unix socket
 
 
 # A number above 0.
-_count: Any = partial(option, metavar="N", above=0)
+_count: Any = partial(option, above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,9 @@ class ServerConfig:
     """How one server behaves, and its limits."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 takes any free port", least=0, most=65535)
+    port: int = option(
+        8000, "port to listen on; 0 takes any free port", metavar="PORT", least=0, most=65535
+    )
     uds: str | None = option(
         None,
         "Unix socket to listen on, instead of an address and a port",
@@ -110,10 +112,7 @@ class ServerConfig:
         128, "maximum number of continuations in one request: its prompts times n"
     )
     max_queue: int = option(
-        512,
-        "maximum number of waiting sequences; a request beyond it gets 429",
-        metavar="N",
-        least=0,
+        512, "maximum number of waiting sequences; a request beyond it gets 429", least=0
     )
     max_concurrency: int = _count(
         2048, "maximum number of HTTP requests at once; a request beyond it gets 429"

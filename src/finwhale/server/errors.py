@@ -58,23 +58,15 @@ ErrorCode = Literal[
 ]
 
 LENIENT_HINT = "a server that is started with --lenient ignores such fields"
+# The types of errors by status. Any other below 500 is an invalid_request_error.
 _OPENAI_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
 }
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {
     413: "request_too_large",
-    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -178,23 +170,18 @@ def is_anthropic(path: str) -> bool:
 
 def error_body(error: ApiError, path: str) -> dict[str, object]:
     """The error object of the protocol of an endpoint."""
+    types, other = _OPENAI_TYPES, "server_error"
     if is_anthropic(path):
-        kind = _ANTHROPIC_TYPES.get(error.status)
-        kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
+        types, other = _ANTHROPIC_TYPES, "api_error"
+    kind = types.get(error.status, "invalid_request_error" if error.status < 500 else other)
+    if is_anthropic(path):
         details = {} if error.details is None else {"details": error.details}
         text = error.messages_text or error.message
         return {"type": "error", "error": {"type": kind, "message": text, **details}}
     param = error.param
     if error.code == "context_length_exceeded":
         param = _PROMPT_FIELDS.get(path)
-    return {
-        "error": {
-            "message": error.message,
-            "type": _OPENAI_TYPES.get(error.status, "server_error"),
-            "param": param,
-            "code": error.code,
-        }
-    }
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
 
 
 def error_event(error: ApiError, path: str, last: bytes) -> bytes:

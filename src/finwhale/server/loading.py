@@ -5,11 +5,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.spec import Progress
 from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Placement
 from finwhale.engine.loop.engine import Engine
-from finwhale.llm import Progress, open_engine
-from finwhale.loading_bar import loading_bar
+from finwhale.loaded_model import open_engine
+from finwhale.progress_bars import loading_bar
 from finwhale.server.observe import logs
 
 logger = logging.getLogger(__name__)

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.start.start_times import table
 from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.extras import import_extra
 from finwhale.server.api import health
 from finwhale.server.api.app import create_app
 from finwhale.server.banner import banner
@@ -100,11 +100,9 @@ def open_traces(config: ServerConfig) -> "Traces | None":
     missing, or a setting of OpenTelemetry is wrong."""
     if config.otlp_traces_endpoint is None:
         return None
+    tracing = import_extra("finwhale.server.observe.tracing")
     try:
-        tracing = importlib.import_module("finwhale.server.observe.tracing")
         traces: Traces = tracing.Traces(config.otlp_traces_endpoint)
-    except ModuleNotFoundError as error:
-        raise FinwhaleError(str(error)) from error
     except ValueError as error:
         raise FinwhaleError(f"a setting of OpenTelemetry is wrong: {error}") from error
     return traces
@@ -137,33 +135,17 @@ async def _serve(
     try:
         await state.grammars.start()
         starting = loop.create_task(client.start())
-        stopping = loop.create_task(stop.wait())
-        await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        await _first(starting, stop.wait(), serving)
         if starting.done():
             starting.result()  # raises if the model does not load
-            # Without this, a full garbage collection stops all streams for tenths of a second.
-            freeze_heap()
-            if server.batches is not None:
-                server.batches.start()
-            phases = {name: round(spent, 2) for name, spent in state.ready.phases.items()}
-            logger.info("started", extra={"phases": table(phases)})
-            url = listening.url_of(listener, state.config)
-            logger.info("ready", extra={"url": url, "model": state.model_name})
-            if logs.is_text(config.log_format):
-                text = banner(state.ready, state.model_name, url, bool(config.api_keys))
-                print(text, file=sys.stderr, flush=True)
-            dying = loop.create_task(died.wait())
-            await asyncio.wait((stopping, dying, serving), return_when=asyncio.FIRST_COMPLETED)
+            _report_start(state, server, listener)
+            await _first(stop.wait(), died.wait(), serving)
             if died.is_set():
                 await asyncio.sleep(DEATH_NOTICE_S)
             elif config.drain_delay_s and not serving.done():
                 logger.info("not ready", extra={"drain_delay_s": config.drain_delay_s})
-                stopping_now = loop.create_task(stop_now.wait())
-                await asyncio.wait(
-                    (stopping_now, dying, serving),
-                    timeout=config.drain_delay_s,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                waits = stop_now.wait(), died.wait(), serving
+                await _first(*waits, timeout=config.drain_delay_s)
         else:
             starting.cancel()
         logger.info("stopping", extra={"in_flight": client.num_sequences})
@@ -184,18 +166,42 @@ async def _serve(
     return int(client.failure is not None or cut)
 
 
+def _report_start(state: ServerState, server: "Server", listener: socket.socket) -> None:
+    """Begins the batches of a loaded model, and reports that it is ready."""
+    # Without this, a full garbage collection stops all streams for tenths of a second.
+    freeze_heap()
+    if server.batches is not None:
+        server.batches.start()
+    phases = {name: round(spent, 2) for name, spent in state.ready.phases.items()}
+    logger.info("started", extra={"phases": table(phases)})
+    url, config = listening.url_of(listener, state.config), state.config
+    logger.info("ready", extra={"url": url, "model": state.model_name})
+    if logs.is_text(config.log_format):
+        text = banner(state.ready, state.model_name, url, bool(config.api_keys))
+        print(text, file=sys.stderr, flush=True)
+
+
+async def _first(
+    *awaited: Coroutine[Any, Any, object] | asyncio.Future[Any], timeout: float | None = None
+) -> None:
+    """Waits for the first of several, and ends the coroutines among them."""
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for task, one in zip(tasks, awaited, strict=True):
+        if task is not one:
+            task.cancel()
+
+
 async def end_processes(
     client: EngineClient, grammars: GrammarChecker, stop_now: asyncio.Event
 ) -> None:
     """Ends the engine's process and the one that tries grammars. `stop_now`: when it is set, kill
     both instead of waiting for them."""
     closing = asyncio.gather(client.close(), grammars.close())
-    stopping_now = asyncio.ensure_future(stop_now.wait())
-    await asyncio.wait((closing, stopping_now), return_when=asyncio.FIRST_COMPLETED)
-    if stopping_now.done():
+    await _first(closing, stop_now.wait())
+    if stop_now.is_set():
         client.kill()
         grammars.kill()
-    stopping_now.cancel()
     await closing
 
 

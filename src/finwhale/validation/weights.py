@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.formats import not_finite
 from finwhale.checkpoint.reader import Checkpoint, TensorReader
 from finwhale.ops.moe import EXPONENT_SPREAD
 from finwhale.validation.report import Check
@@ -29,7 +30,7 @@ def check_weights(checkpoint: Checkpoint) -> list[Check]:
                 if checkpoint.tensors[name].dtype in (torch.int8, torch.int64):
                     continue
                 tensor = reader.read(name)
-                if not is_finite(tensor):
+                if not_finite(tensor):
                     bad.append(f"{name} in {file}")
                 match = _EXPERT.match(name)
                 if match is not None and tensor.dtype == torch.float8_e8m0fnu:
@@ -47,15 +48,6 @@ def check_weights(checkpoint: Checkpoint) -> list[Check]:
         ),
         _check_exponents(len(experts), {key: count for key, count in far.items() if count}),
     ]
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor of a checkpoint has neither NaN nor infinity."""
-    if tensor.dtype == torch.float8_e8m0fnu:
-        return not bool((tensor.view(torch.uint8) == 255).any())
-    if tensor.dtype == torch.float8_e4m3fn:  # has no infinity
-        return not bool(((tensor.view(torch.uint8) & 127) == 127).any())
-    return bool(tensor.isfinite().all())
 
 
 def count_far_values(codes: Tensor, exponents: Tensor) -> int:

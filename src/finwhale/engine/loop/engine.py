@@ -176,13 +176,14 @@ class Engine:
         vocab_size, longest = self.model_config.vocab_size, self.max_model_len
         ends = end_tokens(params, self.model_config.eos_token_ids)
         with self.lock:
-            self._check_accepts(params)
+            self._check_accepts()
             prompt_token_ids = checked_prompt(
                 prompt_token_ids,
                 params,
                 vocab=vocab_size,
                 max_model_len=longest,
                 has_tokenizer=self.tokenizer is not None,
+                can_return_experts=self.executor.description.routed_experts is not None,
             )
             num_prompt = len(prompt_token_ids)
             if params.max_tokens is not None:
@@ -208,8 +209,8 @@ class Engine:
             self.outputs.add(output, sequences, ends, stop_after)
             return output
 
-    def _check_accepts(self, params: SamplingParams) -> None:
-        """Raise an error if the engine accepts no requests now, or none with these parameters."""
+    def _check_accepts(self) -> None:
+        """Raise an error if the engine accepts no requests now."""
         self.check_usable()
         if self.stops & {"weights", "cache"}:
             raise RequestError("the engine is asleep and accepts no requests: wake it first")
@@ -217,11 +218,6 @@ class Engine:
             raise RequestError(
                 "the weights were dropped, so the engine accepts no requests: call update_weights "
                 "with all of them first"
-            )
-        if params.return_routed_experts and self.executor.description.routed_experts is None:
-            raise RequestError(
-                "return_routed_experts needs an engine that was started with "
-                "enable_return_routed_experts (--enable-return-routed-experts)"
             )
 
     def check_usable(self) -> None:
@@ -361,5 +357,5 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Read the current state and the counters, without waiting for a step."""
-        late, ranks = self.executor.late_compilations(), self.executor.rank_states()
-        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late, ranks)
+        ranks = self.executor.rank_states()
+        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, ranks)

@@ -7,7 +7,6 @@ from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.engine.loop.metrics import Clock
 from finwhale.engine.loop.routed_experts import ExpertRecord
-from finwhale.engine.loop.sampled_tokens import SampledToken
 from finwhale.engine.plan.draft_policy import NO_DRAFTS, StepKind
 from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History
@@ -58,10 +57,6 @@ class TextStream:
                 self.output.text += self.detokenizer.finish()
             elif self.stop.matched is None:
                 self.output.text += self.stop.flush() + self.detokenizer.finish()
-
-
-# A text stream, the index of its new token in the sequence's token_ids, and the token.
-NewToken = tuple[TextStream, int, SampledToken]
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """An engine's metrics: counters since its start, and its current state."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import InitVar, asdict, dataclass, field, fields
@@ -227,17 +228,17 @@ def read_metrics(
     scheduler: Scheduler,
     meter: Meter,
     step_seconds: float,
-    late: Mapping[str, int],
     ranks: tuple[RankState, ...],
 ) -> EngineMetrics:
     """Read the current state and the counters.
 
     Args:
         step_seconds: time that the current step has taken so far.
-        late: number of compilations since the engine was ready, by compiler.
         ranks: the state of each rank.
     """
-    prefix = scheduler.prefix
+    prefix, late = scheduler.prefix, Counter[str]()
+    for rank in ranks:
+        late.update(rank.late_compilations)
     return EngineMetrics(
         running=len(scheduler.running),
         waiting=scheduler.num_waiting,

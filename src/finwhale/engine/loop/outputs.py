@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.engine.loop.in_flight import InFlightStep, NewToken, Request, TextStream
+from finwhale.engine.loop.in_flight import InFlightStep, Request, TextStream
 from finwhale.engine.loop.metrics import Clock, Meter
-from finwhale.engine.loop.routed_experts import ExpertRecord
-from finwhale.engine.loop.sampled_tokens import (
+from finwhale.engine.loop.results import (
     NOT_FINITE,
+    NewToken,
     SampledToken,
     TokenLogprob,
     row_logprobs,
 )
+from finwhale.engine.loop.routed_experts import ExpertRecord
 from finwhale.engine.plan.executor import RoutedExpertsForm
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk, SequenceState

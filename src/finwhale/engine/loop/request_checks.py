@@ -18,6 +18,7 @@ def checked_prompt(
     vocab: int,
     max_model_len: int,
     has_tokenizer: bool,
+    can_return_experts: bool,
 ) -> list[int]:
     """Check a prompt and return its ids as plain integers.
 
@@ -52,6 +53,11 @@ def checked_prompt(
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none")
     _check_ids("stop_token_ids", params.stop_token_ids, vocab)
     _check_ids("logit_bias", params.logit_bias or (), vocab)
+    if params.return_routed_experts and not can_return_experts:
+        raise RequestError(
+            "return_routed_experts needs an engine that was started with "
+            "enable_return_routed_experts (--enable-return-routed-experts)"
+        )
     return ids
 
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,25 +14,8 @@ from finwhale.checkpoint.stored import DTYPE_NAMES
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.engine.loop.control import change_weights, check_weights_can_change, no_steps
 from finwhale.engine.loop.engine import Engine, Requests
-from finwhale.engine.ranks.staged_weights import (
-    begin_update,
-    commit_update,
-    discard_update,
-    prepare_update,
-    stage_bytes,
-    stage_checkpoint,
-    stage_tensors,
-)
-from finwhale.engine.ranks.weight_transfer import (
-    announce,
-    end_join,
-    end_receive,
-    is_done,
-    leave_group,
-    read_buffer,
-    start_join,
-    start_receive,
-)
+from finwhale.engine.ranks.local_executor import on_weights
+from finwhale.engine.ranks.rank_weights import RankWeights
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.weights.incoming import Announced
 from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S, GroupAddress, GroupBackend
@@ -77,6 +60,7 @@ class SharedTensors:
     handles: Mapping[str, IpcHandle]
 
 
+T = TypeVar("T")
 WeightsSource = str | Path | NamedTensors | BroadcastTensors | SharedTensors
 
 
@@ -140,15 +124,13 @@ class WeightUpdates:
             timeout_seconds=timeout_seconds,
         )
         try:
-            self._engine.call_ranks(
-                functools.partial(start_join, address=address, rank_offset=rank_offset)
-            )
+            self._call(RankWeights.start_join, address=address, rank_offset=rank_offset)
             self._wait(address)
-            self._engine.call_ranks(functools.partial(end_join, group_name=group_name))
+            self._call(RankWeights.end_join, group_name=group_name)
         except EngineDeadError:
             raise
         except BaseException:
-            self._leave(group_name)
+            self._call(RankWeights.leave, group_name=group_name)
             raise
         self._groups[group_name] = address
 
@@ -157,7 +139,7 @@ class WeightUpdates:
         if group_name not in self._groups:
             raise RequestError(f"the engine is in no group {group_name!r}")
         del self._groups[group_name]
-        self._leave(group_name)
+        self._call(RankWeights.leave, group_name=group_name)
 
     def _wait(self, group: GroupAddress) -> None:
         """Wait until every rank has joined or failed. The engine continues meanwhile.
@@ -166,8 +148,7 @@ class WeightUpdates:
             RequestError: the call was cancelled, or torch has not kept the group's time limit.
         """
         seconds, left = 0.001, group.timeout_seconds + LATE_S
-        done = functools.partial(is_done, group_name=group.group_name)
-        while not all(self._engine.call_ranks(done)):
+        while not all(self._call(RankWeights.is_done, group_name=group.group_name)):
             if self.cancelled.wait(seconds):
                 raise RequestError("the call was cancelled")
             left -= seconds
@@ -178,8 +159,9 @@ class WeightUpdates:
                 )
             seconds = min(2 * seconds, 0.05)
 
-    def _leave(self, group_name: str) -> None:
-        self._engine.call_ranks(functools.partial(leave_group, group_name=group_name))
+    def _call(self, method: Callable[..., T], **arguments: Any) -> list[T]:
+        """Call a method of every rank's RankWeights."""
+        return self._engine.call_ranks(functools.partial(on_weights, method, **arguments))
 
     # --- Updates ----------------------------------------------------------------------------------
 
@@ -213,7 +195,7 @@ class WeightUpdates:
             self.begun = True
             self._next_version, self._partial = None, partial
         try:
-            self._engine.call_ranks(functools.partial(begin_update, partial=partial))
+            self._call(RankWeights.begin, partial=partial)
         except BaseException as error:
             self._discard(error)
             raise
@@ -242,8 +224,9 @@ class WeightUpdates:
         self._check_begun()
         check_weights_can_change(self._engine, requests=requests)
         try:
-            self._engine.call_ranks(prepare_update)
-            change_weights(self._engine, commit_update, requests, partial=self._partial)
+            self._call(RankWeights.prepare)
+            commit = functools.partial(on_weights, RankWeights.commit)
+            change_weights(self._engine, commit, requests, partial=self._partial)
         except BaseException as error:
             self._discard(error)
             raise
@@ -263,23 +246,28 @@ class WeightUpdates:
     def _add(self, source: WeightsSource, *, last: bool) -> None:
         """Stage weights. `last`: the update has no others."""
         self._check_begun()
-        engine = self._engine
         try:
             if isinstance(source, str | Path):
-                engine.call_ranks(functools.partial(stage_checkpoint, path=Path(source)))
+                self._call(RankWeights.stage_checkpoint, path=Path(source))
             elif isinstance(source, BroadcastTensors):
                 self._receive(source, last)
             elif isinstance(source, SharedTensors):
                 tensors = self._announce(source, last)
-                work = functools.partial(read_buffer, handles=dict(source.handles), tensors=tensors)
-                engine.call_ranks(work)
+                self._call(RankWeights.read_buffer, handles=dict(source.handles), tensors=tensors)
             else:
-                alone = engine.executor.description.num_ranks == 1
-                for stage in _staging(source, alone=alone):
-                    engine.call_ranks(stage)
+                self._stage(source)
         except BaseException as error:
             self._discard(error)
             raise
+
+    def _stage(self, tensors: NamedTensors) -> None:
+        if self._engine.executor.description.num_ranks == 1:
+            # The only rank is this process. It gets each tensor at once, without a copy.
+            for pair in _named(tensors):
+                self._call(RankWeights.stage, tensors=[pair])
+            return
+        for message in _messages(map(_as_bytes, _named(tensors)), lambda one: one[0]):
+            self._call(RankWeights.stage_bytes, tensors=message)
 
     def _receive(self, source: BroadcastTensors, last: bool) -> None:
         name = source.group_name
@@ -288,14 +276,12 @@ class WeightUpdates:
                 f"the engine is in no group {name!r}: a failed update closes the group"
             )
         try:
-            for piece in _pieces(self._announce(source, last)):
+            for piece in _messages(self._announce(source, last), lambda one: one):
                 # No kernel that waits for another rank may run beside NCCL's.
                 with no_steps(self._engine):
-                    self._engine.call_ranks(
-                        functools.partial(start_receive, group_name=name, tensors=piece)
-                    )
+                    self._call(RankWeights.start_receive, group_name=name, tensors=piece)
                     self._wait(self._groups[name])
-                    self._engine.call_ranks(functools.partial(end_receive, group_name=name))
+                    self._call(RankWeights.end_receive, group_name=name)
         except EngineDeadError:
             raise
         except BaseException:
@@ -306,13 +292,13 @@ class WeightUpdates:
     def _announce(self, source: BroadcastTensors | SharedTensors, last: bool) -> list[Announced]:
         """Let all ranks check the tensors of a source before they arrive; returns them."""
         tensors = _announced(source)
-        self._engine.call_ranks(functools.partial(announce, tensors=tensors, last=last))
+        self._call(RankWeights.announce, tensors=tensors, last=last)
         return tensors
 
     def _discard(self, error: BaseException | None) -> None:
         try:
             if not isinstance(error, EngineDeadError):
-                self._engine.call_ranks(discard_update)
+                self._call(RankWeights.discard)
         finally:
             self.begun = False  # Not before: another thread's update must not be discarded.
 
@@ -333,28 +319,8 @@ def _announced(source: BroadcastTensors | SharedTensors) -> list[Announced]:
     ]
 
 
-def _pieces(announced: Sequence[Announced]) -> Iterator[list[Announced]]:
-    """Split tensors into messages of at most BUCKET_BYTES or one tensor, in order."""
-    piece: list[Announced] = []
-    size = 0
-    for one in announced:
-        if piece and size + one.nbytes > BUCKET_BYTES:
-            yield piece
-            piece, size = [], 0
-        piece.append(one)
-        size += one.nbytes
-    if piece:
-        yield piece
-
-
-def _staging(tensors: NamedTensors, *, alone: bool) -> Iterator[Callable[[Any], None]]:
-    """The work that stages tensors, in messages of at most BUCKET_BYTES or one tensor.
-
-    Args:
-        alone: the only rank is this process. It gets each tensor at once, without a copy.
-    """
-    bucket: list[tuple[Announced, Tensor]] = []
-    size = 0
+def _named(tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """The pairs of a name and a tensor. Raises RequestError if there is anything else."""
     for item in tensors:
         if not (
             isinstance(item, tuple | list)
@@ -363,19 +329,31 @@ def _staging(tensors: NamedTensors, *, alone: bool) -> Iterator[Callable[[Any], 
             and isinstance(item[1], Tensor)
         ):
             raise RequestError("the weights must be pairs of a name and a tensor")
-        name, tensor = item[0], item[1].detach()
-        if alone:
-            yield functools.partial(stage_tensors, tensors=[(name, tensor)])
-            continue
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield functools.partial(stage_bytes, tensors=bucket)
-            bucket, size = [], 0
-        # Copy the tensor: a message contains the whole memory of which a tensor may be a part, and
-        # the sender may reuse that memory for the next tensor. Send bytes: torch cannot unpickle
-        # FP8.
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        form = Announced(name, tensor.dtype, tuple(tensor.shape))
-        bucket.append((form, copied.reshape(-1).view(torch.uint8)))
-        size += tensor.nbytes
-    if bucket:
-        yield functools.partial(stage_bytes, tensors=bucket)
+        yield item[0], item[1].detach()
+
+
+def _as_bytes(pair: tuple[str, Tensor]) -> tuple[Announced, Tensor]:
+    """A copy of a tensor's bytes for a message. torch cannot unpickle FP8.
+
+    A message contains the whole memory of which a tensor may be a part, and the sender may reuse
+    that memory for the next tensor.
+    """
+    name, tensor = pair
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    form = Announced(name, tensor.dtype, tuple(tensor.shape))
+    return form, copied.reshape(-1).view(torch.uint8)
+
+
+def _messages(items: Iterable[T], announced: Callable[[T], Announced]) -> Iterator[list[T]]:
+    """Split tensors into messages of at most BUCKET_BYTES or one tensor, in order."""
+    message: list[T] = []
+    size = 0
+    for item in items:
+        num_bytes = announced(item).nbytes
+        if message and size + num_bytes > BUCKET_BYTES:
+            yield message
+            message, size = [], 0
+        message.append(item)
+        size += num_bytes
+    if message:
+        yield message

@@ -169,7 +169,8 @@ class RankState:
     Attributes:
         device: torch's name of the device, such as "cuda:1".
         memory: None: the rank has not reported it.
-        late_compilations: as `Executor.late_compilations`, of this rank.
+        late_compilations: number of kernels and graphs compiled or loaded since `mark_ready`, by
+            compiler.
         heartbeat_age_s: seconds since its process was last seen alive; 0 for rank 0.
         times: of its steps since `mark_ready`.
     """
@@ -297,10 +298,6 @@ class Executor(Protocol):
 
     def mark_ready(self) -> None:
         """Start to count compilations, because the warm-up is over."""
-        ...
-
-    def late_compilations(self) -> Mapping[str, int]:
-        """Number of kernels and graphs compiled or loaded since `mark_ready`, by compiler."""
         ...
 
     def rank_states(self) -> tuple[RankState, ...]:

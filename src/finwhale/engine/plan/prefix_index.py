@@ -271,12 +271,3 @@ class PrefixIndex:
         if block.state is not None:
             self.pages.drop(block.state)
             block.state = None
-
-    def cached_pages(self) -> dict[str, list[int]]:
-        """The pages of all blocks and states, by group: once for each reference."""
-        pages: dict[str, list[int]] = {g.name: [] for g in self.pages.groups}
-        for block in self.blocks.values():
-            for part in (block.pages, block.state or {}):
-                for name, numbers in part.items():
-                    pages[name] += numbers
-        return pages

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 from torch._C._distributed_c10d import Store
 
@@ -12,6 +11,7 @@ from finwhale.distributed.peers import StoreAddress, serve_store
 from finwhale.distributed.workers import SpawnedProcesses, WorkerProcesses
 from finwhale.engine.ranks.devices import device_kind
 from finwhale.errors import FinwhaleError
+from finwhale.extras import import_extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,7 @@ def on_ray(config: EngineConfig) -> RankProcesses:
         raise FinwhaleError("distributed_executor 'ray' needs a tensor_parallel_size above 1")
     assert size is not None
     kind = device_kind(config, size)
-    try:
-        ray_actors = import_module("finwhale.distributed.ray_actors")
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise FinwhaleError(
-            "distributed_executor 'ray' needs ray: pip install 'finwhale[ray]'"
-        ) from error
-    actors = ray_actors.Actors(size, kind)
+    actors = import_extra("finwhale.distributed.ray_actors").Actors(size, kind)
     try:
         store, address = serve_store(actors.host)
         listener = WorkerListener(actors.host)

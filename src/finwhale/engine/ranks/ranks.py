@@ -15,8 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -32,8 +31,9 @@ from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.ranks.heap import freeze_heap
-from finwhale.engine.ranks.local_executor import LocalExecutor, LocalResult
+from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.rank_processes import RankProcesses
+from finwhale.engine.steps.executor import StepTransfer
 from finwhale.engine.steps.host_transfer import NoReceiver
 from finwhale.engine.steps.page_copies import Copying, PageCopy
 from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError, first_line
@@ -163,7 +163,7 @@ class Ranks:
         if self.description.asynchronous:
             atexit.register(_limit_exit)
 
-    def wait(self, result: LocalResult) -> StepResult:
+    def wait(self, result: StepTransfer) -> StepResult:
         """Wait for a result, unless a rank fails."""
         try:
             with self.workers.guard():
@@ -198,12 +198,6 @@ class Ranks:
         self.workers.steady = True
         self.local.mark_ready()
 
-    def late_compilations(self) -> Mapping[str, int]:
-        total = Counter[str]()
-        for state in self.rank_states():
-            total.update(state.late_compilations)
-        return total
-
     def rank_states(self) -> tuple[RankState, ...]:
         others = [
             replace(
@@ -236,7 +230,7 @@ def _or_error(work: Callable[[LocalExecutor], T], executor: LocalExecutor) -> T 
 class RanksResult:
     """The result of rank 0, which all ranks have computed."""
 
-    def __init__(self, ranks: Ranks, result: LocalResult) -> None:
+    def __init__(self, ranks: Ranks, result: StepTransfer) -> None:
         self._ranks, self._result = ranks, result
 
     def wait(self) -> StepResult:

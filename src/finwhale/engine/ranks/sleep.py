@@ -2,21 +2,18 @@
 
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.memory_checks import check_host_memory, check_temporary_disk
 from finwhale.ops.host_forms import forget_forms
 from finwhale.weights.tree import tensors_of
 
-if TYPE_CHECKING:
-    from finwhale.engine.ranks.local_executor import LocalExecutor
 
-
-def check_can_save(executor: "LocalExecutor") -> None:
+def check_can_save(executor: LocalExecutor) -> None:
     """Check that there is room for the weights of all ranks of the host. Raises ResourceError."""
-    num_bytes = executor.ranks_on_host * executor.arenas["weights"].num_bytes
+    num_bytes = executor.weights.ranks_on_host * executor.arenas["weights"].num_bytes
     drop = "or drop the weights (drop_weights, or level 2 of /sleep)"
     if executor.runner.device.type == "cuda":
         what = "the weights, which sleep saves in host memory,"
@@ -26,7 +23,7 @@ def check_can_save(executor: "LocalExecutor") -> None:
         check_temporary_disk(num_bytes, what, f"set TMPDIR to a larger disk, {drop}")
 
 
-def free_memory(executor: "LocalExecutor", *, tags: Sequence[str], save_weights: bool) -> None:
+def free_memory(executor: LocalExecutor, *, tags: Sequence[str], save_weights: bool) -> None:
     """Free memory.
 
     Args:
@@ -43,7 +40,7 @@ def free_memory(executor: "LocalExecutor", *, tags: Sequence[str], save_weights:
 
 
 @torch.inference_mode()
-def free_for_good(executor: "LocalExecutor") -> None:
+def free_for_good(executor: LocalExecutor) -> None:
     """Free the memory of an executor that is closed, whatever still refers to its tensors, such as
     the frames of a traceback.
     """
@@ -66,7 +63,7 @@ def free_for_good(executor: "LocalExecutor") -> None:
         torch.cuda.empty_cache()
 
 
-def allocate_memory(executor: "LocalExecutor", *, tags: Sequence[str]) -> None:
+def allocate_memory(executor: LocalExecutor, *, tags: Sequence[str]) -> None:
     """Allocate the memory again."""
     for tag in tags:
         executor.arenas[tag].restore()

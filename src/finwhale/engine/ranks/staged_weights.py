@@ -5,17 +5,17 @@ Only when this copy is complete on every rank, each tensor is copied into the me
 so captured graphs remain valid.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.engine.ranks.memory_checks import check_host_memory
-from finwhale.errors import CheckpointError, FinwhaleError
+from finwhale.errors import CheckpointError
 from finwhale.models.protocol import Model
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops.host_forms import forget_forms
@@ -23,9 +23,6 @@ from finwhale.weights.assembler import Assembler, WeightForm
 from finwhale.weights.incoming import Announced, Incoming
 from finwhale.weights.source import WeightSource
 from finwhale.weights.tree import tensors_of
-
-if TYPE_CHECKING:
-    from finwhale.engine.ranks.local_executor import LocalExecutor
 
 CPU = torch.device("cpu")
 # Limits for announced tensors. No tensor of a model is near them.
@@ -130,58 +127,3 @@ class StagedWeights:
             forget_forms(old)
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
-
-
-# --- Work that the engine sends to its ranks ------------------------------------------------------
-
-
-def begin_update(executor: "LocalExecutor", *, partial: bool) -> None:
-    """Begin to stage an update (StagedWeights)."""
-    form = weight_form_of(executor)
-    executor.staged_weights = None
-    executor.staged_weights = StagedWeights(
-        executor.runner.model, form, partial=partial, ranks_on_host=executor.ranks_on_host
-    )
-
-
-def stage_tensors(executor: "LocalExecutor", *, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    staged_weights_of(executor).add(tensors)
-
-
-def stage_bytes(executor: "LocalExecutor", *, tensors: Sequence[tuple[Announced, Tensor]]) -> None:
-    """Stage tensors that are given as their bytes."""
-    parts = ((form.name, data.view(form.dtype).view(form.shape)) for form, data in tensors)
-    staged_weights_of(executor).add(parts)
-
-
-def stage_checkpoint(executor: "LocalExecutor", *, path: Path) -> None:
-    staged_weights_of(executor).read(path)
-
-
-def prepare_update(executor: "LocalExecutor") -> None:
-    """Complete the staged weights."""
-    staged_weights_of(executor).prepare()
-
-
-def commit_update(executor: "LocalExecutor") -> None:
-    """Write the staged weights, after every rank has prepared its own."""
-    staged_weights_of(executor).commit()
-    executor.staged_weights = None
-
-
-def discard_update(executor: "LocalExecutor") -> None:
-    """Drop the staged weights."""
-    executor.staged_weights = None
-
-
-def weight_form_of(executor: "LocalExecutor") -> WeightForm:
-    """How this rank holds its weights. Raises FinwhaleError if they cannot be updated."""
-    if executor.weight_form is None:
-        raise FinwhaleError("the weights of a compiled engine cannot be updated")
-    return executor.weight_form
-
-
-def staged_weights_of(executor: "LocalExecutor") -> StagedWeights:
-    """The weights that the begun update stages."""
-    assert executor.staged_weights is not None, "no update has begun"
-    return executor.staged_weights

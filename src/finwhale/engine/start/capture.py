@@ -1,18 +1,15 @@
 """Adds drafting and captured steps to a rank's runner."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from finwhale.config import EngineConfig
-from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.engine.steps.drafter import Drafter
 from finwhale.engine.steps.graphs import GraphMemory, Graphs
 from finwhale.engine.steps.inputs import StaticInputs
 from finwhale.engine.steps.runner import ModelRunner
-from finwhale.engine.steps.step_limits import StepLimits, step_limits
+from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.step_inputs import Segments, StepInputs
 
 
@@ -61,13 +58,3 @@ def new_verification_steps(
     return VerificationSteps(
         runner.model, runner.cache, runner.groups, runner.tables, runner.ops, largest, memory
     )
-
-
-def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
-    """Run drafting decodes as on a GPU, launched by the host: for tests and benchmarks."""
-    runner, sizes = executor.runner, executor.description.sizes
-    can_capture = runner.ops.capabilities.captures_steps
-    largest = step_limits(config, sizes, runner.model.config, can_capture, runner.max_model_len)
-    steps = runner.verification_steps = new_verification_steps(runner, largest, None)
-    executor.description = replace(executor.description, device_drafts=steps.description)
-    return steps

@@ -7,8 +7,6 @@ write their state to one page.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -241,23 +239,3 @@ def remaining_bytes(device: torch.device, utilization: float) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * utilization) - (total - free))
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors and arrays in a structure of data classes, tuples, lists and dicts."""
-    found: dict[int, int] = {}
-
-    def visit(item: Any) -> None:
-        if hasattr(item, "nbytes"):
-            found[id(item)] = int(item.nbytes)
-        elif is_dataclass(item):
-            for field in fields(item):
-                visit(getattr(item, field.name))
-        elif isinstance(item, dict):
-            visit(list(item.values()))
-        elif isinstance(item, list | tuple):
-            for part in item:
-                visit(part)
-
-    visit(value)
-    return sum(found.values())

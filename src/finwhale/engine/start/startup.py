@@ -26,7 +26,6 @@ from finwhale.engine.start.capture import add_steps
 from finwhale.engine.start.decisions import Decisions
 from finwhale.engine.start.kernels import Kernels
 from finwhale.engine.start.kv_cache import allocate_cache
-from finwhale.engine.start.memory import tensor_bytes
 from finwhale.engine.start.start_times import Phases
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.engine.steps.slot_tables import SlotTables
@@ -180,7 +179,9 @@ class _Start:
             allocated = torch.cuda.memory_allocated(self.device)
             self.weight_bytes = allocated - self.budget.allocated_before
         else:
-            self.weight_bytes = tensor_bytes(weights)
+            self.weight_bytes = sum(
+                {id(each): each.nbytes for each in tensors_of(weights)}.values()
+            )
         self.phases.end("weights")
         return weights
 

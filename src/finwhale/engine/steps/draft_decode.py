@@ -12,10 +12,9 @@ sequence, on average and rounded up), N tokens (B * W in a captured step), H res
 hidden, X tokens of this rank's part of the vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.steps.draft_noise import StaticDraftNoise
-from finwhale.engine.steps.graphs import WARM_UP_STEPS, GraphMemory, Recorder
+from finwhale.engine.steps.graphs import GraphMemory, Recorder
 from finwhale.engine.steps.host_transfer import send
 from finwhale.engine.steps.inputs import StaticInputs, one_token_each
 from finwhale.engine.steps.slot_tables import SlotTables
@@ -45,34 +44,17 @@ class _Step:
 
     Attributes:
         inputs: inputs of the model's forward.
-        verifying: the graph of `verify`; None: nothing is captured.
-        drafting: the graphs of `draft`, by K; empty: nothing is captured.
         logits: [N,X] float32.
         streams: residual streams [N,H,D].
+        verifying: the graph of `verify`; None: nothing is captured.
+        drafting: the graphs of `draft`, by K; empty: nothing is captured.
     """
 
     inputs: StepInputs
-    verifying: torch.cuda.CUDAGraph | None
-    drafting: Mapping[int, torch.cuda.CUDAGraph | None]
     logits: Tensor
     streams: Tensor
-
-
-class StepDrafts(NamedTuple):
-    """The drafts that a step verifies.
-
-    Attributes:
-        ids, positions: int64: ids and positions of the step's N tokens, without padding.
-        lengths: number of tokens of each sequence: one, then its drafts.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    lengths: tuple[int, ...]
-
-
-# Maps the positions [count,K] int64 of drafts to their confidences [count,K] float32.
-Estimate = Callable[[Tensor], Tensor]
+    verifying: torch.cuda.CUDAGraph | None = None
+    drafting: Mapping[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
 
 
 class VerificationSteps:
@@ -83,7 +65,10 @@ class VerificationSteps:
         memory: the memory pool of the captured graphs; None: the host launches every kernel.
 
     Attributes:
-        drafts: the drafts of the last step; None: it did not run here, or it verified no draft.
+        step: the last step; None: it did not run here.
+        lengths: number of tokens of each of its sequences: one, then the drafts.
+        first: [B] int64: the index of each sequence's first token in the step.
+        advanced: [B,..] int64: by how many tokens each sequence is ahead of the host's plan.
         confidences: confidences [count,K] float32 in the drafts of the last call of `draft`; empty:
             the head gives none.
     """
@@ -122,59 +107,29 @@ class VerificationSteps:
         # For each row of the last step: its next tokens, and by how many tokens it is ahead of the
         # host's plan, repeated. The last row belongs to no sequence: it carries nothing over.
         self._last = integers(2, rows + 1, longest)
-        self._carried, self._advanced = self._last[0], self._last[1]
+        self._carried, self.advanced = self._last[0], self._last[1]
         self._confidences = torch.zeros(rows, longest - 1, dtype=torch.float32, device=device)
         self._gives_confidences = False
-        self._estimate: Estimate | None = None
+        self.confidences: list[Tensor] = []
         # For each token, the index in _carried of its id; the last row of _carried stands for ids
         # from the host. For each sequence, the index of its first token, and the indices of the
         # tokens that have a draft after them; a missing draft has an index beyond all tokens.
         self._sources = integers(tokens).fill_(rows * longest)
-        self._first = integers(rows)
+        self.first = integers(rows)
         self._token_indices = integers(rows, longest - 1).fill_(tokens)
         self._sent_layout: tuple[object, ...] = ()
         self._positions, self._chosen = integers(tokens), integers(tokens)
         self._noise = StaticDraftNoise(rows, longest - 1, device)
         self._ordinal = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._captured: dict[tuple[int, int], _Step] = {}  # by batch size and width
-        self._step: _Step | None = None
-        self._lengths: tuple[int, ...] = ()
+        self.step: _Step | None = None
+        self.lengths: tuple[int, ...] = ()
         if memory is not None:
             self._capture_all(memory)
 
-    @property
-    def drafts(self) -> StepDrafts | None:
-        count, num_tokens = len(self._lengths), sum(self._lengths)
-        if self._step is None or num_tokens == count:
-            return None
-        inputs = self._step.inputs
-        return StepDrafts(
-            ids=inputs.token_ids[:num_tokens],
-            positions=inputs.tokens.positions[:num_tokens],
-            lengths=self._lengths,
-        )
-
-    @property
-    def confidences(self) -> list[Tensor]:
-        if not self._gives_confidences:
-            return []
-        count = len(self._lengths)
-        if self._estimate is not None:
-            assert self._step is not None
-            known = self._step.inputs.tokens.positions.index_select(0, self._first[:count])
-            # The newest token follows the accepted drafts, and its first draft follows it.
-            first = (known + self._advanced[:count, 0] + 2)[:, None]
-            steps = torch.arange(self._num_drafts, device=self._device)
-            return [self._estimate(first + steps)]
-        return [_copied(self._confidences[:count, : self._num_drafts])]
-
-    def estimate_with(self, estimate: Estimate | None) -> None:
-        """Replace the confidences of a head that gives some: for benchmarks. None: keep them."""
-        self._estimate = estimate
-
     def forget(self) -> None:
         """Record that the next step does not continue the last one."""
-        self._step = None
+        self.step = None
 
     @torch.inference_mode()
     def verify(self, plan: StepPlan, settings: Mapping[int, SamplingSettings]) -> Tensor:
@@ -186,7 +141,7 @@ class VerificationSteps:
             settings: the settings of the plan's slots.
         """
         assert plan.draft is not None
-        count, self._lengths = len(plan.slots), plan.lengths
+        count, self.lengths = len(plan.slots), plan.lengths
         num_tokens = sum(plan.lengths)
         size, width = count, self.description.width(count, num_tokens, plan.draft.propose[0])
         assert width is not None
@@ -197,21 +152,21 @@ class VerificationSteps:
         self._send_layout(plan.lengths, plan.draft, size, num_tokens)
         self._noise.fill(plan.slots, settings)
         if self._memory is None:
-            self._step = None  # free its logits
+            self.step = None  # free its logits
             further = 0 if plan.draft.previous_rows is None else self._longest - 1
             max_len = min(self._max_len, further + max(plan.ends))
             inputs = self._inputs(size, num_tokens, max_len)
-            self._step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
+            self.step = _Step(inputs, *self._verify(inputs, Inline()))
         else:
-            self._step = self._captured[size, width]
-            assert self._step.verifying is not None
-            self._step.verifying.replay()
-        return self._step.logits[: sum(plan.lengths)]
+            self.step = self._captured[size, width]
+            assert self.step.verifying is not None
+            self.step.verifying.replay()
+        return self.step.logits[: sum(plan.lengths)]
 
     @torch.inference_mode()
     def tokens_ahead(self) -> Tensor:
         """Number of tokens by which each row of the logits is ahead of its chunk: int64."""
-        return self._advanced.view(-1).index_select(0, self._sources[: sum(self._lengths)])
+        return self.advanced.view(-1).index_select(0, self._sources[: sum(self.lengths)])
 
     @torch.inference_mode()
     def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
@@ -223,16 +178,20 @@ class VerificationSteps:
         Returns:
             [count, K] int64: a copy of the new drafts.
         """
-        step, count = self._step, len(self._lengths)
+        step, count = self.step, len(self.lengths)
         assert step is not None
-        num_drafts = self._num_drafts = plan.propose[0]
+        num_drafts = plan.propose[0]
         _copied(chosen, out=self._chosen[: len(chosen)])
         graph = step.drafting.get(num_drafts)
         if graph is None:
             self._draft(step, num_drafts, Inline())
         else:
             graph.replay()
-        return _copied(self._carried[:count, 1 : 1 + num_drafts])
+        drafts = _copied(self._carried[:count, 1 : 1 + num_drafts])
+        self.confidences = []
+        if num_drafts and self._gives_confidences:
+            self.confidences.append(_copied(self._confidences[:count, :num_drafts]))
+        return drafts
 
     def _send_layout(
         self, lengths: Sequence[int], draft: DraftPlan, size: int, num_tokens: int
@@ -256,7 +215,7 @@ class VerificationSteps:
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
             sources[: starts[-1]] = rows + offsets
         sent = send(self._device, sources, first, token_indices)
-        parts = self._sources[:num_tokens], self._first[:size], self._token_indices[:size]
+        parts = self._sources[:num_tokens], self.first[:size], self._token_indices[:size]
         for part, values in zip(parts, sent, strict=True):
             part.copy_(values)
         self._sent_layout = layout
@@ -314,45 +273,40 @@ class VerificationSteps:
         step = VerifiedStep(
             ids_N=inputs.token_ids,
             positions_N=inputs.tokens.positions,
-            first_B=self._first[:size],
+            first_B=self.first[:size],
             token_indices_BP=self._token_indices[:size],
         )
         chosen = self._chosen[: len(inputs.token_ids)]
-        return self._accept_drafts(chosen, step, self._carried[:size], self._advanced[:size])
+        return self._accept_drafts(chosen, step, self._carried[:size], self.advanced[:size])
 
     def _capture_all(self, memory: GraphMemory) -> None:
         for size, width in self.description.captured():
             inputs = self._inputs(size, size * width, self._max_len)
-            torch.cuda.synchronize(self._device)
-            with torch.cuda.stream(memory.stream):
-                self._captured[size, width] = self._capture(inputs, width, memory)
-        torch.cuda.synchronize(self._device)
-        # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
-        torch.cuda.empty_cache()
+            self._captured[size, width] = self._capture(inputs, width, memory)
+        memory.end_captures()
         # No sequence continues from the warm-up's tokens.
         self._carried.zero_()
-        self._advanced.zero_()
+        self.advanced.zero_()
 
     @torch.inference_mode()
     def _capture(self, inputs: StepInputs, width: int, memory: GraphMemory) -> _Step:
         numbers = [drafts for other, drafts in self.description.kinds if other == width]
-        for _ in range(WARM_UP_STEPS):
-            step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
+
+        def warm_up() -> None:
+            step = _Step(inputs, *self._verify(inputs, Inline()))
             for drafts in numbers:
                 self._draft(step, drafts, Inline())
-        del step
-        torch.cuda.synchronize(self._device)
-        if not self._captured:
-            # A capture cannot use memory that torch cached during the warm-up.
-            torch.cuda.empty_cache()
-        verifying = Recorder(False, memory.pool)
-        step = _Step(inputs, None, {}, *verifying.record(self._verify, inputs))
-        graphs = {}
-        for drafts in numbers:
-            recorder = Recorder(False, memory.pool)
-            recorder.record(partial(self._draft, step), drafts)
-            graphs[drafts] = recorder.only_graph
-        return replace(step, verifying=verifying.only_graph, drafting=graphs)
+
+        def record() -> _Step:
+            verifying, graphs = Recorder(False, memory.pool), {}
+            step = _Step(inputs, *verifying.record(self._verify, inputs))
+            for drafts in numbers:
+                recorder = Recorder(False, memory.pool)
+                recorder.record(partial(self._draft, step), drafts)
+                graphs[drafts] = recorder.only_graph
+            return replace(step, verifying=verifying.only_graph, drafting=graphs)
+
+        return memory.capture(warm_up, record, is_first=not self._captured)
 
 
 def _copied(tensor: Tensor, out: Tensor | None = None) -> Tensor:

@@ -94,18 +94,16 @@ class Drafter:
             int64 [K,B]: drafts of the chunks that get any, in order. A chunk that gets fewer than K
             drafts is filled with zeros. None: no chunk gets drafts.
         """
-        assert forward.batch is not None
+        assert forward.batch is not None and plan.draft is not None
         inputs, rows = forward.batch.inputs, forward.batch.logits_rows
         (following,) = send(self._device, _following(plan))
         if chosen_M is not None:
             following.index_copy_(0, rows, chosen_M)
         hidden = self._head(inputs, forward.streams, following, self._cache, self._segments)
-        assert plan.draft is not None
         propose, ends = plan.draft.propose, plan.ends
         chunk_indices = [index for index, count in enumerate(propose) if count]
-        if not chunk_indices:
+        if not chunk_indices or chosen_M is None:
             return None
-        assert chosen_M is not None
         last_B = self._last_rows(plan, chosen_M)
         counts = [propose[index] for index in chunk_indices]
         max_len = max(ends[index] + propose[index] for index in chunk_indices)

@@ -29,8 +29,6 @@ A = TypeVar("A")
 T = TypeVar("T")
 Forward = Callable[[StepInputs, Segments], Tensor]
 
-WARM_UP_STEPS = 1  # allocates memory that outlives a step; the kernels are built before
-
 
 class GraphMemory:
     """The memory pool of captured graphs. A graph reuses freed memory only on the same stream.
@@ -43,6 +41,27 @@ class GraphMemory:
     def __init__(self, device: torch.device) -> None:
         self.pool: Any = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
+
+    def capture(self, warm_up: Callable[[], object], record: Callable[[], T], is_first: bool) -> T:
+        """Capture a step. Its warm-up allocates memory that outlives the step.
+
+        Args:
+            record: runs the step with a Recorder.
+            is_first: the step is the largest of several, which use its memory in the pool.
+        """
+        torch.cuda.synchronize(self.stream.device)
+        with torch.cuda.stream(self.stream):
+            warm_up()
+            torch.cuda.synchronize(self.stream.device)
+            if is_first:
+                # A capture cannot use memory that torch cached during the warm-up.
+                torch.cuda.empty_cache()
+            return record()
+
+    def end_captures(self) -> None:
+        """Free what warm-ups cached on the capture stream: no other stream can use it."""
+        torch.cuda.synchronize(self.stream.device)
+        torch.cuda.empty_cache()
 
 
 class Recorder:
@@ -88,12 +107,14 @@ class Recorder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class Captured:
+    """A captured step: its inputs, graphs and calls between them, and its result."""
+
     inputs: StepInputs
     parts: list[Any]
     out: Tensor
 
-    def replay(self, change: Callable[[StepInputs], StepInputs]) -> None:
+    def replay(self, change: Callable[[StepInputs], StepInputs] = lambda inputs: inputs) -> None:
         """Run the step.
 
         Args:
@@ -140,32 +161,25 @@ class Graphs:
         self.sizes = list(sizes)
         self.static = static
         self.decode = decode
-        self._captured: dict[int, _Captured] = {}
-        device = memory.stream.device
+        self._captured: dict[int, Captured] = {}
 
         def whole(inputs: StepInputs, segments: Segments) -> Tensor:
             static.gather_ids(len(inputs.token_ids))
             return forward(inputs, segments)
 
+        def record(inputs: StepInputs) -> Captured:
+            recorder = Recorder(not decode, memory.pool)
+            out = recorder.record(whole, inputs)
+            return Captured(inputs, recorder.parts, non_owning_view(out))
+
         # Capture the largest first: the smaller graphs then fit into its memory in the pool.
         for size in reversed(self.sizes):
             num_seqs, max_query = (size, 1) if decode else (static.num_seqs, size)
             inputs = static.inputs(size, num_seqs, max_query)
-            torch.cuda.synchronize(device)
-            with torch.cuda.stream(memory.stream):
-                for _ in range(WARM_UP_STEPS):
-                    whole(inputs, Inline())
-                torch.cuda.synchronize(device)
-                if size == self.sizes[-1]:
-                    # A capture cannot use memory that torch cached during the warm-up.
-                    torch.cuda.empty_cache()
-                recorder = Recorder(not decode, memory.pool)
-                out = recorder.record(whole, inputs)
-            self._captured[size] = _Captured(inputs, recorder.parts, non_owning_view(out))
-            del out
-        torch.cuda.synchronize(device)
-        # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
-        torch.cuda.empty_cache()
+            self._captured[size] = memory.capture(
+                partial(whole, inputs, Inline()), partial(record, inputs), size == self.sizes[-1]
+            )
+        memory.end_captures()
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether a captured graph can run the step."""
@@ -176,18 +190,11 @@ class Graphs:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
         """The result of `forward` for the step's tokens, valid until any graph runs again."""
-        captured = self._of(plan.num_tokens)
+        captured = self.captured(plan.num_tokens)
         self.static.fill(plan, decode=self.decode)
         captured.replay(partial(with_bounds, plan=plan))
         return captured.out[: plan.num_tokens]
 
-    def replay(self, num_tokens: int) -> None:
-        """Run a decode's graph again on the last inputs: for benchmarks."""
-        assert self.decode
-        self._of(num_tokens).replay(lambda inputs: inputs)
-
-    def _size(self, num_tokens: int) -> int:
-        return self.sizes[bisect.bisect_left(self.sizes, num_tokens)]
-
-    def _of(self, num_tokens: int) -> _Captured:
-        return self._captured[self._size(num_tokens)]
+    def captured(self, num_tokens: int) -> Captured:
+        """The step that runs so many tokens."""
+        return self._captured[self.sizes[bisect.bisect_left(self.sizes, num_tokens)]]

@@ -61,13 +61,8 @@ def planned_inputs(
     """
     count = len(plan.slots)
     token_ids = np.array(plan.token_ids, np.int64)
-    ends, ordinal = plan.ends, np.arange(count, dtype=np.int32)
-    if len(token_ids) == count:
-        positions, sequence = np.array(plan.starts, np.int64), ordinal
-    else:
-        spans = zip(plan.starts, ends, strict=True)
-        positions = np.concatenate([np.arange(start, end) for start, end in spans])
-        sequence = np.repeat(ordinal, plan.lengths)
+    ends = plan.ends
+    positions = np.concatenate([np.arange(*span) for span in zip(plan.starts, ends, strict=True)])
     of_slots = [tables[slot] for slot in plan.slots]
     paged = [_pages_and_first([each[group.name] for each in of_slots]) for group in groups]
     ids, sent_positions, rows, pending, sampled_rows, sequences, starts, *sent = send(
@@ -77,7 +72,7 @@ def planned_inputs(
         np.array(plan.logits_rows, np.int64),
         np.flatnonzero(token_ids == PENDING),
         np.array(plan.pending_rows, np.int64),
-        sequence,
+        np.repeat(np.arange(count, dtype=np.int32), plan.lengths),
         np.array(plan.query_start, np.int32),
         *(array for pair in paged for array in pair),
     )

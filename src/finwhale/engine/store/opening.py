@@ -14,7 +14,7 @@ from finwhale.engine.plan.pages import PageManager, pages_at_block_end
 from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.stored_prefixes import MOVING_STATES, StoredPrefixes
-from finwhale.engine.ranks.local_executor import attach_staging
+from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.steps.page_copies import HEADER_BYTES
 from finwhale.engine.store.directory import DirectoryStore
@@ -99,7 +99,8 @@ def open_transfers(
     file = os.memfd_create("finwhale-prefixes")
     try:
         os.ftruncate(file, first + 2 * MOVING_STATES * state)
-        executor.call_ranks(partial(attach_staging, file=f"/proc/{os.getpid()}/fd/{file}"))
+        name = f"/proc/{os.getpid()}/fd/{file}"
+        executor.call_ranks(partial(LocalExecutor.attach_staging, file=name))
         buffer = mmap.mmap(file, 0)
     finally:
         os.close(file)

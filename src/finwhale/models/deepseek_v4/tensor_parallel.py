@@ -137,7 +137,7 @@ class SampleFromParts:
 
 
 @dataclass(frozen=True, slots=True)
-class NoCollectives:
+class NoCollectives(Collectives):
     """Collectives without communication. They return tensors of the right shape."""
 
     rank: Rank
@@ -153,9 +153,3 @@ class NoCollectives:
 
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x.new_zeros(num_rows, *x.shape[1:])
-
-    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
-        return None
-
-    def check(self) -> None:
-        pass

@@ -20,7 +20,7 @@ from finwhale.server.edge.listening import check_origin
 from finwhale.server.errors import ApiError, StoppingError
 from finwhale.server.link.rollout_control import RolloutControl
 from finwhale.server.protocols.body_route import BodyRoute
-from finwhale.server.protocols.schemas import Body
+from finwhale.server.protocols.schemas import Body, described
 from finwhale.server.sse import unless_disconnected
 from finwhale.server.state import ServerState
 from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S
@@ -57,8 +57,8 @@ class GroupBody(Body):
     world_size: Annotated[int, Field(ge=2, lt=2**16)] | None = None
     group_name: Name = GROUP_NAME
     backend: Literal["nccl", "gloo"] | None = None
-    timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
-        default=TIMEOUT_S, description="extension: time limit for connecting and for a broadcast"
+    timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = described(
+        "extension: time limit for connecting and for a broadcast", TIMEOUT_S
     )
 
 
@@ -71,8 +71,8 @@ class GroupNameBody(Body):
 
 
 class StartBody(Body):
-    partial: bool = Field(default=False, description="extension: accept some of the weights")
-    is_checkpoint_format: Literal[True] = Field(default=True, description=_NO_EFFECT)
+    partial: bool = described("extension: accept some of the weights", False)
+    is_checkpoint_format: Literal[True] = described(_NO_EFFECT, True)
 
 
 class HandleBody(Body):
@@ -91,12 +91,11 @@ class UpdateInfo(Body):
     names: Names
     dtype_names: Names
     shapes: Shapes
-    group_name: Name = Field(default=GROUP_NAME, description="extension")
-    packed: Literal[False] = Field(default=False, description=_NO_EFFECT)
-    ipc_handles: Annotated[dict[str, HandleBody], Field(max_length=64)] | None = Field(
-        default=None,
-        description="handles by the UUID of their GPU, whose buffer holds the tensors one after "
-        "the other; null: the trainer broadcasts the tensors",
+    group_name: Name = described("extension", GROUP_NAME)
+    packed: Literal[False] = described(_NO_EFFECT, False)
+    ipc_handles: Annotated[dict[str, HandleBody], Field(max_length=64)] | None = described(
+        "handles by the UUID of their GPU, whose buffer holds the tensors one after "
+        "the other; null: the trainer broadcasts the tensors"
     )
 
 
@@ -112,25 +111,23 @@ class DistributedBody(Body):
     shapes: Shapes
     group_name: Name = GROUP_NAME
     weight_version: Name | None = None
-    flush_cache: bool = Field(default=True, description="no effect: the cache is always cleared")
-    abort_all_requests: Literal[False] = Field(default=False, description=_NO_EFFECT)
-    load_format: None = Field(default=None, description=_NO_EFFECT)
+    flush_cache: bool = described("no effect: the cache is always cleared", True)
+    abort_all_requests: Literal[False] = described(_NO_EFFECT, False)
+    load_format: None = described(_NO_EFFECT)
 
 
 class FinishBody(Body):
     weight_version: Name | None = None
-    requests: Requests = Field(
-        default="recompute", description="extension: what becomes of running requests"
-    )
+    requests: Requests = described("extension: what becomes of running requests", "recompute")
 
 
 class DiskBody(Body):
     model_path: Annotated[str, Field(min_length=1, max_length=4096)]
     weight_version: Name | None = None
     abort_all_requests: bool = False
-    load_format: None = Field(default=None, description=_NO_EFFECT)
-    flush_cache: bool = Field(default=True, description="no effect: the cache is always cleared")
-    is_async: Literal[False] = Field(default=False, description=_NO_EFFECT)
+    load_format: None = described(_NO_EFFECT)
+    flush_cache: bool = described("no effect: the cache is always cleared", True)
+    is_async: Literal[False] = described(_NO_EFFECT, False)
 
 
 # Bodies that a client may leave out.
@@ -225,10 +222,7 @@ class Endpoints:
     # --- Pausing and memory -----------------------------------------------------------------------
 
     async def pause(
-        self,
-        mode: PauseMode = "abort",
-        clear_cache: bool = False,
-        body: PauseBody = _PAUSE,
+        self, mode: PauseMode = "abort", clear_cache: bool = False, body: PauseBody = _PAUSE
     ) -> dict[str, str]:
         """Runs no more steps until /resume. `abort` ends all requests; otherwise they wait."""
         await self._call(RolloutControl.pause, abort=(body.mode or mode) == "abort")

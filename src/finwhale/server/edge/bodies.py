@@ -49,7 +49,7 @@ class TooManyItems(ApiError):
     """A body has more items than a prompt of this context needs."""
 
 
-class Budget:
+class Budget(Shares):
     """The bytes of all bodies that the server holds now.
 
     The first SMALL_BYTES of a body do not count, so large bodies cannot keep out small ones.
@@ -63,20 +63,15 @@ class Budget:
         def error(message: str) -> ApiError:
             return ApiError(503, message, code="overloaded", retry_after_s=retry_after_s)
 
-        self._shares = Shares("bytes of large requests", lambda: max_bytes, largest, error)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes in use."""
-        return self._shares.total
+        super().__init__("bytes of large requests", lambda: max_bytes, largest, error)
 
     def resize(self, before: int, after: int, user: str = "") -> None:
         """Counts a body that grows from `before` to `after` bytes, or is dropped (`after` = 0).
         Raises ApiError (503): there is no room; the body still counts as `before` bytes."""
         more = max(0, after - SMALL_BYTES) - max(0, before - SMALL_BYTES)
         if more > 0:
-            self._shares.check(user, more)
-        self._shares.add(user, more)
+            self.check(user, more)
+        self.add(user, more)
 
 
 class BodyParser:

@@ -27,6 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from finwhale.errors import FinwhaleError, QueueFullError
 from finwhale.server.config import UNIX, ServerConfig
 from finwhale.server.edge.listening import plain_address, user_of
+from finwhale.server.edge.repeated import RepeatedMessages
 from finwhale.server.edge.shares import Shares
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ MIN_BYTES_PER_S = 64 << 10
 # Descriptors kept for files, the engine, the process that tries grammars, and the health port.
 RESERVED_FILES = 128
 MIN_CONNECTIONS = 32  # the server does not start if it has room for fewer
-LOG_INTERVAL_S = 60.0
 # If no descriptor is left, this many waiting connections are closed at once.
 MADE_ROOM = 16
 
@@ -67,7 +67,7 @@ class Connections:
         self.shares = Shares("connections", lambda: self.max_connections)
         self.waiting: dict[Connection, None] = {}
         self.on_refusal: Callable[[ConnectionRefusal], None] = lambda reason: None
-        self._logged: dict[str, tuple[float, int]] = {}
+        self._repeated = RepeatedMessages()
 
     def has_room(self, user: str) -> bool:
         """Whether a user may have one more connection, maybe instead of one that waits: of the same
@@ -99,14 +99,9 @@ class Connections:
             loop.default_exception_handler(context)
 
     def log(self, message: str) -> None:
-        """Logs a warning at most once in LOG_INTERVAL_S, with the number of those left out."""
-        now = time.monotonic()
-        before, omitted = self._logged.get(message, (-LOG_INTERVAL_S, 0))
-        if now - before >= LOG_INTERVAL_S:
+        """Logs a warning, unless it is repeated, with the number of those left out."""
+        if (omitted := self._repeated.left_out(message)) is not None:
             logger.warning(message, extra={"omitted": omitted})
-            self._logged[message] = (now, 0)
-        else:
-            self._logged[message] = (before, omitted + 1)
 
 
 class Connection(H11Protocol):

@@ -106,7 +106,7 @@ class GrammarChecker:
             with self._shares.taken(user):
                 async with self._room.taken(1, user):
                     verdict = await self._try(guide.grammar)
-            self._metrics.grammar_trial(verdict.seconds)
+            self._metrics.grammar_seconds.observe(verdict.seconds)
             if verdict.reason == "busy":
                 self._metrics.grammar("busy")
                 raise QueueFullError(verdict.message)

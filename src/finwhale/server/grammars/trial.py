@@ -32,6 +32,7 @@ import numpy as np
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.grammar_limits import GrammarError, Reason
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.platform import process_memory
 from finwhale.request import Guide
 
 CPU_SECONDS = 1.0
@@ -110,7 +111,7 @@ def _supervise(tokenizer: Tokenizer, client: socket.socket) -> None:
     with client.makefile("rb") as file:
         grammar = file.read().decode()
     reading, writing = os.pipe()
-    before = _memory_bytes("resident")
+    before = process_memory() or 0
     pid = os.fork()
     if not pid:
         _exit_after(lambda: _run_trial(tokenizer, grammar, writing))
@@ -154,7 +155,7 @@ def _run_trial(tokenizer: Tokenizer, grammar: str, writing: int) -> None:
         os.dup2(null, number)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_STACK, STACK_BYTES)
-    _limit(resource.RLIMIT_AS, _memory_bytes("virtual") + MEMORY_BYTES)
+    _limit(resource.RLIMIT_AS, (process_memory(kind="virtual") or 0) + MEMORY_BYTES)
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     answer: tuple[Reason | None, str] = (None, "")
     try:
@@ -196,12 +197,6 @@ def try_grammar(tokenizer: Tokenizer, grammar: str, choice: random.Random) -> No
 def _limit(kind: int, value: int) -> None:
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value, value) if hard < 0 else (min(value, hard), hard))
-
-
-def _memory_bytes(kind: Literal["virtual", "resident"]) -> int:
-    """The memory of this process."""
-    pages = Path("/proc/self/statm").read_text().split()
-    return int(pages[kind == "resident"]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

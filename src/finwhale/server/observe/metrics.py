@@ -1,13 +1,11 @@
 """Metrics of the server and its engine, for Prometheus and for the page."""
 
-import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.plan.executor import RankState
+from finwhale.platform import process_memory
 from finwhale.server.edge.bodies import Budget
 from finwhale.server.edge.connections import ConnectionRefusal
 from finwhale.server.errors import ErrorCode
@@ -31,12 +30,10 @@ from finwhale.server.observe.logs import RequestLog
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
     60)  # fmt: skip
 RATE_WINDOW_S = 5.0
-# The type of a metric with labels, its name and text, its labels, and the value for each tuple of
-# their values.
-_Table = tuple[
-    type[GaugeMetricFamily | CounterMetricFamily], str, str, list[str],
-    Mapping[Any, float],
-]  # fmt: skip
+# A metric's type, name, text and labels, and the number for each tuple of their values.
+_Row = tuple[
+    type[GaugeMetricFamily | CounterMetricFamily], str, str, tuple[str, ...], Mapping[Any, float]
+]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -76,7 +73,7 @@ class Metrics:
             "or busy (try again later), or the reason for the refusal",
             ["result"],
         )
-        self._grammar_seconds = seconds(
+        self.grammar_seconds = seconds(
             "finwhale_grammar_trial_seconds", "CPU time of a grammar's trial"
         )
         self.compile_seconds = seconds(
@@ -139,10 +136,6 @@ class Metrics:
         """Counts a request's grammar as accepted or refused."""
         self._grammars.labels(result).inc()
 
-    def grammar_trial(self, seconds: float) -> None:
-        """Counts a trial of a grammar, and its CPU time."""
-        self._grammar_seconds.observe(seconds)
-
     def refused(self, reason: str) -> None:
         """Counts a refusal. `reason`: an ErrorCode, a ConnectionRefusal, or "status_N"."""
         self._refusals.labels(reason).inc()
@@ -201,80 +194,26 @@ class _Collector(Collector):
         yield GaugeMetricFamily(
             "finwhale_buffered_body_bytes",
             "bytes of all request bodies that count towards --max-buffered-bytes",
-            value=self._budget.bytes,
+            value=self._budget.total,
         )
         memory = GaugeMetricFamily(
             "finwhale_resident_memory_bytes", "resident memory of a process", labels=["process"]
         )
         for name, pid in (("server", "self"), ("engine", self._client.engine_pid)):
-            found = None if pid is None else resident_bytes(pid)
+            found = None if pid is None else process_memory(pid)
             if found is not None:
                 memory.add_metric([name], found)
         yield memory
 
 
-def resident_bytes(pid: int | str) -> int | None:
-    """The resident memory of a process; None: it has ended, or the system has no /proc."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return None
-    return pages * resource.getpagesize()
-
-
-def engine_families(engine: EngineMetrics) -> Iterable[Metric]:
+def engine_families(engine: EngineMetrics) -> Iterator[Metric]:
     """The engine's metrics as Prometheus' metric families."""
-    for family_type, name, text, value in (
-        (GaugeMetricFamily, "finwhale_running", "running sequences", engine.running),
-        (GaugeMetricFamily, "finwhale_waiting", "waiting sequences", engine.waiting),
-        (GaugeMetricFamily, "finwhale_idle_blocks", "cached blocks that no running sequence uses",
-         engine.idle_blocks),
-        (CounterMetricFamily, "finwhale_steps", "forward passes", engine.steps),
-        (CounterMetricFamily, "finwhale_prefill_tokens", "tokens of admitted prompts",
-         engine.prompt_tokens),
-        (CounterMetricFamily, "finwhale_prefix_hit_tokens",
-         "prompt tokens found in the prefix cache", engine.cached_tokens),
-        (CounterMetricFamily, "finwhale_preemptions", "sequences preempted to free their pages",
-         engine.preemptions),
-        (GaugeMetricFamily, "finwhale_draft_tokens",
-         "number of drafts that a sequence may have now", engine.draft_tokens),
-        # vLLM's names and meanings; positions count from 0.
-        (CounterMetricFamily, "finwhale_spec_decode_num_draft_tokens", "drafts that were verified",
-         sum(engine.drafts_proposed)),
-        (CounterMetricFamily, "finwhale_spec_decode_num_accepted_tokens",
-         "drafts that became output", sum(engine.drafts_accepted)),
-        (CounterMetricFamily, "finwhale_spec_decode_num_drafts",
-         "verifications, each of one sequence's drafts", engine.verifications),
-        (GaugeMetricFamily, "finwhale_draft_mean_accepted_length",
-         "mean number of tokens from one verification; 0 without any",
-         engine.mean_accepted_length),
-    ):  # fmt: skip
-        yield family_type(name, text, value=value)
-    pages = {
-        (group, state): count
-        for group, use in engine.pages.items()
-        for state, count in (("used", use.used), ("free", use.total - use.used))
-    }
-    compilers = {(compiler,): count for compiler, count in engine.late_compilations.items()}
-    tables: tuple[_Table, ...] = (
-        (GaugeMetricFamily, "finwhale_pages", "cache pages by kind", ["kind", "state"], pages),
-        (CounterMetricFamily, "finwhale_late_compilations",
-         "kernels and graphs compiled or loaded since the engine was ready", ["compiler"],
-         compilers),
-        (CounterMetricFamily, "finwhale_endings", "sequences that ended", ["how"],
-         {(how,): count for how, count in engine.endings.items()}),
-        (CounterMetricFamily, "finwhale_spec_decode_num_draft_tokens_per_pos",
-         "drafts that were verified", ["position"], _by_position(engine.drafts_proposed)),
-        (CounterMetricFamily, "finwhale_spec_decode_num_accepted_tokens_per_pos",
-         "drafts that became output", ["position"], _by_position(engine.drafts_accepted)),
-        *_rank_tables(engine),
-    )  # fmt: skip
-    for family_type, name, text, labels, values in tables:
-        family = family_type(name, text, labels=labels)
-        for label_values, value in values.items():
-            family.add_metric(label_values, value)
+    for kind, name, text, labels, found in (*_of_engine(engine), *_of_ranks(engine)):
+        family = kind(name, text, labels=labels)
+        for values, number in found.items():
+            family.add_metric(values, number)
         yield family
-    for name, text, found in (
+    for name, text, times in (
         ("finwhale_engine_time_to_first_token_seconds",
          "time from the engine's receipt of a request", engine.time_to_first_token),
         ("finwhale_engine_time_between_tokens_seconds", "time between tokens of one sequence",
@@ -286,27 +225,67 @@ def engine_families(engine: EngineMetrics) -> Iterable[Metric]:
         ("finwhale_engine_time_of_draft_seconds", "time of the draft head in decode steps",
          engine.time_of_draft),
     ):  # fmt: skip
-        bounds = [*map(str, found.bounds), "+Inf"]
-        buckets = list(zip(bounds, accumulate(found.counts), strict=True))
-        yield HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
+        bounds = [*map(str, times.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(times.counts), strict=True))
+        yield HistogramMetricFamily(name, text, buckets=buckets, sum_value=times.total)
 
 
-def _by_position(counts: Sequence[int]) -> dict[tuple[str, ...], float]:
-    return {(str(position),): count for position, count in enumerate(counts)}
+def _of_engine(engine: EngineMetrics) -> Iterator[_Row]:
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    for kind, name, text, number in (
+        (gauge, "finwhale_running", "running sequences", engine.running),
+        (gauge, "finwhale_waiting", "waiting sequences", engine.waiting),
+        (gauge, "finwhale_idle_blocks", "cached blocks that no running sequence uses",
+         engine.idle_blocks),
+        (counter, "finwhale_steps", "forward passes", engine.steps),
+        (counter, "finwhale_prefill_tokens", "tokens of admitted prompts", engine.prompt_tokens),
+        (counter, "finwhale_prefix_hit_tokens", "prompt tokens found in the prefix cache",
+         engine.cached_tokens),
+        (counter, "finwhale_preemptions", "sequences preempted to free their pages",
+         engine.preemptions),
+        (gauge, "finwhale_draft_tokens", "number of drafts that a sequence may have now",
+         engine.draft_tokens),
+        # vLLM's names and meanings; positions count from 0.
+        (counter, "finwhale_spec_decode_num_draft_tokens", "drafts that were verified",
+         sum(engine.drafts_proposed)),
+        (counter, "finwhale_spec_decode_num_accepted_tokens", "drafts that became output",
+         sum(engine.drafts_accepted)),
+        (counter, "finwhale_spec_decode_num_drafts",
+         "verifications, each of one sequence's drafts", engine.verifications),
+        (gauge, "finwhale_draft_mean_accepted_length",
+         "mean number of tokens from one verification; 0 without any",
+         engine.mean_accepted_length),
+    ):  # fmt: skip
+        yield kind, name, text, (), {(): number}
+    pages = {
+        (group, state): count
+        for group, use in engine.pages.items()
+        for state, count in (("used", use.used), ("free", use.total - use.used))
+    }
+    yield gauge, "finwhale_pages", "cache pages by kind", ("kind", "state"), pages
+    for name, text, label, found in (
+        ("finwhale_late_compilations",
+         "kernels and graphs compiled or loaded since the engine was ready", "compiler",
+         engine.late_compilations),
+        ("finwhale_endings", "sequences that ended", "how", engine.endings),
+        ("finwhale_spec_decode_num_draft_tokens_per_pos", "drafts that were verified", "position",
+         dict(enumerate(engine.drafts_proposed))),
+        ("finwhale_spec_decode_num_accepted_tokens_per_pos", "drafts that became output",
+         "position", dict(enumerate(engine.drafts_accepted))),
+    ):  # fmt: skip
+        yield counter, name, text, (label,), {(str(key),): n for key, n in found.items()}
 
 
-def _rank_tables(engine: EngineMetrics) -> Iterator[_Table]:
+def _of_ranks(engine: EngineMetrics) -> Iterator[_Row]:
     ranks = {(str(number), rank.device): rank for number, rank in enumerate(engine.ranks)}
     memory = {
         (*labels, kind): used
         for labels, rank in ranks.items()
         for kind, used in (asdict(rank.memory) if rank.memory else {}).items()
     }
-    yield (
-        GaugeMetricFamily, "finwhale_rank_memory_bytes",
-        "bytes that a rank holds on its device: weights, workspace and cache",
-        ["rank", "device", "kind"], memory,
-    )  # fmt: skip
+    text = "bytes that a rank holds on its device: weights, workspace and cache"
+    labels = ("rank", "device", "kind")
+    yield GaugeMetricFamily, "finwhale_rank_memory_bytes", text, labels, memory
     times: tuple[tuple[str, str, Callable[[RankState], float | None]], ...] = (
         ("finwhale_rank_heartbeat_age_seconds", "time since a rank's process was last seen alive",
          lambda rank: rank.heartbeat_age_s),
@@ -320,4 +299,4 @@ def _rank_tables(engine: EngineMetrics) -> Iterator[_Table]:
     for name, text, read in times:
         found = {labels: read(rank) for labels, rank in ranks.items()}
         known = {labels: value for labels, value in found.items() if value is not None}
-        yield GaugeMetricFamily, name, text, ["rank", "device"], known
+        yield GaugeMetricFamily, name, text, ("rank", "device"), known

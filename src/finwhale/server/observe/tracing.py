@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 import finwhale
 from finwhale.extras import named_extras
 from finwhale.request import RequestTimes
+from finwhale.server.edge.repeated import RepeatedMessages
 from finwhale.server.observe.logs import RequestLog, printable
 
 with named_extras():
@@ -30,7 +31,6 @@ with named_extras():
     from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 FLUSH_S = 2.0  # time limit for sending the last spans when the server ends
-LOG_INTERVAL_S = 60.0
 MAX_TEXT = 256  # maximum length of an attribute from a client
 _EXPORT_LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -52,8 +52,11 @@ class Traces:
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES replace ours.
         given = Resource(own).merge(OTELResourceDetector().detect())
         resource = Resource.create(given.attributes)
+        repeated = RepeatedMessages()  # a missing collector must not fill the log
         for name in _EXPORT_LOGGERS:
-            logging.getLogger(name).addFilter(_OncePerInterval())
+            logging.getLogger(name).addFilter(
+                lambda record: repeated.left_out(str(record.msg)) is not None
+            )
         self._exporter = OTLPSpanExporter(endpoint)
         # The SDK would wait up to 30 s for a collector when the process ends.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -114,22 +117,6 @@ class Traces:
                     name, context, attributes=attributes, start_time=_ns(start, offset_ns)
                 )
                 child.end(_ns(end, offset_ns))
-
-
-class _OncePerInterval(logging.Filter):
-    """Passes each message once in LOG_INTERVAL_S: a missing collector cannot fill the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._passed: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        now = time.monotonic()
-        message = str(record.msg)  # without its arguments
-        if now - self._passed.get(message, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
-            return False
-        self._passed[message] = now
-        return True
 
 
 def _ns(moment: float, offset_ns: int) -> int:

@@ -95,7 +95,8 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo)")
-    given = _prompts(body.prompt)
+    one = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
+    given: Any = [body.prompt] if one else body.prompt
     if not given:
         raise RequestError("prompt must not be an empty list")
     state.check_choices(len(given) * n)
@@ -120,12 +121,6 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
         )
         params = replace(params, prompt_logprobs=num_top)
     return CompletionJob(prompts, body, echoes, params, n)
-
-
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    return list(prompt)
 
 
 def _encode(state: ServerState, prompt: str | list[int], with_bos: bool) -> list[int]:

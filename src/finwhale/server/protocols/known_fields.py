@@ -8,24 +8,19 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from finwhale.chat.known_fields import CHAT_FIELDS, UNUSED, Shape, Variants, fields
+from finwhale.chat.known_fields import CHAT_FIELDS, UNUSED, Shape, by_type, fields
 from finwhale.server.protocols import schemas
 
 # --- Chat Completions -----------------------------------------------------------------------------
 
-_RESPONSE_FORMAT: Shape = Variants(
-    "type",
-    {
-        "text": fields("type"),
-        "json_object": fields("type"),
-        # no effect: name, description
-        "json_schema": fields(
-            "type", json_schema=fields("name", "description", "schema", "strict")
-        ),
-        "regex": fields("type", "regex"),
-        "grammar": fields("type", "grammar"),
-    },
+_RESPONSE_FORMAT: Shape = by_type(
     open=True,
+    text={},
+    json_object={},
+    # no effect: name, description
+    json_schema=fields(json_schema=fields("name", "description", "schema", "strict")),
+    regex=fields("regex"),
+    grammar=fields("grammar"),
 )
 # no effect: budget_tokens, display
 _THINKING: Shape = fields("type", "budget_tokens", "display")
@@ -33,120 +28,81 @@ _THINKING: Shape = fields("type", "budget_tokens", "display")
 # --- Responses ------------------------------------------------------------------------------------
 
 # no effect, in every item: id, status, phase, annotations, logprobs
-_ITEM = fields("type", "id", "status")
 _RESPONSES_PARTS: Shape = [
-    Variants(
-        "type",
-        {
-            "input_text": fields("type", "text"),
-            "output_text": fields("type", "text", "annotations", "logprobs"),
-        },
-    )
+    by_type(input_text=fields("text"), output_text=fields("text", "annotations", "logprobs"))
 ]
-_RESPONSES_FUNCTION = fields("type", "name", "description", "parameters", "strict") | fields(
-    "defer_loading"
-)
-_RESPONSES_CUSTOM = fields("type", "name", "description", "format", "defer_loading")
+_RESPONSES_FUNCTION = fields("name", "description", "parameters", "strict", "defer_loading")
+_RESPONSES_CUSTOM = fields("name", "description", "format", "defer_loading")
+_RESPONSES_CALLABLE = by_type(function=_RESPONSES_FUNCTION, custom=_RESPONSES_CUSTOM)
 _RESPONSES_TOOLS: Shape = [
-    Variants(
-        "type",
-        {
-            "function": _RESPONSES_FUNCTION,
-            "custom": _RESPONSES_CUSTOM,
-            "namespace": fields(
-                "type",
-                "name",
-                "description",
-                tools=[
-                    Variants("type", {"function": _RESPONSES_FUNCTION, "custom": _RESPONSES_CUSTOM})
-                ],
-            ),
-            "tool_search": fields("type", "execution", "description", "parameters"),
-            # Codex always sends it. The model cannot search, so it is not told of the tool.
-            "web_search": UNUSED,
-            "web_search_2025_08_26": UNUSED,
-        },
+    by_type(
+        function=_RESPONSES_FUNCTION,
+        custom=_RESPONSES_CUSTOM,
+        namespace=fields("name", "description", tools=[_RESPONSES_CALLABLE]),
+        tool_search=fields("execution", "description", "parameters"),
+        # Codex always sends it. The model cannot search, so it is not told of the tool.
+        web_search=UNUSED,
+        web_search_2025_08_26=UNUSED,
     )
 ]
 _RESPONSES_NAMED = fields("type", "name")
-_RESPONSES_CHOICE: Shape = Variants(
-    "type",
-    {
-        "function": _RESPONSES_NAMED,
-        "custom": _RESPONSES_NAMED,
-        "allowed_tools": fields("type", "mode", tools=[_RESPONSES_NAMED]),
-    },
+_RESPONSES_CHOICE: Shape = by_type(
+    function=_RESPONSES_NAMED,
+    custom=_RESPONSES_NAMED,
+    allowed_tools=fields("mode", tools=[_RESPONSES_NAMED]),
 )
+
+
+def _item(*names: str, **shapes: Shape) -> dict[str, Shape]:
+    return fields("id", "status", *names, **shapes)
+
+
 _RESPONSES_INPUT: Shape = [
-    Variants(
-        "type",
-        {
-            "message": {**_ITEM, "role": None, "phase": None, "content": _RESPONSES_PARTS},
-            "function_call": {
-                **_ITEM,
-                **fields("call_id", "name", "namespace", "arguments", "parsed_arguments"),
-            },
-            "function_call_output": {**_ITEM, "call_id": None, "output": _RESPONSES_PARTS},
-            "custom_tool_call": {**_ITEM, **fields("call_id", "name", "namespace", "input")},
-            "custom_tool_call_output": {
-                **_ITEM,
-                **fields("call_id", "name", output=_RESPONSES_PARTS),
-            },
-            "reasoning": None,  # chat/history.py makes it anew
-            "tool_search_call": {**_ITEM, **fields("call_id", "execution", "arguments")},
-            "tool_search_output": {
-                **_ITEM,
-                **fields("call_id", "execution", tools=_RESPONSES_TOOLS),
-            },
-        },
+    by_type(
         default="message",
+        message=_item("role", "phase", content=_RESPONSES_PARTS),
+        function_call=_item("call_id", "name", "namespace", "arguments", "parsed_arguments"),
+        function_call_output=_item("call_id", output=_RESPONSES_PARTS),
+        custom_tool_call=_item("call_id", "name", "namespace", "input"),
+        custom_tool_call_output=_item("call_id", "name", output=_RESPONSES_PARTS),
+        reasoning=None,  # chat/history.py makes it anew
+        tool_search_call=_item("call_id", "execution", "arguments"),
+        tool_search_output=_item("call_id", "execution", tools=_RESPONSES_TOOLS),
     )
 ]
-_RESPONSES_FORMAT: Shape = Variants(
-    "type",
-    {
-        "text": fields("type"),
-        "json_object": fields("type"),
-        "json_schema": fields("type", "name", "description", "schema", "strict"),
-    },
+_RESPONSES_FORMAT: Shape = by_type(
     open=True,
+    text={},
+    json_object={},
+    json_schema=fields("name", "description", "schema", "strict"),
 )
 
 # --- Messages -------------------------------------------------------------------------------------
 
-_TEXT_BLOCK = fields("type", "text", "cache_control", "citations")  # no effect: the last two
+_TEXT_BLOCK = fields("text", "cache_control", "citations")  # no effect: the last two
 _RESULT_BLOCKS: Shape = [
-    Variants(
-        "type",
-        {"text": _TEXT_BLOCK, "tool_reference": fields("type", "tool_name", "cache_control")},
-    )
+    by_type(text=_TEXT_BLOCK, tool_reference=fields("tool_name", "cache_control"))
 ]
 _BLOCKS: Shape = [
-    Variants(
-        "type",
-        {
-            "text": _TEXT_BLOCK,
-            "thinking": fields("type", "thinking", "signature"),
-            # no effect: caller
-            "tool_use": fields("type", "id", "name", "input", "cache_control", "caller"),
-            # no effect: is_error
-            "tool_result": fields(
-                "type", "tool_use_id", "is_error", "cache_control", content=_RESULT_BLOCKS
-            ),
-            "tool_addition": fields("type", "tool", "cache_control"),
-        },
+    by_type(
+        text=_TEXT_BLOCK,
+        thinking=fields("thinking", "signature"),
+        # no effect: caller
+        tool_use=fields("id", "name", "input", "cache_control", "caller"),
+        # no effect: is_error
+        tool_result=fields("tool_use_id", "is_error", "cache_control", content=_RESULT_BLOCKS),
+        tool_addition=fields("tool", "cache_control"),
     )
 ]
-_MESSAGES: Shape = [fields("role", content=_BLOCKS)]
 # no effect: all fields but type, name, description, input_schema and strict
-_MESSAGES_TOOL = fields("type", "name", "description", "input_schema", "strict") | fields(
+_MESSAGES_TOOL = fields("name", "description", "input_schema", "strict") | fields(
     "cache_control", "defer_loading", "eager_input_streaming", "input_examples", "allowed_callers"
 )
 _MESSAGES_FORMAT: Shape = fields("type", "schema", "name")
 _MESSAGES_FIELDS: dict[str, Shape] = {
-    "messages": _MESSAGES,
-    "system": [Variants("type", {"text": _TEXT_BLOCK})],
-    "tools": [Variants("type", {"custom": _MESSAGES_TOOL}, default="custom")],
+    "messages": [fields("role", content=_BLOCKS)],
+    "system": [by_type(text=_TEXT_BLOCK)],
+    "tools": [by_type(default="custom", custom=_MESSAGES_TOOL)],
     "tool_choice": fields("type", "name", "disable_parallel_tool_use"),
     "thinking": _THINKING,
     "output_config": fields("effort", format=_MESSAGES_FORMAT),
@@ -155,11 +111,7 @@ _MESSAGES_FIELDS: dict[str, Shape] = {
 
 _BELOW: dict[type[BaseModel], dict[str, Shape]] = {
     schemas.CompletionBody: {"response_format": _RESPONSE_FORMAT},
-    schemas.ChatBody: {
-        **CHAT_FIELDS,
-        "response_format": _RESPONSE_FORMAT,
-        "thinking": _THINKING,
-    },
+    schemas.ChatBody: {**CHAT_FIELDS, "response_format": _RESPONSE_FORMAT, "thinking": _THINKING},
     schemas.ResponsesBody: {
         "input": _RESPONSES_INPUT,
         "tools": _RESPONSES_TOOLS,

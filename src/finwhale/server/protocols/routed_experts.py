@@ -40,8 +40,4 @@ class RoutedExpertFields:
 def encoded(ids: ExpertIds) -> dict[str, Any]:
     """An array as an object of JSON: its bytes in C order (`json_pieces` writes base64), with shape
     and dtype."""
-    return {
-        "data": ids.tobytes(),
-        "shape": list(ids.shape),
-        "dtype": ids.dtype.name,
-    }
+    return {"data": ids.tobytes(), "shape": list(ids.shape), "dtype": ids.dtype.name}

@@ -58,6 +58,11 @@ _FORMAT = (
 _BOS = "false puts no beginning-of-sequence token before a text"
 
 
+def described(description: str, default: Any = None) -> Any:
+    """A field that may be left out, with what the API description says of it."""
+    return Field(default=default, description=description)
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     protocol: ClassVar[ProtocolName | None] = None  # whose conversation the body has
@@ -65,14 +70,14 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = Field(default=False, description="no effect")
+    include_obfuscation: bool = described("no effect", False)
 
 
 class UsageStreamOptions(StreamOptions):
     """The stream options of chat completions and completions."""
 
-    continuous_usage_stats: bool = Field(
-        default=False, description=f"{_VLLM}: with include_usage, every chunk has the usage so far"
+    continuous_usage_stats: bool = described(
+        f"{_VLLM}: with include_usage, every chunk has the usage so far", False
     )
 
 
@@ -83,14 +88,12 @@ class StructuredOutputs(Body):
     json_schema: str | Json | None = Field(
         default=None, alias="json", description="a JSON schema, as an object or as text"
     )
-    json_object: bool | None = Field(default=None, description="true: any JSON object")
-    regex: Text | None = Field(default=None, description="a regular expression")
-    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
-        default=None, description="texts; the answer is one of them"
+    json_object: bool | None = described("true: any JSON object")
+    regex: Text | None = described("a regular expression")
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = described(
+        "texts; the answer is one of them"
     )
-    grammar: Text | None = Field(
-        default=None, description="a grammar in llguidance's dialect of Lark"
-    )
+    grammar: Text | None = described("a grammar in llguidance's dialect of Lark")
 
 
 def _extension(one: Option, origin: str) -> Any:
@@ -101,7 +104,7 @@ def _extension(one: Option, origin: str) -> Any:
     elif kind is not bool:
         item = TokenId if kind == Sequence[int] else Annotated[str, Field(max_length=256)]
         kind = Annotated[list[item], Field(max_length=one.items, fail_fast=True)]  # type: ignore[valid-type]
-    return kind | None, Field(default=None, description=f"{origin}: {one.help}")
+    return kind | None, described(f"{origin}: {one.help}")
 
 
 def _extensions(base: type[Body], **origins: str) -> Any:
@@ -123,12 +126,11 @@ class SamplingBody(_extensions(Body, all="extension")):  # type: ignore[misc]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        default=None, description="extension: requests with lower numbers come first; 0 by default"
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = described(
+        "extension: requests with lower numbers come first; 0 by default"
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None,
-        description="extension: only requests with the same value share cached prefixes",
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = described(
+        "extension: only requests with the same value share cached prefixes"
     )
 
     def sampling_params(
@@ -158,9 +160,7 @@ class SamplingBody(_extensions(Body, all="extension")):  # type: ignore[misc]
 
 
 class _FirstNames(_extensions(SamplingBody, vllm=_VLLM, sglang=_SGLANG)):  # type: ignore[misc]
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description=f"{_VLLM}: the format of the answer"
-    )
+    structured_outputs: StructuredOutputs | None = described(f"{_VLLM}: the format of the answer")
 
 
 # Second names of fields, and where they come from.
@@ -179,10 +179,7 @@ def _second_names(base: type[Body]) -> Any:
     inner = {one.alias or name: one for name, one in StructuredOutputs.model_fields.items()}
     known = base.model_fields | {f"structured_outputs.{name}": one for name, one in inner.items()}
     found: dict[str, Any] = {
-        name: (
-            known[first].annotation,
-            Field(default=None, description=f"{text}: the same as {first}"),
-        )
+        name: (known[first].annotation, described(f"{text}: the same as {first}"))
         for name, (first, text) in SECOND_NAMES.items()
     }
     return create_model("SecondNames", __base__=base, **found)
@@ -196,14 +193,14 @@ class OpenAIBody(_second_names(_FirstNames)):  # type: ignore[misc]
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Bias | None = None
     stream_options: UsageStreamOptions | None = None
-    user: str | None = Field(default=None, description="no effect")
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description=f"{_VLLM}: the answer's id ends with it"
+    user: str | None = described("no effect")
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = described(
+        f"{_VLLM}: the answer's id ends with it"
     )
-    return_token_ids: bool | None = Field(
-        default=None, description=f"{_VLLM}: prompt_token_ids and token_ids in the answer"
+    return_token_ids: bool | None = described(
+        f"{_VLLM}: prompt_token_ids and token_ids in the answer"
     )
-    return_hidden_states: Literal[False] | None = Field(default=None, description=_ROUTERS)
+    return_hidden_states: Literal[False] | None = described(_ROUTERS)
 
     @property
     def wants_usage(self) -> bool:
@@ -243,12 +240,10 @@ class CompletionBody(OpenAIBody):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    add_special_tokens: bool | None = Field(default=None, description=f"{_VLLM}: {_BOS}")
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
-        default=None, description="must equal n"
-    )
-    suffix: str | None = Field(default=None, description="not supported: must be null")
-    response_format: Json | None = Field(default=None, description=_FORMAT)
+    add_special_tokens: bool | None = described(f"{_VLLM}: {_BOS}")
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = described("must equal n")
+    suffix: str | None = described("not supported: must be null")
+    response_format: Json | None = described(_FORMAT)
 
 
 class _ToolsAndHosting(Body):
@@ -258,49 +253,42 @@ class _ToolsAndHosting(Body):
     tools: Annotated[Jsons, Field(max_length=1024)] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Json | None = Field(default=None, description="no effect")
-    store: bool | None = Field(default=None, description="no effect")
-    service_tier: str | None = Field(default=None, description="no effect")
-    safety_identifier: str | None = Field(default=None, description="no effect")
-    prompt_cache_key: str | None = Field(default=None, description="no effect")
-    prompt_cache_retention: str | None = Field(default=None, description="no effect")
+    metadata: Json | None = described("no effect")
+    store: bool | None = described("no effect")
+    service_tier: str | None = described("no effect")
+    safety_identifier: str | None = described("no effect")
+    prompt_cache_key: str | None = described("no effect")
+    prompt_cache_retention: str | None = described("no effect")
 
 
 class ChatBody(_ToolsAndHosting, OpenAIBody):
     protocol: ClassVar[ProtocolName] = "chat"
     messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = Field(
-        default=None, description="the same as max_tokens"
-    )
+    max_completion_tokens: MaxTokens | None = described("the same as max_tokens")
     logprobs: bool | None = None
-    response_format: Json | None = Field(default=None, description=_FORMAT)
-    thinking: Json | None = Field(
-        default=None, description='DeepSeek\'s: {"type": "enabled"} or {"type": "disabled"}'
-    )
+    response_format: Json | None = described(_FORMAT)
+    thinking: Json | None = described('DeepSeek\'s: {"type": "enabled"} or {"type": "disabled"}')
     reasoning_effort: str | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
-        default=None, description='only ["text"] is supported'
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = described(
+        'only ["text"] is supported'
     )
-    verbosity: str | None = Field(default=None, description="no effect")
-    chat_template_kwargs: Json | None = Field(
-        default=None,
-        description=f"{_VLLM}: thinking or enable_thinking (true or false), and reasoning_effort",
+    verbosity: str | None = described("no effect")
+    chat_template_kwargs: Json | None = described(
+        f"{_VLLM}: thinking or enable_thinking (true or false), and reasoning_effort"
     )
-    continue_final_message: bool | None = Field(
-        default=None, description=f"{_VLLM}: continue the last message, which is an assistant's"
+    continue_final_message: bool | None = described(
+        f"{_VLLM}: continue the last message, which is an assistant's"
     )
-    add_generation_prompt: bool | None = Field(
-        default=None, description=f"{_VLLM}: false only together with continue_final_message"
+    add_generation_prompt: bool | None = described(
+        f"{_VLLM}: false only together with continue_final_message"
     )
-    separate_reasoning: bool | None = Field(
-        default=None, description=f"{_SGLANG}: false leaves the reasoning in the content"
+    separate_reasoning: bool | None = described(
+        f"{_SGLANG}: false leaves the reasoning in the content"
     )
-    stream_reasoning: bool | None = Field(
-        default=None, description=f"{_SGLANG}: false sends the reasoning in one piece"
-    )
-    include_reasoning: bool | None = Field(
-        default=None, description=f"{_VLLM}: false leaves the reasoning out of the answer"
+    stream_reasoning: bool | None = described(f"{_SGLANG}: false sends the reasoning in one piece")
+    include_reasoning: bool | None = described(
+        f"{_VLLM}: false leaves the reasoning out of the answer"
     )
 
 
@@ -309,22 +297,18 @@ class ResponsesBody(_ToolsAndHosting, SamplingBody):
     input: Text | Jsons
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
-    include: Annotated[list[Includable], Field(max_length=64)] | None = Field(
-        default=None, description=f"{LOGPROBS}; no other value has an effect"
+    include: Annotated[list[Includable], Field(max_length=64)] | None = described(
+        f"{LOGPROBS}; no other value has an effect"
     )
     text: Json | None = None
     reasoning: Json | None = None
     thinking: Json | None = None
-    truncation: Literal["disabled"] | None = Field(
-        default=None, description='only "disabled" is supported'
-    )
-    background: Literal[False] | None = Field(default=None, description="only false is supported")
+    truncation: Literal["disabled"] | None = described('only "disabled" is supported')
+    background: Literal[False] | None = described("only false is supported")
     stream_options: StreamOptions | None = None
-    previous_response_id: None = Field(
-        default=None, description="not supported: send the whole conversation"
-    )
-    user: str | None = Field(default=None, description="no effect")
-    client_metadata: Json | None = Field(default=None, description="no effect")
+    previous_response_id: None = described("not supported: send the whole conversation")
+    user: str | None = described("no effect")
+    client_metadata: Json | None = described("no effect")
 
 
 class _MessagesFields(Body):
@@ -338,12 +322,10 @@ class _MessagesFields(Body):
     thinking: Json | None = None
     output_config: Json | None = None
     output_format: Json | None = None
-    context_management: Json | None = Field(
-        default=None, description="no effect: the answer says that no edits were applied"
+    context_management: Json | None = described(
+        "no effect: the answer says that no edits were applied"
     )
-    cache_control: Json | None = Field(
-        default=None, description="no effect: every prefix may be cached"
-    )
+    cache_control: Json | None = described("no effect: every prefix may be cached")
 
 
 class CountTokensBody(_MessagesFields):
@@ -353,22 +335,21 @@ class CountTokensBody(_MessagesFields):
 class MessagesBody(_MessagesFields, SamplingBody):
     max_tokens: MaxTokens
     stop_sequences: Names | None = None
-    thread: Json | None = Field(
-        default=None,
-        description="refused: Anthropic's tool runner then sends the whole conversation each time",
+    thread: Json | None = described(
+        "refused: Anthropic's tool runner then sends the whole conversation each time"
     )
-    metadata: Json | None = Field(default=None, description="no effect")
-    service_tier: str | None = Field(default=None, description="no effect")
+    metadata: Json | None = described("no effect")
+    service_tier: str | None = described("no effect")
 
 
 class TokenizeBody(Body):
     protocol: ClassVar[ProtocolName] = "chat"
     model: str | None = None
-    prompt: Text | None = Field(default=None, description="text; or give messages")
+    prompt: Text | None = described("text; or give messages")
     messages: Annotated[Jsons, Field(min_length=1)] | None = None
     tools: Jsons | None = None
     thinking: Json | None = None
-    add_special_tokens: bool = Field(default=True, description=_BOS)
+    add_special_tokens: bool = described(_BOS, True)
     return_token_strs: bool = False
 
 

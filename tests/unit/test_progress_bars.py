@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from finwhale.loading_bar import loading_bar
+from finwhale.progress_bars import loading_bar
 from finwhale.server.observe.logs import TextFormatter
 
 
