@@ -25,7 +25,7 @@ from finwhale import SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.weight_sources import Weights
 
@@ -48,7 +48,7 @@ class Kernel:
 
 def captured_steps(ranks: int, layers: int, drafts: int, context: int) -> dict[str, Any]:
     """The CUDA graphs of a step, ready to be replayed at a context of about `context` tokens."""
-    config = rank_config(DeepseekV4Config.preset("flash-0731").with_layers(layers), ranks)
+    config = rank_config(published("flash-0731").with_layers(layers), ranks)
     options = EngineConfig(
         device="cuda",
         draft_tokens=drafts,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from finwhale.checkpoint.formats import dequantise_fp4, dequantise_fp8_block
 from finwhale.checkpoint.writer import write_checkpoint
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 RANK = 128  # o_lora_rank
@@ -30,7 +30,7 @@ DEMO = Path(__file__).parents[2] / "src/finwhale/demo"
 
 def export(state: dict[str, Tensor], config: Path, out: Path, shard_bytes: int) -> None:
     raw = json.loads(config.read_text())
-    specs = weight_specs(DeepseekV4Config.from_dict(raw))
+    specs = weight_specs(config_of(raw))
     write_checkpoint(out, raw, official_tensors(state), specs, max_shard_bytes=shard_bytes)
 
 

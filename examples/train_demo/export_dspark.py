@@ -26,7 +26,7 @@ from torch import Tensor
 
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import encode
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 BASE_FILE, MTP_FILE, HEAD_FILE = "base.safetensors", "mtp.safetensors", "dspark.safetensors"
@@ -40,7 +40,7 @@ def head_specs(base: dict[str, object], rank: int, features: int) -> dict[str, W
         rank: dspark_markov_rank.
         features: number of target layers.
     """
-    config = DeepseekV4Config.from_dict(base)
+    config = config_of(base)
     D, V = config.hidden_size, config.vocab_size
     layer = {
         name: spec

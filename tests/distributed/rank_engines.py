@@ -36,9 +36,9 @@ from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
-from finwhale.ops.builds import NothingToBuild
+from finwhale.ops.builds import Builds
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.source import WeightSource
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         start_seconds={},
     )
     tokenizer = Tokenizer.open(path) if (path / "tokenizer.json").exists() else None
-    executor = LocalExecutor(runner, NothingToBuild(), description)
+    executor = LocalExecutor(runner, Builds(), description)
     return Engine(config, model_config, executor, tokenizer)
 
 

@@ -24,8 +24,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.weights import joint_ranks
 from finwhale.weights.destinations import Destinations
-from finwhale.weights.joint import PiecePart
-from finwhale.weights.joint_ranks import JointRanks
+from finwhale.weights.joint_ranks import JointRanks, PiecePart
 
 CPU = torch.device("cpu")
 THREAD = threading.local()

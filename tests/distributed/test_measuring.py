@@ -19,6 +19,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import Ranks
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.weight_sources import Weights
 
 from .test_equal_ranks import sharded_config
@@ -94,7 +95,7 @@ def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> N
 
 
 def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
-    model = DeepseekV4Config.from_dict(divisible_config())
+    model = config_of(divisible_config())
     args = Namespace(batches=[2], context=16, steps=4, draft_tokens=1, accept=[0.0, 1.0])
     rows = drafting.measure(
         args,
@@ -127,7 +128,7 @@ def test_loading_on_two_ranks(tmp_path: Path) -> None:
 def test_loading_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = DeepseekV4Config.from_dict(sharded_config())
+    config = config_of(sharded_config())
     monkeypatch.setattr(DeepseekV4Config, "preset", lambda name: config)
     record = tmp_path / "load.jsonl"
     options = f"--zeros --layers 2 --device cpu --repeats 1 --record {record}".split()

@@ -159,17 +159,14 @@ def test_a_missing_rank_is_named_and_the_results_are_nan() -> None:
     pushes[2].check()
 
 
-def test_the_shape_decides_which_kernel_adds() -> None:
-    def links(fused_tokens: int, fused_programs: int, few_tokens: int = 128) -> TensorParallel:
-        options = mhc_triton.MhcOptions(few_tokens=few_tokens)
-
-        def num_programs(num_tokens: int, width: int) -> int:
-            return mhc_triton.num_programs(num_tokens, width, options=options)
-
+def test_the_shape_decides_which_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def links(fused_tokens: int, fused_programs: int) -> TensorParallel:
         sizes = replace(SIZES, nccl=0, fused_tokens=fused_tokens, fused_programs=fused_programs)
         (push, _) = ranks(2, sizes)
         push._nccl = Alone()
-        mhc = FusedReduceMhc(18, num_programs, mhc_triton.mhc_post, mhc_triton.mhc_post_pre)
+        mhc = FusedReduceMhc(
+            18, mhc_triton.num_programs, mhc_triton.mhc_post, mhc_triton.mhc_post_pre
+        )
         return TensorParallel(push, mhc)
 
     def fused(links: TensorParallel, num_tokens: int, width: int = 64) -> bool:
@@ -185,9 +182,10 @@ def test_the_shape_decides_which_kernel_adds() -> None:
     assert [some.can_fuse_reduce(n, 64) for n in (0, 1, 18, 19)] == [False, True, True, False]
     assert not links(0, 24).can_fuse_reduce(1, 64)
     assert isinstance(some.reduce(terms(Inputs(), 1, 64, BFLOAT16), BFLOAT16), PartialSum)
-    assert [fused(links(20, 24, few_tokens=4), n) for n in (4, 5)] == [True, False]
     with some.without_collectives():
         assert not fused(some, 1)
+    monkeypatch.setattr(mhc_triton, "FEW_TOKENS", 4)
+    assert [fused(some, n) for n in (4, 5)] == [True, False]
 
 
 def test_what_the_operators_do_not_take_is_refused() -> None:

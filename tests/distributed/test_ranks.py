@@ -95,7 +95,7 @@ def assert_equal_routed_experts(one: LLM, other: LLM) -> None:
 def pids(llm: LLM) -> list[int]:
     executor = llm._engine.executor
     assert isinstance(executor, ranks.Ranks)
-    return executor.workers.pids
+    return [worker.process.pid for worker in executor.workers.states()]
 
 
 def is_there(pid: int) -> bool:
@@ -291,7 +291,7 @@ from finwhale import LLM, SamplingParams
 # A shell's background jobs ignore interrupts, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 llm = LLM(sys.argv[1], device="cpu", activations="exact", tensor_parallel_size=2)
-print(*llm._engine.executor.workers.pids, flush=True)
+print(*(w.process.pid for w in llm._engine.executor.workers.states()), flush=True)
 if sys.argv[2] == "hang":
     llm._engine.executor.local.execute = lambda plan: threading.Event().wait()
 llm.generate([1, 2], SamplingParams(max_tokens=400, ignore_eos=True))

@@ -19,7 +19,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.steps.draft_decode import VerificationSteps
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.step_inputs import Inline
@@ -237,7 +237,7 @@ class Proposals:
 def stored_weights(path: Path) -> dict[str, Tensor]:
     """A checkpoint's tensors by official name, as float32 numbers."""
     checkpoint = Checkpoint.open(path)
-    specs = weight_specs(DeepseekV4Config.from_dict(checkpoint.config))
+    specs = weight_specs(config_of(checkpoint.config))
     source = WeightSource(checkpoint, specs)
     return {spec.name: stored.dequantise(torch.float32) for spec, stored in source}
 

@@ -22,7 +22,7 @@ from finwhale.cli.main import main
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.start import budget, startup
 from finwhale.errors import ResourceError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.source import WeightSource
 
@@ -47,7 +47,7 @@ def fails(capsys: Capture, *args: object) -> str:
 def path(tiny_path: Path, tmp_path: Path) -> Path:
     """The tiny checkpoint in files of 3 MB, to be damaged."""
     config = json.loads((tiny_path / "config.json").read_text())
-    specs = weight_specs(DeepseekV4Config.from_dict(config))
+    specs = weight_specs(config_of(config))
     out = tmp_path / "damaged"
     weights = random_weights(config, seed=3)
     write_checkpoint(
@@ -282,7 +282,7 @@ def test_weights_that_do_not_fit(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("finwhale.weights.assembler.torch.empty", full)
+        patched.setattr("finwhale.weights.allocation.torch.empty", full)
         with pytest.raises(ResourceError, match="the model does not fit cpu: ") as raised:
             LLM(tiny_path, device="cpu")
     assert str(error).splitlines()[0] in str(raised.value) and "\n" not in str(raised.value)
@@ -501,7 +501,7 @@ def test_every_tensor_of_the_dspark_head_is_needed(tiny_path: Path, tmp_path: Pa
     weights = random_weights(config, seed=3)
     write_plain_checkpoint(tmp_path, config, weights)
     checkpoint = Checkpoint.open(tmp_path)
-    specs = weight_specs(DeepseekV4Config.from_dict(checkpoint.config))
+    specs = weight_specs(config_of(checkpoint.config))
     head = [name for name in checkpoint.tensors if name.startswith("mtp.")]
     for name in head:
         kept = {other: info for other, info in checkpoint.tensors.items() if other != name}

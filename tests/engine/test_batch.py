@@ -21,7 +21,7 @@ from finwhale.engine.steps.inputs import planned_inputs
 from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.step_inputs import StepInputs
 from finwhale.request import SamplingParams
 
@@ -103,9 +103,7 @@ def test_page_tables(seed: int, draw: random.Random, num_seqs: int, decode: bool
 
 def test_a_model_of_window_layers_has_one_table() -> None:
     raw = tiny_config(0)
-    config = DeepseekV4Config.from_dict(
-        raw | {"compress_ratios": [0] * (raw["num_hidden_layers"] + 1)}
-    )
+    config = config_of(raw | {"compress_ratios": [0] * (raw["num_hidden_layers"] + 1)})
     groups = cache_spec(config)
     pages = PageManager(groups, {g.name: 9 for g in groups})
     sequence = SequenceState(
@@ -118,7 +116,7 @@ def test_a_model_of_window_layers_has_one_table() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_before_the_first_entry_its_table_has_no_page(count: int) -> None:
-    config = DeepseekV4Config.from_dict(tiny_config(0))
+    config = config_of(tiny_config(0))
     groups = cache_spec(config)
     pages = PageManager(groups, {g.name: 9 for g in groups})
     sequence = SequenceState(

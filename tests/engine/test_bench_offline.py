@@ -10,7 +10,7 @@ from finwhale.bench.offline import WARM_UP, Bench, Shape, _room
 from finwhale.bench.overhead import stub_engine
 from finwhale.config import EngineConfig
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 
 STEPS, STEP_TOKENS = 30, 2048
 
@@ -23,7 +23,7 @@ def new_bench(shape: Shape, *, prefix_caching: bool = True) -> Bench:
         max_model_len=_room(shape, STEPS, STEP_TOKENS) + 8,
         enable_prefix_caching=prefix_caching,
     )
-    return Bench(stub_engine(config, DeepseekV4Config.preset("flash")), STEPS)
+    return Bench(stub_engine(config, published("flash")), STEPS)
 
 
 def begin(bench: Bench, shape: Shape) -> None:

@@ -25,6 +25,7 @@ from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.config import DtypeName
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 SHARD_BYTES = 24_000_000
@@ -57,7 +58,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "expert_dtype": "fp8",
         "quantization_config": QUANTISATION,
     }
-    specs = weight_specs(DeepseekV4Config.from_dict(config))
+    specs = weight_specs(config_of(config))
     path = tmp_path_factory.mktemp("large") / "model"
     write_checkpoint(path, config, cheap_weights(specs), specs, max_shard_bytes=SHARD_BYTES)
     return path
@@ -109,7 +110,7 @@ def test_peak_memory_while_loading(large: Path, dtype: DtypeName) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
-    config = DeepseekV4Config.from_dict(checkpoint.config)
+    config = config_of(checkpoint.config)
     model = weight_bytes(config, 2 if dtype == "bfloat16" else 4)
     peak = report["peak"] - report["cache"]
     assert report["held"] > 0.9 * model, "the weights are not in memory yet: nothing is measured"

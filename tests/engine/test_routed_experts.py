@@ -21,7 +21,7 @@ from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.request import ExpertIds
 
@@ -295,7 +295,7 @@ def test_nothing_is_recorded_unless_the_engine_is_told(llm: LLM) -> None:
 def test_ids_beyond_a_byte(formulas: Formulas) -> None:
     """Models of more than 256 experts, such as Pro, get int16."""
     model = object.__new__(DeepseekV4)
-    model.config = replace(DeepseekV4Config.from_dict(formulas.config), n_routed_experts=384)
+    model.config = replace(config_of(formulas.config), n_routed_experts=384)
     model.layers, model.weights = [], random_embedding()
     assert model.record_routed_experts(7).dtype == torch.int16
 

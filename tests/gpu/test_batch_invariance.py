@@ -14,7 +14,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 
 LENGTHS = [700, 3, 129, 1, 1300, 260, 64, 1021]
@@ -28,7 +28,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "demo":
         yield LLM(**options)._engine
         return
-    model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(4)
+    model = published("flash").without_draft_head().with_layers(4)
     config = EngineConfig(max_num_batched_tokens=4096, **options)
     yield start_engine(config, model, Weights(model), None)
 

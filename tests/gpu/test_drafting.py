@@ -16,7 +16,7 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 
 from ..models.drafts import STORY, RandomDrafts, Watch, compare, demo_weights, generate  # noqa: TID252
@@ -106,7 +106,7 @@ def test_steps_are_launched_ahead() -> None:
 @pytest.fixture(scope="module", params=[False, True], ids=["captured", "eager"])
 def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Eight layers of Flash with random weights, and the MTP layer."""
-    model = DeepseekV4Config.preset("flash").with_layers(8)
+    model = published("flash").with_layers(8)
     config = EngineConfig(
         device="cuda",
         batch_invariant=True,

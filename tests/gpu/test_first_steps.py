@@ -13,9 +13,9 @@ from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.steps.host_transfer import send
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.models.deepseek_v4.compressor import C4Compressor, C128Compressor
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 
 pytestmark = pytest.mark.alone
@@ -26,7 +26,7 @@ LONG_S = 0.02
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(4)
+    model = published("flash").without_draft_head().with_layers(4)
     config = EngineConfig(
         device="cuda:0",
         max_num_seqs=NUM_SEQS,

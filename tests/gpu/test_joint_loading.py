@@ -15,7 +15,8 @@ from finwhale.bench.load import Loader, Loaders
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_stored
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_json
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights import joint_ranks
 from finwhale.weights.dummy import DummySource
@@ -23,7 +24,7 @@ from finwhale.weights.dummy import DummySource
 pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parents[2]
 CONFIG = replace(
-    DeepseekV4Config.preset("flash").without_draft_head().with_layers(4),
+    published("flash").without_draft_head().with_layers(4),
     vocab_size=1280,
     n_routed_experts=8,
 )
@@ -72,7 +73,7 @@ class ComparingLoader(Loader):
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("joint")
     source = DummySource(weight_specs(CONFIG), "cuda", seed=3)
-    write_stored(path, CONFIG.to_dict(), source, max_shard_bytes=200_000_000)
+    write_stored(path, config_json(CONFIG), source, max_shard_bytes=200_000_000)
     assert len(Checkpoint.open(path).shards()) > 2
     return path
 

@@ -12,7 +12,7 @@ import torch
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.start.memory import GRAPH_BYTES
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 
 pytestmark = pytest.mark.alone
@@ -25,7 +25,7 @@ BARELY, UNUSED = 19.6 * 2**30, 1.4 * 2**30
 
 def held(num_layers: int, **options: Any) -> dict[str, int]:
     """Open an engine on Flash, cut to `num_layers`, and return the bytes that it holds."""
-    model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(num_layers)
+    model = published("flash").without_draft_head().with_layers(num_layers)
     config = EngineConfig(device="cuda", max_num_seqs=16, max_model_len=8192, **options)
     source = Weights(model)
     memory = start_engine(config, model, source, None).memory

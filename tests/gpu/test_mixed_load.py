@@ -22,7 +22,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.ranks.ranks import Ranks
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 
 pytestmark = pytest.mark.alone
@@ -54,7 +54,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with importable_tests():  # the ranks import this module
-        model = DeepseekV4Config.preset("flash").with_layers(4)
+        model = published("flash").with_layers(4)
         config = EngineConfig(
             device=DEVICE,
             tensor_parallel_size=None if DEVICE else min(2, torch.cuda.device_count()),

@@ -13,9 +13,9 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.step_inputs import StepInputs
 from finwhale.models.weight_sources import Weights
 from finwhale.request import ExpertIds
@@ -41,7 +41,7 @@ def open_engine(kind: str, **options: Any) -> Engine:
     }
     if kind == "demo":
         return LLM(**chosen)._engine
-    model = DeepseekV4Config.preset("flash").with_layers(4)
+    model = published("flash").with_layers(4)
     return start_engine(EngineConfig(**chosen), model, Weights(model), None)
 
 

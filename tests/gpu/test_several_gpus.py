@@ -32,7 +32,7 @@ from finwhale.engine.ranks.devices import fewest_ranks
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import Ranks
 from finwhale.engine.steps.inputs import with_bounds
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import Weights
 
@@ -65,7 +65,7 @@ def test_a_rank_that_makes_no_call_is_named() -> None:
 def new_engine(
     size: int, draft_tokens: int = 0, device: str | None = None, whole_attention: bool = False
 ) -> Engine:
-    model = DeepseekV4Config.preset("flash").with_layers(4)
+    model = published("flash").with_layers(4)
     config = EngineConfig(
         device=device,
         tensor_parallel_size=size,
@@ -247,7 +247,7 @@ def test_drafting_changes_no_token(wanted: list[list[int]]) -> None:
 
 
 def test_the_fewest_gpus_that_hold_the_model() -> None:
-    model, count = DeepseekV4Config.preset("flash"), torch.cuda.device_count()
+    model, count = published("flash"), torch.cuda.device_count()
     memory = torch.cuda.get_device_properties(0).total_memory
     config = EngineConfig()
     assert fewest_ranks(config, model.with_layers(4), count) == 1
@@ -282,8 +282,8 @@ def main(what: str) -> None:
         found.append(here.tokens(other))
         print(json.dumps({"compiled": counts, "tokens": found}), flush=True)
         return
-    (worker,) = executor.workers.pids
-    print(json.dumps({"worker": worker}), flush=True)
+    (worker,) = executor.workers.states()
+    print(json.dumps({"worker": worker.process.pid}), flush=True)
     engine.add_request("endless", [1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
     while True:
         engine.step()

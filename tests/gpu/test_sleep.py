@@ -16,7 +16,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
 from finwhale.weights.dummy import DummySource
@@ -41,7 +41,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "demo":
         yield LLM(device="cuda", **options)._engine
         return
-    model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(4)
+    model = published("flash").without_draft_head().with_layers(4)
     yield start_engine(EngineConfig(device="cuda", **options), model, Weights(model), None)
 
 

@@ -15,7 +15,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 
 triton = pytest.importorskip("triton")
@@ -43,7 +43,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
         "invariant": {"batch_invariant": True},
         "few graphs": {"graph_sizes": (1, 4)},
     }[request.param]
-    model = DeepseekV4Config.preset("flash").without_draft_head().with_layers(4)
+    model = published("flash").without_draft_head().with_layers(4)
     options |= {"max_num_batched_tokens": 1500, "cache_memory_bytes": 2**31}
     config = EngineConfig(max_model_len=40000, **options)
     return start_engine(config, model, Weights(model), None)

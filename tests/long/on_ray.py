@@ -54,7 +54,7 @@ def main(path: str, how: str) -> None:
 
 def kill(llm: LLM, executor: Ranks) -> None:
     began = time.monotonic()
-    os.kill(executor.workers.pids[0], signal.SIGKILL)
+    os.kill(executor.workers.states()[0].process.pid, signal.SIGKILL)
     try:
         llm.generate(PROMPTS, GREEDY)
     except EngineDeadError as error:

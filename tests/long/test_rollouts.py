@@ -37,7 +37,7 @@ from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.source import WeightSource
 from finwhale.weights.tree import tensors_of
 

@@ -15,7 +15,7 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.draft_policy import NO_DRAFTS, step_kinds
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.sampling.noise import gumbel
 from finwhale.weights.source import WeightSource
@@ -34,9 +34,7 @@ STORY = (
 
 def demo_weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """The embedded model's tensors by official name, as float32 numbers."""
-    source = WeightSource(
-        Checkpoint.open(DEMO_PATH), weight_specs(DeepseekV4Config.from_dict(config))
-    )
+    source = WeightSource(Checkpoint.open(DEMO_PATH), weight_specs(config_of(config)))
     return {spec.name: stored.dequantise(torch.float32) for spec, stored in source}
 
 

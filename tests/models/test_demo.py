@@ -8,7 +8,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.source import inventory_report
 
@@ -45,7 +45,7 @@ def test_is_small_and_in_the_official_layout() -> None:
     files = [path for path in DEMO_PATH.iterdir() if path.suffix in (".json", ".safetensors")]
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES
     checkpoint = Checkpoint.open(DEMO_PATH)
-    config = DeepseekV4Config.from_dict(checkpoint.config)
+    config = config_of(checkpoint.config)
     specs = weight_specs(config)
     inventory = inventory_report(checkpoint, specs)
     assert inventory.complete
@@ -60,9 +60,7 @@ def test_both_forms_share_the_model() -> None:
     files = [path for form in (DEMO_PATH, DSPARK_PATH) for path in form.glob("*.*")]
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES_OF_BOTH
     checkpoint = Checkpoint.open(DSPARK_PATH)
-    assert inventory_report(
-        checkpoint, weight_specs(DeepseekV4Config.from_dict(checkpoint.config))
-    ).complete
+    assert inventory_report(checkpoint, weight_specs(config_of(checkpoint.config))).complete
     shared = {name for name in checkpoint.tensors if not name.startswith("mtp.")}
     assert {checkpoint.tensors[name].file for name in shared} == {"../demo/base.safetensors"}
     assert shared == {n for n in Checkpoint.open(DEMO_PATH).tensors if not n.startswith("mtp.")}

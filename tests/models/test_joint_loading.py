@@ -22,12 +22,13 @@ from finwhale.checkpoint.stored import StoredWeight
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError, OtherRankError
+from finwhale.models.deepseek_v4.config_json import config_json
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.dummy import DummySource
-from finwhale.weights.joint import JointReader, PiecePart
-from finwhale.weights.joint_ranks import JointRanks, Lane
+from finwhale.weights.joint import JointReader
+from finwhale.weights.joint_ranks import JointRanks, Lane, PiecePart
 from finwhale.weights.source import WeightSource
 
 
@@ -104,7 +105,7 @@ class JointSource(WeightSource):
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("joint")
     source = DummySource(weight_specs(QUANTISED), "cpu", seed=3)
-    write_stored(path, QUANTISED.to_dict(), source, max_shard_bytes=1_000_000)
+    write_stored(path, config_json(QUANTISED), source, max_shard_bytes=1_000_000)
     return path
 
 
@@ -114,7 +115,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
     Unquantised weights of any size have destinations.
     """
-    monkeypatch.setattr("finwhale.weights.assembler.LARGE_BYTES", 0)
+    monkeypatch.setattr("finwhale.weights.allocation.LARGE_BYTES", 0)
     reader = partial(JointReader, piece_bytes=request.param)
     monkeypatch.setattr("finwhale.weights.source.JointReader", reader)
 
@@ -178,7 +179,7 @@ def test_weights_are_those_of_ranks_that_read_alone(
 
 def test_ranks_read_weights_with_float32_scales(tmp_path: Path) -> None:
     """They need no conversion of E8M0 scales, so they are not read directly."""
-    config = QUANTISED.to_dict()
+    config = config_json(QUANTISED)
     specs, weights = weight_specs(QUANTISED), random_weights(config, 1)
     write_checkpoint(tmp_path, config, weights.items(), specs, scale_dtype=torch.float32)
     rank = Rank(1, 2)
@@ -195,9 +196,9 @@ def test_weights_in_slabs_are_those_with_separate_memory(
 ) -> None:
     rank = Rank(1, 2)
     separate = dict(tensors(weights_of(files, rank, None)))
-    monkeypatch.setattr("finwhale.weights.assembler.SLAB_DEVICES", ("cpu",))
-    monkeypatch.setattr("finwhale.weights.assembler.FIRST_SLAB_BYTES", slab_bytes)
-    monkeypatch.setattr("finwhale.weights.assembler.SLAB_BYTES", 2 * slab_bytes)
+    monkeypatch.setattr("finwhale.weights.allocation.SLAB_DEVICES", ("cpu",))
+    monkeypatch.setattr("finwhale.weights.allocation.FIRST_SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr("finwhale.weights.allocation.SLAB_BYTES", 2 * slab_bytes)
     weights = dict(tensors(weights_of(files, rank, None)))
     assert weights.keys() == separate.keys()
     for path, tensor in weights.items():

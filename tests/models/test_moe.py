@@ -6,15 +6,18 @@ from typing import Any
 import torch
 from tests.support.tiny import tiny_config
 
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.distributed.collectives import Alone
+from finwhale.models.deepseek_v4.config_json import config_of
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.models.step_inputs import StepInputs
-from finwhale.ops import load_ops
+from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import step_tokens
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.dummy import DummySource
 
 NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", "experts_combine")
@@ -22,7 +25,7 @@ NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", 
 
 def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
     """Its output is there only after the join, which must not hold compute back."""
-    config = DeepseekV4Config.from_dict(tiny_config(0) | {"num_hash_layers": 0})
+    config = config_of(tiny_config(0) | {"num_hash_layers": 0})
     cpu, table = torch.device("cpu"), load_ops(Platform.cpu(), reference=True)
     source = DummySource(weight_specs(config), cpu)
     form = WeightForm(
@@ -50,9 +53,15 @@ def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
             called.append("join")
             self.pending.copy_(self.wanted)
 
+    def context_of(ops: Ops, streams: SideStreams) -> LayerContext:
+        ranks = TensorParallel(Alone())
+        return LayerContext(
+            config=config, ops=ops, round_activations=False, side_streams=streams, ranks=ranks
+        )
+
     ops = replace(table, **{name: noted(name) for name in NAMES})
     found, wanted = (
-        Moe(config, table_of, weights.layers[0].ffn, streams)
+        Moe(context_of(table_of, streams), weights.layers[0].ffn)
         for table_of, streams in ((ops, Streams(cpu)), (table, SideStreams(cpu)))
     )
     tokens = step_tokens([(0, 5)])

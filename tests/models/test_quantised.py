@@ -22,7 +22,7 @@ from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.writer import write_checkpoint
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 from . import transcription
@@ -35,7 +35,7 @@ TOLERANCE = 1e-5
 
 def twin(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """The weights after quantisation, by the formats' definitions: written again, slowly."""
-    specs = weight_specs(DeepseekV4Config.from_dict(config))
+    specs = weight_specs(config_of(config))
     out = {}
     for name, weight in weights.items():
         match specs[name].storage:
@@ -139,7 +139,7 @@ def test_other_storages(tmp_path: Path, change: dict[str, str | None]) -> None:
     else:
         config |= change
     weights = random_weights(config, 1)
-    specs = weight_specs(DeepseekV4Config.from_dict(config))
+    specs = weight_specs(config_of(config))
     scales = torch.float32 if "scale_fmt" in change else torch.float8_e8m0fnu
     write_checkpoint(
         tmp_path, config, weights.items(), specs, scale_dtype=scales, max_shard_bytes=300_000

@@ -23,11 +23,13 @@ from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_json, config_of
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm, WeightStream
+from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import WeightStream
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.dummy import DummySource
 from finwhale.weights.joint_ranks import JointRanks
@@ -56,7 +58,7 @@ def no_collection() -> Iterator[None]:
 
 
 @cache
-def published(config: DeepseekV4Config) -> Checkpoint:
+def headers(config: DeepseekV4Config) -> Checkpoint:
     """The headers of a checkpoint; no file holds the data."""
     tensors: dict[str, TensorInfo] = {}
 
@@ -94,7 +96,7 @@ def test_each_byte_is_read_by_exactly_the_ranks_that_need_it(model: str, size: i
     With 4 and 8 ranks, a layer has 8 of its experts, which are all alike; that saves a minute.
     """
     config = MODELS[model] if size <= 2 else replace(MODELS[model], n_routed_experts=8)
-    checkpoint = published(config)
+    checkpoint = headers(config)
     whole = checkpoint.tensors
     read: dict[str, list[TensorInfo]] = defaultdict(list)
     for index in range(size):
@@ -161,10 +163,10 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     specs = weight_specs(config)
     dummy = DummySource(specs, "cpu", seed=3)
     if config.quantised:
-        write_stored(path, config.to_dict(), dummy, max_shard_bytes=1_000_000)
+        write_stored(path, config_json(config), dummy, max_shard_bytes=1_000_000)
     else:
         values = ((spec.name, stored.dequantise(torch.float32)) for spec, stored in dummy)
-        write_checkpoint(path, config.to_dict(), values, specs, plain_dtype=torch.float32)
+        write_checkpoint(path, config_json(config), values, specs, plain_dtype=torch.float32)
     return path
 
 
@@ -194,7 +196,7 @@ def opened(
     path: Path, rank: Rank, sources: type[WeightSource] = WeightSource
 ) -> tuple[DeepseekV4Config, WeightSource]:
     checkpoint = Checkpoint.open(path)
-    config = DeepseekV4Config.from_dict(checkpoint.config)
+    config = config_of(checkpoint.config)
     return config, sources(checkpoint, weight_specs(config, rank))
 
 
@@ -400,7 +402,7 @@ def test_every_rank_names_a_missing_tensor(tmp_path: Path, index: int) -> None:
     """Also one that another rank reads, or all of which it needs is there."""
     name = "layers.2.ffn.experts.1.w2.scale"
     specs = weight_specs(QUANTISED)
-    write_stored(tmp_path, QUANTISED.to_dict(), DummySource(specs, "cpu"))
+    write_stored(tmp_path, config_json(QUANTISED), DummySource(specs, "cpu"))
     checkpoint = Checkpoint.open(tmp_path)
     kept = {other: info for other, info in checkpoint.tensors.items() if other != name}
     with pytest.raises(CheckpointError, match=f"lacks 1 tensors .*: {name};"):
@@ -425,7 +427,7 @@ def test_every_rank_uses_a_tensor_exactly_once(
 def test_a_nan_in_a_slice_is_named_by_the_rank_that_reads_it(tmp_path: Path, files: Path) -> None:
     name = "layers.1.ffn.shared_experts.w2.weight"
     specs = weight_specs(QUANTISED)
-    write_stored(tmp_path, QUANTISED.to_dict(), DummySource(specs, "cpu"))
+    write_stored(tmp_path, config_json(QUANTISED), DummySource(specs, "cpu"))
     info = Checkpoint.open(tmp_path).tensors[name]
     with (tmp_path / info.file).open("r+b") as file:
         file.seek(info.offset + info.num_bytes - 1)

@@ -43,8 +43,10 @@ from finwhale.engine.steps.step_limits import StepLimits, prefill_sizes
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.tensor_parallel import NoCollectives
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.ops import load_ops
@@ -57,7 +59,7 @@ from finwhale.ops.builds.worker import NoDriver
 from finwhale.ops.moe import dispatch_triton, experts_hopper
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.dummy import DummySource
 
 CALL = ConstexprFunction.__call__
@@ -120,7 +122,7 @@ def small_flash(preset: str = "flash") -> DeepseekV4Config:
     """A small model with Flash's heads and one layer of each kind; with DSpark if that is Flash's
     draft head.
     """
-    config = DeepseekV4Config.preset(preset).with_layers(4)
+    config = published(preset).with_layers(4)
     if config.dspark is None:
         config = config.without_draft_head()
     else:
@@ -588,7 +590,7 @@ def main() -> None:
     if few:
         print(json.dumps(report))
         return
-    demo = DeepseekV4Config.from_dict(read_config(DSPARK_PATH))
+    demo = config_of(read_config(DSPARK_PATH))
     report |= {
         "drafting": compare_drafting_launches(small_flash("flash-0731"), 40000),
         # Its heads are not those of the Hopper kernels, so portable ones run.

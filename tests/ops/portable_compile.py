@@ -13,8 +13,8 @@ from finwhale.engine.start.launch_signatures import LaunchEnumerator
 from finwhale.engine.start.memory import LargestSteps
 from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.weights import assembler
 from finwhale.ops import load_ops
 from finwhale.ops.attention import TopkEntries, Window
@@ -23,8 +23,9 @@ from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import linear
+from finwhale.ops.paging import CacheRows
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 
 from .kernel_sources import kernel_names
 from .sm90_compile import (
@@ -55,14 +56,14 @@ def call_linear() -> None:
 def call_attention() -> None:
     """Flash's attention over selected entries: the kernel that needs the most shared memory."""
     tokens, table = step_tokens(256, 2**20, 1), page_table(256, 64)
-    pool = meta(1024, rows_layout.page_bytes(64, 512, 64), dtype=torch.uint8)
+    rows = CacheRows(meta(1024, rows_layout.page_bytes(64, 512, 64), dtype=torch.uint8), table)
     sparse_attention(
         meta(256, 64, 512),
         f32(2**20, 32, 2),
         1e-6,
         tokens,
-        Window(pool, table, 128),
-        TopkEntries(pool, meta(256, 512, dtype=torch.int32), 64),
+        Window(rows, 128),
+        TopkEntries(rows, meta(256, 512, dtype=torch.int32)),
         f32(64),
         512**-0.5,
         meta(256, 64, 512),
@@ -71,15 +72,15 @@ def call_attention() -> None:
 
 def call_indexer() -> None:
     tokens, table = step_tokens(8, 2**20, 1), page_table(8, 64)
-    pool = meta(1024, keys_layout.page_bytes(64, 128), dtype=torch.uint8)
+    keys = CacheRows(meta(1024, keys_layout.page_bytes(64, 128), dtype=torch.uint8), table)
     q, weights, rotary = meta(8, 64, 128), f32(8, 64), f32(2**20, 32, 2)
-    select_entries(q, weights, pool, rotary, tokens, table, 512, 0.1, True)
+    select_entries(q, weights, keys, rotary, tokens, 512, 0.1, True)
 
 
 def launch_all() -> None:
     """All launches of the AMD table that an engine with Flash and its DSpark head builds ahead."""
     ops = load_ops(Platform("amd", "gfx942"))
-    config = DeepseekV4Config.preset("flash-0731").with_layers(4)  # one of each kind
+    config = published("flash-0731").with_layers(4)  # one of each kind
     form = WeightForm(dtype=torch.bfloat16, round_activations=True, ops=ops)
     weights = assembler(config, form, torch.device("meta")).finish_unfilled()
     model = DeepseekV4(config, ops, weights, round_activations=True, max_positions=2**20)

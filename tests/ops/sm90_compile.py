@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.engine.start.memory import all_sampling_options, without_filters
-from finwhale.ops.attention import AllEntries, TopkEntries, Window
+from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import prepare_qkv_triton as prepare
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention as portable_attention
@@ -46,7 +46,7 @@ from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import router_triton as moe
 from finwhale.ops.norm import rms_norm_triton as norm
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, PageTable, Tokens
 from finwhale.ops.sampling import SamplingBatch
 from finwhale.ops.sampling import sample_triton as sampling
 
@@ -430,20 +430,21 @@ def compress_part(N: int, width: int, ratio: int, rounding: Rounding) -> Compres
         num_bytes = rows_layout.page_bytes(rows, width, 64)
     pool = meta(1024, num_bytes, dtype=torch.uint8)
     weight = CompressorWeight(f32(mixed, width), f32(width), ratio)  # type: ignore[arg-type]
-    return CompressPart(f32(N, share * width), weight, f32(1024, share * width), pool, rounding)
+    state = CacheRows(f32(1024, share * width), page_table(N, 8 if ratio == 4 else 128))
+    entries = CacheRows(pool, page_table(N, rows))
+    return CompressPart(f32(N, share * width), weight, state, entries, rounding)
 
 
 def call_indexer(width: int, heads: int, topk: int, N: int, max_len: int, max_query: int) -> None:
     """Compressors and the indexer of one model, for N tokens."""
     tokens, rotary = step_tokens(N, max_len, max_query), f32(2**20, 32, 2)
     parts = (compress_part(N, width, 4, "nope"), compress_part(N, 128, 4, "key"))
-    compressor.compress(parts, tokens, rotary, 1e-6, page_table(N, 8), page_table(N, 64), 4)
+    compressor.compress(parts, tokens, rotary, 1e-6, 4)
     part = compress_part(N, width, 128, "nope")
-    compressor.compress((part,), tokens, rotary, 1e-6, page_table(N, 128), page_table(N, 2), 4)
-    q, weights, pool = meta(N, heads, 128), f32(N, heads), parts[1].entry_pool
-    table = page_table(N, 64)
+    compressor.compress((part,), tokens, rotary, 1e-6, 4)
+    q, weights, keys = meta(N, heads, 128), f32(N, heads), parts[1].entries
     options = {"inline_asm": True, "early_launch": True, "few_warps": NUM_WARPS}
-    indexer.select_entries(q, weights, pool, rotary, tokens, table, topk, 0.1, True, **options)
+    indexer.select_entries(q, weights, keys, rotary, tokens, topk, 0.1, True, **options)
 
 
 def call_attention(
@@ -458,24 +459,22 @@ def call_attention(
     """Attention over packed rows, for N tokens: the kernels that every GPU can have."""
     tokens, rotary = step_tokens(N, 2**20, max_query), f32(2**20, 32, 2)
     pool = meta(1024, rows_layout.page_bytes(64, C, 64), dtype=torch.uint8)
-    table = page_table(N, 64)
-    prepare.prepare_qkv(
-        meta(N, Q), f32(Q), meta(N, C), f32(C), rotary, 1e-6, True, tokens, pool, table
-    )
+    rows, form = CacheRows(pool, page_table(N, 64)), RowForm(f32(C), rotary, 1e-6, True)
+    prepare.prepare_qkv(meta(N, Q), f32(Q), meta(N, C), form, tokens, rows)
     small = meta(1024, rows_layout.page_bytes(2, C, 64), dtype=torch.uint8)
     values, scales = quantise_triton.empty_quantised(N, A, C, pool)
     for entries, *out in (
         (None, meta(N, A, C)),
         (None, values, scales.flatten(1)),
-        (TopkEntries(pool, meta(N, topk, dtype=torch.int32), 64), meta(N, A, C)),
-        (AllEntries(small, page_table(N, 2), 128), meta(N, A, C)),
+        (TopkEntries(rows, meta(N, topk, dtype=torch.int32)), meta(N, A, C)),
+        (AllEntries(CacheRows(small, page_table(N, 2)), 128), meta(N, A, C)),
     ):
         sparse_attention(
             meta(N, A, C),
             rotary,
             1e-6,
             tokens,
-            Window(pool, table, 128),
+            Window(rows, 128),
             entries,
             f32(A),
             C**-0.5,

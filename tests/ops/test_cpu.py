@@ -16,6 +16,7 @@ from tests.support.cases import mhc as mhc_cases
 from tests.support.cases import moe as moe_cases
 from tests.support.cases import norm as norm_cases
 from tests.support.op_arguments import results, take_tokens
+from tests.support.packing import WINDOW_WRITERS
 from torch import Tensor
 
 from finwhale.ops import Ops, compressor, cpu_gemm, cpu_math, load_ops
@@ -27,7 +28,7 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import cpu as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe.cpu import HostPairs
-from finwhale.ops.paging import PageTable
+from finwhale.ops.paging import CacheRows, PageTable
 from finwhale.ops.rounding import round_e4m3
 from finwhale.ops.slots import write_slots
 from finwhale.platform import Platform
@@ -90,7 +91,7 @@ def run(ops: Ops, case: OpCase, args: Args) -> list[Tensor]:
     with torch.inference_mode():
         found = results(getattr(ops, case.operator), args, case.written)
     if case.operator == "select_entries":  # narrower where no token has that many entries
-        found = [F.pad(slots, (0, args[6] - slots.shape[1]), value=-1) for slots in found]
+        found = [F.pad(slots, (0, args[5] - slots.shape[1]), value=-1) for slots in found]
     return found
 
 
@@ -146,12 +147,12 @@ def test_a_token_s_bits_do_not_depend_on_other_tokens(case: OpCase) -> None:
         alone = take_tokens(args, case.by_token, start, stop)
         part = run(CPU, case, tuple(_apart(arg) for arg in alone))
         for position, (one, other) in enumerate(zip(part, whole, strict=True)):
-            if case.operator == "prepare_qkv" and position == 1:
-                _, _, _, _, _, _, _, tokens, pool, table = alone
-                slots = write_slots(tokens, table)
+            if case.operator in WINDOW_WRITERS and position == len(part) - 1:
+                *_, tokens, window = alone
+                slots = write_slots(tokens, window.table)
                 assert torch.equal(one[slots], other[slots])
-                others = torch.ones(len(pool), dtype=torch.bool).index_fill(0, slots, False)
-                assert torch.equal(one[others], pool[others])
+                others = torch.ones(len(one), dtype=torch.bool).index_fill(0, slots, False)
+                assert torch.equal(one[others], window.pool[others])
             else:
                 assert torch.equal(one, other[start:stop]), (position, start, stop)
 
@@ -170,20 +171,18 @@ def test_selections_do_not_depend_on_the_batch(topk: int, rounds: bool) -> None:
     table, num_rows = draw.page_table(entry_rows(chunks, 4), 64)
     q, weights, keys = draw.normal(20, 4, 128), draw.normal(20, 4), draw.normal(num_rows, 128)
     rotary = draw.rotation(tokens.max_len, 64)
-    together = CPU.select_entries(q, weights, keys, rotary, tokens, table, topk, 0.1, rounds)
+    rest = topk, 0.1, rounds
+    together = CPU.select_entries(q, weights, CacheRows(keys, table), rotary, tokens, *rest)
     for row, (start, end) in enumerate(chunks):
         for before in (0, 1, 30):
             own = PageTable(table.pages[row : row + 1], table.first[row : row + 1], 64)
             chosen = CPU.select_entries(
                 torch.cat((draw.normal(before, 4, 128), q[row : row + 1])),
                 weights[row].expand(before + 1, -1).contiguous(),
-                keys,
+                CacheRows(keys, own),
                 rotary,
                 step_tokens(((start - before, end),)),
-                own,
-                topk,
-                0.1,
-                rounds,
+                *rest,
             )
             assert torch.equal(chosen[-1], together[row])
 
@@ -199,9 +198,9 @@ def test_entries_do_not_depend_on_the_batch(
     chunks = ((0, 300), (255, 256), (127, 128))
     args = compress_args(Draw(), ratio, chunks, (16, 32), 8, (rounding, rounding))
     with torch.inference_mode():
-        parts, tokens, rotary, eps, states, entries, most = args
+        parts, tokens, rotary, eps, most = args
         together = results(CPU.compress, args, (0,))
-        state_pools = [part.state_pool for part in parts]
+        states, entries = parts[0].state.table, parts[0].entries.table
         for sequence, (start, end) in enumerate(chunks):
             rows = slice(sequence, sequence + 1)
             # Pages that hold every row of the state, since each step leaves its own.
@@ -209,30 +208,19 @@ def test_entries_do_not_depend_on_the_batch(
             own_entries = PageTable(entries.pages[rows], entries.first[rows], entries.rows_per_page)
             slots = entry_slots(entries, sequence, range(start // ratio, end // ratio))
             for number, part in enumerate(parts):
-                state = torch.zeros(num_rows, state_pools[number].shape[1])
+                state = torch.zeros(num_rows, part.state.pool.shape[1])
                 for position in range(max(0, first_kept(start, ratio)), start):
                     kept = states.slots(np.array([sequence]), np.array([position]))
                     at = own_states.slots(np.array([0]), np.array([position]))
-                    state[at] = state_pools[number][kept]
-                alone = replace(
-                    part, state_pool=state, entry_pool=torch.zeros_like(part.entry_pool)
-                )
+                    state[at] = part.state.pool[kept]
+                own = CacheRows(torch.zeros_like(part.entries.pool), own_entries)
+                alone = replace(part, state=CacheRows(state, own_states), entries=own)
                 first = int(tokens.query_start[sequence])
                 for position in range(start, end):
                     row = part.projected[first + position - start][None]
                     step = step_tokens(((position, position + 1),))
-                    CPU.compress(
-                        (replace(alone, projected=row),),
-                        step,
-                        rotary,
-                        eps,
-                        own_states,
-                        own_entries,
-                        most,
-                    )
-                assert len(slots) and torch.equal(
-                    alone.entry_pool[slots], together[2 * number + 1][slots]
-                )
+                    CPU.compress((replace(alone, projected=row),), step, rotary, eps, most)
+                assert len(slots) and torch.equal(own.pool[slots], together[2 * number + 1][slots])
 
 
 def entry_slots(table: PageTable, sequence: int, entries: range) -> Any:

@@ -3,8 +3,8 @@
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.ops.moe.experts_hopper import PLANS, _cut, launch_tokens
 from finwhale.ops.moe.experts_hopper_few import FEW_TOKENS, LOADS, _down_tiles, _launches, _loads
 from finwhale.ops.moe.experts_hopper_parts import down_steps
@@ -38,7 +38,7 @@ def test_every_kind_of_launch_is_compiled(inner: int) -> None:
     def kind(num_tokens: int) -> list[object]:
         return [constants for _, constants in _launches(num_tokens, 4096, inner, 6, 132)]
 
-    listed = launch_tokens(launch_sizes(DeepseekV4Config.preset("flash")), FEW_TOKENS + 1)
+    listed = launch_tokens(launch_sizes(published("flash")), FEW_TOKENS + 1)
     for n in range(1, FEW_TOKENS):
         assert kind(n) == kind(n + 1) or n in listed, n
     assert FEW_TOKENS in listed

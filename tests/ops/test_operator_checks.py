@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tests.support import operator_checks
 from tests.support.op_arguments import take_tokens
-from tests.support.packing import ACTIVATIONS, plain_args
+from tests.support.packing import ACTIVATIONS, WINDOW_WRITERS, plain_args
 from torch import Tensor
 
 from finwhale.bench.ops import model_cases
@@ -66,16 +66,17 @@ def pack(name: str, args: Args, plain: Args) -> None:
     """Write to the packed arguments what was written to the plain ones."""
     if name == "sparse_attention":
         args[8].copy_(plain[8])
-    elif name == "prepare_qkv":
-        args[8].copy_(pack_rows(plain[8], args[9].rows_per_page, 2 * args[4].shape[1]))
+    elif name in WINDOW_WRITERS:
+        rows, rope = args[-1].table.rows_per_page, 2 * args[-3].rotary.shape[1]
+        args[-1].pool.copy_(pack_rows(plain[-1].pool, rows, rope))
     elif name == "compress":
-        rows = args[5].rows_per_page
         for part, written in zip(args[0], plain[0], strict=True):
+            rows = part.entries.table.rows_per_page
             if part.rounding == "key":
-                packed = pack_keys(written.entry_pool, rows)
+                packed = pack_keys(written.entries.pool, rows)
             else:
-                packed = pack_rows(written.entry_pool, rows, 2 * args[2].shape[1])
-            part.entry_pool.copy_(packed)
+                packed = pack_rows(written.entries.pool, rows, 2 * args[2].shape[1])
+            part.entries.pool.copy_(packed)
 
 
 def token_by_token(case: OpCase) -> Callable[..., Any]:
@@ -161,13 +162,14 @@ def test_a_wrong_result_is_found(operator: str) -> None:
     assert real and all(v.fault for v in real)
 
 
-@pytest.mark.parametrize("operator", ["prepare_qkv", "compress"])
+@pytest.mark.parametrize("operator", [*WINDOW_WRITERS, "compress"])
 def test_a_row_in_the_wrong_place_is_found(operator: str) -> None:
     kernel = getattr(PACKED, operator)
 
     def shifted(*args: Any) -> Any:
         out = kernel(*args)
-        for pool in (args[8],) if operator == "prepare_qkv" else [p.entry_pool for p in args[0]]:
+        written = [args[-1]] if operator in WINDOW_WRITERS else [p.entries for p in args[0]]
+        for pool in (rows.pool for rows in written):
             pool.copy_(pool.roll(1, 0))
         return out
 

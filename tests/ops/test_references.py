@@ -25,11 +25,11 @@ from tests.support.op_arguments import results
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.attention import AllEntries, TopkEntries, Window
+from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, PageTable, Tokens
 from finwhale.ops.rounding import power_of_two_at_least, round_e4m3, scaled_e4m3
 from finwhale.platform import Platform
 
@@ -212,25 +212,24 @@ def token_positions(tokens: Tokens) -> list[tuple[int, int, int]]:
     return [(n, b, p) for n, (b, p) in enumerate(pairs)]
 
 
-def naive_prepare_qkv(
-    q_lora: Floats,
-    q_norm: Floats,
-    kv: Floats,
-    kv_norm: Floats,
-    rotary: Floats,
-    eps: float,
-    round_nope: bool,
-    tokens: Tokens,
-    pool: Floats,
-    table: PageTable,
+def naive_store_window_rows(
+    kv: Floats, form: RowForm, tokens: Tokens, window: CacheRows
 ) -> list[Floats]:
+    norm, rotary, pool = f64(form.norm), f64(form.rotary), f64(window.pool)
     for n, b, position in token_positions(tokens):
-        row = rope(rms_norm(kv[n], kv_norm, eps), rotary[position])
+        row = rope(rms_norm(kv[n], norm, form.eps), rotary[position])
         nope = len(row) - 2 * rotary.shape[1]
-        if round_nope:
+        if form.round_nope:
             row[:nope] = rounded(row[:nope], 64)
-        pool[slot(table, b, position)] = row
-    return [np.array([rms_norm(row, q_norm, eps) for row in q_lora]), pool]
+        pool[slot(window.table, b, position)] = row
+    return [pool]
+
+
+def naive_prepare_qkv(
+    q_lora: Floats, q_norm: Floats, kv: Floats, form: RowForm, tokens: Tokens, window: CacheRows
+) -> list[Floats]:
+    latents = np.array([rms_norm(row, q_norm, form.eps) for row in q_lora])
+    return [latents, *naive_store_window_rows(kv, form, tokens, window)]
 
 
 def naive_sparse_attention(
@@ -245,17 +244,16 @@ def naive_sparse_attention(
     out: Floats,
     scales: Floats | None = None,
 ) -> list[Floats]:
-    rows = f64(window.pool)
+    rows = f64(window.rows.pool)
     for n, b, position in token_positions(tokens):
         seen = range(max(0, position - window.size + 1), position + 1)
-        keys = [rows[slot(window.table, b, p)] for p in seen]
+        keys = [rows[slot(window.rows.table, b, p)] for p in seen]
+        pool = rows if entries is None else f64(entries.rows.pool)
         if isinstance(entries, TopkEntries):
-            pool = f64(entries.pool)
             keys += [pool[s] for s in entries.slots[n].tolist() if s >= 0]
         elif isinstance(entries, AllEntries):
-            pool = f64(entries.pool)
             complete = range((position + 1) // entries.ratio)
-            keys += [pool[slot(entries.table, b, w)] for w in complete]
+            keys += [pool[slot(entries.rows.table, b, w)] for w in complete]
         for a in range(q.shape[1]):
             query = rope(rms_norm(q[n, a], 1.0, eps), rotary[position])
             scores = [float(query @ key) * scale for key in keys]
@@ -273,14 +271,10 @@ def naive_compress(
     tokens: Tokens,
     rotary: Floats,
     eps: float,
-    states: PageTable,
-    entries: PageTable,
     max_verify_tokens: int,
 ) -> list[Floats]:
     return [
-        pool
-        for part in parts
-        for pool in _compressed(part, tokens, rotary, eps, states, entries, max_verify_tokens)
+        pool for part in parts for pool in _compressed(part, tokens, rotary, eps, max_verify_tokens)
     ]
 
 
@@ -289,12 +283,11 @@ def _compressed(
     tokens: Tokens,
     rotary: Floats,
     eps: float,
-    states: PageTable,
-    entries: PageTable,
     max_verify_tokens: int,
 ) -> list[Floats]:
     w, projected = part.weight, f64(part.projected)
-    before, state, out = f64(part.state_pool), f64(part.state_pool), f64(part.entry_pool)
+    states, entries = part.state.table, part.entries.table
+    before, state, out = f64(part.state.pool), f64(part.state.pool), f64(part.entries.pool)
     norm, ape = f64(w.norm), f64(w.ape)
     token_at = {(b, position): n for n, b, position in token_positions(tokens)}
     ends = {b: position + 1 for _, b, position in token_positions(tokens)}
@@ -365,19 +358,18 @@ def entry_scores(
 def naive_select_entries(
     q: Floats,
     weights: Floats,
-    pool: Floats,
+    keys: CacheRows,
     rotary: Floats,
     tokens: Tokens,
-    table: PageTable,
     topk: int,
     scale: float,
     round_query: bool,
 ) -> list[Floats]:
+    pool, table = f64(keys.pool), keys.table
     chosen = np.full((len(q), topk), -1.0)
     for n, b, position in token_positions(tokens):
         slots = [slot(table, b, e) for e in range((position + 1) // 4)]
-        keys = pool[slots]
-        scores = entry_scores(q[n], weights[n], keys, rotary[position], scale, round_query)
+        scores = entry_scores(q[n], weights[n], pool[slots], rotary[position], scale, round_query)
         best = sorted(range(len(slots)), key=lambda e: (-scores[e], e))[:topk]
         chosen[n, : len(best)] = [slots[e] for e in sorted(best)]
     return [chosen]
@@ -504,7 +496,7 @@ def test_against_plain_formulas(case: OpCase) -> None:
     returned = results(getattr(REFERENCE, case.operator), case.args(), case.written)
     if case.operator == "select_entries":
         assert returned[0].dtype == torch.int32
-        returned = [widened(returned[0], case.args()[6])]
+        returned = [widened(returned[0], case.args()[5])]
     found = [f64(result) for result in returned]
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
@@ -551,7 +543,7 @@ def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> No
     rotary = (draw.quarter_turns if rounds else draw.rotation)(tokens.max_len, 64)
     q, weights = draw.outliers(len(tokens.positions), 4, 128), draw.normal(len(tokens.positions), 4)
     pool = draw.normal(num_rows, 128)
-    args = (q, weights, pool, rotary, tokens, table, topk, scale, rounds)
+    args = (q, weights, CacheRows(pool, table), rotary, tokens, topk, scale, rounds)
     (found,) = results(ops.select_entries, args, ())
     for n, b, position in token_positions(tokens)[::7]:
         slots = [slot(table, b, e) for e in range((position + 1) // 4)]

@@ -71,9 +71,9 @@ def llm_on(platform: Platform, path: Path, **options: Any) -> LLM:
 
 
 def no_builds(ops: Any, platform: Platform, index: int, directory: str | None) -> Any:
-    from finwhale.ops.builds import NothingToBuild  # noqa: PLC0415
+    from finwhale.ops.builds import Builds  # noqa: PLC0415
 
-    return NothingToBuild()
+    return Builds()
 
 
 @torch.inference_mode()

@@ -9,7 +9,14 @@ from tests.support.op_arguments import strided
 from tests.support.packing import unpack_rows
 from torch import Tensor
 
-from finwhale.ops.attention import AllEntries, TopkEntries, Window, ref, sparse_attention_triton
+from finwhale.ops.attention import (
+    AllEntries,
+    RowForm,
+    TopkEntries,
+    Window,
+    ref,
+    sparse_attention_triton,
+)
 from finwhale.ops.attention import prepare_qkv_triton as kernels
 from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.attention.sparse_attention_triton import (
@@ -20,7 +27,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
 )
 from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, window_rows
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise
-from finwhale.ops.paging import PageTable, StepCache, Tokens
+from finwhale.ops.paging import CacheRows, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import scaled_e4m3
 from finwhale.ops.slots import window_slots
 
@@ -60,30 +67,31 @@ class Case:
         self.sink, self.scale = draw.normal(heads), width**-0.5 * 3
         table = draw.page_table(window_rows(chunks, W), 8)
         pool = packed_rows(draw, table, width, rope)
-        self.window = Window(pool, table[0], W)
+        self.window = Window(CacheRows(pool, table[0]), W)
         self.entries: TopkEntries | AllEntries | None = None
         if kind != "none":
             rows = 8 if kind == "selected" else 2
             table = draw.page_table(entry_rows(chunks, 4 if kind == "selected" else 128), rows)
             pool = packed_rows(draw, table, width, rope)
-            self.entries = AllEntries(pool, table[0], 128)
+            held = CacheRows(pool, table[0])
+            self.entries = AllEntries(held, 128)
             if kind == "selected":
                 slots = torch.full((num_tokens, K), -1, dtype=torch.int32)
                 for n, count in enumerate((tokens.positions + 1) // 4):
                     seen = min(K, int(count))
                     slots[n, :seen] = draw.distinct(table[1], seen).sort().values.int()
-                self.entries = TopkEntries(pool, slots, rows)
+                self.entries = TopkEntries(held, slots)
         self.width, self.rope = width, rope
 
-    def dense(self, part: Window | TopkEntries | AllEntries) -> Tensor:
-        rows = part.rows_per_page if isinstance(part, TopkEntries) else part.table.rows_per_page
-        return unpack_rows(part.pool, rows, self.width, self.rope)
+    def dense(self, rows: CacheRows) -> CacheRows:
+        pool = unpack_rows(rows.pool, rows.table.rows_per_page, self.width, self.rope)
+        return replace(rows, pool=pool)
 
     def wanted(self) -> Tensor:
-        window = replace(self.window, pool=self.dense(self.window))
+        window = replace(self.window, rows=self.dense(self.window.rows))
         entries = self.entries
         if entries is not None:
-            entries = replace(entries, pool=self.dense(entries))
+            entries = replace(entries, rows=self.dense(entries.rows))
         q = ref.prepare_query(self.q, self.tokens.rotation(self.rotary), EPS)
         out = torch.empty(q.shape)
         # The kernel rounds the prepared query to bfloat16, as the reference does for such a query.
@@ -146,10 +154,11 @@ def ref_attend(
     q: Tensor, case: Case, window: Window, entries: TopkEntries | AllEntries | None, out: Tensor
 ) -> None:
     """The reference behind the query's preparation."""
-    slots = [(window.pool, window_slots(case.tokens, window.table, window.size))]
+    rows = window.rows
+    slots = [(rows.pool, window_slots(case.tokens, rows.table, window.size))]
     seen = ref.visible_slots(case.tokens, entries)
     if entries is not None and seen is not None:
-        slots.append((entries.pool, seen))
+        slots.append((entries.rows.pool, seen))
     ref._attend(q * case.scale, slots, case.sink, out)
     rotation = case.tokens.rotation(case.rotary)
     out.copy_(ref.apply_rope(out, rotation, inverse=True))
@@ -274,10 +283,10 @@ def test_invariant_shares_give_a_token_its_own_bits(
 def test_scales_of_any_size() -> None:
     """Rows of 2^-40 to 2^60 and zero."""
     case = Case(((30, 31),), 2, 128, 64, 32, "none")
-    rows = torch.zeros(case.window.pool.shape[0] * 8, 128)
+    rows = torch.zeros(case.window.rows.pool.shape[0] * 8, 128)
     rows[:, :64] = Draw().normal(len(rows), 64) * torch.logspace(-40, 60, len(rows), 2.0)[:, None]
     rows[3] = 0
-    case.window = replace(case.window, pool=pack_rows(rows, 8, 64))
+    case.window = Window(CacheRows(pack_rows(rows, 8, 64), case.window.rows.table), 32)
     case.scale = 0.0
     check(case.found(plan(16, 16, 1)), case.wanted())
 
@@ -294,9 +303,12 @@ def test_rows_are_stored_and_latents_normalised(size: tuple[int, int, int]) -> N
     table, num_rows = draw.page_table(window_rows(chunks, 16), 8)
     dense = torch.zeros(num_rows, width)
     pool = strided(pack_rows(dense, 8, rope))
-    args = (q_lora, q_norm, kv, kv_norm, rotary, EPS, True)
-    wanted = ref.prepare_qkv(*args, tokens, dense, table)
-    assert_close(kernels.prepare_qkv(*args, tokens, pool, table), wanted)
+    args = (q_lora, q_norm, kv, RowForm(kv_norm, rotary, EPS, True), tokens)
+    wanted = ref.prepare_qkv(*args, CacheRows(dense, table))
+    alone = strided(pack_rows(dense.new_zeros(num_rows, width), 8, rope))
+    assert_close(kernels.prepare_qkv(*args, CacheRows(pool, table)), wanted)
+    kernels.store_window_rows(*args[2:], CacheRows(alone, table))
+    assert torch.equal(alone, pool)
     found = unpack_rows(pool, 8, width, rope)
     # A last bit of the norm may carry a value over to the next E4M3 one.
     wanted = unpack_rows(pack_rows(dense, 8, rope), 8, width, rope)
@@ -310,8 +322,8 @@ def test_padding_stores_nothing() -> None:
     table, num_rows = draw.page_table([(range(8),)], 8)
     pool = pack_rows(torch.zeros(num_rows, 128), 8, 64)
     kv = draw.normal(2, 128).to(torch.bfloat16)
-    args = (kv, draw.normal(128), kv, draw.normal(128), draw.rotation(8, 64), EPS, True)
-    kernels.prepare_qkv(*args, tokens, pool, table)
+    norm, form = draw.normal(128), RowForm(draw.normal(128), draw.rotation(8, 64), EPS, True)
+    kernels.prepare_qkv(kv, norm, kv, form, tokens, CacheRows(pool, table))
     rows = unpack_rows(pool, 8, 128, 64)
     stored = int(table.pages[0, 0]) * 8 + 3
     assert rows[stored].any()
@@ -326,9 +338,11 @@ def test_unsupported_arguments_are_refused() -> None:
     kv, norm, rotary = draw.normal(1, 128), draw.normal(128), draw.rotation(8, 64)
     dense, pool = torch.zeros(64, 128), pack_rows(torch.zeros(64, 128), 8, 64)
     with pytest.raises(ValueError, match=r"must be uint8 \[num_pages, 1600\]"):
-        kernels.prepare_qkv(kv, norm, kv, norm, rotary, EPS, True, tokens, dense, table)
+        form = RowForm(norm, rotary, EPS, True)
+        kernels.prepare_qkv(kv, norm, kv, form, tokens, CacheRows(dense, table))
     with pytest.raises(ValueError, match="rows are rounded"):
-        kernels.prepare_qkv(kv, norm, kv, norm, rotary, EPS, False, tokens, pool, table)
+        form = RowForm(norm, rotary, EPS, False)
+        kernels.store_window_rows(kv, form, tokens, CacheRows(pool, table))
     case = Case(((5, 6),), 4, 96, 16, 16, "none")
     with pytest.raises(ValueError, match=r"a multiple of 128 values, got torch.bfloat16 and 96"):
         tail = (case.sink, 1.0, case.q, case.sink[None])

@@ -20,7 +20,7 @@ from finwhale.ops.compressor import CompressPart, Rounding, ref
 from finwhale.ops.compressor import compress_triton as kernels
 from finwhale.ops.compressor.cases import EPS, compress_args
 from finwhale.ops.indexer.layout import pack_keys
-from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, StepCache, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard
 
 from . import kernels_support as kernels_support
@@ -41,28 +41,35 @@ STEPS: tuple[tuple[int, Chunks, tuple[int, ...], int], ...] = (
 )
 
 
-def packed(part: CompressPart, rope: int, entry_rows: int) -> CompressPart:
+def packed(part: CompressPart, rope: int) -> CompressPart:
+    entries, rows = part.entries, part.entries.table.rows_per_page
     if part.rounding == "key":
-        pool = pack_keys(part.entry_pool, entry_rows)
+        pool = pack_keys(entries.pool, rows)
     else:
-        pool = pack_rows(part.entry_pool, entry_rows, rope)
+        pool = pack_rows(entries.pool, rows, rope)
     # Pages and rows lie apart, as in a cache of several layers.
-    return replace(part, entry_pool=strided(pool), state_pool=strided(part.state_pool))
+    return with_pools(part, strided(part.state.pool), strided(pool))
 
 
-def dense(part: CompressPart, rope: int, entry_rows: int) -> Tensor:
-    width = part.weight.norm.shape[0]
+def with_pools(part: CompressPart, state: Tensor, entries: Tensor) -> CompressPart:
+    return replace(
+        part,
+        state=replace(part.state, pool=state),
+        entries=replace(part.entries, pool=entries),
+    )
+
+
+def dense(part: CompressPart, rope: int) -> Tensor:
+    width, pool, rows = part.weight.norm.shape[0], part.entries.pool, part.entries.table
     if part.rounding == "key":
-        return unpack_keys(part.entry_pool, entry_rows, width)
-    return unpack_rows(part.entry_pool, entry_rows, width, rope)
+        return unpack_keys(pool, rows.rows_per_page, width)
+    return unpack_rows(pool, rows.rows_per_page, width, rope)
 
 
 def check(
     parts: tuple[CompressPart, ...],
     tokens: Tokens,
     rotary: Tensor,
-    states: PageTable,
-    entries: PageTable,
     run: Tokens | None = None,
     max_verify_tokens: int = 4,
 ) -> tuple[CompressPart, ...]:
@@ -71,24 +78,24 @@ def check(
     Args:
         run: the tokens that the kernel gets, if not those that the reference gets.
     """
-    rope, rows = 2 * rotary.shape[1], entries.rows_per_page
-    found = tuple(packed(part, rope, rows) for part in parts)
-    before = [dense(part, rope, rows) for part in found]
+    rope = 2 * rotary.shape[1]
+    found = tuple(packed(part, rope) for part in parts)
+    before = [dense(part, rope) for part in found]
     wanted = tuple(
-        replace(part, entry_pool=values.clone(), state_pool=part.state_pool.clone())
+        with_pools(part, part.state.pool.clone(), values.clone())
         for part, values in zip(parts, before, strict=True)
     )
-    kernels.compress(found, run or tokens, rotary, EPS, states, entries, max_verify_tokens)
+    kernels.compress(found, run or tokens, rotary, EPS, max_verify_tokens)
     count = tokens.positions.shape[0]
     cut = tuple(replace(part, projected=part.projected[:count]) for part in wanted)
-    ref.compress(cut, tokens, rotary, EPS, states, entries, max_verify_tokens)
+    ref.compress(cut, tokens, rotary, EPS, max_verify_tokens)
     for part, one, other, old in zip(parts, found, wanted, before, strict=True):
-        assert torch.equal(one.state_pool, other.state_pool)
-        values = dense(one, rope, rows)
-        written = (other.entry_pool != old).any(1)
+        assert torch.equal(one.state.pool, other.state.pool)
+        values = dense(one, rope)
+        written = (other.entries.pool != old).any(1)
         assert torch.equal(values[~written], old[~written])
         if written.any():
-            values, wanted_values = values[written], other.entry_pool[written]
+            values, wanted_values = values[written], other.entries.pool[written]
             error = (values - wanted_values).abs()
             allowed = 2.0**-7 * wanted_values.abs() + 8e-6 * wanted_values.abs().amax()
             assert (error > allowed).float().mean() <= FLIPS
@@ -102,8 +109,8 @@ def test_against_the_reference(step: tuple[int, Chunks, tuple[int, ...], int]) -
     ratio, chunks, widths, rope = step
     roundings: tuple[Rounding, ...] = ("nope", "key")
     args = compress_args(Draw(), ratio, chunks, widths, rope, roundings)  # type: ignore[arg-type]
-    parts, tokens, rotary, _, states, entries, _ = args
-    check(parts, tokens, rotary, states, entries)
+    parts, tokens, rotary, _, _ = args
+    check(parts, tokens, rotary)
 
 
 @pytest.mark.parametrize("step", VERIFICATIONS, ids=str)
@@ -121,7 +128,7 @@ def test_verifications_of_up_to_8_tokens(
         ("nope", "key"),
         max_verify_tokens=most,
     )
-    parts, tokens, rotary, _, states, entries, _ = args
+    parts, tokens, rotary, _, _ = args
     padded = replace(
         tokens,
         positions=torch.cat((tokens.positions, torch.full((3,), -1))),
@@ -140,17 +147,17 @@ def test_verifications_of_up_to_8_tokens(
             )
             for part in parts
         )
-        found.append(check(wide, tokens, rotary, states, entries, run, most))
+        found.append(check(wide, tokens, rotary, run, most))
     for one, other in zip(*found, strict=True):
-        assert torch.equal(one.entry_pool, other.entry_pool)
-        assert torch.equal(one.state_pool, other.state_pool)
+        assert torch.equal(one.entries.pool, other.entries.pool)
+        assert torch.equal(one.state.pool, other.state.pool)
 
 
 @pytest.mark.parametrize("ratio", (4, 128))
 def test_padding_of_a_captured_batch(ratio: int) -> None:
     chunks = ((ratio - 1, ratio), (10, 11))
     args = compress_args(Draw(), ratio, chunks, (64,), 16, ("nope",))  # type: ignore[arg-type]
-    parts, tokens, rotary, _, states, entries, _ = args
+    parts, tokens, rotary, _, _ = args
     more = torch.full((3,), -1)
     run = Tokens(
         positions=torch.cat((tokens.positions, more)),
@@ -160,7 +167,7 @@ def test_padding_of_a_captured_batch(ratio: int) -> None:
         max_query=1,
     )
     wide = torch.cat((parts[0].projected, torch.full((3, parts[0].projected.shape[1]), torch.nan)))
-    check((replace(parts[0], projected=wide),), tokens, rotary, states, entries, run)
+    check((replace(parts[0], projected=wide),), tokens, rotary, run)
 
 
 def test_an_entry_has_the_same_bits_in_a_prefill_and_in_a_decode() -> None:
@@ -174,17 +181,16 @@ def test_an_entry_has_the_same_bits_in_a_prefill_and_in_a_decode() -> None:
             16,
             ("nope",),
         )
-        (part,), tokens, rotary, _, _, entries, _ = args
-        rows = entries.rows_per_page
+        (part,), tokens, rotary, _, _ = args
         pages = torch.arange(end // 8 + 1, dtype=torch.int32)[None]
         states = PageTable(pages, torch.zeros(1, dtype=torch.int32), 8)
         state_pool = torch.zeros(8 * pages.shape[1], part.projected.shape[1])
         state_pool[: end - 1] = part.projected[: end - 1]
-        whole = packed(replace(part, state_pool=torch.zeros_like(state_pool)), 16, rows)
-        kernels.compress((whole,), tokens, rotary, EPS, states, entries, 4)
-        alone = packed(
-            replace(part, state_pool=state_pool, projected=part.projected[-1:]), 16, rows
-        )
+        empty = CacheRows(torch.zeros_like(state_pool), states)
+        whole = packed(replace(part, state=empty), 16)
+        kernels.compress((whole,), tokens, rotary, EPS, 4)
+        filled = CacheRows(state_pool, states)
+        alone = packed(replace(part, state=filled, projected=part.projected[-1:]), 16)
         last = Tokens(
             positions=tokens.positions[-1:],
             sequence=tokens.sequence[-1:],
@@ -192,9 +198,9 @@ def test_an_entry_has_the_same_bits_in_a_prefill_and_in_a_decode() -> None:
             max_len=end,
             max_query=1,
         )
-        kernels.compress((alone,), last, rotary, EPS, states, entries, 4)
-        slot = entries.slots(last.host_sequence, last.host_positions // ratio)
-        assert torch.equal(dense(alone, 16, rows)[slot], dense(whole, 16, rows)[slot])
+        kernels.compress((alone,), last, rotary, EPS, 4)
+        slot = part.entries.table.slots(last.host_sequence, last.host_positions // ratio)
+        assert torch.equal(dense(alone, 16)[slot], dense(whole, 16)[slot])
 
 
 @pytest.mark.parametrize("width", (32, 64, 128))
@@ -205,7 +211,7 @@ def test_groups_of_a_key_that_lie_far_apart(width: int) -> None:
     All tokens have one row, which is then the mixture; nothing is turned.
     """
     args = compress_args(Draw(), 4, ((0, 28),), (width,), 32, ("key",))
-    (part,), tokens, _, _, states, entries, _ = args
+    (part,), tokens, _, _, _ = args
     group = torch.tensor([[1, 1, 1, 1], [1, 2.0**-3, 2.0**-9, 3e3], [1, 2.0**-16, 2.0**-13, 0]])
     for scales in group[:, : width // 32]:
         wanted = (Draw(1).normal(width // 32, 32) * scales[:, None]).flatten()
@@ -214,20 +220,20 @@ def test_groups_of_a_key_that_lie_far_apart(width: int) -> None:
         projected = torch.cat((row, row, Draw(2).normal(2 * width)))
         weight = replace(part.weight, norm=torch.ones(width))
         filled = replace(part, projected=projected.expand(28, -1).contiguous(), weight=weight)
-        written = packed(filled, 32, 64)
+        written = packed(filled, 32)
         still = torch.stack((torch.ones(28, 16), torch.zeros(28, 16)), -1)
-        kernels.compress((written,), tokens, still, 0.0, states, entries, 4)
-        slots = entries.slots(0, torch.arange(7).numpy())
-        found = dense(written, 32, 64)[slots]
+        kernels.compress((written,), tokens, still, 0.0, 4)
+        slots = part.entries.table.slots(0, torch.arange(7).numpy())
+        found = dense(written, 32)[slots]
         keys = unpack_keys(pack_keys(wanted[None], 1), 1, width)
         assert torch.equal(found, keys.expand(7, -1))
         page = int(slots[0]) // 64
-        exponents = written.entry_pool[page, 32 * width :].view(64, -1)[:7]
+        exponents = written.entries.pool[page, 32 * width :].view(64, -1)[:7]
         assert torch.equal(exponents, pack_keys(wanted[None], 1)[:, width // 2 :].expand(7, -1))
 
 
 def test_unpacked_entries_are_refused() -> None:
     args = compress_args(Draw(), 4, ((0, 4),), (64,), 16, ("none",))
-    parts, tokens, rotary, eps, states, entries, _ = args
+    parts, tokens, rotary, eps, _ = args
     with pytest.raises(ValueError, match="packed entries"):
-        kernels.compress(parts, tokens, rotary, eps, states, entries, 4)
+        kernels.compress(parts, tokens, rotary, eps, 4)

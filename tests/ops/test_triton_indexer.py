@@ -26,7 +26,7 @@ from finwhale.ops.indexer import IndexQueries, ref, topk_few_triton, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
-from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, StepCache, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, unscaled_fp4
 
 from . import kernels_support as kernels_support
@@ -46,12 +46,15 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def selected(args: Args) -> tuple[Tensor, Tensor]:
     """What the kernels select, and the reference."""
-    q, weights, keys, rotary, tokens, table, topk, scale, round_query = args
-    pool = strided(pack_keys(keys, table.rows_per_page))
-    dense = unpack_keys(pool, table.rows_per_page, keys.shape[1])
-    rest = (rotary, tokens, table, topk, scale, round_query)
-    found = kernels.select_entries(q.clone(), weights, pool, *rest)
-    return found, ref.select_entries(q, weights, dense, *rest)
+    q, weights, keys, *rest = args
+    packed = packed_keys(keys)
+    dense = unpack_keys(packed.pool, keys.table.rows_per_page, keys.pool.shape[1])
+    found = kernels.select_entries(q.clone(), weights, packed, *rest)
+    return found, ref.select_entries(q, weights, CacheRows(dense, keys.table), *rest)
+
+
+def packed_keys(keys: CacheRows) -> CacheRows:
+    return CacheRows(strided(pack_keys(keys.pool, keys.table.rows_per_page)), keys.table)
 
 
 def agree(found: Tensor, wanted: Tensor) -> bool:
@@ -75,12 +78,12 @@ def test_parts_of_the_tokens() -> None:
     compared = 0
     for case in SELECTING[::2]:
         q, weights, *rest = case.args()
-        keys, rotary, tokens, table, *numbers = rest
-        pool = strided(pack_keys(keys, table.rows_per_page))
-        whole = kernels.select_entries(q, weights, pool, rotary, tokens, table, *numbers)
+        keys, rotary, tokens, *numbers = rest
+        packed = packed_keys(keys)
+        whole = kernels.select_entries(q, weights, packed, rotary, tokens, *numbers)
         for index in range(3):
             rows = Rank(index, 3).rows(len(q))
-            part = (q[rows], weights[rows], pool, rotary, tokens.part(rows), table, *numbers)
+            part = (q[rows], weights[rows], packed, rotary, tokens.part(rows), *numbers)
             assert torch.equal(kernels.select_entries(*part), whole[rows]), str(case)
             compared += len(whole[rows])
     assert compared > 20
@@ -107,7 +110,7 @@ def test_rows_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk_triton, "BLOCK", 32)
     monkeypatch.setattr(topk_triton, "MIN_BLOCK", 32)
     cases = SELECTING
-    assert agree(*selected(next(c for c in cases if c.args()[6] == 16).args()))
+    assert agree(*selected(next(c for c in cases if c.args()[5] == 16).args()))
 
 
 KINDS = ("equal", "zero", "negative", "wide", "few", "together", "not finite")
@@ -286,13 +289,13 @@ def one_row(length: int) -> tuple[Tokens, PageTable]:
 
 def test_padding_and_wide_bounds_of_a_captured_batch() -> None:
     case = next(c for c in CASES if c.args()[-1] and len(c.args()[4].positions) == 3)
-    q, weights, keys, rotary, tokens, table, topk, scale, _ = case.args()
+    q, weights, keys, rotary, tokens, topk, scale, _ = case.args()
     positions = tokens.positions.clone()
     positions[2] = -1
     wide = Tokens(positions, tokens.sequence, tokens.query_start, 2**13, 1)
-    pool = strided(pack_keys(keys, table.rows_per_page))
-    found = kernels.select_entries(q, weights, pool, rotary, wide, table, topk, scale, True)
-    plain = kernels.select_entries(q, weights, pool, rotary, tokens, table, topk, scale, True)
+    packed = packed_keys(keys)
+    found = kernels.select_entries(q, weights, packed, rotary, wide, topk, scale, True)
+    plain = kernels.select_entries(q, weights, packed, rotary, tokens, topk, scale, True)
     plain[2] = -1
     assert torch.equal(found, plain)
 
@@ -309,10 +312,9 @@ def test_random_queries_select_what_the_reference_does(width: int) -> None:
     args = (
         draw.normal(1, heads, width).bfloat16(),
         draw.normal(1, heads),
-        keys,
+        CacheRows(keys, table),
         draw.rotation(length, 32),
         tokens,
-        table,
         topk,
         0.1,
         True,
@@ -323,7 +325,7 @@ def test_random_queries_select_what_the_reference_does(width: int) -> None:
 
 
 def scores_of(
-    q: Tensor, weights: Tensor, pool: Tensor, rotary: Tensor, tokens: Tokens, table: PageTable
+    q: Tensor, weights: Tensor, keys: CacheRows, rotary: Tensor, tokens: Tokens
 ) -> Tensor:
     """The scores that the selection gets, with weights times 0.5."""
     scores: list[Tensor] = []
@@ -333,7 +335,7 @@ def scores_of(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "select_topk", keep)
-        kernels.select_entries(q, weights, pool, rotary, tokens, table, 8, 0.5, True)
+        kernels.select_entries(q, weights, keys, rotary, tokens, 8, 0.5, True)
     return scores[0]
 
 
@@ -348,7 +350,7 @@ def test_queries_whose_largest_values_are_exactly_six() -> None:
     pool = pack_keys(rotate_to_fp4(draw.normal(rows, width)), 64)
     still = torch.stack((torch.ones(length, 16), torch.zeros(length, 16)), -1)
     q, weights = hadamard(values)[None], torch.ones(1, 4)
-    found = scores_of(q, weights, pool, still, tokens, table)[0, : length // 4]
+    found = scores_of(q, weights, CacheRows(pool, table), still, tokens)[0, : length // 4]
     keys = unpack_keys(pool, 64, width)[table.slots(0, torch.arange(length // 4).numpy())]
     assert torch.equal(found, 0.5 * (values @ keys.T).relu().sum(0))
 
@@ -373,7 +375,7 @@ def test_queries_and_keys_of_every_magnitude() -> None:
     weights = draw.normal(1, heads) / size  # so that every head counts
     pool = strided(pack_keys(keys, 64))
     dense = unpack_keys(pool, 64, width)
-    scores = scores_of(q.bfloat16(), weights, pool, turns, tokens, table)
+    scores = scores_of(q.bfloat16(), weights, CacheRows(pool, table), turns, tokens)
     rotated = apply_rope(q.bfloat16(), tokens.rotation(turns))
     rotated = rotate_to_fp4(rotated)[0].double()
     count = length // 4
@@ -462,12 +464,12 @@ def test_prepared_queries(width: int) -> None:
 
 def test_short_sequences_need_no_prepared_queries() -> None:
     """No kernel runs, and the selection takes the result."""
-    case = next(c for c in CASES if c.args()[-1] and c.args()[4].max_len // 4 <= c.args()[6])
-    q, weights, keys, rotary, tokens, table, topk, scale, _ = case.args()
+    case = next(c for c in CASES if c.args()[-1] and c.args()[4].max_len // 4 <= c.args()[5])
+    q, weights, keys, rotary, tokens, topk, scale, _ = case.args()
     queries = prepare_index_queries(q, rotary, tokens, topk, True)
     assert queries.values is q and queries.factors is None
-    pool = strided(pack_keys(keys, table.rows_per_page))
-    rest = (weights, pool, rotary, tokens, table, topk, scale, True)
+    packed = packed_keys(keys)
+    rest = (weights, packed, rotary, tokens, topk, scale, True)
     found, wanted = (kernels.select_entries(given, *rest) for given in (queries, q))
     assert torch.equal(found, wanted)
 
@@ -477,13 +479,13 @@ def test_queries_prepared_before() -> None:
     compared = 0
     cases = SELECTING[::2]
     for case in cases:
-        q, weights, keys, rotary, tokens, table, topk, scale, _ = case.args()
-        pool = strided(pack_keys(keys, table.rows_per_page))
+        q, weights, keys, rotary, tokens, topk, scale, _ = case.args()
+        packed = packed_keys(keys)
         wide = replace(tokens, max_len=2**13, cache=StepCache())
         for given in (tokens, wide) if case is cases[-1] else (tokens,):
             queries = prepare_index_queries(q, rotary, given, topk, True)
             found, wanted = (
-                kernels.select_entries(x, weights, pool, rotary, given, table, topk, scale, True)
+                kernels.select_entries(x, weights, packed, rotary, given, topk, scale, True)
                 for x in (queries, q)
             )
             assert torch.equal(found, wanted), str(case)
@@ -505,13 +507,14 @@ def test_keys_that_are_loaded_before_the_wait(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kernels, "_load_keys", recorded)
     monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 10**6)
     for case in [c for c in CASES if c.args()[-1] and c.args()[4].max_query in (1, 8)]:
-        q, weights, keys, rotary, tokens, table, *rest = case.args()
+        q, weights, keys, rotary, tokens, *rest = case.args()
+        table = keys.table
         if q.shape[2] not in WIDTHS:
             continue
         for seen in pages.values():
             seen.clear()
-        pool = strided(pack_keys(keys, table.rows_per_page))
-        kernels.select_entries(q, weights, pool, rotary, tokens, table, *rest)
+        packed = packed_keys(keys)
+        kernels.select_entries(q, weights, packed, rotary, tokens, *rest)
         first = [tokens.host_positions[start] for start in tokens.host_query_start[:-1]]
         complete = {
             int(table.pages[b, page])

@@ -1,6 +1,6 @@
 """The Triton kernels of mHC in the interpreter, against the reference."""
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from finwhale.ops.moe.combine_triton import combine
 
 from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
 
-FEW = kernels.MhcOptions(few_tokens=4)
 PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
 # x, post, res and residual of mhc_post_pre.
 State: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -92,10 +91,10 @@ def test_experts_outputs_have_the_bits_of_their_sum(size: tuple[int, int]) -> No
 
 def test_experts_outputs_of_many_tokens_are_refused() -> None:
     inputs = Inputs()
-    most = kernels.EXPERT_TOKENS
+    most = kernels.FEW_TOKENS
     x = terms(inputs, most + 1, 32, torch.bfloat16)
     _, post, res, residual = state(inputs, most + 1, 32, torch.bfloat16)
-    any_number = kernels.MhcOptions(few_tokens=kernels.ANY_NUMBER)
+    any_number = kernels.MhcOptions(invariant=True)
     with pytest.raises(ValueError, match=f"at most {most} tokens, got {most + 1}"):
         kernels.mhc_post(x, post, res, residual, options=any_number)
 
@@ -126,40 +125,31 @@ def test_residual_streams_that_are_one_expanded_row() -> None:
         for j, dtype in enumerate(DTYPES)
     ],
 )
-def test_many_tokens_take_the_other_kernels(width: int, dtype: torch.dtype) -> None:
+def test_many_tokens_take_the_other_kernels(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 4)
     inputs = Inputs()
     w = weight(inputs, width)
     args = state(inputs, 70, width, dtype)
     head = HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm)
-    assert_all_close(
-        kernels.mhc_post_pre(*args, w, PARAMS, options=FEW), ref.mhc_post_pre(*args, w, PARAMS)
-    )
+    assert_all_close(kernels.mhc_post_pre(*args, w, PARAMS), ref.mhc_post_pre(*args, w, PARAMS))
     few = rows(args, slice(6))
-    assert_close(kernels.mhc_post(*few, options=FEW), ref.mhc_post(*few))
-    assert_all_close(
-        kernels.mhc_pre(few[3], w, PARAMS, options=FEW), ref.mhc_pre(few[3], w, PARAMS)
-    )
-    assert_close(
-        kernels.hc_head(few[3], head, PARAMS, options=FEW), ref.hc_head(few[3], head, PARAMS)
-    )
+    assert_close(kernels.mhc_post(*few), ref.mhc_post(*few))
+    assert_all_close(kernels.mhc_pre(few[3], w, PARAMS), ref.mhc_pre(few[3], w, PARAMS))
+    assert_close(kernels.hc_head(few[3], head, PARAMS), ref.hc_head(few[3], head, PARAMS))
 
 
 def test_more_tokens_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """With batch_invariant, the kernels for few tokens take any number."""
     inputs = Inputs()
     args = state(inputs, 20, 100, torch.bfloat16)
-    always = kernels.MhcOptions(few_tokens=kernels.ANY_NUMBER)
+    always = kernels.MhcOptions(invariant=True)
     wanted = kernels.mhc_post(*args, options=always)
-    few_grid, grids = kernels._few_grid, []
-
-    def noted(*sizes: Any) -> tuple[int, int]:
-        grids.append(few_grid(*sizes))
-        return grids[-1]
-
     monkeypatch.setattr(kernels, "MAX_GRID_Y", 16)
-    monkeypatch.setattr(kernels, "_few_grid", noted)
     assert torch.equal(kernels.mhc_post(*args, options=always), wanted)
-    assert [rows for _, rows in grids] == [2]
+    plan = kernels.MhcPlan.of(20, torch.bfloat16, always, gemm=False)
+    assert plan.few and plan.grid(20, 100)[1] == 2
 
 
 def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
@@ -173,21 +163,22 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
             assert torch.equal(one[0], other[token])
 
 
-def test_rows_of_each_rank_have_the_bits_of_all() -> None:
+def test_rows_of_each_rank_have_the_bits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several ranks divide the tokens of large steps."""
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 4)
     inputs = Inputs()
     w = weight(inputs, 64)
     args = state(inputs, 70, 64, torch.bfloat16)
-    whole = kernels.mhc_post_pre(*args, w, PARAMS, options=FEW)
-    first = kernels.mhc_pre(args[3], w, PARAMS, options=FEW)
-    post = kernels.mhc_post(*args, options=FEW)
+    whole = kernels.mhc_post_pre(*args, w, PARAMS)
+    first = kernels.mhc_pre(args[3], w, PARAMS)
+    post = kernels.mhc_post(*args)
     for index in (0, 3):
         own = Rank(index, 4).rows(70)
         mine = rows(args, own)
         pairs = [
-            *zip(kernels.mhc_post_pre(*mine, w, PARAMS, options=FEW), whole, strict=True),
-            *zip(kernels.mhc_pre(mine[3], w, PARAMS, options=FEW), first, strict=True),
-            (kernels.mhc_post(*mine, options=FEW), post),
+            *zip(kernels.mhc_post_pre(*mine, w, PARAMS), whole, strict=True),
+            *zip(kernels.mhc_pre(mine[3], w, PARAMS), first, strict=True),
+            (kernels.mhc_post(*mine), post),
         ]
         for part, of_all in pairs:
             assert torch.equal(part, of_all[own])

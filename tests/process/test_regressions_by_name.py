@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 from tests.support.stepping import Stepper
 
 import finwhale.models.deepseek_v4.model as model_module
+import finwhale.models.deepseek_v4.mtp as mtp_module
 from finwhale import LLM
 from finwhale.compiled.compiled_layer import CompiledLayer
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.engine.ranks.ranks import first_rank
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
@@ -232,16 +235,13 @@ def test_streams_created_per_draft_layer(
     def on_a_gpu(device: torch.device, wanted: bool = True) -> SideStreams:
         return SideStreams(torch.device("cuda"))
 
-    def own_streams(
-        config: Any, ops: Any, weights: Any, layer: int, rounds: bool, streams: Any, links: Any
-    ) -> DecoderLayer:
-        if layer == config.num_hidden_layers:
-            streams = on_a_gpu(torch.device("cpu"))
-        return DecoderLayer(config, ops, weights, layer, rounds, streams, links)
+    def own_streams(context: LayerContext, weights: Any, layer: int) -> DecoderLayer:
+        streams = on_a_gpu(torch.device("cpu"))
+        return DecoderLayer(replace(context, side_streams=streams), weights, layer)
 
     monkeypatch.setattr(model_module, "SideStreams", on_a_gpu)
     if mistake:
-        monkeypatch.setattr(model_module, "DecoderLayer", own_streams)
+        monkeypatch.setattr(mtp_module, "DecoderLayer", own_streams)
     assert isinstance(run.model, DeepseekV4)
     weights, config = run.model.weights, run.model.config
     model = DeepseekV4(config, run.ops, weights, round_activations=False, max_positions=16)

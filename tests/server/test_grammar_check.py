@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ class Counts:
     def __init__(self) -> None:
         self.results: list[str] = []
         self.trials: list[float] = []
-        self.grammar_seconds = SimpleNamespace(observe=self.trials.append)
+        self.grammar_trial = self.trials.append
 
     def grammar(self, result: str) -> None:
         self.results.append(result)

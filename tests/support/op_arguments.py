@@ -11,7 +11,7 @@ from torch import Tensor
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.case import Args
 from finwhale.ops.compressor import CompressPart
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, PageTable, Tokens
 from finwhale.ops.rounding import unscaled_e4m3
 
 # Number of columns between the rows of a strided tensor.
@@ -40,10 +40,12 @@ def written_tensors(args: Args, written: Sequence[int]) -> list[Tensor]:
 
 
 def _written(arg: Any) -> list[Tensor]:
-    """The tensors of an argument that an operator writes: itself, or the pools of its parts."""
+    """The tensors of an argument that an operator writes: itself, or its pools."""
     if isinstance(arg, Tensor):
         return [arg]
-    return [pool for part in arg for pool in (part.state_pool, part.entry_pool)]
+    if isinstance(arg, CacheRows):
+        return [arg.pool]
+    return [rows.pool for part in arg for rows in (part.state, part.entries)]
 
 
 def _copied(arg: Any) -> Any:
@@ -55,9 +57,10 @@ def _copied(arg: Any) -> Any:
         return copy.copy_(arg)
     if isinstance(arg, tuple):
         return tuple(_copied(part) for part in arg)
+    if isinstance(arg, CacheRows):
+        return replace(arg, pool=_copied(arg.pool))
     if isinstance(arg, CompressPart):
-        state_pool, entry_pool = _copied(arg.state_pool), _copied(arg.entry_pool)
-        return replace(arg, state_pool=state_pool, entry_pool=entry_pool)
+        return replace(arg, state=_copied(arg.state), entries=_copied(arg.entries))
     return arg
 
 
@@ -85,14 +88,19 @@ def _taken(arg: Any, rows: slice, sequences: slice) -> Any:
             max_len=arg.max_len,
             max_query=arg.max_query,
         )
-    if isinstance(arg, PageTable):
-        return PageTable(arg.pages[sequences], arg.first[sequences], arg.rows_per_page)
+    if isinstance(arg, CacheRows):
+        table = arg.table
+        pages, first = table.pages[sequences], table.first[sequences]
+        return CacheRows(arg.pool, PageTable(pages, first, table.rows_per_page))
     if isinstance(arg, Window | AllEntries):
-        return replace(arg, table=_taken(arg.table, rows, sequences))
+        return replace(arg, rows=_taken(arg.rows, rows, sequences))
     if isinstance(arg, TopkEntries):
         return replace(arg, slots=arg.slots[rows])
     if isinstance(arg, tuple):
-        return tuple(replace(part, projected=part.projected[rows]) for part in arg)
+        return tuple(_taken(part, rows, sequences) for part in arg)
+    if isinstance(arg, CompressPart):
+        state, entries = (_taken(part, rows, sequences) for part in (arg.state, arg.entries))
+        return replace(arg, projected=arg.projected[rows], state=state, entries=entries)
     return None if arg is None else arg[rows]
 
 

@@ -14,6 +14,7 @@ import torch
 from tests.support.op_arguments import results, take_tokens, written_tensors
 from tests.support.packing import (
     ACTIVATIONS,
+    WINDOW_WRITERS,
     far_pages,
     packed_args,
     padded,
@@ -57,9 +58,10 @@ FAR_BYTES = 2**31
 LAST_ROWS = 300  # Compared rows of a batch past 2^31 values; more than any table's "few tokens".
 # The operators that read pages, and the positions of their arguments that grow with the step.
 PAGED = {
-    "prepare_qkv": (0, 2, 7, 9),
-    "compress": (0, 1, 4, 5),
-    "select_entries": (0, 1, 4, 5),
+    "prepare_qkv": (0, 2, 4, 5),
+    "store_window_rows": (0, 2, 3),
+    "compress": (0, 1),
+    "select_entries": (0, 1, 2, 4),
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 
@@ -189,8 +191,8 @@ def same_alone(
         part = take_tokens(args, case.by_token, start, end)
         found = kernel_results(case, kernel, part)
         for position, (one, other) in enumerate(zip(found, whole, strict=True)):
-            if case.operator == "prepare_qkv" and position == 1:
-                slots = write_slots(part[7], part[9])
+            if case.operator in WINDOW_WRITERS and position == len(found) - 1:
+                slots = write_slots(part[-2], part[-1].table)
                 equal = torch.equal(one[slots], other[slots])
             else:
                 equal = torch.equal(one, other[start:end])
@@ -289,7 +291,8 @@ def check_far_pages(case: OpCase, kernel: Kernel) -> str | None:
     far = far_pages(args, FAR_BYTES)
     found = plain_results(case.operator, far, _last_rows(kernel, far, case.written))
     if case.operator == "select_entries":
-        offset = (far[5].pages - args[5].pages).max() * far[5].rows_per_page
+        table = far[2].table
+        offset = (table.pages - args[2].table.pages).max() * table.rows_per_page
         found = [slots.sub(offset).where(slots >= 0, -1) for slots in found]
     for one, other in zip(found, near, strict=True):
         if not torch.equal(one[len(one) - len(other) :], other):

@@ -27,7 +27,7 @@ from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer.layout import code_bytes, pack_keys, scale_bytes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, PageTable, Tokens
 from finwhale.ops.rounding import unscaled_fp4
 
 # The operators with packed arguments, and the positions of their arguments that are activations.
@@ -37,10 +37,13 @@ ACTIVATIONS = {
     "swiglu_mlp": (0,),
     "experts": (0, 5),
     "prepare_qkv": (0, 2),
+    "store_window_rows": (0,),
     "select_entries": (0,),
     "sparse_attention": (0, 8),
     "compress": (),
 }
+# Their last arguments are kv, the form, the tokens and the window's rows.
+WINDOW_WRITERS = ("prepare_qkv", "store_window_rows")
 
 
 # --- From packed to plain -------------------------------------------------------------------------
@@ -84,16 +87,18 @@ def plain_args(operator: str, args: Args) -> Args:
     for position in ACTIVATIONS[operator]:
         if position < len(plain) and plain[position] is not None and not _is_e4m3(plain[position]):
             plain[position] = plain[position].float()
-    if operator == "prepare_qkv":
-        plain[8] = unpack_rows(args[8], args[9].rows_per_page, args[2].shape[1], _rope(args[4]))
+    if operator in WINDOW_WRITERS:
+        plain[-1] = _plain_rows(args[-1], args[-4].shape[1], _rope(args[-3].rotary))
     elif operator == "sparse_attention":
-        plain[4], plain[5] = (_plain_rows(arg, args) for arg in args[4:6])
+        plain[4], plain[5] = (
+            arg and replace(arg, rows=_plain_rows(arg.rows, args[0].shape[2], _rope(args[1])))
+            for arg in args[4:6]
+        )
     elif operator == "select_entries":
-        plain[2] = unpack_keys(args[2], args[5].rows_per_page, args[0].shape[2])
+        plain[2] = _plain_keys(args[2], args[0].shape[2])
     elif operator == "compress":
-        rope, rows = _rope(args[2]), args[5].rows_per_page
         plain[0] = tuple(
-            replace(part, entry_pool=_plain_entries(part, rows, rope)) for part in args[0]
+            replace(part, entries=_plain_entries(part, _rope(args[2]))) for part in args[0]
         )
     return tuple(plain_weight(arg) for arg in plain)
 
@@ -109,16 +114,16 @@ def plain_results(operator: str, args: Args, found: Sequence[Tensor]) -> list[Te
         found: the tensors that the operator returned and wrote.
     """
     found = list(found)
-    if operator == "prepare_qkv":
-        rows = unpack_rows(found[1], args[9].rows_per_page, args[2].shape[1], _rope(args[4]))
-        return [found[0], rows.bfloat16()]
+    if operator in WINDOW_WRITERS:
+        written = replace(args[-1], pool=found[-1])
+        rows = _plain_rows(written, args[-4].shape[1], _rope(args[-3].rotary))
+        return [*found[:-1], rows.pool.bfloat16()]
     if operator == "select_entries":
-        return [F.pad(found[0], (0, args[6] - found[0].shape[1]), value=-1)]
+        return [F.pad(found[0], (0, args[5] - found[0].shape[1]), value=-1)]
     if operator == "compress":
-        rope, rows = _rope(args[2]), args[5].rows_per_page
         for i, part in enumerate(args[0]):
-            written = replace(part, entry_pool=found[2 * i + 1])
-            found[2 * i + 1] = _plain_entries(written, rows, rope).bfloat16()
+            part = replace(part, entries=replace(part.entries, pool=found[2 * i + 1]))
+            found[2 * i + 1] = _plain_entries(part, _rope(args[2])).pool.bfloat16()
     return found
 
 
@@ -131,22 +136,21 @@ def _rope(rotary: Tensor) -> int:
     return 2 * rotary.shape[1]
 
 
-def _rows_per_page(arg: Window | TopkEntries | AllEntries) -> int:
-    return arg.rows_per_page if isinstance(arg, TopkEntries) else arg.table.rows_per_page
+def _plain_rows(rows: CacheRows, width: int, rope: int) -> CacheRows:
+    if rows.pool.dtype != torch.uint8:
+        return rows
+    return replace(rows, pool=unpack_rows(rows.pool, rows.table.rows_per_page, width, rope))
 
 
-def _plain_rows(arg: Window | TopkEntries | AllEntries | None, args: Args) -> Any:
-    if arg is None or arg.pool.dtype != torch.uint8:
-        return arg
-    rows = unpack_rows(arg.pool, _rows_per_page(arg), args[0].shape[2], _rope(args[1]))
-    return replace(arg, pool=rows)
+def _plain_keys(rows: CacheRows, width: int) -> CacheRows:
+    return replace(rows, pool=unpack_keys(rows.pool, rows.table.rows_per_page, width))
 
 
-def _plain_entries(part: CompressPart, rows_per_page: int, rope: int) -> Tensor:
+def _plain_entries(part: CompressPart, rope: int) -> CacheRows:
     width = part.weight.norm.shape[0]
     if part.rounding == "key":
-        return unpack_keys(part.entry_pool, rows_per_page, width)
-    return unpack_rows(part.entry_pool, rows_per_page, width, rope)
+        return _plain_keys(part.entries, width)
+    return _plain_rows(part.entries, width, rope)
 
 
 def plain_weight(arg: Any) -> Any:
@@ -189,20 +193,23 @@ def packed_args(operator: str, args: Args) -> Args | None:
         if position < len(packed) and not _is_e4m3(packed[position]):
             packed[position] = _bfloat16(packed[position])
     try:
-        if operator == "prepare_qkv":
-            packed[8] = pack_rows(args[8], args[9].rows_per_page, _rope(args[4]))
-            return tuple(packed) if args[6] else None
+        if operator in WINDOW_WRITERS:
+            packed[-1] = _packed_rows(args[-1], _rope(args[-3].rotary))
+            return tuple(packed) if args[-3].round_nope else None
         if operator == "sparse_attention":
-            packed[4], packed[5] = (_packed_rows(arg, _rope(args[1])) for arg in args[4:6])
+            packed[4], packed[5] = (
+                arg and replace(arg, rows=_packed_rows(arg.rows, _rope(args[1])))
+                for arg in args[4:6]
+            )
         elif operator == "select_entries":
-            if not args[8]:  # Unrounded keys may have widths that FP4's groups do not divide.
+            if not args[7]:  # Unrounded keys may have widths that FP4's groups do not divide.
                 return None
-            packed[2] = pack_keys(args[2], args[5].rows_per_page)
+            packed[2] = _packed_keys(args[2])
             return tuple(packed)
         elif operator == "compress":
             if any(part.rounding == "none" for part in args[0]):
                 return None
-            packed[0] = tuple(_packed_part(part, args) for part in args[0])
+            packed[0] = tuple(_packed_part(part, _rope(args[2])) for part in args[0])
     except ValueError:  # Packed rows do not support this width.
         return None
     weights = [_packed_weight(arg) for arg in packed]
@@ -218,15 +225,18 @@ def _bfloat16(x: Tensor) -> Tensor:
     return out.copy_(x)
 
 
-def _packed_rows(arg: Window | TopkEntries | AllEntries | None, rope: int) -> Any:
-    return arg and replace(arg, pool=pack_rows(arg.pool, _rows_per_page(arg), rope))
+def _packed_rows(rows: CacheRows, rope: int) -> CacheRows:
+    return replace(rows, pool=pack_rows(rows.pool, rows.table.rows_per_page, rope))
 
 
-def _packed_part(part: CompressPart, args: Args) -> CompressPart:
-    rows, rope = args[5].rows_per_page, _rope(args[2])
-    pool = part.entry_pool
-    packed = pack_keys(pool, rows) if part.rounding == "key" else pack_rows(pool, rows, rope)
-    return replace(part, entry_pool=packed)
+def _packed_keys(rows: CacheRows) -> CacheRows:
+    return replace(rows, pool=pack_keys(rows.pool, rows.table.rows_per_page))
+
+
+def _packed_part(part: CompressPart, rope: int) -> CompressPart:
+    key = part.rounding == "key"
+    entries = _packed_keys(part.entries) if key else _packed_rows(part.entries, rope)
+    return replace(part, entries=entries)
 
 
 def _packed_weight(arg: Any) -> Any:
@@ -265,45 +275,34 @@ def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def far_pages(args: Args, least_bytes: int) -> Args:
     """Move all pages after empty ones, so that their offsets are at least `least_bytes`."""
-    extra: dict[int, int] = {}
+    tables: dict[int, tuple[PageTable, int]] = {}
 
-    def shift(table: PageTable) -> PageTable:
-        return replace(table, pages=table.pages + extra[id(table)])
-
-    def moved(pool: Tensor, table: Any) -> Tensor:
+    def moved(rows: CacheRows) -> CacheRows:
+        pool, table = rows.pool, rows.table
         page_rows = 1 if pool.dtype == torch.uint8 else table.rows_per_page
-        page_bytes = page_rows * pool.stride(0) * pool.element_size()
-        count = extra.setdefault(id(table), -(-least_bytes // page_bytes))
+        if id(table) not in tables:
+            page_bytes = page_rows * pool.stride(0) * pool.element_size()
+            count = -(-least_bytes // page_bytes)
+            tables[id(table)] = replace(table, pages=table.pages + count), count
+        shifted, count = tables[id(table)]
         far = pool.new_zeros(count * page_rows + len(pool), *pool.shape[1:])
         far[count * page_rows :] = pool
-        return far
+        return CacheRows(far, shifted)
 
     def far(arg: Any) -> Any:
+        if isinstance(arg, CacheRows):
+            return moved(arg)
         if isinstance(arg, Window | AllEntries):
-            return replace(arg, pool=moved(arg.pool, arg.table), table=shift(arg.table))
+            return replace(arg, rows=moved(arg.rows))
         if isinstance(arg, TopkEntries):
-            pool = moved(arg.pool, arg)
-            slots = arg.slots + extra[id(arg)] * arg.rows_per_page
-            return replace(arg, pool=pool, slots=slots.where(arg.slots >= 0, -1))
-        return arg
+            rows = moved(arg.rows)
+            slots = arg.slots + tables[id(arg.rows.table)][1] * rows.table.rows_per_page
+            return TopkEntries(rows, slots.where(arg.slots >= 0, -1))
+        if isinstance(arg, CompressPart):
+            return replace(arg, state=moved(arg.state), entries=moved(arg.entries))
+        return tuple(map(far, arg)) if isinstance(arg, tuple) else arg
 
-    new = [far(arg) for arg in args]
-    tables = [i for i, arg in enumerate(args) if isinstance(arg, PageTable)]
-    if isinstance(args[0], tuple):
-        new[0] = tuple(
-            replace(
-                part,
-                state_pool=moved(part.state_pool, args[4]),
-                entry_pool=moved(part.entry_pool, args[5]),
-            )
-            for part in args[0]
-        )
-    elif tables:
-        pools = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.uint8]
-        new[pools[0]] = moved(args[pools[0]], args[tables[0]])
-    for i in tables:
-        new[i] = shift(args[i])
-    return tuple(new)
+    return tuple(map(far, args))
 
 
 def padded(args: Args, by_token: Sequence[int], count: int) -> Args:
@@ -324,14 +323,18 @@ def padded(args: Args, by_token: Sequence[int], count: int) -> Args:
                 max_len=arg.max_len,
                 max_query=max(1, arg.max_query),
             )
-        if isinstance(arg, PageTable):
-            return table(arg)
-        if isinstance(arg, Window | AllEntries):
+        if isinstance(arg, CacheRows):
             return replace(arg, table=table(arg.table))
+        if isinstance(arg, Window | AllEntries):
+            return replace(arg, rows=more(arg.rows))
         if isinstance(arg, TopkEntries):
             return replace(arg, slots=F.pad(arg.slots, (0, 0, 0, count), value=-1))
         if isinstance(arg, tuple):
-            return tuple(replace(part, projected=more(part.projected)) for part in arg)
+            return tuple(map(more, arg))
+        if isinstance(arg, CompressPart):
+            projected = more(arg.projected)
+            state, entries = more(arg.state), more(arg.entries)
+            return replace(arg, projected=projected, state=state, entries=entries)
         if isinstance(arg, Tensor):
             rows = torch.arange(len(arg) + count, device=arg.device) % len(arg)
             return arg.index_select(0, rows)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_checkpoint
-from finwhale.models.deepseek_v4.config import ARCHITECTURE, MODEL_TYPE, DeepseekV4Config
+from finwhale.models.deepseek_v4.config import ARCHITECTURE, MODEL_TYPE
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 MOST_LAYERS = 4  # of a tiny model; two of a kind are as good as three
@@ -144,7 +145,7 @@ def random_weights(
         values: every value is rounded to this dtype, such as bfloat16.
     """
     generator = torch.Generator().manual_seed(seed)
-    specs = weight_specs(DeepseekV4Config.from_dict(config))
+    specs = weight_specs(config_of(config))
     experts = config["n_routed_experts"]
     order = sorted(specs, key=_draw_order)
     weights = {name: _random_weight(specs[name], experts, generator) for name in order}
@@ -213,7 +214,7 @@ def write_plain_checkpoint(
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")}
     plain["torch_dtype"] = "float32"
     tensors = weights.items() if isinstance(weights, Mapping) else weights
-    specs = weight_specs(DeepseekV4Config.from_dict(plain))
+    specs = weight_specs(config_of(plain))
     write_checkpoint(path, plain, tensors, specs, plain_dtype=torch.float32)
 
 
@@ -221,5 +222,5 @@ def write_quantised_checkpoint(
     path: str | Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> None:
     """Write a checkpoint in the official layout: FP8 blocks, FP4 experts, bf16 for the rest."""
-    specs = weight_specs(DeepseekV4Config.from_dict(config))
+    specs = weight_specs(config_of(config))
     write_checkpoint(path, config, weights.items(), specs)

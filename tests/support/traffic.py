@@ -14,7 +14,7 @@ from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.steps.inputs import Batch, planned_inputs
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.request import SamplingParams
 
 
@@ -45,7 +45,7 @@ class Traffic:
         prefix_caching: bool = False,
     ) -> None:
         self.prefix_caching = prefix_caching
-        self.config = DeepseekV4Config.from_dict(tiny_config(seed))
+        self.config = config_of(tiny_config(seed))
         self.groups = cache_spec(self.config)
         self.pages = PageManager(self.groups, {g.name: 2000 for g in self.groups})
         if prefix_caching:

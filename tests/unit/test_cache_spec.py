@@ -14,10 +14,12 @@ from finwhale.errors import ResourceError
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
+from finwhale.models.deepseek_v4.presets import published
 
 
 def tiny(seed: int) -> DeepseekV4Config:
-    return DeepseekV4Config.from_dict(tiny_config(seed))
+    return config_of(tiny_config(seed))
 
 
 def group(config: DeepseekV4Config, name: str) -> CacheGroup:
@@ -26,7 +28,7 @@ def group(config: DeepseekV4Config, name: str) -> CacheGroup:
 
 def window_only() -> DeepseekV4Config:
     raw = tiny_config(0)
-    return DeepseekV4Config.from_dict(
+    return config_of(
         raw | {"compress_ratios": [0] * (raw["num_hidden_layers"] + 1), "num_hash_layers": 1}
     )
 
@@ -34,7 +36,7 @@ def window_only() -> DeepseekV4Config:
 @pytest.mark.parametrize(("preset", "bytes_per_token"), [("flash", 3514), ("pro", 5031)])
 def test_what_the_published_models_keep(preset: str, bytes_per_token: int) -> None:
     """Packed: 584 bytes an entry, 68 an index key in FP4 (figures of the model's facts)."""
-    config = DeepseekV4Config.preset(preset)
+    config = published(preset)
     stored = {"c4": 584, "c128": 584, "index_keys": 68}
     total = declared = 0.0
     for g in cache_spec(config):
@@ -163,7 +165,7 @@ def test_the_plan_s_bytes_are_the_tensors_bytes(
 
 def test_states_have_their_part_of_the_memory() -> None:
     """An eighth of what is left, but no more than blocks, and not before least_tokens have room."""
-    config = DeepseekV4Config.preset("flash")
+    config = published("flash")
     sizes = {"itemsize": 2, "packed": True, "max_num_seqs": 64, "max_step_tokens": 2048}
     budget, plenty = 40 * 2**30, {"wanted_tokens": 10**9}
     plain = make_plan(config, budget, **sizes, **plenty)
@@ -202,7 +204,7 @@ def test_page_zero_holds_numbers() -> None:
         for f in g.fields:
             assert tuple(cache.pools[f.name]) == f.layers
             for layer in f.layers:
-                rows = cache.pool(f.name, layer)
+                rows = cache.pools[f.name][layer]
                 assert rows.shape == (plan.num_pages[g.name] * g.rows_per_page, f.width)
                 assert rows[: g.rows_per_page].eq(0).all()
 
@@ -211,7 +213,7 @@ def test_page_zero_holds_numbers() -> None:
 @pytest.mark.parametrize("name", ["flash", "pro", "tiny"])
 def test_parts_of_a_page_lie_apart_and_aligned(name: str, packed: bool) -> None:
     """Each field and layer has bytes of its own, where 16 bytes can be loaded at once."""
-    config = tiny(2) if name == "tiny" else DeepseekV4Config.preset(name)
+    config = tiny(2) if name == "tiny" else published(name)
     for g in cache_spec(config):
         if packed and name == "tiny" and not g.name.endswith("_state"):
             continue  # its rows are too narrow to be packed
@@ -236,7 +238,7 @@ def test_parts_of_a_page_lie_apart_and_aligned(name: str, packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_pools_are_views_of_their_pages(packed: bool) -> None:
-    config = DeepseekV4Config.preset("flash").with_layers(8)
+    config = published("flash").with_layers(8)
     groups = cache_spec(config)
     plan = CachePlan({g.name: 3 for g in groups}, 0, 0, 0)
     cache = allocate_cache(groups, plan, torch.bfloat16, torch.device("cpu"), packed)
@@ -244,7 +246,7 @@ def test_pools_are_views_of_their_pages(packed: bool) -> None:
         cache.pages[g.name].zero_()
         for f in g.fields:
             for layer in f.layers:
-                pool = cache.pool(f.name, layer)
+                pool = cache.pools[f.name][layer]
                 rows = 1 if pool.dtype == torch.uint8 else g.rows_per_page
                 assert len(pool) == 3 * rows
                 assert not pool.view(torch.uint8).any(), "another layer's bytes"

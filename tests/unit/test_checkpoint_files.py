@@ -16,7 +16,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_checkpoint, write_stored, write_zeros
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_json, config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.dummy import DummySource
 
@@ -308,15 +308,15 @@ def test_writer_wants_every_weight_once(tmp_path: Path) -> None:
 
 def test_zeros_have_the_form_of_other_weights(tmp_path: Path) -> None:
     """All files are sparse."""
-    config = DeepseekV4Config.from_dict(tiny_config(3, quantised=True))
+    config = config_of(tiny_config(3, quantised=True))
     specs = weight_specs(config)
-    write_stored(tmp_path / "random", config.to_dict(), DummySource(specs, "cpu"))
-    write_zeros(tmp_path / "zeros", config.to_dict(), specs.values(), max_shard_bytes=200_000)
+    write_stored(tmp_path / "random", config_json(config), DummySource(specs, "cpu"))
+    write_zeros(tmp_path / "zeros", config_json(config), specs.values(), max_shard_bytes=200_000)
     random, zeros = Checkpoint.open(tmp_path / "random"), Checkpoint.open(tmp_path / "zeros")
     files = [tmp_path / "zeros" / file for file, _ in zeros.shards()]
     assert len(files) > 2 and zeros.config == random.config
     assert zeros.tensors.keys() == random.tensors.keys()
-    write_zeros(tmp_path / "one file", config.to_dict(), specs.values())
+    write_zeros(tmp_path / "one file", config_json(config), specs.values())
     one = Checkpoint.open(tmp_path / "one file").tensors
     assert [(i.name, i.dtype, i.shape) for i in one.values()] == [
         (info.name, info.dtype, info.shape) for info in random.tensors.values()

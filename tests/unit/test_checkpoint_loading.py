@@ -17,6 +17,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
+from finwhale.models.deepseek_v4.config_json import config_json, config_of
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.weights.dummy import DummySource
 from finwhale.weights.incoming import Incoming
@@ -61,7 +62,7 @@ def values(config: DeepseekV4Config = TINY) -> dict[str, Tensor]:
 
 def write(path: Path, **options: Any) -> dict[str, Tensor]:
     weights = values()
-    write_checkpoint(path, TINY.to_dict(), weights.items(), SPECS, **options)
+    write_checkpoint(path, config_json(TINY), weights.items(), SPECS, **options)
     return weights
 
 
@@ -91,7 +92,7 @@ def test_every_weight_comes_exactly_once_with_its_values(
 ) -> None:
     weights = write(tmp_path, max_shard_bytes=max_shard_bytes)
     checkpoint = Checkpoint.open(tmp_path)
-    assert DeepseekV4Config.from_dict(checkpoint.config) == TINY
+    assert config_of(checkpoint.config) == TINY
     seen: list[tuple[int, int]] = []
     source = WeightSource(checkpoint, SPECS, progress=lambda *done: seen.append(done))
     got = loaded(source)
@@ -146,9 +147,9 @@ def test_base_variant(tmp_path: Path) -> None:
     base = dataclasses.replace(TINY, expert_dtype="fp8", scale_format="float32")
     specs = weight_specs(base)
     weights = values(base)
-    write_checkpoint(tmp_path, base.to_dict(), weights.items(), specs, scale_dtype=torch.float32)
+    write_checkpoint(tmp_path, config_json(base), weights.items(), specs, scale_dtype=torch.float32)
     checkpoint = Checkpoint.open(tmp_path)
-    assert DeepseekV4Config.from_dict(checkpoint.config) == base
+    assert config_of(checkpoint.config) == base
     name = "layers.1.ffn.experts.3.w2.weight"
     data, scale = quantise_fp8_block(weights[name], torch.float32)
     for wanted in (specs, SPECS):
@@ -166,7 +167,7 @@ def test_base_variant(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def oracle() -> "transformers.DeepseekV4ForCausalLM":
-    raw = dataclasses.replace(TINY, quantised=False).to_dict()
+    raw = config_json(dataclasses.replace(TINY, quantised=False))
     torch.manual_seed(7)
     model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**raw))
     for tensor in model.state_dict().values():
@@ -189,7 +190,7 @@ def test_transformers_save_pretrained(
         tmp_path, save_original_format=original_names, max_shard_size=max_shard_size
     )
     checkpoint = Checkpoint.open(tmp_path)
-    config = DeepseekV4Config.from_dict(checkpoint.config)
+    config = config_of(checkpoint.config)
     assert config == dataclasses.replace(TINY, quantised=False).without_draft_head()
     got = loaded(WeightSource(checkpoint, weight_specs(config)))
     state = oracle.state_dict()
@@ -263,7 +264,7 @@ def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
     weights = values(plain)
     write_checkpoint(
         tmp_path,
-        plain.to_dict(),
+        config_json(plain),
         weights.items(),
         weight_specs(plain),
         plain_dtype=torch.float32,

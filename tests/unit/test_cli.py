@@ -14,7 +14,8 @@ import finwhale
 from finwhale.cli.main import COMMANDS, main
 from finwhale.cli.options import add_engine_options, engine_config
 from finwhale.config import EngineConfig
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_json
+from finwhale.models.deepseek_v4.presets import published
 
 Capture = pytest.CaptureFixture[str]
 
@@ -109,11 +110,9 @@ def test_inspect(tiny_path: Path, capsys: Capture) -> None:
 
 def test_inspect_shows_what_each_number_of_gpus_holds(capsys: Capture, tmp_path: Path) -> None:
     """Flash cut to two layers, with six experts: two ranks hold half of what they divide."""
-    config = replace(
-        DeepseekV4Config.preset("flash").with_layers(2), n_routed_experts=6, o_groups=4
-    )
+    config = replace(published("flash").with_layers(2), n_routed_experts=6, o_groups=4)
     save_file({}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config)))
     assert main(["inspect", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
@@ -131,9 +130,9 @@ def test_inspect_shows_what_each_number_of_gpus_holds(capsys: Capture, tmp_path:
 
 def test_inspect_shows_the_bytes_of_the_cache(capsys: Capture, tmp_path: Path) -> None:
     """Flash cut to layers of each kind: two windows, C4 and C128, and the draft head's window."""
-    config = replace(DeepseekV4Config.preset("flash").with_layers(4), n_routed_experts=6)
+    config = replace(published("flash").with_layers(4), n_routed_experts=6)
     save_file({}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config)))
     assert main(["inspect", str(tmp_path)]) == 1
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines()]
     packed = {row[1].strip(): row[4].strip() for row in rows if len(row) == 6}

@@ -14,7 +14,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.ranks.devices import choose_device, choose_devices, num_sharers
 from finwhale.engine.ranks.memory_checks import check_gpu_memory, check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.platform import Platform, available_memory
 
 
@@ -203,7 +203,7 @@ def test_weights_that_do_not_fit_the_gpu_are_refused() -> None:
 def test_a_benchmark_writes_no_checkpoint_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config = DeepseekV4Config.preset("flash").with_layers(1)
+    config = published("flash").with_layers(1)
     args = Namespace(model=None, zeros=False)
     monkeypatch.setattr(load, "check_host_memory", lambda num_bytes: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))

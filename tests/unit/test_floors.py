@@ -5,9 +5,9 @@ import pytest
 from finwhale.bench.drafting import floors
 from finwhale.bench.floors import DecodeBytes, expected_experts
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 
-FLASH, DSPARK = DeepseekV4Config.preset("flash"), DeepseekV4Config.preset("flash-0731")
+FLASH, DSPARK = published("flash"), published("flash-0731")
 
 
 def test_experts_of_few_and_of_many_tokens() -> None:

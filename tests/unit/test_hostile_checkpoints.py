@@ -17,7 +17,8 @@ from finwhale.checkpoint.reader import INDEX_FILE, Checkpoint, read_config
 from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_json
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.registry import parse_config
 
 Json = dict[str, Any]
@@ -25,7 +26,7 @@ Keys = tuple[str, ...]
 
 CONFIGS: dict[str, Json] = {
     "demo": read_config(DEMO_PATH),
-    **{name: DeepseekV4Config.preset(name).to_dict() for name in ("flash", "pro", "flash-0731")},
+    **{name: config_json(published(name)) for name in ("flash", "pro", "flash-0731")},
 }
 NOT_SIZES: tuple[Any, ...] = (
     -1, -(10**30), float("nan"), float("inf"), True, "x", "1", 10**12, 10**30, 1e300, {}, {"a": 1},

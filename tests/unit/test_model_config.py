@@ -12,7 +12,9 @@ import transformers
 from finwhale.checkpoint.spec import Slice
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
+from finwhale.models.deepseek_v4.config import YarnScaling
+from finwhale.models.deepseek_v4.config_json import config_json, config_of
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.weights import weight_specs
 
@@ -85,7 +87,7 @@ def quantisation(**changes: Any) -> dict[str, Any]:
 
 
 def test_official_form() -> None:
-    model = DeepseekV4Config.from_dict(OFFICIAL)
+    model = config_of(OFFICIAL)
     assert model.compress_ratios == (0, 4, 128, 4, 0)
     assert model.layer_ratios == (0, 4, 128, 4)
     assert model.rope_scaling == YarnScaling(factor=16, original_max_position_embeddings=256)
@@ -96,7 +98,7 @@ def test_official_form() -> None:
 
 
 def test_base_variant_and_other_values() -> None:
-    model = DeepseekV4Config.from_dict(
+    model = config_of(
         config(
             expert_dtype="fp8",
             eos_token_id=[1, 3],
@@ -107,18 +109,18 @@ def test_base_variant_and_other_values() -> None:
     assert (model.expert_dtype, model.scale_format) == ("fp8", "float32")
     assert model.eos_token_ids == (1, 3) and model.rope_scaling is None
     assert weight_specs(model)["layers.0.ffn.experts.7.w2.weight"].storage == "fp8_block"
-    inside = DeepseekV4Config.from_dict(config(**quantisation(expert_dtype="fp8")))
+    inside = config_of(config(**quantisation(expert_dtype="fp8")))
     assert inside.expert_dtype == "fp8"
 
 
 def test_written_form_reads_back() -> None:
     for changes in ({}, {"expert_dtype": "fp8"}, {"eos_token_id": [1, 2]}, {"rope_scaling": None}):
-        model = DeepseekV4Config.from_dict(config(**changes))
-        assert DeepseekV4Config.from_dict(model.to_dict()) == model
-    plain = DeepseekV4Config.from_dict(config(quantization_config=None))
-    assert not plain.quantised and DeepseekV4Config.from_dict(plain.to_dict()) == plain
+        model = config_of(config(**changes))
+        assert config_of(config_json(model)) == model
+    plain = config_of(config(quantization_config=None))
+    assert not plain.quantised and config_of(config_json(plain)) == plain
     base = dataclasses.replace(plain, quantised=True, scale_format="float32")
-    assert DeepseekV4Config.from_dict(base.to_dict()) == base
+    assert config_of(config_json(base)) == base
 
 
 def test_transformers_form(tmp_path: Any) -> None:
@@ -126,19 +128,19 @@ def test_transformers_form(tmp_path: Any) -> None:
     official = config(quantization_config=None)
     written = transformers.DeepseekV4Config(**official).to_dict()
     assert "compress_ratios" not in written and "num_hash_layers" not in written
-    wanted = DeepseekV4Config.from_dict(official).without_draft_head()
-    assert DeepseekV4Config.from_dict(written) == wanted
+    wanted = config_of(official).without_draft_head()
+    assert config_of(written) == wanted
     del written["qk_rope_head_dim"]
-    assert DeepseekV4Config.from_dict(written) == wanted
+    assert config_of(written) == wanted
     plain = transformers.DeepseekV4Config(
         **config(quantization_config=None, rope_scaling=None)
     ).to_dict()
-    assert DeepseekV4Config.from_dict(plain) == dataclasses.replace(wanted, rope_scaling=None)
+    assert config_of(plain) == dataclasses.replace(wanted, rope_scaling=None)
 
 
 def test_transformers_reads_what_is_written() -> None:
-    model = DeepseekV4Config.from_dict(config(quantization_config=None))
-    theirs = transformers.DeepseekV4Config(**model.to_dict())
+    model = config_of(config(quantization_config=None))
+    theirs = transformers.DeepseekV4Config(**config_json(model))
     assert theirs.layer_types == [
         "sliding_attention",
         "compressed_sparse_attention",
@@ -162,11 +164,11 @@ DSPARK = {
 
 @pytest.mark.parametrize("drafts", [None, 0, 1, 3])
 def test_dspark(drafts: int | None) -> None:
-    model = DeepseekV4Config.from_dict(config(**DSPARK, num_nextn_predict_layers=drafts))
+    model = config_of(config(**DSPARK, num_nextn_predict_layers=drafts))
     assert model.draft_head == "dspark" and model.num_nextn_predict_layers == 0
     assert (model.num_draft_layers, model.max_draft_tokens, model.max_verify_tokens) == (3, 5, 6)
     assert model.draft_block_tokens == 5 and model.layer_ratios == (0, 4, 128, 4)
-    assert DeepseekV4Config.from_dict(model.to_dict()) == model
+    assert config_of(config_json(model)) == model
     assert model.stage_experts == (model.num_experts_per_tok, model.n_routed_experts)
     assert model.of_stage() == model
     head = model.dspark
@@ -190,14 +192,14 @@ def test_optional_keys_of_dspark() -> None:
         "enable_confidence_head": False,
         "sample_from_anchor": False,
     }
-    model = DeepseekV4Config.from_dict(config(**DSPARK, **changes))
-    assert DeepseekV4Config.from_dict(model.to_dict()) == model
+    model = config_of(config(**DSPARK, **changes))
+    assert config_of(config_json(model)) == model
     assert model.stage_experts == (1, 3) and model.draft_block_tokens == 6
     specs = weight_specs(model)
     assert "mtp.1.ffn.experts.2.w1.weight" in specs
     assert "mtp.1.ffn.experts.3.w1.weight" not in specs
     assert not any("confidence" in name for name in specs)
-    narrow = DeepseekV4Config.from_dict(config(**DSPARK, confidence_head_with_markov=False))
+    narrow = config_of(config(**DSPARK, confidence_head_with_markov=False))
     width = narrow.hidden_size
     assert weight_specs(narrow)["mtp.2.confidence_head.proj.weight"].shape == (1, width)
 
@@ -226,14 +228,14 @@ def test_optional_keys_of_dspark() -> None:
 )
 def test_impossible_dspark_heads(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        DeepseekV4Config.from_dict(config(**{**DSPARK, **changes}))
+        config_of(config(**{**DSPARK, **changes}))
 
 
 def test_published_dspark_heads() -> None:
     """Names and shapes of MODEL.md's inventory, and the shards of two ranks."""
     for name, D, rank in (("flash-0731", 4096, 256), ("pro-0813", 7168, 512)):
-        model = DeepseekV4Config.preset(name)
-        plain = DeepseekV4Config.preset(name.partition("-")[0]).without_draft_head()
+        model = published(name)
+        plain = published(name.partition("-")[0]).without_draft_head()
         assert model.without_draft_head() == plain and model.dspark is not None
         assert model.dspark.target_layer_ids[-1] == model.num_hidden_layers - 1
         model, plain = model.with_layers(5), plain.with_layers(5)
@@ -279,11 +281,11 @@ def test_published_dspark_heads() -> None:
 
 def test_presets_are_the_published_checkpoints() -> None:
     """Numbers of tensors and bytes of the public checkpoints; scales count as tensors."""
-    published = {"flash": (69_187, 159.6e9), "pro": (145_116, 864.7e9)}
+    totals = {"flash": (69_187, 159.6e9), "pro": (145_116, 864.7e9)}
     sizes = {"bf16": 2.0, "f32": 4.0, "i64": 8.0, "fp8_block": 1.0, "fp4": 0.5}
-    for name, (count, num_bytes) in published.items():
-        model = DeepseekV4Config.preset(name)
-        assert DeepseekV4Config.from_dict(model.to_dict()) == model
+    for name, (count, num_bytes) in totals.items():
+        model = published(name)
+        assert config_of(config_json(model)) == model
         specs = weight_specs(model)
         assert len(specs) + sum(s.storage in ("fp8_block", "fp4") for s in specs.values()) == count
         total = 0.0
@@ -298,20 +300,20 @@ def test_presets_are_the_published_checkpoints() -> None:
         CheckpointError,
         match="unknown configuration 'small'; there are flash, flash-0731, pro, pro-0813",
     ):
-        DeepseekV4Config.preset("small")
+        published("small")
 
 
 def test_with_layers_keeps_the_mtp_layer() -> None:
-    cut = DeepseekV4Config.preset("flash").with_layers(8)
+    cut = published("flash").with_layers(8)
     assert cut.compress_ratios == (0, 0, 4, 128, 4, 128, 4, 128, 0)
     assert cut.num_nextn_predict_layers == 1 and "mtp.0.enorm.weight" in weight_specs(cut)
     assert cut.with_layers(2).num_hash_layers == 2
     with pytest.raises(CheckpointError, match="cannot cut to 44 layers: the model has 43"):
-        DeepseekV4Config.preset("flash").with_layers(44)
+        published("flash").with_layers(44)
 
 
 def test_weight_table_details() -> None:
-    specs = weight_specs(DeepseekV4Config.preset("flash"))
+    specs = weight_specs(published("flash"))
     shapes = {
         "layers.2.attn.wo_a.weight": (8192, 4096),
         "layers.2.attn.compressor.wkv.weight": (1024, 4096),
@@ -327,7 +329,7 @@ def test_weight_table_details() -> None:
     assert {name: specs[name].shape for name in shapes} == shapes
     assert "layers.3.attn.indexer.wq_b.weight" not in specs
     assert "layers.1.attn.compressor.ape" not in specs
-    plain = dataclasses.replace(DeepseekV4Config.preset("flash").with_layers(1), quantised=False)
+    plain = dataclasses.replace(published("flash").with_layers(1), quantised=False)
     assert {s.storage for s in weight_specs(plain).values()} == {"bf16", "f32", "i64"}
 
 
@@ -371,7 +373,7 @@ def test_weight_table_details() -> None:
 )
 def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        DeepseekV4Config.from_dict(config(**changes))
+        config_of(config(**changes))
     assert "\n" not in str(caught.value)
 
 
@@ -387,7 +389,7 @@ def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
 def test_wrong_transformers_configs(changes: dict[str, Any], message: str) -> None:
     written = transformers.DeepseekV4Config(**config(quantization_config=None)).to_dict()
     with pytest.raises(CheckpointError, match=message):
-        DeepseekV4Config.from_dict({**written, **changes})
+        config_of({**written, **changes})
 
 
 @pytest.mark.parametrize("form", ["official", "transformers"])
@@ -402,25 +404,25 @@ def test_any_nonsense_gives_one_clear_line(form: str) -> None:
         for value in nonsense:
             for changed in (value, *({**inside, key: value} for key in inside)):
                 try:
-                    model = DeepseekV4Config.from_dict({**base, outer: changed})
+                    model = config_of({**base, outer: changed})
                 except CheckpointError as error:
                     assert "\n" not in str(error)
                 else:
-                    assert DeepseekV4Config.from_dict(model.to_dict()) is not None
+                    assert config_of(config_json(model)) is not None
 
 
 def test_a_width_that_no_hadamard_matrix_has_is_refused_as_trained() -> None:
-    DeepseekV4Config.from_dict(OFFICIAL).check_index_rotation()
-    odd = DeepseekV4Config.from_dict(config(index_head_dim=48))
+    config_of(OFFICIAL).check_index_rotation()
+    odd = config_of(config(index_head_dim=48))
     with pytest.raises(CheckpointError, match="index_head_dim 48 must be a power of two"):
         odd.check_index_rotation()
     # Without an indexer nothing is rotated.
     plain = config(index_head_dim=48, compress_ratios=[0, 128, 128, 128, 0])
-    DeepseekV4Config.from_dict(plain).check_index_rotation()
+    config_of(plain).check_index_rotation()
 
 
 def test_rotary_tables_of_fewer_positions_are_the_first_rows() -> None:
-    config = DeepseekV4Config.from_dict(OFFICIAL)
+    config = config_of(OFFICIAL)
     whole, limited = (RotaryTables(config, 96, torch.device("cpu")) for _ in range(2))
     limited.limit(40)
     assert not torch.equal(whole.plain, whole.compressed)

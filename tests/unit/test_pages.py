@@ -10,11 +10,11 @@ from finwhale.engine.plan.pages import BlockTables, PageManager, PagePool, windo
 from finwhale.engine.plan.prefix_index import PrefixIndex
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 
 
 def groups(seed: int) -> tuple[CacheGroup, ...]:
-    return cache_spec(DeepseekV4Config.from_dict(tiny_config(seed)))
+    return cache_spec(config_of(tiny_config(seed)))
 
 
 def manager(seed: int = 0, num_pages: int = 40) -> PageManager:

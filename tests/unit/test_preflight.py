@@ -13,7 +13,7 @@ from finwhale.bench import cpu, ops, preflight
 from finwhale.bench.arguments import new_parser
 from finwhale.cli import bench
 from finwhale.errors import ResourceError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.ops.case import CONFIGS, ModelDraw
 
 GB = 10**9
@@ -42,7 +42,7 @@ def test_a_record_that_cannot_be_written_is_refused(
 
 
 def test_bench_cpu_checks_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DeepseekV4Config.preset("flash").without_draft_head().with_layers(1)
+    config = published("flash").without_draft_head().with_layers(1)
     memory = "finwhale.engine.ranks.memory_checks.available_memory"
     monkeypatch.setattr(memory, lambda: 50 * GB)
     with pytest.raises(ResourceError, match=r"take [\d.]+ GB, and 50.0 GB of memory are free"):

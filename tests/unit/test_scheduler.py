@@ -27,7 +27,7 @@ from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.request import SamplingParams
 
 PARAMS = SamplingParams()
@@ -43,7 +43,7 @@ def make_scheduler(
     **options: Any,
 ) -> Scheduler:
     """One with room for so many blocks, and states beside what running sequences need."""
-    spec = cache_spec(DeepseekV4Config.from_dict(tiny_config(seed)))
+    spec = cache_spec(config_of(tiny_config(seed)))
     plan = plan_cache(
         spec,
         itemsize=4,

@@ -24,13 +24,14 @@ from finwhale.models.deepseek_v4.architecture import (
     whole_attention_bytes,
 )
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
 from finwhale.weights.source import Inventory
 
-MODELS = {name: DeepseekV4Config.preset(name) for name in ("flash", "pro")}
+MODELS = {name: published(name) for name in ("flash", "pro")}
 # The last part of the name of every divided weight, with its axis.
 DIVIDED = {
     "head.weight": 0,

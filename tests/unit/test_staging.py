@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_config
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_stored
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.dummy import DummySource
@@ -26,7 +26,7 @@ from finwhale.weights.staging import ALIGN, Staging, groups_of
 
 CPU = torch.device("cpu")
 CONFIG = replace(
-    DeepseekV4Config.from_dict(tiny_config(1) | {"hidden_size": 64, "moe_intermediate_size": 32}),
+    config_of(tiny_config(1) | {"hidden_size": 64, "moe_intermediate_size": 32}),
     quantised=True,
     expert_dtype="fp4",
 )

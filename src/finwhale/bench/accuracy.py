@@ -28,8 +28,8 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.ranks.devices import parse_device
 from finwhale.engine.ranks.local_executor import LocalExecutor
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 from finwhale.options import add_options
 
@@ -144,7 +144,7 @@ def overlap(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
-    config = DeepseekV4Config.preset(args.config).without_draft_head().with_layers(args.layers)
+    config = published(args.config).without_draft_head().with_layers(args.layers)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(config.vocab_size, (args.tokens,), generator=generator).tolist()
     tail = min(args.decodes, args.tokens - 1)

@@ -31,6 +31,7 @@ from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.llm import LLM
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
@@ -141,12 +142,12 @@ def load_transformers(path: Path) -> Any:
 
 def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
     """Write a copy of a checkpoint with its weights dequantised to float32, for transformers."""
-    config = DeepseekV4Config.from_dict(checkpoint.config)
+    config = config_of(checkpoint.config)
     source = WeightSource(checkpoint, weight_specs(config), ignored=ignored_prefixes(config))
     weights = ((spec.name, stored.dequantise(torch.float32)) for spec, stored in source)
     plain = {k: v for k, v in checkpoint.config.items() if k not in QUANTISED}
     plain["torch_dtype"] = "float32"
-    specs = weight_specs(DeepseekV4Config.from_dict(plain))
+    specs = weight_specs(config_of(plain))
     write_checkpoint(path, plain, weights, specs, plain_dtype=torch.float32)
 
 
@@ -254,7 +255,7 @@ def same_share(tokens: dict[str, list[list[int]]], name: str, other: str) -> flo
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     checkpoint = Checkpoint.open(checkpoint_directory(args.path))
-    config = DeepseekV4Config.from_dict(checkpoint.config)
+    config = config_of(checkpoint.config)
     vocab_size = config.vocab_size
     longest = max(args.context + args.steps + 1, args.prefill + 1)
     if longest > config.max_position_embeddings:

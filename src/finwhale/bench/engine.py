@@ -24,6 +24,8 @@ from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.engine.steps.step_limits import step_limits
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
 from finwhale.options import read_options
 from finwhale.request import RequestOutput, SamplingParams
@@ -42,11 +44,11 @@ def source(
     """
     if args.model is not None:
         checkpoint = Checkpoint.open(checkpoint_directory(args.model))
-        config = DeepseekV4Config.from_dict(checkpoint.config)
+        config = config_of(checkpoint.config)
         return config, Weights(config, checkpoint)
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
-    config = DeepseekV4Config.preset(args.config)
+    config = published(args.config)
     if not draft_head:
         config = config.without_draft_head()
     if args.layers is not None:

@@ -41,12 +41,14 @@ from finwhale.engine.ranks.devices import choose_device, choose_devices
 from finwhale.engine.ranks.memory_checks import check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.model import ModelWeights
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options
 from finwhale.platform import Platform
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.dummy import DummySource
 from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.source import WeightSource
@@ -194,9 +196,9 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     options = EngineConfig(device=args.device, tensor_parallel_size=args.tensor_parallel_size)
     devices = choose_devices(options, lambda count: 1)
     if args.model is None:
-        config = DeepseekV4Config.preset(args.config).without_draft_head().with_layers(args.layers)
+        config = published(args.config).without_draft_head().with_layers(args.layers)
     else:
-        config = DeepseekV4Config.from_dict(Checkpoint.open(directory).config)
+        config = config_of(Checkpoint.open(directory).config)
     _check_room(args, config, directory, devices)
     if args.model is None:
         specs, about = weight_specs(config), {"written_by": "finwhale bench load"}

@@ -39,7 +39,8 @@ from finwhale.engine.steps.stopwatch import StepTimes
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.ops.builds import NothingToBuild
+from finwhale.models.deepseek_v4.presets import published
+from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.options import add_options
 from finwhale.request import SamplingParams
@@ -142,12 +143,12 @@ def stub_executor(
         start_seconds={},
     )
     runner: Any = StubRunner(model_config, groups, max_len, sizes.num_seqs)
-    return LocalExecutor(runner, NothingToBuild(), description)
+    return LocalExecutor(runner, Builds(), description)
 
 
 def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:
     """Measure steps in which `batch` requests decode: microseconds of CPU and wall-clock time."""
-    model_config = DeepseekV4Config.preset("flash")
+    model_config = published("flash")
     config = EngineConfig(
         max_num_seqs=batch,
         max_num_batched_tokens=8192,

@@ -21,7 +21,7 @@ from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.request import SamplingParams
 
 LENGTHS = (1024, 8192, 65536, 1048576)
@@ -62,7 +62,7 @@ def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def _scheduler(num_tokens: int) -> Scheduler:
-    groups = cache_spec(DeepseekV4Config.preset("flash"))
+    groups = cache_spec(published("flash"))
     plan = plan_cache(
         groups,
         itemsize=2,

@@ -9,7 +9,7 @@ Legend as in the operator families' packages.
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, get_type_hints
@@ -30,7 +30,7 @@ OPERATORS = {
     "mhc_post_pre": (),
     "linear": (),
     "grouped_linear": (),
-    "prepare_qkv": ("pool",),
+    "prepare_qkv": ("window_pool",),
     "route_by_score": (),
     "route_by_hash": (),
     "swiglu_mlp": (),
@@ -77,23 +77,17 @@ class FlatSignature:
         self.returned = hints.pop("return")
         bound = list(inspect.signature(call).parameters.values())[1:]
         self.signature = inspect.Signature(bound)
-        # (data class, its fields) or (None, its position) for each parameter.
-        self.parts: list[tuple[type | None, Any]] = []
         self.flat: list[Parameter] = []
-        for parameter, hint in hints.items():
-            begin = len(self.flat)
-            if not is_dataclass(hint):
-                self._add(parameter, hint)
-                self.parts.append((None, begin))
-                continue
-            assert isinstance(hint, type)
-            kinds = get_type_hints(hint)
-            for field in _passed(hint):
-                self._add(f"{parameter}_{field.name}", kinds[field.name])
-            self.parts.append((hint, slice(begin, len(self.flat))))
+        self.forms = [self._add(name, hint) for name, hint in hints.items()]
 
-    def _add(self, name: str, kind: Any) -> None:
-        self.flat.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind))
+    def _add(self, name: str, hint: Any) -> Any:
+        """Add an argument to `flat`. Returns (data class, the same for its fields) or None."""
+        if not is_dataclass(hint):
+            self.flat.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=hint))
+            return None
+        kinds = get_type_hints(hint)
+        names = [field.name for field in _passed(hint)]
+        return hint, [self._add(f"{name}_{field}", kinds[field]) for field in names]
 
     def schema(self, written: tuple[str, ...]) -> str:
         """The signature in the schema language of torch.library."""
@@ -108,10 +102,14 @@ class FlatSignature:
 
     def taking_flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the flat arguments that calls `fn` with the contract's arguments."""
-        parts = self.parts
+        forms = self.forms
+
+        def made(form: Any, flat: Iterator[Any]) -> Any:
+            return next(flat) if form is None else form[0](*(made(f, flat) for f in form[1]))
 
         def flat_fn(*flat: Any) -> Any:
-            return fn(*(flat[at] if kind is None else kind(*flat[at]) for kind, at in parts))
+            given = iter(flat)
+            return fn(*(made(form, given) for form in forms))
 
         return flat_fn
 
@@ -121,13 +119,7 @@ class FlatSignature:
         def contract_fn(*args: Any, **named: Any) -> Any:
             bound = self.signature.bind(*args, **named)
             bound.apply_defaults()
-            flat: list[Any] = []
-            for value in bound.arguments.values():
-                if is_dataclass(value):
-                    flat += (getattr(value, field.name) for field in _passed(value))
-                else:
-                    flat.append(value)
-            return getattr(space, name)(*flat)
+            return getattr(space, name)(*_flattened(bound.arguments.values()))
 
         return contract_fn
 
@@ -135,6 +127,14 @@ class FlatSignature:
 def _passed(data_class: Any) -> list[Field[Any]]:
     """The fields of a data class, without caches that the object fills later."""
     return [field for field in fields(data_class) if field.default_factory is MISSING]
+
+
+def _flattened(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if is_dataclass(value):
+            yield from _flattened(getattr(value, field.name) for field in _passed(value))
+        else:
+            yield value
 
 
 def _results(id_dtype: torch.dtype) -> dict[str, Callable[..., Any]]:

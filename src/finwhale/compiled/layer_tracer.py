@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from finwhale.compiled.graph_store import Argument, Traceable
+from finwhale.distributed.collectives import Alone
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight
@@ -78,7 +81,7 @@ class LayerTracer:
         self.ops, self.layer, self.first = ops, layer, first
         self.packed, self.rows_per_page = ops.capabilities.packed_cache, rows_per_page
         self.rotary = layer.attn.rotary(model.tables)
-        pool = cache.pool("window", layer.attn.layer)
+        pool = cache.pools["window"][layer.attn.layer]
         # Layers share a graph whatever their pool's stride, so it gets contiguous rows.
         self.window_rows, self.row_step = (pool, 1) if self.packed else contiguous_rows(pool)
         w = layer.weights
@@ -122,7 +125,8 @@ class LayerTracer:
             given = iter(flat)
             x, *mixes = (next(given) for _ in range(counts[0]))
             tokens, table, rotary = self._step_of([next(given) for _ in range(counts[1])])
-            cache = PagedCache({"window": {self.layer.attn.layer: next(given)}})
+            pools = {"window": {self.layer.attn.layer: next(given)}}
+            cache = PagedCache(pools, {"window": "window"})
             hc, attn = with_tensors(weights, given)
             layer = self._layer(replace(w, hc_attn=hc, attn=attn))
             x, post, res, residual = layer.attention_input(x, *mixes)
@@ -170,14 +174,14 @@ class LayerTracer:
         return *read, *(leaf for leaf in leaves(weights) if not isinstance(leaf, Tensor))
 
     def _layer(self, weights: LayerWeights) -> DecoderLayer:
-        return DecoderLayer(
-            self.config,
-            self.ops,
-            weights,
-            self.layer.attn.layer,
-            self.layer.attn.round_kv,
-            SideStreams(torch.device("cpu")),
+        context = LayerContext(
+            config=self.config,
+            ops=self.ops,
+            round_activations=self.layer.attn.round_kv,
+            side_streams=SideStreams(torch.device("cpu")),
+            ranks=TensorParallel(Alone()),
         )
+        return DecoderLayer(context, weights, self.layer.attn.layer)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Argument:
         """A sample [N, ..] of the activations' dtype, or of another."""

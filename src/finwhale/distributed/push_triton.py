@@ -16,22 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.ranks import Channel, Phases
 from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_words
 
 
 @triton.jit
-def _begin(epochs_ptr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Start early, and wait for the previous kernel to end before anything is read.
-
-    Returns:
-        The number of this exchange, and the indices of the program's words.
-    """
-    if DEPENDENT:
+def _begin(PDL: tl.constexpr):
+    """Start early, and wait for the previous kernel to end before anything is read."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
-    return tl.load(epochs_ptr + program) + 1, program * BLOCK + tl.arange(0, BLOCK)
 
 
 # In the kernels below, phases FIRST to LAST run. A launch runs all of them; a test without several
@@ -56,10 +51,13 @@ def _one_shot_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All-reduce: each rank sends x to every rank, and sums what it receives."""
-    epoch, offsets = _begin(epochs_ptr, BLOCK, DEPENDENT)
+    _begin(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    offsets = program * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
@@ -67,7 +65,7 @@ def _one_shot_kernel(
     if LAST == 1:
         words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
         tl.store(out_ptr + offsets, sum_words(words, BFLOAT16, W, BLOCK), mask=offsets < n)
-        tl.store(epochs_ptr + tl.program_id(0), epoch)
+        tl.store(epochs_ptr + program, epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -88,10 +86,13 @@ def _two_shot_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All-reduce: rank r sums part r of x, of `part` words, and sends the sum to every rank."""
-    epoch, inside = _begin(epochs_ptr, BLOCK, DEPENDENT)
+    _begin(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    inside = program * BLOCK + tl.arange(0, BLOCK)
     offsets = rank * part + inside
     is_own = (inside < part) & (offsets < n)
     if FIRST == 0:
@@ -121,7 +122,7 @@ def _two_shot_kernel(
             words,
             mask=(j > 0) & (inside < part)[None, :] & (peer_offsets < n),
         )
-        tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
+        tl.store(epochs_ptr + program, epoch + 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -141,10 +142,13 @@ def _all_gather_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """x [n / width, width] of every rank -> out [n / width, W, width]."""
-    epoch, offsets = _begin(epochs_ptr, BLOCK, DEPENDENT)
+    _begin(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    offsets = program * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
@@ -155,7 +159,7 @@ def _all_gather_kernel(
         row = offsets // width
         out_offsets = (row * (W * width) + offsets % width)[None, :] + peer * width
         tl.store(out_ptr + out_offsets, words, mask=(offsets < n)[None, :] & (peer >= 0))
-        tl.store(epochs_ptr + tl.program_id(0), epoch)
+        tl.store(epochs_ptr + program, epoch)
 
 
 @triton.jit
@@ -209,10 +213,13 @@ def _bulk_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """All-reduce like `_two_shot_kernel`, with one flag for each program and peer."""
-    epoch, inside = _begin(epochs_ptr, BLOCK, DEPENDENT)
+    _begin(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    inside = program * BLOCK + tl.arange(0, BLOCK)
     offsets = rank * part + inside
     is_own = (inside < part) & (offsets < n)
     j = tl.arange(0, W)[:, None]
@@ -247,7 +254,7 @@ def _bulk_kernel(
         peer_offsets = (rank ^ j) * part + inside[None, :]
         words = tl.where(came[:, None], words, -1)
         tl.store(out_ptr + peer_offsets, words, mask=is_peer & (peer_offsets < n))
-        tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
+        tl.store(epochs_ptr + program, epoch + 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -270,10 +277,13 @@ def _reduce_scatter_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sum part `rank` of the ranks' x into out: only `capacity` words from `start` on."""
-    epoch, slot = _begin(epochs_ptr, BLOCK, DEPENDENT)
+    _begin(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    slot = program * BLOCK + tl.arange(0, BLOCK)
     inside = start + slot
     if FIRST == 0:
         for k in tl.static_range(1, W):
@@ -293,7 +303,7 @@ def _reduce_scatter_kernel(
         words = tl.load(source, mask=(j > 0) & mask[None, :], other=own[None, :], volatile=True)
         total = sum_words(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
         tl.store(out_ptr + inside, total, mask=mask)
-        tl.store(epochs_ptr + tl.program_id(0), epoch)
+        tl.store(epochs_ptr + program, epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -315,10 +325,13 @@ def _gather_parts_kernel(
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Copy the ranks' x to their parts of out: only `capacity` words of each from `start` on."""
-    epoch, slot = _begin(epochs_ptr, BLOCK, DEPENDENT)
+    _begin(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    slot = program * BLOCK + tl.arange(0, BLOCK)
     inside = start + slot
     if FIRST == 0:
         own_offsets = rank * part + inside
@@ -336,26 +349,27 @@ def _gather_parts_kernel(
         source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
         words = tl.load(source, mask=mask, other=0, volatile=True)
         tl.store(out_ptr + peer_offsets, tl.where(came[:, None], words, -1), mask=mask)
-        tl.store(epochs_ptr + tl.program_id(0), epoch)
+        tl.store(epochs_ptr + program, epoch)
+
+
+# --- Launch ---------------------------------------------------------------------------------------
 
 
 def _launch(
     kernel: Any,
-    words: int,
-    x: Tensor,
-    out: Tensor,
-    numbers: tuple[int, ...],
+    num_words: int,
+    tensors: tuple[Tensor, Tensor],
+    sizes: tuple[int, ...],
     channel: Channel,
     early: bool,
     phases: Phases,
     **constants: bool,
 ) -> None:
-    """Launch a kernel for so many words of a channel; `numbers` are its own sizes."""
-    kernel[(triton.cdiv(words, channel.block),)](
-        x,
-        out,
+    """Launch programs for `num_words` words. tensors: x and out; sizes: numbers of words."""
+    kernel[(triton.cdiv(num_words, channel.block),)](
+        *tensors,
         *channel.arguments(),
-        *numbers,
+        *sizes,
         channel.index,
         channel.capacity,
         **constants,
@@ -364,8 +378,7 @@ def _launch(
         FIRST=phases[0],
         LAST=phases[1],
         num_warps=channel.warps,
-        DEPENDENT=early,
-        **({"launch_pdl": True} if early else {}),
+        **launch_options(early),
     )
 
 
@@ -373,8 +386,8 @@ def one_shot(
     x: Tensor, out: Tensor, channel: Channel, bfloat16: bool, early: bool, phases: Phases = (0, 1)
 ) -> None:
     """All-reduce x into out; [n] int32 words, n at most the channel's capacity."""
-    n = len(x)
-    _launch(_one_shot_kernel, n, x, out, (n,), channel, early, phases, BFLOAT16=bfloat16)
+    sizes = (len(x),)
+    _launch(_one_shot_kernel, len(x), (x, out), sizes, channel, early, phases, BFLOAT16=bfloat16)
 
 
 def two_shot(
@@ -382,18 +395,16 @@ def two_shot(
 ) -> None:
     """All-reduce x into out; [n] int32 words, n at most `size` times the channel's capacity."""
     kernel = _two_shot_kernel if channel.flags is None else _bulk_kernel
-    # The words that a rank sums: a multiple of 16. The last rank may have fewer.
-    part = -(-len(x) // (16 * channel.size)) * 16
-    numbers = len(x), part
-    _launch(kernel, part, x, out, numbers, channel, early, phases, BFLOAT16=bfloat16)
+    part = part_words(len(x), channel.size)
+    sizes = len(x), part
+    _launch(kernel, part, (x, out), sizes, channel, early, phases, BFLOAT16=bfloat16)
 
 
 def all_gather(
     x: Tensor, out: Tensor, width: int, channel: Channel, early: bool, phases: Phases = (0, 1)
 ) -> None:
     """x [n] words, rows of `width` -> out [n / width, size, width]; n at most the capacity."""
-    n = len(x)
-    _launch(_all_gather_kernel, n, x, out, (n, width), channel, early, phases)
+    _launch(_all_gather_kernel, len(x), (x, out), (len(x), width), channel, early, phases)
 
 
 def reduce_scatter(
@@ -411,9 +422,10 @@ def reduce_scatter(
     The call sums only as many words from `start` on as the channel's capacity. The last ranks may
     have fewer than `part` words.
     """
-    words, numbers = min(part - start, channel.capacity), (len(x), part, start)
-    kernel = _reduce_scatter_kernel
-    _launch(kernel, words, x, out, numbers, channel, early, phases, BFLOAT16=bfloat16)
+    count, sizes = min(part - start, channel.capacity), (len(x), part, start)
+    _launch(
+        _reduce_scatter_kernel, count, (x, out), sizes, channel, early, phases, BFLOAT16=bfloat16
+    )
 
 
 def gather_parts(
@@ -426,5 +438,10 @@ def gather_parts(
     phases: Phases = (0, 1),
 ) -> None:
     """Concatenate the ranks' x, of `part` words each, to out [n]; words as in `reduce_scatter`."""
-    words, numbers = min(part - start, channel.capacity), (len(out), part, start)
-    _launch(_gather_parts_kernel, words, x, out, numbers, channel, early, phases)
+    count, sizes = min(part - start, channel.capacity), (len(out), part, start)
+    _launch(_gather_parts_kernel, count, (x, out), sizes, channel, early, phases)
+
+
+def part_words(num_words: int, size: int) -> int:
+    """Number of words that a rank sums in two shots, a multiple of 16. The last may have fewer."""
+    return -(-num_words // (16 * size)) * 16

@@ -261,11 +261,6 @@ class Workers:
         finally:
             self._inside = False
 
-    @property
-    def pids(self) -> list[int]:
-        """The process id of each worker."""
-        return [worker.process.pid for worker in self._workers]
-
     def states(self) -> list[WorkerState]:
         """The latest state of each worker."""
         return list(self._workers)

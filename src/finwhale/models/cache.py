@@ -9,7 +9,7 @@ from torch import Tensor
 
 from finwhale.ops.attention import layout as row_layout
 from finwhale.ops.indexer import layout as key_layout
-from finwhale.ops.paging import BLOCK_TOKENS
+from finwhale.ops.paging import BLOCK_TOKENS, CacheRows, PageTable
 
 FieldKind = Literal["row", "key", "state"]
 
@@ -189,13 +189,16 @@ class PagedCache:
         pools: field -> layer -> the layer's rows in all pages, a strided view of `pages`: [rows,
             width], where row r of page p is row p * rows_per_page + r; for packed rows and keys,
             uint8 [num_pages, bytes of the layer's part].
+        groups: field -> the group whose pages have its rows.
         pages: group -> uint8 [num_pages, page_bytes]. A page is contiguous and has the rows of all
             layers, so copying it saves or restores all of them. Empty while a graph is traced,
             which needs only some pools.
     """
 
     pools: Mapping[str, Mapping[int, Tensor]]
+    groups: Mapping[str, str]
     pages: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def pool(self, field: str, layer: int) -> Tensor:
-        return self.pools[field][layer]
+    def rows(self, field: str, layer: int, tables: Mapping[str, PageTable]) -> CacheRows:
+        """A layer's rows of a field in a step. tables: the step's page tables, by group."""
+        return CacheRows(self.pools[field][layer], tables[self.groups[field]])

@@ -157,16 +157,6 @@ class Model(Protocol):
         ...
 
     @property
-    def launch_sizes(self) -> ModelSizes:
-        """The sizes that the launch signatures of kernels depend on."""
-        ...
-
-    @property
-    def divided_steps(self) -> DividedSteps | None:
-        """The steps in which a rank computes whole layers for some tokens; None: there are none."""
-        ...
-
-    @property
     def draft_head(self) -> DraftHead | None: ...
     @property
     def vocab_part(self) -> range:
@@ -196,6 +186,36 @@ class Model(Protocol):
         """A call, then `compute_logits` of all tokens: logits [N,X] and residual streams."""
         ...
 
+    def record_routed_experts(self, max_tokens: int) -> Tensor:
+        """Make every later call write the experts that its layers choose for each token.
+
+        Args:
+            max_tokens: the most tokens of a call.
+
+        Returns:
+            The tensor [max_tokens, layers, top-k] to which calls write: uint8 for models of up to
+            256 experts, otherwise int16. Row i belongs to the call's token i.
+        """
+        ...
+
+    def limit_positions(self, max_positions: int) -> None:
+        """Shrink the rotary tables to the first `max_positions` positions."""
+        ...
+
+
+class BuildableModel(Model, Protocol):
+    """A model whose kernels the engine can build and load before the first step."""
+
+    @property
+    def launch_sizes(self) -> ModelSizes:
+        """The sizes that the launch signatures of kernels depend on."""
+        ...
+
+    @property
+    def divided_steps(self) -> DividedSteps | None:
+        """The steps in which a rank computes whole layers for some tokens; None: there are none."""
+        ...
+
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Run only one layer of each kind, which launches every kernel of the forward."""
         ...
@@ -217,20 +237,4 @@ class Model(Protocol):
 
         The ranks build their kernels one after the other, so building must not communicate.
         """
-        ...
-
-    def record_routed_experts(self, max_tokens: int) -> Tensor:
-        """Make every later call write the experts that its layers choose for each token.
-
-        Args:
-            max_tokens: the most tokens of a call.
-
-        Returns:
-            The tensor [max_tokens, layers, top-k] to which calls write: uint8 for models of up to
-            256 experts, otherwise int16. Row i belongs to the call's token i.
-        """
-        ...
-
-    def limit_positions(self, max_positions: int) -> None:
-        """Shrink the rotary tables to the first `max_positions` positions."""
         ...

@@ -80,6 +80,20 @@ class PageTable:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRows:
+    """The rows of one field of the cache in one layer.
+
+    Attributes:
+        pool: dense, [rows, width] of a float dtype, or packed, uint8 [pages, bytes]. Other layers'
+            rows or pages lie between them.
+        table: the pages of each sequence.
+    """
+
+    pool: Tensor
+    table: PageTable
+
+
+@dataclass(frozen=True, slots=True)
 class CompressStep:
     """The entries that complete in a step, with slots. All layers of a ratio share it.
 

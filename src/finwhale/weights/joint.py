@@ -14,13 +14,14 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import OtherRankError, first_line
 from finwhale.weights.destinations import Destinations
+from finwhale.weights.joint_ranks import JointRanks, Lane, PiecePart, RankCopy
 from finwhale.weights.staging import (
     PIECE_BYTES,
     PINNED_PIECES,
@@ -30,43 +31,8 @@ from finwhale.weights.staging import (
     num_threads,
 )
 
-if TYPE_CHECKING:
-    from finwhale.weights.joint_ranks import JointRanks, Lane
-
 # Pieces after which a thread asks whether another rank has failed.
 PIECES_A_CHECK = 8
-
-
-class RankCopy(NamedTuple):
-    """The part of a read that belongs to one rank.
-
-    Attributes:
-        rank: the rank whose destination takes it.
-        to: offset in the destination, in bytes. The rows lie there without gaps.
-        begin: offset of the first row in the read.
-        rows, width: the number of rows, and the bytes of each.
-        pitch: bytes in the read from one row to the next.
-    """
-
-    rank: int
-    to: int
-    begin: int
-    rows: int
-    width: int
-    pitch: int
-
-
-class PiecePart(NamedTuple):
-    """A tensor, or some rows of one, in a piece.
-
-    Attributes:
-        begin: its offset in the piece.
-        copies: every rank's part of it.
-    """
-
-    name: str
-    begin: int
-    copies: Sequence[RankCopy]
 
 
 @dataclass(slots=True)
@@ -196,7 +162,7 @@ class JointReader:
         directory: Path,
         infos: Iterable[TensorInfo],
         axes: Mapping[str, int | None],
-        ranks: "JointRanks",
+        ranks: JointRanks,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.axes = axes

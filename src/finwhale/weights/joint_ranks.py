@@ -5,9 +5,10 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from itertools import chain, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +18,44 @@ from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError, OtherRankError, first_line
 from finwhale.non_owning import non_owning_view
 from finwhale.weights.destinations import Destinations
-from finwhale.weights.joint import PiecePart
 from finwhale.weights.staging import Bytes
 
 logger = logging.getLogger(__name__)
 
 # The fault of a rank that does not know why another one gave it no handles.
 OTHER_ALLOCATIONS = "another rank has other allocations, or cannot share them"
+
+
+class RankCopy(NamedTuple):
+    """The part of a read that belongs to one rank.
+
+    Attributes:
+        rank: the rank whose destination takes it.
+        to: offset in the destination, in bytes. The rows lie there without gaps.
+        begin: offset of the first row in the read.
+        rows, width: the number of rows, and the bytes of each.
+        pitch: bytes in the read from one row to the next.
+    """
+
+    rank: int
+    to: int
+    begin: int
+    rows: int
+    width: int
+    pitch: int
+
+
+class PiecePart(NamedTuple):
+    """A tensor, or some rows of one, in a piece.
+
+    Attributes:
+        begin: its offset in the piece.
+        copies: every rank's part of it.
+    """
+
+    name: str
+    begin: int
+    copies: Sequence[RankCopy]
 
 
 class JointRanks:

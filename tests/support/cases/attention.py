@@ -19,6 +19,7 @@ from finwhale.ops.case import (
     step_tokens,
     window_rows,
 )
+from finwhale.ops.paging import CacheRows, PageTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def _attend(size: Size) -> OpCase:
             draw.rotation(tokens.max_len, size.rope),
             EPS,
             tokens,
-            Window(draw.normal(num_rows, C), table, size.window),
+            Window(CacheRows(draw.normal(num_rows, C), table), size.window),
             _entries(draw, size, N),
             draw.normal(A),
             C**-0.5 * 3,
@@ -123,12 +124,14 @@ def _entries(draw: Draw, size: Size, N: int) -> TopkEntries | AllEntries | None:
         return None
     if isinstance(size.entries, str):
         table, num_rows = draw.page_table(entry_rows(size.chunks, 128), rows_per_page)
-        return AllEntries(draw.normal(num_rows, size.head_dim), table, 128)
+        return AllEntries(CacheRows(draw.normal(num_rows, size.head_dim), table), 128)
     counts = [size.entries * (n + 1) // N for n in range(N)]
     if N > 1:
         counts[0] = 0
     slots = selected_slots(draw, 10 * rows_per_page, counts, size.entries)
-    return TopkEntries(draw.normal(10 * rows_per_page, size.head_dim), slots, rows_per_page)
+    # The slots name the rows, so the operators read no page number of this table.
+    table = PageTable(slots, slots[:, 0], rows_per_page)
+    return TopkEntries(CacheRows(draw.normal(10 * rows_per_page, size.head_dim), table), slots)
 
 
 def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> Tensor:
@@ -140,7 +143,13 @@ def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> 
 
 
 def _prepare(
-    chunks: Chunks, Q: int, C: int, R: int, rows_per_page: int, round_nope: bool
+    chunks: Chunks,
+    Q: int,
+    C: int,
+    R: int,
+    rows_per_page: int,
+    round_nope: bool,
+    with_query: bool,
 ) -> OpCase:
     def args() -> Args:
         draw, N = Draw(), num_tokens(chunks)
@@ -148,14 +157,15 @@ def _prepare(
         def fused() -> Tensor:
             return torch.cat((draw.outliers(N, Q), draw.normal(N, C)), 1)
 
-        return prepare_args(draw, chunks, fused, (Q, C, R), rows_per_page, round_nope)
+        found = prepare_args(draw, chunks, fused, (Q, C, R), rows_per_page, round_nope)
+        return found if with_query else found[2:]
 
     return OpCase(
-        operator="prepare_qkv",
+        operator="prepare_qkv" if with_query else "store_window_rows",
         name=f"{chunks} {(Q, C, R)}{' rounded' * round_nope}",
         args=args,
-        by_token=(0, 2, 7, 9),
-        written=(8,),
+        by_token=(0, 2, 4, 5) if with_query else (0, 2, 3),
+        written=(5,) if with_query else (3,),
         flips=0.005 if round_nope else 0.0,
     )
 
@@ -171,6 +181,11 @@ WRITES: tuple[tuple[Chunks, int, int, int, int], ...] = (
     (((300, 450),), 64, 64, 32, 64),
 )
 CASES = (
-    *(_prepare(*size, rounded) for size in WRITES for rounded in (False, True)),
+    *(
+        _prepare(*size, rounded, with_query)
+        for size in WRITES
+        for rounded in (False, True)
+        for with_query in (True, False)
+    ),
     *(_attend(size) for size in SIZES),
 )

@@ -11,7 +11,7 @@ from finwhale.engine.steps.executor import StepExecutor
 from finwhale.engine.steps.page_copies import Copying, PageCopies, PageCopy
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.ops.builds import Builds
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 
 ALONE = Alone()
 P = ParamSpec("P")

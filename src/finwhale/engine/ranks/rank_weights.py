@@ -18,7 +18,7 @@ from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer
 from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.protocol import Model
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 from finwhale.weights.incoming import Announced
 from finwhale.weights.weight_group import GroupAddress, WeightGroup
 

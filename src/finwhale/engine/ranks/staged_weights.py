@@ -19,7 +19,8 @@ from finwhale.errors import CheckpointError
 from finwhale.models.protocol import Model
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops.host_forms import forget_forms
-from finwhale.weights.assembler import Assembler, WeightForm
+from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import Assembler
 from finwhale.weights.incoming import Announced, Incoming
 from finwhale.weights.source import WeightSource
 from finwhale.weights.tree import tensors_of

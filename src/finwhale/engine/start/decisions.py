@@ -18,11 +18,12 @@ from finwhale.engine.steps.drafter import check_can_draft
 from finwhale.engine.steps.step_limits import StepLimits, step_limits
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import CacheGroup
-from finwhale.models.protocol import Model, ModelConfig
+from finwhale.models.protocol import BuildableModel, ModelConfig
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
-from finwhale.weights.assembler import Assembler, WeightForm
+from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import Assembler
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +126,9 @@ class Decisions:
 
     def build_model(
         self, weights: Any, max_positions: int, collectives: Collectives
-    ) -> tuple[Model, Tensor | None]:
+    ) -> tuple[BuildableModel, Tensor | None]:
         """The model, and the tensor in which it records routed experts; None: it does not."""
-        model: Model = self.architecture.build(
+        model: BuildableModel = self.architecture.build(
             self.model_config,
             self.ops,
             weights,

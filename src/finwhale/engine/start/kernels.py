@@ -6,8 +6,9 @@ from finwhale.distributed.collectives import Collectives
 from finwhale.engine.start.decisions import Decisions
 from finwhale.engine.start.launch_signatures import LaunchEnumerator
 from finwhale.engine.start.memory import LargestSteps
-from finwhale.models.protocol import Model
-from finwhale.ops.builds import Built, load_builds
+from finwhale.models.protocol import BuildableModel
+from finwhale.ops.builds import Built
+from finwhale.ops.builds.loading import load_builds
 from finwhale.weights.assembler import Assembler
 
 
@@ -42,7 +43,7 @@ class Kernels:
         if chosen.capabilities.builds_kernels and not self._peers.rank.index:
             self.builds.begin(chosen.build_configuration(chosen.longest), launch_all)
 
-    def prepare(self, model: Model, max_len: int) -> Built:
+    def prepare(self, model: BuildableModel, max_len: int) -> Built:
         """Build and load every kernel that a request may use, of sequences up to max_len tokens."""
         if self._peers.rank.index:
             self._peers.barrier()
@@ -53,7 +54,7 @@ class Kernels:
             self._peers.barrier()
         return built
 
-    def _every_launch(self, model: Model, max_len: int) -> LaunchEnumerator:
+    def _every_launch(self, model: BuildableModel, max_len: int) -> LaunchEnumerator:
         chosen = self._chosen
         return LaunchEnumerator(
             model,

@@ -118,6 +118,7 @@ def allocate_cache(
     """
     pools: dict[str, dict[int, torch.Tensor]] = {}
     memory: dict[str, torch.Tensor] = {}
+    groups_of = {field.name: group.name for group in groups for field in group.fields}
     for group in groups:
         layout = group.layout(dtype.itemsize, packed)
         num_pages = plan.num_pages[group.name]
@@ -134,7 +135,7 @@ def allocate_cache(
                 layer: _pool(pages, group, field, layout, layout.offsets[field.name, layer], dtype)
                 for layer in field.layers
             }
-    return PagedCache(pools, memory)
+    return PagedCache(pools, groups_of, memory)
 
 
 def _pool(

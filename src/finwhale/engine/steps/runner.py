@@ -16,7 +16,7 @@ from finwhale.engine.steps.inputs import Batch, planned_inputs
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.engine.steps.stopwatch import StepTimes
 from finwhale.models.cache import CacheGroup, PagedCache
-from finwhale.models.protocol import Model
+from finwhale.models.protocol import BuildableModel
 from finwhale.models.step_inputs import Inline
 from finwhale.ops import Ops
 from finwhale.platform import Platform
@@ -45,7 +45,7 @@ class ModelRunner:
     dtype: torch.dtype
     ops: Ops
     groups: tuple[CacheGroup, ...]
-    model: Model
+    model: BuildableModel
     cache: PagedCache
     max_model_len: int
     tables: SlotTables

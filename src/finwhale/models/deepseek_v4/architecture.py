@@ -11,11 +11,12 @@ from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
 from finwhale.ops import Ops
-from finwhale.weights.assembler import WeightForm
+from finwhale.weights.allocation import WeightForm
 
 __all__ = [
     "assembler",
@@ -34,7 +35,7 @@ __all__ = [
     "whole_attention_bytes",
 ]
 
-read_config, check_rounding = DeepseekV4Config.from_dict, DeepseekV4Config.check_index_rotation
+read_config, check_rounding = config_of, DeepseekV4Config.check_index_rotation
 cache_groups, build, chat_dialect = cache_spec, DeepseekV4, effort_ladder
 
 # Attention's weights are whole on every rank if they take at most this part of a GPU's memory.

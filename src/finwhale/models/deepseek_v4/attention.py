@@ -20,22 +20,16 @@ from finwhale.models.deepseek_v4.compressor import (
     C128Compressor,
     C128Weights,
 )
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.attention import AllEntries, TopkEntries, Window
+from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.indexer import IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import MAX_DECODE_QUERY, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows
 
 COMPRESS_STREAM = 0
-# With these numbers of tokens, the projection of a C4 layer's compressor runs before that of
-# queries and kv: its kernel then requests its weight while the kernels before attention run.
-# Otherwise it runs on the side stream, as a C128 layer's does, whose weight is smaller.
-COMPRESSOR_FIRST_TOKENS = range(3, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +89,7 @@ class Heads:
         return q_RX[:, self.width :]
 
     def empty_output(self, q_RX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Allocate the tensors that `Attention.attend` writes and `output` reads.
+        """Allocate the tensors that `Attention.select_and_attend` writes and `output` reads.
 
         They are [R,A,C], and scales [R,S]. The scales are None unless the output projection needs a
         rounded input.
@@ -119,52 +113,33 @@ class Attention:
     x and the result are those of all tokens, and the result is the partial sum over the heads of
     this rank. If `is_token_parallel`, both are those of this rank's tokens, and the result is
     complete.
-
-    Args:
-        config: the sizes of this rank's part.
     """
 
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: AttentionWeights,
-        layer: int,
-        round_activations: bool,
-        side_streams: SideStreams,
-        ranks: TensorParallel,
-    ) -> None:
+    def __init__(self, context: LayerContext, weights: AttentionWeights, layer: int) -> None:
+        config, ops = context.config, context.ops
         self.linear, self.rms_norm = ops.linear, ops.rms_norm
-        self.ranks = ranks
+        self.ranks = context.ranks
         self.heads = Heads(ops, weights.heads, config.head_dim)
         self.all_heads: Heads | None = None
         if weights.all_heads is not None:
             self.all_heads = Heads(ops, weights.all_heads, config.head_dim)
-        self.prepare_qkv = ops.prepare_qkv
+        self.prepare_qkv, self.store_window_rows = ops.prepare_qkv, ops.store_window_rows
         self.sparse_attention = ops.sparse_attention
-        self.side_streams = side_streams
+        self.compressor_first = ops.capabilities.compressor_first
+        self.side_streams = context.side_streams
         self.weights = weights
         self.layer = layer
-        self.round_kv = round_activations
+        self.round_kv = context.round_activations
         self.eps = config.rms_norm_eps
         self.q_lora_rank = config.q_lora_rank
         self.window = config.sliding_window
         self.scale = config.head_dim**-0.5
         self.compressor: C4Compressor | C128Compressor | None = None
         if isinstance(weights.compressor, C4Weights):
-            self.compressor = C4Compressor(
-                config,
-                ops,
-                weights.compressor,
-                layer,
-                round_activations,
-                ranks,
-                gathers=self.all_heads is None,
-            )
+            gathers = self.all_heads is None
+            self.compressor = C4Compressor(context, weights.compressor, layer, gathers=gathers)
         elif isinstance(weights.compressor, C128Weights):
-            self.compressor = C128Compressor(
-                config, ops, weights.compressor, layer, round_activations
-            )
+            self.compressor = C128Compressor(context, weights.compressor, layer)
 
     def __call__(
         self,
@@ -181,7 +156,7 @@ class Attention:
             projected = self.gather_and_store(x, inputs, rotary, cache)
             q_RX = self.own_queries(x)
         else:
-            if isinstance(compressor, C4Compressor) and len(x) in COMPRESSOR_FIRST_TOKENS:
+            if isinstance(compressor, C4Compressor) and len(x) in self.compressor_first:
                 projected = compressor.project(x)
                 write = partial(compressor.write, projected, inputs, rotary, cache)
                 streams.start(COMPRESS_STREAM, write)
@@ -219,31 +194,21 @@ class Attention:
         """Write the window's rows; returns the queries of attention and indexer: [N,X]."""
         w = self.weights
         q_kv, width = self.linear(x_ND, w.wq_a_wkv), self.q_lora_rank
-        q_lora = self.prepare(q_kv[:, :width], w.q_norm, q_kv[:, width:], inputs, rotary, cache)
+        q_lora = self.prepare_qkv(
+            q_kv[:, :width],
+            w.q_norm,
+            q_kv[:, width:],
+            self.row_form(rotary),
+            inputs.tokens,
+            self.window_rows(inputs, cache),
+        )
         return self.linear(q_lora, self.heads.weights.wq_b)
 
-    def prepare(
-        self,
-        q_lora_NQ: Tensor,
-        q_norm_Q: Tensor,
-        kv_NC: Tensor,
-        inputs: StepInputs,
-        rotary: Tensor,
-        cache: PagedCache,
-    ) -> Tensor:
-        """Write the window's rows; returns the query's normalised latent."""
-        return self.prepare_qkv(
-            q_lora_NQ,
-            q_norm_Q,
-            kv_NC,
-            self.weights.kv_norm,
-            rotary,
-            self.eps,
-            self.round_kv,
-            inputs.tokens,
-            cache.pool("window", self.layer),
-            inputs.tables["window"],
-        )
+    def row_form(self, rotary: Tensor) -> RowForm:
+        return RowForm(self.weights.kv_norm, rotary, self.eps, self.round_kv)
+
+    def window_rows(self, inputs: StepInputs, cache: PagedCache) -> CacheRows:
+        return cache.rows("window", self.layer, inputs.tables)
 
     def prepare_index_q(
         self, q_RX: Tensor, inputs: StepInputs, rotary: Tensor
@@ -274,16 +239,15 @@ class Attention:
         the layers, a token's results take about as many bytes as its x.
         """
         compressor, ranks, num_tokens = self.compressor, self.ranks, len(inputs.token_ids)
-        w, projected = self.weights, None
-        both = w.wq_a_wkv
+        projected, both = None, self.weights.wq_a_wkv
         kv_RC = self.linear(x_RD, both.rows(self.q_lora_rank, len(both.weight)))
         if compressor is not None:
             projected = ranks.all_gather_rows(compressor.project(x_RD), num_tokens)
             write = partial(compressor.write, projected, inputs, rotary, cache)
             self.side_streams.start(COMPRESS_STREAM, write)
         kv = ranks.all_gather_rows(kv_RC, num_tokens)
-        # The operator also normalises a query's latent. There is none, so the result is not used.
-        self.prepare(kv, w.kv_norm, kv, inputs, rotary, cache)
+        window = self.window_rows(inputs, cache)
+        self.store_window_rows(kv, self.row_form(rotary), inputs.tokens, window)
         return projected
 
     def select_and_attend(
@@ -305,11 +269,21 @@ class Attention:
             index_q: the indexer's queries if `prepare_index_q` has prepared them.
         """
         entries = self.select_entries(q_RX, projected, inputs, rotary, cache, index_q)
-        window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
         heads = self.heads_of(inputs)
         tokens = inputs.local_tokens if self.is_token_parallel(inputs) else inputs.tokens
         assert tokens is not None
-        self.attend(heads, q_RX, entries, tokens, rotary, window, out_RAC, scales_RS)
+        self.sparse_attention(
+            heads.queries(q_RX),
+            rotary,
+            self.eps,
+            tokens,
+            Window(self.window_rows(inputs, cache), self.window),
+            entries,
+            heads.weights.attn_sink,
+            self.scale,
+            out_RAC,
+            scales_RS,
+        )
 
     def select_entries(
         self,
@@ -325,40 +299,14 @@ class Attention:
             slots = inputs.extra_kv_slots
             if slots is None:
                 return None
-            rows_per_page = inputs.tables["window"].rows_per_page
             slots = self.ranks.own_rows(slots) if self.is_token_parallel(inputs) else slots
-            return TopkEntries(cache.pool("window", self.layer), slots, rows_per_page)
+            return TopkEntries(self.window_rows(inputs, cache), slots)
         if isinstance(self.compressor, C128Compressor):
             return self.compressor.visible(inputs, cache)
         if index_q is None:
             index_q_RX = self.heads_of(inputs).index_queries(q_RX)
             index_q = self.compressor.prepare(index_q_RX, inputs, rotary)
         return self.compressor.visible(projected, index_q, inputs, rotary, cache)
-
-    def attend(
-        self,
-        heads: Heads,
-        q_RX: Tensor,
-        entries: TopkEntries | AllEntries | None,
-        tokens: Tokens,
-        rotary: Tensor,
-        window: Window,
-        out_RAC: Tensor,
-        scales_RS: Tensor | None,
-    ) -> None:
-        """Attend to the window and the entries; writes the tensors from `Heads.empty_output`."""
-        self.sparse_attention(
-            heads.queries(q_RX),
-            rotary,
-            self.eps,
-            tokens,
-            window,
-            entries,
-            heads.weights.attn_sink,
-            self.scale,
-            out_RAC,
-            scales_RS,
-        )
 
 
 def store(

@@ -28,7 +28,7 @@ def cache_spec(config: DeepseekV4Config) -> tuple[CacheGroup, ...]:
             name=name, kind=kind, width=width, rope=config.qk_rope_head_dim, layers=tuple(layers)
         )
 
-    head, index = config.head_dim, config.index_head_dim
+    head, index, verified = config.head_dim, config.index_head_dim, config.max_verify_tokens
     groups = [
         CacheGroup(
             name="window",
@@ -40,46 +40,43 @@ def cache_spec(config: DeepseekV4Config) -> tuple[CacheGroup, ...]:
         )
     ]
     if c4:
-        groups += [
-            CacheGroup(
-                name="c4",
-                tokens_per_row=4,
-                rows_per_page=64,
-                keep=None,
-                tail_only=False,
-                fields=(field("c4", "row", head, c4), field("index_keys", "key", index, c4)),
-            ),
-            CacheGroup(
-                name="c4_state",
-                tokens_per_row=1,
-                rows_per_page=8,
-                keep=STATE_KEPT[4],
-                tail_only=True,
-                max_verify_tokens=config.max_verify_tokens,
-                fields=(
-                    field("c4_state", "state", 4 * head, c4),
-                    field("index_state", "state", 4 * index, c4),
-                ),
-            ),
-        ]
+        entries = field("c4", "row", head, c4), field("index_keys", "key", index, c4)
+        states = (
+            field("c4_state", "state", 4 * head, c4),
+            field("index_state", "state", 4 * index, c4),
+        )
+        groups += [_entries("c4", 4, 64, *entries), _states("c4_state", 4, 8, verified, *states)]
     if c128:
+        state = field("c128_state", "state", 2 * head, c128)
         groups += [
-            CacheGroup(
-                name="c128",
-                tokens_per_row=128,
-                rows_per_page=2,
-                keep=None,
-                tail_only=False,
-                fields=(field("c128", "row", head, c128),),
-            ),
-            CacheGroup(
-                name="c128_state",
-                tokens_per_row=1,
-                rows_per_page=128,
-                keep=STATE_KEPT[128],
-                tail_only=True,
-                max_verify_tokens=config.max_verify_tokens,
-                fields=(field("c128_state", "state", 2 * head, c128),),
-            ),
+            _entries("c128", 128, 2, field("c128", "row", head, c128)),
+            _states("c128_state", 128, 128, verified, state),
         ]
     return tuple(groups)
+
+
+def _entries(name: str, ratio: int, rows_per_page: int, *fields: CacheField) -> CacheGroup:
+    """Compressed entries, which are all kept."""
+    return CacheGroup(
+        name=name,
+        tokens_per_row=ratio,
+        rows_per_page=rows_per_page,
+        keep=None,
+        tail_only=False,
+        fields=fields,
+    )
+
+
+def _states(
+    name: str, ratio: int, rows_per_page: int, max_verify_tokens: int, *fields: CacheField
+) -> CacheGroup:
+    """The states of a compressor."""
+    return CacheGroup(
+        name=name,
+        tokens_per_row=1,
+        rows_per_page=rows_per_page,
+        keep=STATE_KEPT[ratio],
+        tail_only=True,
+        max_verify_tokens=max_verify_tokens,
+        fields=fields,
+    )

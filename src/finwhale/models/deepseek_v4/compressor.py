@@ -9,15 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.step_inputs import StepInputs
-from finwhale.ops import Ops
 from finwhale.ops.attention import AllEntries, TopkEntries
-from finwhale.ops.compressor import CompressorWeight, CompressPart
+from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.paging import Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +40,14 @@ class C4Weights:
 class C128Compressor:
     """Writes the entries that complete in a step. A token sees every complete entry before it."""
 
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: C128Weights,
-        layer: int,
-        round_activations: bool,
-    ) -> None:
-        self.linear = ops.linear
-        self.compress = ops.compress
+    def __init__(self, context: LayerContext, weights: C128Weights, layer: int) -> None:
+        self.linear = context.ops.linear
+        self.compress = context.ops.compress
         self.weights = weights
         self.layer = layer
-        self.eps = config.rms_norm_eps
-        self.max_verify_tokens = config.max_verify_tokens
-        self.round_entries = round_activations
+        self.eps = context.config.rms_norm_eps
+        self.max_verify_tokens = context.config.max_verify_tokens
+        self.round_entries = context.round_activations
 
     def project(self, x_ND: Tensor) -> Tensor:
         """Project x to [N,2C], the argument of `write`."""
@@ -69,23 +60,14 @@ class C128Compressor:
         part = CompressPart(
             projected,
             self.weights.mix,
-            cache.pool("c128_state", self.layer),
-            cache.pool("c128", self.layer),
+            cache.rows("c128_state", self.layer, inputs.tables),
+            cache.rows("c128", self.layer, inputs.tables),
             "nope" if self.round_entries else "none",
         )
-        tables = inputs.tables
-        self.compress(
-            (part,),
-            inputs.tokens,
-            rotary,
-            self.eps,
-            tables["c128_state"],
-            tables["c128"],
-            self.max_verify_tokens,
-        )
+        self.compress((part,), inputs.tokens, rotary, self.eps, self.max_verify_tokens)
 
     def visible(self, inputs: StepInputs, cache: PagedCache) -> AllEntries:
-        return AllEntries(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
+        return AllEntries(cache.rows("c128", self.layer, inputs.tables), 128)
 
 
 class C4Compressor:
@@ -101,16 +83,10 @@ class C4Compressor:
     """
 
     def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: C4Weights,
-        layer: int,
-        round_activations: bool,
-        ranks: TensorParallel,
-        gathers: bool = True,
+        self, context: LayerContext, weights: C4Weights, layer: int, *, gathers: bool
     ) -> None:
-        self.ranks, self.gathers = ranks, gathers
+        config, ops = context.config, context.ops
+        self.ranks, self.gathers = context.ranks, gathers
         self.linear = ops.linear
         self.compress = ops.compress
         self.prepare_index_queries = ops.prepare_index_queries
@@ -119,7 +95,7 @@ class C4Compressor:
         self.layer = layer
         self.eps = config.rms_norm_eps
         self.max_verify_tokens = config.max_verify_tokens
-        self.round_entries = round_activations
+        self.round_entries = context.round_activations
         self.heads = config.index_n_heads
         self.head_dim = config.index_head_dim
         self.topk = config.index_topk
@@ -136,32 +112,17 @@ class C4Compressor:
         """Write the entries that complete, and the state that later steps need."""
         w = self.weights
         entries, keys, _ = projected.split(self.widths, 1)
+        row: Rounding = "nope" if self.round_entries else "none"
+        key: Rounding = "key" if self.round_entries else "none"
+
+        def rows(field: str) -> CacheRows:
+            return cache.rows(field, self.layer, inputs.tables)
+
         parts = (
-            CompressPart(
-                entries,
-                w.mix,
-                cache.pool("c4_state", self.layer),
-                cache.pool("c4", self.layer),
-                "nope" if self.round_entries else "none",
-            ),
-            CompressPart(
-                keys,
-                w.index_mix,
-                cache.pool("index_state", self.layer),
-                cache.pool("index_keys", self.layer),
-                "key" if self.round_entries else "none",
-            ),
+            CompressPart(entries, w.mix, rows("c4_state"), rows("c4"), row),
+            CompressPart(keys, w.index_mix, rows("index_state"), rows("index_keys"), key),
         )
-        tables = inputs.tables
-        self.compress(
-            parts,
-            inputs.tokens,
-            rotary,
-            self.eps,
-            tables["c4_state"],
-            tables["c4"],
-            self.max_verify_tokens,
-        )
+        self.compress(parts, inputs.tokens, rotary, self.eps, self.max_verify_tokens)
 
     def prepare(self, index_q: Tensor, inputs: StepInputs, rotary: Tensor) -> IndexQueries:
         """Prepare the indexer's projected queries of the rows that this rank scores.
@@ -196,17 +157,16 @@ class C4Compressor:
         cache: PagedCache,
     ) -> TopkEntries:
         """Select entries. queries: the result of `prepare`."""
-        own, table = self._own_tokens(inputs), inputs.tables["c4"]
+        own = self._own_tokens(inputs)
         num_tokens, weights = projected.shape[0], projected[:, -self.heads :]
         if own is not None:
             weights = self.ranks.own_rows(weights)
         slots = self.select_entries(
             queries,
             weights,
-            cache.pool("index_keys", self.layer),
+            cache.rows("index_keys", self.layer, inputs.tables),
             rotary,
             inputs.tokens if own is None else own,
-            table,
             self.topk,
             self.score_scale,
             self.round_entries,
@@ -216,4 +176,4 @@ class C4Compressor:
             missing = self.topk - slots.shape[1]
             slots = pad(slots, (0, missing), value=-1) if missing else slots
             slots = self.ranks.all_gather_rows(slots, num_tokens)
-        return TopkEntries(cache.pool("c4", self.layer), slots, table.rows_per_page)
+        return TopkEntries(cache.rows("c4", self.layer, inputs.tables), slots)

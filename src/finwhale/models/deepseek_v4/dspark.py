@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
-from finwhale.ops import Ops
+from finwhale.ops.attention import RowForm
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
@@ -101,20 +100,14 @@ class Features:
 class DsparkContext:
     """Computes and stores the stages' rows of the tokens that the model computes."""
 
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: DsparkWeights,
-        round_activations: bool,
-        ranks: TensorParallel,
-        tables: RotaryTables,
-    ) -> None:
+    def __init__(self, context: LayerContext, weights: DsparkWeights, tables: RotaryTables) -> None:
+        config, ops = context.config, context.ops
         assert config.dspark is not None
-        self.weights, self.ranks, self.tables = weights, ranks, tables
-        self.linear, self.rms_norm, self.prepare_qkv = ops.linear, ops.rms_norm, ops.prepare_qkv
+        self.weights, self.ranks, self.tables = weights, context.ranks, tables
+        self.linear, self.rms_norm = ops.linear, ops.rms_norm
+        self.store_window_rows = ops.store_window_rows
         self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
-        self.round_kv = round_activations
+        self.round_kv = context.round_activations
         self.targets = config.dspark.target_layer_ids
         self.first_layer = config.num_hidden_layers
 
@@ -126,44 +119,36 @@ class DsparkContext:
         for stage, (layer, kv_NC) in enumerate(
             zip(w.layers, kv.split(self.head_dim, 1), strict=True)
         ):
-            # The operator also normalises a query's latent. A context has none, so the result is
-            # not used.
-            self.prepare_qkv(
-                kv_NC,
-                layer.attn.kv_norm,
-                kv_NC,
-                layer.attn.kv_norm,
-                self.tables.plain,
-                self.eps,
-                self.round_kv,
-                inputs.tokens,
-                cache.pool("window", self.first_layer + stage),
-                inputs.tables["window"],
-            )
+            form = RowForm(layer.attn.kv_norm, self.tables.plain, self.eps, self.round_kv)
+            window = cache.rows("window", self.first_layer + stage, inputs.tables)
+            self.store_window_rows(kv_NC, form, inputs.tokens, window)
 
 
 class DsparkHead:
     """Drafts a block of tokens. The model's forward has written the context (`DsparkContext`).
 
     Args:
-        layers: the stages.
+        first_layer: the number of the first stage.
         embed, head: the model's embedding [V,D], and this rank's rows of its LM head.
     """
 
     def __init__(
         self,
-        config: DeepseekV4Config,
-        ops: Ops,
+        context: LayerContext,
         weights: DsparkWeights,
-        layers: Sequence[DecoderLayer],
-        ranks: TensorParallel,
+        first_layer: int,
         embed: Tensor,
         head: LinearWeight,
         run_layers: RunLayers,
     ) -> None:
+        config, ops = context.config, context.ops
         assert config.dspark is not None
-        self.config, self.weights, self.ranks = config.dspark, weights, ranks
-        self.layers, self.run_layers = layers, run_layers
+        self.config, self.weights, self.ranks = config.dspark, weights, context.ranks
+        self.layers = [
+            DecoderLayer(context.of_layer(layer), stage, layer)
+            for layer, stage in enumerate(weights.layers, first_layer)
+        ]
+        self.run_layers = run_layers
         self.embed, self.head = embed, head
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
         self.params = mhc_params(config)

@@ -6,21 +6,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from finwhale.distributed.collectives import Alone
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import Segments, StepInputs
-from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import PartialSum
 
-ALONE = TensorParallel(Alone())
 BlockInput = tuple[Tensor, Tensor, Tensor, Tensor]
 BlockOutput = Tensor | PartialSum | UnreducedExperts
 LayerState = tuple[BlockOutput, Tensor, Tensor, Tensor]
@@ -63,31 +59,18 @@ class DecoderLayer:
     passes its terms to the next mHC operator: a `PartialSum`, or the experts' outputs
     (`TensorParallel`). In steps of many tokens, arguments and results have only this rank's rows,
     and the ranks gather the blocks' inputs.
-
-    Args:
-        config: the sizes of this rank's part.
     """
 
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: LayerWeights,
-        layer: int,
-        round_activations: bool,
-        side_streams: SideStreams,
-        ranks: TensorParallel = ALONE,
-    ) -> None:
+    def __init__(self, context: LayerContext, weights: LayerWeights, layer: int) -> None:
+        ops = context.ops
         self.mhc_pre = ops.mhc_pre
         self.mhc_post_pre = ops.mhc_post_pre
         self.mhc_of_terms = ops.mhc_of_terms
-        self.params = mhc_params(config)
+        self.params = mhc_params(context.config)
         self.weights = weights
-        self.ranks = ranks
-        self.attn = Attention(
-            config, ops, weights.attn, layer, round_activations, side_streams, ranks
-        )
-        self.ffn = Moe(config, ops, weights.ffn, side_streams)
+        self.ranks = context.ranks
+        self.attn = Attention(context, weights.attn, layer)
+        self.ffn = Moe(context, weights.ffn)
 
     def __call__(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, mhc_params
@@ -97,57 +98,24 @@ class DeepseekV4:
         self.params = mhc_params(config)
         self.tables = RotaryTables(config, max_positions, weights.embed.device)
         self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
+        context = LayerContext(
+            config=self.part,
+            ops=ops,
+            round_activations=round_activations,
+            side_streams=self.side_streams,
+            ranks=self.ranks,
+        )
         self.layers: Sequence[DecoderLayer] = [
-            self.new_layer(ops, layer_weights, i, round_activations)
-            for i, layer_weights in enumerate(weights.layers)
+            DecoderLayer(context, layer, i) for i, layer in enumerate(weights.layers)
         ]
         self.draft_head: MtpLayer | DsparkHead | None = None
         self.draft_context: DsparkContext | None = None
+        shared = config.num_hidden_layers, weights.embed, weights.head, self.run_layers
         if weights.mtp is not None:
-            layer = self.new_layer(
-                ops, weights.mtp.layer, config.num_hidden_layers, round_activations
-            )
-            self.draft_head = MtpLayer(
-                config,
-                ops,
-                weights.mtp,
-                layer,
-                self.ranks,
-                weights.embed,
-                weights.head,
-                self.run_layers,
-            )
+            self.draft_head = MtpLayer(context, weights.mtp, *shared)
         elif weights.dspark is not None:
-            stages = [
-                self.new_layer(ops, layer, config.num_hidden_layers + i, round_activations)
-                for i, layer in enumerate(weights.dspark.layers)
-            ]
-            self.draft_head = DsparkHead(
-                config,
-                ops,
-                weights.dspark,
-                stages,
-                self.ranks,
-                weights.embed,
-                weights.head,
-                self.run_layers,
-            )
-            self.draft_context = DsparkContext(
-                config, ops, weights.dspark, round_activations, self.ranks, self.tables
-            )
-
-    def new_layer(
-        self, ops: Ops, weights: LayerWeights, number: int, round_activations: bool
-    ) -> DecoderLayer:
-        return DecoderLayer(
-            self.part.of_layer(number),
-            ops,
-            weights,
-            number,
-            round_activations,
-            self.side_streams,
-            self.ranks,
-        )
+            self.draft_head = DsparkHead(context, weights.dspark, *shared)
+            self.draft_context = DsparkContext(context, weights.dspark, self.tables)
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +133,7 @@ class DeepseekV4:
 
     @property
     def divided_steps(self) -> DividedSteps | None:
-        """See protocol.Model."""
+        """See protocol.BuildableModel."""
         if self.weights.layers[0].attn.all_heads is None:
             return None
         return DividedSteps(
@@ -211,7 +179,7 @@ class DeepseekV4:
         return logits, streams
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
-        """See protocol.Model."""
+        """See protocol.BuildableModel."""
         streams = self._embedded(inputs)
         if self.draft_context is not None:
             features = Features(self.draft_context.targets, streams)
@@ -221,7 +189,7 @@ class DeepseekV4:
         return self.run_layers(self._one_of_each(), streams, inputs, cache, segments)
 
     def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
-        """See protocol.Model."""
+        """See protocol.BuildableModel."""
         streams = torch.zeros(num_rows, *self.residual_shape, dtype=self.dtype, device=self.device)
         for rows in library_gemm_rows(num_rows):
             self.compute_logits(streams[:rows])
@@ -234,7 +202,7 @@ class DeepseekV4:
                     layer.attn.compressor.project(x_ND[:rows])
 
     def without_collectives(self) -> AbstractContextManager[None]:
-        """Skip collectives inside this context (Model.without_collectives)."""
+        """Skip collectives inside this context (BuildableModel.without_collectives)."""
         return self.ranks.without_collectives()
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.step_inputs import StepInputs
-from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight, UnreducedExperts
 
 SHARED_STREAM = 1
@@ -29,29 +27,21 @@ class Moe:
 
     The result is the partial sum over this rank's part of every expert's width.
 
-    Args:
-        config: the sizes of this rank's part.
-
     Attributes:
         routed: [max tokens, K]: every call writes the chosen experts' ids here; None: no call does.
     """
 
     routed: Tensor | None = None
 
-    def __init__(
-        self,
-        config: DeepseekV4Config,
-        ops: Ops,
-        weights: MoeWeights,
-        side_streams: SideStreams,
-    ) -> None:
+    def __init__(self, context: LayerContext, weights: MoeWeights) -> None:
+        config, ops = context.config, context.ops
         self.route_by_score = ops.route_by_score
         self.route_by_hash = ops.route_by_hash
         self.dispatch = ops.experts_dispatch
         self.compute = ops.experts_compute
         self.combine = ops.experts_combine
         self.swiglu_mlp = ops.swiglu_mlp
-        self.side_streams = side_streams
+        self.side_streams = context.side_streams
         self.weights = weights
         self.num_experts = config.n_routed_experts
         self.topk = config.num_experts_per_tok

@@ -4,19 +4,16 @@ Legend: N tokens, M rows whose logits are wanted, H residual streams, D hidden, 
 tokens of it whose rows of the LM head this rank holds.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
-from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
-from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
 from finwhale.ops.paging import Tokens
@@ -40,22 +37,22 @@ class MtpLayer:
     It shares the model's embedding, LM head, rotary tables and CUDA side streams.
 
     Args:
+        layer: its number.
         embed, head: the model's embedding [V,D], and this rank's rows of its LM head.
     """
 
     def __init__(
         self,
-        config: DeepseekV4Config,
-        ops: Ops,
+        context: LayerContext,
         weights: MtpWeights,
-        layer: DecoderLayer,
-        ranks: TensorParallel,
+        layer: int,
         embed: Tensor,
         head: LinearWeight,
         run_layers: RunLayers,
     ) -> None:
-        self.weights, self.ranks = weights, ranks
-        self.layers: Sequence[DecoderLayer] = [layer]
+        config, ops = context.config, context.ops
+        self.weights, self.ranks = weights, context.ranks
+        self.layers = [DecoderLayer(context.of_layer(layer), weights.layer, layer)]
         self.run_layers = run_layers
         self.embed, self.head = embed, head
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head

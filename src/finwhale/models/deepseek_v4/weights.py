@@ -34,7 +34,8 @@ from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight, MhcWeight
-from finwhale.weights.assembler import Assembler, WeightForm
+from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import Assembler
 from finwhale.weights.table import Lines, WeightList
 
 ROWS, COLUMNS = Shard(0), Shard(1)

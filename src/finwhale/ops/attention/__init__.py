@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 
 NOPE_GROUP = 64
 
@@ -24,8 +24,7 @@ NOPE_GROUP = 64
 class Window:
     """The rows of all positions. A token sees the last `size` rows, including its own."""
 
-    pool: Tensor
-    table: PageTable
+    rows: CacheRows
     size: int
 
 
@@ -33,40 +32,56 @@ class Window:
 class TopkEntries:
     """Entries that the indexer selected: slots [N,K] int32, -1 for none."""
 
-    pool: Tensor
+    rows: CacheRows
     slots: Tensor
-    rows_per_page: int
 
 
 @dataclass(frozen=True, slots=True)
 class AllEntries:
     """Every complete entry: a token at position p sees entries w < (p + 1) // ratio."""
 
-    pool: Tensor
-    table: PageTable
+    rows: CacheRows
     ratio: Literal[128]
 
 
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """How a token's kv becomes its row in the window: rope(RMSNorm(kv)).
+
+    Attributes:
+        norm: [C] float32.
+        rotary: [L,R/2,2] float32 (cos, sin).
+        round_nope: round the first C-R values to E4M3 with one power-of-two scale for each 64
+            values; required for packed pools.
+    """
+
+    norm: Tensor
+    rotary: Tensor
+    eps: float
+    round_nope: bool
+
+
+class StoreWindowRows(Protocol):
+    """Write the tokens' rows to the window."""
+
+    def __call__(self, kv_NC: Tensor, form: RowForm, tokens: Tokens, window: CacheRows) -> None:
+        """kv [N,C], rows may be strided."""
+        ...
+
+
 class PrepareQkv(Protocol):
-    """Normalise the query's latent, and write rope(RMSNorm(kv)) to the window's pool."""
+    """StoreWindowRows, and the normalised latent of the query."""
 
     def __call__(
         self,
         q_lora_NQ: Tensor,
         q_norm_Q: Tensor,
         kv_NC: Tensor,
-        kv_norm_C: Tensor,
-        rotary_LR: Tensor,
-        eps: float,
-        round_nope: bool,
+        form: RowForm,
         tokens: Tokens,
-        pool: Tensor,
-        table: PageTable,
+        window: CacheRows,
     ) -> Tensor:
-        """q_lora [N,Q] and kv [N,C], rows may be strided; norms float32; rotary [L,R/2,2] float32
-        (cos, sin). round_nope: round the first C-R values to E4M3 with one power-of-two scale for
-        each 64 values; required for packed pools. Returns RMSNorm(q_lora) [N,Q].
-        """
+        """q_lora [N,Q], rows may be strided; q_norm [Q] float32. Returns RMSNorm(q_lora) [N,Q]."""
         ...
 
 

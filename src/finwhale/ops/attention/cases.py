@@ -1,12 +1,13 @@
 """Calls of attention at the models' sizes, and what they share with smaller cases."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import AllEntries, TopkEntries, Window
+from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.attention.layout import page_bytes
 from finwhale.ops.case import (
     BF16_RATE,
@@ -23,7 +24,7 @@ from finwhale.ops.case import (
     token_positions,
     window_rows,
 )
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, PageTable, Tokens
 
 EPS = 1e-6
 WINDOW = 128
@@ -47,7 +48,8 @@ def prepare_args(
     q, kv = fused().split((Q, C), 1)
     q_norm, kv_norm, rotation = draw.normal(Q), draw.normal(C), draw.rotation(tokens.max_len, R)
     pool = draw.rows(num_rows, rows_per_page, C, R)
-    return q, q_norm, kv, kv_norm, rotation, EPS, round_nope, tokens, pool, table
+    form = RowForm(kv_norm, rotation, EPS, round_nope)
+    return q, q_norm, kv, form, tokens, CacheRows(pool, table)
 
 
 def row_bytes(s: OpSizes) -> float:
@@ -56,25 +58,30 @@ def row_bytes(s: OpSizes) -> float:
 
 
 def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
-    yield _model_prepare(s, draw, chunks)
+    yield _model_prepare(s, draw, chunks, with_query=True)
+    yield _model_prepare(s, draw, chunks, with_query=False)
     yield _model_attend(s, draw, chunks, "window", 0)
     yield _model_attend(s, draw, chunks, "C4", 4)
     yield _model_attend(s, draw, chunks, "C128", 128)
     yield _model_attend(s, draw, chunks, "C128 rounded", 128, rounded=True)
 
 
-def _model_prepare(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> OpCase:
+def _model_prepare(s: OpSizes, draw: ModelDraw, chunks: Chunks, *, with_query: bool) -> OpCase:
     N, C, Q, R = num_tokens(chunks), s.head_dim, s.q_lora_rank, s.qk_rope_head_dim
+
+    def args() -> Args:
+        fused = partial(draw.activation, N, Q + C)
+        found = prepare_args(draw, chunks, fused, (Q, C, R), 64, True)
+        return found if with_query else found[2:]
+
     return OpCase(
-        operator="prepare_qkv",
-        args=lambda: prepare_args(
-            draw, chunks, lambda: draw.activation(N, Q + C), (Q, C, R), 64, True
-        ),
-        by_token=(0, 2, 7, 9),
-        written=(8,),
+        operator="prepare_qkv" if with_query else "store_window_rows",
+        args=args,
+        by_token=(0, 2, 4, 5) if with_query else (0, 2, 3),
+        written=(5,) if with_query else (3,),
         tolerance=MODEL_TOLERANCE,
         flips=0.01,
-        bytes=N * (4 * Q + 2 * C + row_bytes(s) + 4 * R) + 4 * (Q + C),
+        bytes=N * (2 * C + row_bytes(s) + 4 * R) + 4 * C + with_query * 4 * Q * (N + 1),
     )
 
 
@@ -93,7 +100,7 @@ def _model_attend(
         else:
             out = (torch.full((N, A, C), torch.nan, dtype=draw.dtype, device=draw.device),)
         fused = draw.activation(N, A * C + s.index_n_heads * s.index_head_dim)
-        window = Window(draw.rows(num_rows, 64, C, R), table, WINDOW)
+        window = Window(CacheRows(draw.rows(num_rows, 64, C, R), table), WINDOW)
         return (
             fused[:, : A * C].unflatten(1, (A, C)),
             draw.rotation(tokens.max_len, R),
@@ -110,11 +117,10 @@ def _model_attend(
         if not ratio:
             return None
         table, num_rows = draw.page_table(entry_rows(chunks, ratio), ENTRY_ROWS[ratio])
-        pool = draw.rows(num_rows, ENTRY_ROWS[ratio], C, R)
+        rows = CacheRows(draw.rows(num_rows, ENTRY_ROWS[ratio], C, R), table)
         if ratio == 128:
-            return AllEntries(pool, table, 128)
-        slots = _spread_slots(tokens, table, K).to(draw.device)
-        return TopkEntries(pool, slots, ENTRY_ROWS[ratio])
+            return AllEntries(rows, 128)
+        return TopkEntries(rows, _spread_slots(tokens, table, K).to(draw.device))
 
     read = token_positions(chunks) + 1
     seen = np.minimum(read, WINDOW)

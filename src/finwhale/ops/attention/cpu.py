@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.ops import cpu_math
-from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
+from finwhale.ops.attention import NOPE_GROUP, AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.attention.ref import visible_slots, write_rounded
 from finwhale.ops.cpu_math import F32, constant, view
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.slots import window_slots, write_slots
 
 Slots = NDArray[np.integer[Any]]
@@ -24,25 +24,25 @@ FIRST_ENTRIES = 32
 MAX_GATHERED = 2**18
 
 
+def store_window_rows(kv_NC: Tensor, form: RowForm, tokens: Tokens, window: CacheRows) -> None:
+    turn = cpu_math.turns(tokens.rotation(form.rotary))
+    row = cpu_math.rms_norm(kv_NC.numpy(), view(form.norm), form.eps)
+    cpu_math.rotate(row, turn)
+    if form.round_nope:
+        round_nope_part(row, 2 * turn.shape[1])
+    view(window.pool)[view(write_slots(tokens, window.table))] = row
+
+
 def prepare_qkv(
     q_lora_NQ: Tensor,
     q_norm_Q: Tensor,
     kv_NC: Tensor,
-    kv_norm_C: Tensor,
-    rotary_LR: Tensor,
-    eps: float,
-    round_nope: bool,
+    form: RowForm,
     tokens: Tokens,
-    pool: Tensor,
-    table: PageTable,
+    window: CacheRows,
 ) -> Tensor:
-    turn = cpu_math.turns(tokens.rotation(rotary_LR))
-    row = cpu_math.rms_norm(kv_NC.numpy(), view(kv_norm_C), eps)
-    cpu_math.rotate(row, turn)
-    if round_nope:
-        round_nope_part(row, 2 * turn.shape[1])
-    view(pool)[view(write_slots(tokens, table))] = row
-    return torch.from_numpy(cpu_math.rms_norm(q_lora_NQ.numpy(), view(q_norm_Q), eps))
+    store_window_rows(kv_NC, form, tokens, window)
+    return torch.from_numpy(cpu_math.rms_norm(q_lora_NQ.numpy(), view(q_norm_Q), form.eps))
 
 
 def round_nope_part(row_NC: F32, rope_width: int) -> None:
@@ -75,8 +75,8 @@ def sparse_attention(
     np.multiply(q, constant(scale), q)
     out: F32 = out_NAC.numpy()
     sink: F32 = view(sink_A)
-    rows, row_step = cpu_math.rows(window.pool)
-    indices = view(window_slots(tokens, window.table, window.size)) * row_step
+    rows, row_step = cpu_math.rows(window.rows.pool)
+    indices = view(window_slots(tokens, window.rows.table, window.size)) * row_step
     blocks = [(rows, part) for part in _split(indices, (0,))]
     entry_slots = visible_slots(tokens, entries)
     if entries is not None and entry_slots is not None:
@@ -86,7 +86,7 @@ def sparse_attention(
             starts = (0, FIRST_ENTRIES)
             if tokens.max_len // entries.ratio <= FIRST_ENTRIES:
                 slots = slots[:, :FIRST_ENTRIES]
-        rows, row_step = cpu_math.rows(entries.pool)
+        rows, row_step = cpu_math.rows(entries.rows.pool)
         blocks += [(rows, part) for part in _split(slots * row_step, starts)]
     num_tokens, heads, width = q.shape
     num_keys = sum(indices.shape[1] for _, indices in blocks)

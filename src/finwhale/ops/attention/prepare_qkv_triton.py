@@ -2,7 +2,7 @@
 
 Each token has two programs. One normalises the query's latent. The other normalises, rotates and
 rounds kv, and stores it as a packed row of the cache. Both read their input once and keep it in
-registers.
+registers. `store_window_rows` launches only the other one.
 
 Bytes per token with 2-byte values: 4 Q for the latent, 2 C plus the bytes of the row for kv. The
 floors for 8192 tokens of Flash (Q 1024, C 512) at 4.39 TB/s are 8 and 3 us; the floor for a few
@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.attention import NOPE_GROUP
+from finwhale.ops.attention import NOPE_GROUP, RowForm
 from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import LaunchClasses, up_to
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 
 VALUES_PER_WARP = 512
 # Up to this many tokens, the next kernel loads its weights while it waits. With more tokens, it
@@ -121,56 +121,33 @@ def _prepare_qkv_kernel(
 LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, {NEXT_FIRST_TOKENS}))
 
 
-def prepare_qkv(
-    q_lora_NQ: Tensor,
-    q_norm_Q: Tensor,
+def _launch(
+    query: tuple[Tensor, Tensor, Tensor] | None,
     kv_NC: Tensor,
-    kv_norm_C: Tensor,
-    rotary_LR: Tensor,
-    eps: float,
-    round_nope: bool,
+    form: RowForm,
     tokens: Tokens,
-    pool: Tensor,
-    table: PageTable,
-    *,
-    early_launch: bool = False,
-) -> Tensor:
-    """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
-    check_heads(kv_NC, rotary_LR)
+    window: CacheRows,
+    early_launch: bool,
+) -> None:
+    """Run the kernel. query: the latent, its norm and the result; None: there is no query."""
+    check_heads(kv_NC, form.rotary)
     num_tokens, width = kv_NC.shape
-    rope = 2 * rotary_LR.shape[1]
-    check_pool(pool, table.rows_per_page, width, rope)
-    if not round_nope:
+    rope, table = 2 * form.rotary.shape[1], window.table
+    check_pool(window, width, rope)
+    if not form.round_nope:
         raise ValueError("a packed pool's rows are rounded; round_nope=False needs a dense pool")
-    if q_lora_NQ.stride(1) != 1:
-        raise ValueError(f"a latent's values must be contiguous, got strides {q_lora_NQ.stride()}")
-    q_width = q_lora_NQ.shape[1]
-    q_out_NQ = torch.empty_like(q_lora_NQ, memory_format=torch.contiguous_format)
+    q_NQ, q_norm_Q, q_out_NQ = query or (kv_NC, form.norm, kv_NC)
+    if q_NQ.stride(1) != 1:
+        raise ValueError(f"a latent's values must be contiguous, got strides {q_NQ.stride()}")
     if num_tokens == 0:
-        return q_out_NQ
-    block_q = triton.next_power_of_2(q_width)
+        return
+    block_q = triton.next_power_of_2(q_NQ.shape[1])
     block_c = max(NOPE_GROUP, triton.next_power_of_2(width))
-    _prepare_qkv_kernel[(num_tokens, 2)](
-        q_lora_NQ,
-        q_norm_Q,
-        q_out_NQ,
-        kv_NC,
-        kv_norm_C,
-        rotary_LR,
-        tokens.positions,
-        tokens.sequence,
-        pool,
-        table.pages,
-        table.first,
-        q_lora_NQ.stride(0),
-        kv_NC.stride(0),
-        table.pages.stride(0),
-        pool.stride(0),
-        q_width,
-        width,
-        rope,
-        num_groups(width, rope),
-        eps,
+    _prepare_qkv_kernel[(num_tokens, 1 if query is None else 2)](
+        *(q_NQ, q_norm_Q, q_out_NQ, kv_NC, form.norm, form.rotary),
+        *(tokens.positions, tokens.sequence, window.pool, table.pages, table.first),
+        *(q_NQ.stride(0), kv_NC.stride(0), table.pages.stride(0), window.pool.stride(0)),
+        *(q_NQ.shape[1], width, rope, num_groups(width, rope), form.eps),
         ROWS=table.rows_per_page,
         VALUE_BYTES=value_bytes(width, rope),
         SCALE_BYTES=scale_bytes(width, rope),
@@ -181,4 +158,32 @@ def prepare_qkv(
         num_warps=max(1, min(4, max(block_q, block_c) // VALUES_PER_WARP)),
         **launch_options(early_launch),
     )
+
+
+def store_window_rows(
+    kv_NC: Tensor,
+    form: RowForm,
+    tokens: Tokens,
+    window: CacheRows,
+    *,
+    early_launch: bool = False,
+) -> None:
+    """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
+    _launch(None, kv_NC, form, tokens, window, early_launch)
+
+
+def prepare_qkv(
+    q_lora_NQ: Tensor,
+    q_norm_Q: Tensor,
+    kv_NC: Tensor,
+    form: RowForm,
+    tokens: Tokens,
+    window: CacheRows,
+    *,
+    early_launch: bool = False,
+) -> Tensor:
+    """Like `store_window_rows`, with the query's latent in the same launch."""
+    q_out_NQ = torch.empty_like(q_lora_NQ, memory_format=torch.contiguous_format)
+    query = q_lora_NQ, q_norm_Q, q_out_NQ
+    _launch(query, kv_NC, form, tokens, window, early_launch)
     return q_out_NQ

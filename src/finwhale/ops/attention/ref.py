@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
+from finwhale.ops.attention import NOPE_GROUP, AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.norm.ref import rms_norm
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import round_e4m3, scaled_e4m3
 from finwhale.ops.slots import complete_slots, window_slots, write_slots
 
@@ -47,23 +47,23 @@ def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
     return apply_rope(q, rotation_NR).to(q_NAC.dtype)
 
 
+def store_window_rows(kv_NC: Tensor, form: RowForm, tokens: Tokens, window: CacheRows) -> None:
+    row = apply_rope(rms_norm(kv_NC.float(), form.norm, form.eps), tokens.rotation(form.rotary))
+    if form.round_nope:
+        row = round_row(row, 2 * form.rotary.shape[-2])
+    window.pool.index_copy_(0, write_slots(tokens, window.table), row.to(window.pool.dtype))
+
+
 def prepare_qkv(
     q_lora_NQ: Tensor,
     q_norm_Q: Tensor,
     kv_NC: Tensor,
-    kv_norm_C: Tensor,
-    rotary_LR: Tensor,
-    eps: float,
-    round_nope: bool,
+    form: RowForm,
     tokens: Tokens,
-    pool: Tensor,
-    table: PageTable,
+    window: CacheRows,
 ) -> Tensor:
-    row = apply_rope(rms_norm(kv_NC.float(), kv_norm_C, eps), tokens.rotation(rotary_LR))
-    if round_nope:
-        row = round_row(row, 2 * rotary_LR.shape[-2])
-    pool.index_copy_(0, write_slots(tokens, table), row.to(pool.dtype))
-    return rms_norm(q_lora_NQ, q_norm_Q, eps)
+    store_window_rows(kv_NC, form, tokens, window)
+    return rms_norm(q_lora_NQ, q_norm_Q, form.eps)
 
 
 def sparse_attention(
@@ -85,11 +85,11 @@ def sparse_attention(
         return
     rotation_NR = tokens.rotation(rotary_LR)
     q_NAC = prepare_query(q_NAC, rotation_NR, eps)
-    seen = window_slots(tokens, window.table, window.size)
-    pools = [(window.pool, slots) for slots in seen.split(KEY_BLOCK, 1)]
+    seen = window_slots(tokens, window.rows.table, window.size)
+    pools = [(window.rows.pool, slots) for slots in seen.split(KEY_BLOCK, 1)]
     slots_NK = visible_slots(tokens, entries)
     if entries is not None and slots_NK is not None:
-        pools += [(entries.pool, slots) for slots in slots_NK.split(KEY_BLOCK, 1)]
+        pools += [(entries.rows.pool, slots) for slots in slots_NK.split(KEY_BLOCK, 1)]
     num_keys = sum(slots.shape[1] for _, slots in pools)
     step = max(1, MAX_GATHERED[q_NAC.device.type] // (num_keys * q_NAC.shape[2]))
     for start in range(0, q_NAC.shape[0], step):
@@ -122,7 +122,7 @@ def visible_slots(tokens: Tokens, entries: TopkEntries | AllEntries | None) -> T
     if isinstance(entries, TopkEntries):
         slots = entries.slots
     else:
-        slots = complete_slots(tokens, entries.table, entries.ratio)
+        slots = complete_slots(tokens, entries.rows.table, entries.ratio)
     return slots if slots.shape[1] else None
 
 

@@ -311,11 +311,7 @@ def _fits(heads: int, head_dim: int, window: int) -> bool:
 
 def takes(p: AttentionProblem) -> bool:
     """Whether the kernel supports the problem's sizes and dtype."""
-    rows = [p.window.table.rows_per_page]
-    if isinstance(p.entries, TopkEntries):
-        rows.append(p.entries.rows_per_page)
-    elif p.entries is not None:
-        rows.append(p.entries.table.rows_per_page)
+    rows = [part.rows.table.rows_per_page for part in (p.window, p.entries) if part is not None]
     return (
         p.q.dtype == torch.bfloat16
         and p.rope == ROPE
@@ -410,21 +406,8 @@ def sparse_attention(
     invariant: bool = False,
 ) -> None:
     """Use sparse_attention_triton's kernels for sizes that this one does not support (`takes`)."""
-    problem = AttentionProblem(
-        q=q_NAC,
-        rotary=rotary_LR,
-        eps=eps,
-        tokens=tokens,
-        window=window,
-        entries=entries,
-        sink=sink_A,
-        scale=scale,
-        out=out_NAC,
-        scales=scales_NS,
-        invariant=invariant,
-        early_launch=True,
-        inline_asm=True,
-    )
+    args = q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, out_NAC, scales_NS
+    problem = AttentionProblem(*args, invariant=invariant, early_launch=True, inline_asm=True)
     check_problem(problem)
     for part in problem.launches():
         if takes(part):

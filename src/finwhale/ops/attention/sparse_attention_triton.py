@@ -41,7 +41,7 @@ from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import round_e4m3
-from finwhale.ops.paging import StepCache, Tokens
+from finwhale.ops.paging import CacheRows, StepCache, Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
 MANY_KEYS = 2**31  # more keys than any step has
@@ -543,7 +543,7 @@ def max_keys(tokens: Tokens, window: Window, entries: TopkEntries | AllEntries |
     return window.size + tokens.max_len // entries.ratio
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AttentionProblem:
     """The arguments of `sparse_attention`, with values that every kernel derives from them.
 
@@ -643,15 +643,16 @@ class AttentionProblem:
 
     def arguments(self, part: Tensor, stats: Tensor) -> dict[str, Any]:
         """Arguments that the Triton and Hopper attention kernels have in common."""
-        window, entries, q = self.window, self.entries, self.q
-        pool, rows, table, rows_per_page = window.pool, window.table.pages, window.table, 1
+        window, entries, q = self.window.rows, self.entries, self.q
+        pool, rows, first, rows_per_page = window.pool, window.table.pages, window.table.first, 1
         num_slots, ratio = 0, 1
-        if isinstance(entries, TopkEntries) and self.kind == SELECTED:
-            pool, rows, rows_per_page = entries.pool, entries.slots, entries.rows_per_page
-            num_slots = rows.shape[1]
-        elif isinstance(entries, AllEntries) and self.kind == COMPLETE:
-            pool, rows, table = entries.pool, entries.table.pages, entries.table
-            rows_per_page, ratio = table.rows_per_page, entries.ratio
+        if entries is not None and self.kind != NO_ENTRIES:
+            pool, table = entries.rows.pool, entries.rows.table
+            rows_per_page = table.rows_per_page
+            if isinstance(entries, TopkEntries):
+                rows, num_slots = entries.slots, entries.slots.shape[1]
+            else:
+                rows, first, ratio = table.pages, table.first, entries.ratio
         return {
             "q_ptr": q,
             "rotary_ptr": self.rotary,
@@ -662,7 +663,7 @@ class AttentionProblem:
             "window_first_ptr": window.table.first,
             "entry_ptr": pool,
             "entry_rows_ptr": rows,
-            "entry_first_ptr": table.first,
+            "entry_first_ptr": first,
             "sink_ptr": self.sink,
             "part_ptr": part,
             "stats_ptr": stats,
@@ -676,7 +677,7 @@ class AttentionProblem:
             "stride_window_page": window.pool.stride(0),
             "stride_entry_page": pool.stride(0),
             "NUM_SLOTS": num_slots,
-            "W": window.size,
+            "W": self.window.size,
             "WINDOW_ROWS": window.table.rows_per_page,
             "ENTRY_ROWS": rows_per_page,
             "ENTRIES": self.kind,
@@ -739,8 +740,9 @@ def combine(p: AttentionProblem, splits: int, part: Tensor, stats: Tensor) -> No
     )
 
 
-def check_pool(pool: Tensor, rows_per_page: int, head_dim: int, rope: int) -> None:
-    """Raise ValueError unless pool is packed, with pages of the layout's size."""
+def check_pool(rows: CacheRows, head_dim: int, rope: int) -> None:
+    """Raise ValueError unless the pool is packed, with pages of the layout's size."""
+    pool, rows_per_page = rows.pool, rows.table.rows_per_page
     wanted = page_bytes(rows_per_page, head_dim, rope)
     if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] != wanted:
         raise ValueError(
@@ -756,11 +758,9 @@ def check_problem(p: AttentionProblem) -> None:
     check_heads(p.q, p.rotary)
     check_heads(p.out, p.rotary)
     width = p.q.shape[2]
-    check_pool(p.window.pool, p.window.table.rows_per_page, width, p.rope)
-    if isinstance(p.entries, TopkEntries):
-        check_pool(p.entries.pool, p.entries.rows_per_page, width, p.rope)
-    elif p.entries is not None:
-        check_pool(p.entries.pool, p.entries.table.rows_per_page, width, p.rope)
+    check_pool(p.window.rows, width, p.rope)
+    if p.entries is not None:
+        check_pool(p.entries.rows, width, p.rope)
     if p.scales is not None and (p.q.dtype != torch.bfloat16 or width % ACTIVATION_GROUP):
         raise ValueError(
             f"rounding the output needs bfloat16 heads of a multiple of {ACTIVATION_GROUP} values, "
@@ -803,19 +803,8 @@ def sparse_attention(
     invariant: see AttentionProblem.
     plan: gives tile sizes, with the splits of `plan_for`.
     """
-    problem = AttentionProblem(
-        q=q_NAC,
-        rotary=rotary_LR,
-        eps=eps,
-        tokens=tokens,
-        window=window,
-        entries=entries,
-        sink=sink_A,
-        scale=scale,
-        out=out_NAC,
-        scales=scales_NS,
-        invariant=invariant,
-    )
+    args = q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, out_NAC, scales_NS
+    problem = AttentionProblem(*args, invariant=invariant)
     check_problem(problem)
     for part in problem.launches():
         attend(part, plan(part))

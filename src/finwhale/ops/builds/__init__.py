@@ -9,10 +9,6 @@ weights are loaded. `Builds.prepare` does the same for what is missing, and load
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-from finwhale.ops import Ops
-from finwhale.platform import Platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +24,14 @@ class Built:
     compiled: int = 0
 
 
-class Builds(Protocol):
-    """The compilers of one table, for the current device."""
+class Builds:
+    """The compilers of one table, for the current device.
+
+    This class is for tables without kernels of their own: numpy and torch are compiled already.
+    """
 
     def expect(self, configuration: object) -> None:
         """Start compiler processes now if `prepare` will need them for this configuration."""
-        ...
 
     def begin(self, configuration: object, launch_all: Callable[[], None]) -> None:
         """Build what `prepare` will need, while the GPU's memory is still free for compilers.
@@ -41,7 +39,6 @@ class Builds(Protocol):
         Args:
             launch_all: as for `prepare`, but its tensors need no memory (torch's meta device).
         """
-        ...
 
     def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
         """Build and load every kernel that `launch_all` would launch, without launching any.
@@ -51,48 +48,11 @@ class Builds(Protocol):
                 kernels `launch_all` launches.
             launch_all: calls the operators; the contents of their tensors do not matter.
         """
-        ...
-
-    def mark_ready(self) -> None:
-        """Start to count late compilations: from now on, each one delays a request."""
-        ...
-
-    def late(self) -> Mapping[str, int]:
-        """Number of kernels compiled or loaded since `mark_ready`, by compiler."""
-        ...
-
-
-class NothingToBuild:
-    """The `Builds` of tables without kernels of their own: numpy and torch are compiled already."""
-
-    def expect(self, configuration: object) -> None:
-        pass
-
-    def begin(self, configuration: object, launch_all: Callable[[], None]) -> None:
-        pass
-
-    def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
         return Built()
 
     def mark_ready(self) -> None:
-        pass
+        """Start to count late compilations: from now on, each one delays a request."""
 
     def late(self) -> Mapping[str, int]:
+        """Number of kernels compiled or loaded since `mark_ready`, by compiler."""
         return {}
-
-
-def load_builds(ops: Ops, platform: Platform, device_index: int, directory: str | None) -> Builds:
-    """Create the compilers of a table.
-
-    Args:
-        device_index: number of the GPU.
-        directory: where compiled artefacts are stored; None: the default directory.
-
-    Raises:
-        ResourceError: the directory cannot be used.
-    """
-    if not ops.capabilities.builds_kernels:
-        return NothingToBuild()
-    from finwhale.ops.builds.kernel_builds import KernelBuilds
-
-    return KernelBuilds(platform, device_index, directory)

@@ -15,7 +15,7 @@ from triton.runtime import driver
 from finwhale.artefacts import Artefacts, default_directory, digest
 from finwhale.errors import ResourceError
 from finwhale.ops import table_name
-from finwhale.ops.builds import Built, triton_cache
+from finwhale.ops.builds import Builds, Built, triton_cache
 from finwhale.ops.builds.inductor import compiled_graphs
 from finwhale.ops.builds.launches import Counter, collect, load
 from finwhale.ops.builds.pool import MAX_WORKERS, Pool, usable_cores
@@ -40,7 +40,7 @@ SLOWEST = (
 )
 
 
-class KernelBuilds:
+class KernelBuilds(Builds):
     """The `Builds` of one GPU.
 
     Raises:

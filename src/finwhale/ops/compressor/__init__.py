@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 
 Rounding = Literal["none", "nope", "key"]
 
@@ -46,9 +46,9 @@ class CompressPart:
         projected: [N,X] float32: kv then gate, X = 2C for ratio 128, 4C for ratio 4; rows may be
             strided.
         weight: the compressor's ape and norm.
-        state_pool: [rows, X] float32, rows may be strided.
-        entry_pool: dense [rows, C], or packed: rows of attention ("nope", attention/layout.py) or
-            index keys ("key", indexer/layout.py).
+        state: rows [X] float32.
+        entries: dense rows [C], or packed: rows of attention ("nope", attention/layout.py) or index
+            keys ("key", indexer/layout.py).
         rounding: "nope": round all but the rope part to E4M3 with a scale for each 64 values;
             "key": rotate the whole entry by a Hadamard matrix, then round it to FP4 with a scale
             for each 32 values (rounding.rotate_to_fp4; C is a power of two); "none".
@@ -56,8 +56,8 @@ class CompressPart:
 
     projected: Tensor
     weight: CompressorWeight
-    state_pool: Tensor
-    entry_pool: Tensor
+    state: CacheRows
+    entries: CacheRows
     rounding: Rounding
 
 
@@ -82,9 +82,7 @@ class Compress(Protocol):
         tokens: Tokens,
         rotary_LR: Tensor,
         eps: float,
-        state_table: PageTable,
-        entry_table: PageTable,
         max_verify_tokens: int,
     ) -> None:
-        """All parts have the same ratio and tables. rotary [L,R/2,2] float32 (cos, sin)."""
+        """All parts have the same ratio and page tables. rotary [L,R/2,2] float32 (cos, sin)."""
         ...

@@ -21,7 +21,7 @@ from finwhale.ops.case import (
 )
 from finwhale.ops.compressor import STATE_KEPT, CompressorWeight, CompressPart, Rounding
 from finwhale.ops.indexer.cases import key_bytes
-from finwhale.ops.paging import BLOCK_TOKENS
+from finwhale.ops.paging import BLOCK_TOKENS, CacheRows
 
 EPS = 1e-6
 MAX_VERIFY_TOKENS = 4
@@ -91,8 +91,8 @@ def compress_args(
         CompressPart(
             part,
             CompressorWeight(draw.normal(mixed, width), draw.normal(width), ratio),
-            draw.normal(num_states, share * width, scale=scale),
-            pool(width, rounding),
+            CacheRows(draw.normal(num_states, share * width, scale=scale), states),
+            CacheRows(pool(width, rounding), entries),
             rounding,
         )
         for part, width, rounding in zip(
@@ -100,7 +100,7 @@ def compress_args(
         )
     )
     rotation = draw.rotation(tokens.max_len, rope)
-    return parts, tokens, rotation, EPS, states, entries, max_verify_tokens
+    return parts, tokens, rotation, EPS, max_verify_tokens
 
 
 def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:

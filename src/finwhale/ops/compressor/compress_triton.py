@@ -14,6 +14,8 @@ tokens of Flash at 4.39 TB/s are 19 us in a C4 layer (X 2048 and 512) and 8 us i
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.linear.quantise_triton import round_e4m3
-from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
+from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, Tokens
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
@@ -41,19 +43,13 @@ MAX_SPREAD = tl.constexpr(keys_layout.MAX_SPREAD)
 
 
 @triton.jit
-def _keep(
-    projected_ptr,
-    state_ptr,
-    tokens,
-    slots,
-    kept,
-    stride_projected,
-    stride_state,
-    first_column,
-    num_columns,
-    BLOCK_X: tl.constexpr,
-):
-    """Copy columns of the kept tokens' projected rows to the state's pool."""
+def _keep(rows, pool, kept, first_column, num_columns, BLOCK_X: tl.constexpr):
+    """Copy columns of the kept tokens' projected rows to the state's pool.
+
+    rows, pool: (pointer, numbers of the rows, stride).
+    """
+    projected_ptr, tokens, stride_projected = rows
+    state_ptr, slots, stride_state = pool
     for start in range(0, num_columns, BLOCK_X):
         local = start + tl.arange(0, BLOCK_X)
         columns = first_column + local
@@ -66,22 +62,23 @@ def _keep(
 
 @triton.jit
 def _mix(
-    projected_ptr,
+    projected,
+    state,
     ape_ptr,
-    state_ptr,
-    state_row_ptr,
-    token,
-    position,
-    first_position,
-    stride_projected,
-    stride_state,
+    at,
     first_column,
     RATIO: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns from first_column on of the gated average of the S tokens up to `token`."""
+    """BLOCK columns from first_column on of the gated average of the S tokens up to `token`.
+
+    at: the token, its position, and that of its sequence's first token in the step.
+    """
+    projected_ptr, stride_projected = projected
+    state_ptr, state_row_ptr, stride_state = state
+    token, position, first_position = at
     S: tl.constexpr = 8 if RATIO == 4 else RATIO
     columns = first_column + tl.arange(0, BLOCK)
     slot = tl.arange(0, S)
@@ -191,28 +188,8 @@ def _store_index_key(
 
 @triton.jit
 def _part(
-    projected_ptr,
-    ape_ptr,
-    norm_ptr,
-    state_ptr,
-    entry_ptr,
-    mixed_ptr,
-    counters_ptr,
-    positions_ptr,
-    sequence_ptr,
-    query_start_ptr,
-    rotary_ptr,
-    state_pages_ptr,
-    state_first_ptr,
-    entry_pages_ptr,
-    entry_first_ptr,
-    num_tokens,
-    stride_projected,
-    stride_state,
-    stride_entry,
-    stride_state_pages,
-    stride_entry_pages,
-    eps,
+    part,
+    step,
     RATIO: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
@@ -233,6 +210,17 @@ def _part(
     PDL: tl.constexpr,
 ):
     """Process TOKENS adjacent tokens of one part; the module's docstring has the steps."""
+    # fmt: off
+    (
+        projected_ptr, ape_ptr, norm_ptr, state_ptr, entry_ptr, stride_projected, stride_state,
+        stride_entry,
+    ) = part
+    (
+        mixed_ptr, counters_ptr, positions_ptr, sequence_ptr, query_start_ptr, rotary_ptr,
+        state_pages_ptr, state_first_ptr, entry_pages_ptr, entry_first_ptr, num_tokens,
+        stride_state_pages, stride_entry_pages, eps,
+    ) = step
+    # fmt: on
     BEFORE: tl.constexpr = 4 if RATIO == 4 else 0
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
     local = tl.arange(0, TOKENS)
@@ -288,22 +276,14 @@ def _part(
         columns = tl.arange(0, BLOCK_C)
         norm = tl.load(norm_ptr + columns, mask=columns < C, other=0.0)
         cos, sin = rotation(rotary_ptr + entry * RATIO * R, 0, C, R, BLOCK_C)
-        mixed = _mix(
-            projected_ptr,
-            ape_ptr,
-            state_ptr,
-            state_pages_ptr + b * stride_state_pages - first_state_page,
-            token,
-            position,
-            first_position,
-            stride_projected,
-            stride_state,
-            first_column,
-            RATIO,
-            STATE_ROWS,
-            C,
-            SLICE if SLICES > 1 else BLOCK_C,
-        )
+        at = token, position, first_position
+        state_row_ptr = state_pages_ptr + b * stride_state_pages - first_state_page
+        state = state_ptr, state_row_ptr, stride_state
+        width: tl.constexpr = SLICE if SLICES > 1 else BLOCK_C
+        # fmt: off
+        mixed = _mix((projected_ptr, stride_projected), state, ape_ptr, at, first_column,
+                     RATIO, STATE_ROWS, C, width)
+        # fmt: on
         is_last_slice = True
         if SLICES > 1:
             slice_columns = first_column + tl.arange(0, SLICE)
@@ -331,47 +311,21 @@ def _part(
                     row, page_ptr, entry % ENTRY_ROWS, C, ENTRY_ROWS, KEY_GROUP, KEY_SHARE
                 )
             else:
-                _store_attention_row(
-                    row,
-                    page_ptr,
-                    entry % ENTRY_ROWS,
-                    C,
-                    R,
-                    ENTRY_ROWS,
-                    GROUP,
-                    SCALE_BYTES,
-                    BLOCK_C,
-                )
+                # fmt: off
+                _store_attention_row(row, page_ptr, entry % ENTRY_ROWS, C, R, ENTRY_ROWS, GROUP,
+                                     SCALE_BYTES, BLOCK_C)
+                # fmt: on
 
     if tl.max(kept.to(tl.int32), axis=0) > 0:
+        rows = projected_ptr, tokens, stride_projected
         slots = kept_page.to(tl.int64) * STATE_ROWS + positions % STATE_ROWS
+        pool = state_ptr, slots, stride_state
         if SLICES > 1:
             for half in range(2):
-                _keep(
-                    projected_ptr,
-                    state_ptr,
-                    tokens,
-                    slots,
-                    kept,
-                    stride_projected,
-                    stride_state,
-                    half * C + first_column,
-                    tl.minimum(SLICE, C - first_column),
-                    SLICE,
-                )
+                width = tl.minimum(SLICE, C - first_column)
+                _keep(rows, pool, kept, half * C + first_column, width, SLICE)
         else:
-            _keep(
-                projected_ptr,
-                state_ptr,
-                tokens,
-                slots,
-                kept,
-                stride_projected,
-                stride_state,
-                0,
-                4 * C if RATIO == 4 else 2 * C,
-                BLOCK_X,
-            )
+            _keep(rows, pool, kept, 0, 4 * C if RATIO == 4 else 2 * C, BLOCK_X)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -433,101 +387,39 @@ def _compress_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    # fmt: off
+    part_a = (
+        projected_a_ptr, ape_a_ptr, norm_a_ptr, state_a_ptr, entry_a_ptr, stride_projected_a,
+        stride_state_a, stride_entry_a,
+    )
+    part_b = (
+        projected_b_ptr, ape_b_ptr, norm_b_ptr, state_b_ptr, entry_b_ptr, stride_projected_b,
+        stride_state_b, stride_entry_b,
+    )
+    step = (
+        mixed_ptr, counters_ptr, positions_ptr, sequence_ptr, query_start_ptr, rotary_ptr,
+        state_pages_ptr, state_first_ptr, entry_pages_ptr, entry_first_ptr, num_tokens,
+        stride_state_pages, stride_entry_pages, eps,
+    )
     if (tl.program_id(1) == 0) | (C_B == 0):
-        _part(
-            projected_a_ptr,
-            ape_a_ptr,
-            norm_a_ptr,
-            state_a_ptr,
-            entry_a_ptr,
-            mixed_ptr,
-            counters_ptr,
-            positions_ptr,
-            sequence_ptr,
-            query_start_ptr,
-            rotary_ptr,
-            state_pages_ptr,
-            state_first_ptr,
-            entry_pages_ptr,
-            entry_first_ptr,
-            num_tokens,
-            stride_projected_a,
-            stride_state_a,
-            stride_entry_a,
-            stride_state_pages,
-            stride_entry_pages,
-            eps,
-            RATIO,
-            C_A,
-            R,
-            KEY_A,
-            STATE_ROWS,
-            ENTRY_ROWS,
-            GROUP,
-            SCALE_BYTES_A,
-            KEY_GROUP_A,
-            KEY_SHARE_A,
-            BLOCK_TOKENS,
-            MAX_VERIFY,
-            TOKENS,
-            SLICES,
-            SLICE,
-            BLOCK_C_A,
-            BLOCK_X,
-            PDL,
-        )
+        _part(part_a, step, RATIO, C_A, R, KEY_A, STATE_ROWS, ENTRY_ROWS, GROUP, SCALE_BYTES_A,
+              KEY_GROUP_A, KEY_SHARE_A, BLOCK_TOKENS, MAX_VERIFY, TOKENS, SLICES, SLICE, BLOCK_C_A,
+              BLOCK_X, PDL)
     if C_B > 0 and tl.program_id(1) == 1:
-        _part(
-            projected_b_ptr,
-            ape_b_ptr,
-            norm_b_ptr,
-            state_b_ptr,
-            entry_b_ptr,
-            mixed_ptr,
-            counters_ptr,
-            positions_ptr,
-            sequence_ptr,
-            query_start_ptr,
-            rotary_ptr,
-            state_pages_ptr,
-            state_first_ptr,
-            entry_pages_ptr,
-            entry_first_ptr,
-            num_tokens,
-            stride_projected_b,
-            stride_state_b,
-            stride_entry_b,
-            stride_state_pages,
-            stride_entry_pages,
-            eps,
-            RATIO,
-            C_B,
-            R,
-            KEY_B,
-            STATE_ROWS,
-            ENTRY_ROWS,
-            GROUP,
-            SCALE_BYTES_B,
-            KEY_GROUP_B,
-            KEY_SHARE_B,
-            BLOCK_TOKENS,
-            MAX_VERIFY,
-            TOKENS,
-            SLICES,
-            SLICE,
-            BLOCK_C_B,
-            BLOCK_X,
-            PDL,
-        )
+        _part(part_b, step, RATIO, C_B, R, KEY_B, STATE_ROWS, ENTRY_ROWS, GROUP, SCALE_BYTES_B,
+              KEY_GROUP_B, KEY_SHARE_B, BLOCK_TOKENS, MAX_VERIFY, TOKENS, SLICES, SLICE, BLOCK_C_B,
+              BLOCK_X, PDL)
+    # fmt: on
 
 
-def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
+def _check(part: CompressPart, ratio: int, rope: int) -> None:
     """Raise ValueError if the kernel does not support the arguments."""
+    pool, entry_rows = part.entries.pool, part.entries.table.rows_per_page
     width = part.weight.norm.shape[0]
     num_values = (4 if ratio == 4 else 2) * width
     if part.weight.ratio != ratio:
         raise ValueError(f"all parts must have the same ratio, got {part.weight.ratio} and {ratio}")
-    for name, tensor in (("projected", part.projected), ("state_pool", part.state_pool)):
+    for name, tensor in (("projected", part.projected), ("state", part.state.pool)):
         if tensor.dtype != torch.float32 or tensor.shape[1] != num_values or tensor.stride(1) != 1:
             raise ValueError(
                 f"{name} must be float32 rows of {num_values} contiguous values, "
@@ -538,7 +430,6 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
                 f"rows of {name} and their parts of {width} values must begin at multiples of 16 "
                 f"bytes, got strides {tensor.stride()}"
             )
-    pool = part.entry_pool
     if pool.dtype != torch.uint8 or pool.dim() != 2 or part.rounding == "none":
         raise ValueError(
             f"these kernels write packed entries (uint8, rounding 'nope' or 'key'), "
@@ -572,13 +463,26 @@ def _exchange(tokens: Tokens, width: int) -> tuple[Tensor, Tensor]:
     return torch.empty(num_tokens, width, dtype=torch.float32, device=device), counters
 
 
+def _sizes(part: CompressPart, rope: int, letter: str) -> dict[str, Any]:
+    """The kernel's constants that are those of a part, `letter`."""
+    width, key = part.weight.norm.shape[0], part.rounding == "key"
+    block = triton.next_power_of_2(width)
+    sizes = {
+        "C": width,
+        "KEY": key,
+        "SCALE_BYTES": 0 if key else rows_layout.scale_bytes(width, rope),
+        "KEY_GROUP": fp4_group(width),
+        "KEY_SHARE": width**-0.5,
+        "BLOCK_C": block if key else max(NOPE_GROUP, block),
+    }
+    return {f"{name}_{letter}": value for name, value in sizes.items()}
+
+
 def compress(
     parts: tuple[CompressPart, ...],
     tokens: Tokens,
     rotary_LR: Tensor,
     eps: float,
-    state_table: PageTable,
-    entry_table: PageTable,
     max_verify_tokens: int,
     *,
     early_launch: bool = False,
@@ -595,55 +499,32 @@ def compress(
     if len(parts) > MAX_PARTS:
         raise ValueError(f"one launch takes at most {MAX_PARTS} compressors, got {len(parts)}")
     ratio, rope = parts[0].weight.ratio, 2 * rotary_LR.shape[1]
+    state_table, entry_table = parts[0].state.table, parts[0].entries.table
     arguments: list[Tensor] = []
     strides: list[int] = []
-    sizes: list[tuple[int, bool, int, int]] = []
     for part in (parts[0], parts[-1]):
-        _check(part, ratio, rope, entry_table.rows_per_page)
-        weight = part.weight
-        arguments += (part.projected, weight.ape, weight.norm, part.state_pool, part.entry_pool)
-        strides += (part.projected.stride(0), part.state_pool.stride(0), part.entry_pool.stride(0))
-        width, key = weight.norm.shape[0], part.rounding == "key"
-        scales = 0 if key else rows_layout.scale_bytes(width, rope)
-        block = triton.next_power_of_2(width)
-        sizes.append((width, key, scales, block if key else max(NOPE_GROUP, block)))
-    (width_a, key_a, scales_a, block_a), (width_b, key_b, scales_b, block_b) = sizes
-    few = tokens.max_query <= MAX_DECODE_QUERY
+        _check(part, ratio, rope)
+        weight, pools = part.weight, (part.state.pool, part.entries.pool)
+        arguments += (part.projected, weight.ape, weight.norm, *pools)
+        strides += (part.projected.stride(0), *(pool.stride(0) for pool in pools))
+    sizes = _sizes(parts[0], rope, "A") | _sizes(parts[-1], rope, "B")
+    if len(parts) == 1:
+        sizes["C_B"] = 0
+    few, width, block = tokens.max_query <= MAX_DECODE_QUERY, sizes["C_A"], sizes["BLOCK_C_A"]
     tokens_per_program = 1 if few else PREFILL_TOKENS[ratio]
-    slices = triton.cdiv(width_a, SLICE) if ratio == 128 else 1
-    mixed, counters = _exchange(tokens, width_a if slices > 1 else 0)
+    slices = triton.cdiv(width, SLICE) if ratio == 128 else 1
     programs = (triton.cdiv(num_tokens, tokens_per_program), max(slices, len(parts)))
     _compress_kernel[programs](
         *arguments,
-        mixed,
-        counters,
-        tokens.positions,
-        tokens.sequence,
-        tokens.query_start,
-        rotary_LR,
-        state_table.pages,
-        state_table.first,
-        entry_table.pages,
-        entry_table.first,
+        *_exchange(tokens, width if slices > 1 else 0),
+        *(tokens.positions, tokens.sequence, tokens.query_start, rotary_LR),
+        *(state_table.pages, state_table.first, entry_table.pages, entry_table.first),
         num_tokens,
         *strides,
-        state_table.pages.stride(0),
-        entry_table.pages.stride(0),
-        eps,
+        *(state_table.pages.stride(0), entry_table.pages.stride(0), eps),
         RATIO=ratio,
         R=rope,
-        C_A=width_a,
-        KEY_A=key_a,
-        SCALE_BYTES_A=scales_a,
-        KEY_GROUP_A=fp4_group(width_a),
-        KEY_SHARE_A=width_a**-0.5,
-        BLOCK_C_A=block_a,
-        C_B=width_b if len(parts) > 1 else 0,
-        KEY_B=key_b,
-        SCALE_BYTES_B=scales_b,
-        KEY_GROUP_B=fp4_group(width_b),
-        KEY_SHARE_B=width_b**-0.5,
-        BLOCK_C_B=block_b,
+        **sizes,
         STATE_ROWS=state_table.rows_per_page,
         ENTRY_ROWS=entry_table.rows_per_page,
         GROUP=NOPE_GROUP,
@@ -652,7 +533,7 @@ def compress(
         TOKENS=tokens_per_program,
         SLICES=slices,
         SLICE=SLICE,
-        BLOCK_X=min(512, 4 * block_a) if tokens_per_program > 1 else 2 * block_a,
+        BLOCK_X=min(512, 4 * block) if tokens_per_program > 1 else 2 * block,
         num_warps=8,
         **launch_options(early_launch),
     )

@@ -9,7 +9,7 @@ from finwhale.ops.attention.cpu import round_nope_part
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.cpu_math import F32, I64, view
 from finwhale.ops.indexer.cpu import rotate_to_fp4
-from finwhale.ops.paging import CompressStep, PageTable, Tokens
+from finwhale.ops.paging import CompressStep, Tokens
 from finwhale.ops.slots import compress_step
 
 # The most values that are gathered from projected rows at once.
@@ -42,20 +42,18 @@ def compress(
     tokens: Tokens,
     rotary_LR: Tensor,
     eps: float,
-    state_table: PageTable,
-    entry_table: PageTable,
     max_verify_tokens: int,
 ) -> None:
     for part in parts:
-        ratio = part.weight.ratio
-        step = compress_step(tokens, state_table, entry_table, ratio, max_verify_tokens)
+        state_table, entry_table = part.state.table, part.entries.table
+        step = compress_step(tokens, state_table, entry_table, part.weight.ratio, max_verify_tokens)
         projected: F32 = part.projected.numpy()
         if step.entry_slots.shape[0]:
             entry = _entries(part, projected, step, rotary_LR, eps)
-            view(part.entry_pool)[view(step.entry_slots)] = entry
+            view(part.entries.pool)[view(step.entry_slots)] = entry
         if step.state_slots.shape[0]:
             kept = projected.take(view(step.state_sources), 0)
-            view(part.state_pool)[view(step.state_slots)] = kept
+            view(part.state.pool)[view(step.state_slots)] = kept
 
 
 def _entries(
@@ -64,7 +62,7 @@ def _entries(
     """The entries that complete, rotated and rounded: [M,C]."""
     rows = projected
     if step.history_slots.shape[0]:
-        rows = np.concatenate((view(part.state_pool)[view(step.history_slots)], rows))
+        rows = np.concatenate((view(part.state.pool)[view(step.history_slots)], rows))
     sources: I64 = view(step.entry_sources)
     turn = cpu_math.turns(rotary_LR)[view(step.entry_positions)]
     ape, norm = view(part.weight.ape), view(part.weight.norm)

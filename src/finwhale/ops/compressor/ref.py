@@ -6,7 +6,7 @@ from torch import Tensor
 from finwhale.ops.attention.ref import apply_rope, round_row
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.norm.ref import rms_norm
-from finwhale.ops.paging import CompressStep, PageTable, Tokens
+from finwhale.ops.paging import CompressStep, Tokens
 from finwhale.ops.rounding import rotate_to_fp4
 from finwhale.ops.slots import compress_step
 
@@ -32,27 +32,25 @@ def compress(
     tokens: Tokens,
     rotary_LR: Tensor,
     eps: float,
-    state_table: PageTable,
-    entry_table: PageTable,
     max_verify_tokens: int,
 ) -> None:
     for part in parts:
-        ratio = part.weight.ratio
-        step = compress_step(tokens, state_table, entry_table, ratio, max_verify_tokens)
+        state_table, entry_table = part.state.table, part.entries.table
+        step = compress_step(tokens, state_table, entry_table, part.weight.ratio, max_verify_tokens)
         if step.entry_slots.shape[0]:
             rotation = rotary_LR.index_select(0, step.entry_positions)
-            entry = _entries(part, step, rotation, eps).to(part.entry_pool.dtype)
-            part.entry_pool.index_copy_(0, step.entry_slots, entry)
+            entry = _entries(part, step, rotation, eps).to(part.entries.pool.dtype)
+            part.entries.pool.index_copy_(0, step.entry_slots, entry)
         if step.state_slots.shape[0]:
             kept = part.projected.index_select(0, step.state_sources)
-            part.state_pool.index_copy_(0, step.state_slots, kept)
+            part.state.pool.index_copy_(0, step.state_slots, kept)
 
 
 def _entries(part: CompressPart, step: CompressStep, rotation_MR: Tensor, eps: float) -> Tensor:
     """The entries that complete, rotated and rounded: [M,C]."""
     rows = part.projected
     if step.history_slots.shape[0]:
-        rows = torch.cat((part.state_pool.index_select(0, step.history_slots), rows))
+        rows = torch.cat((part.state.pool.index_select(0, step.history_slots), rows))
     sources = step.entry_sources
     mixed = _mix(
         rows.index_select(0, sources.clamp(min=0).flatten()).view(*sources.shape, -1),

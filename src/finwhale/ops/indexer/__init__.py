@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 
 RATIO = 4  # tokens of a C4 entry
 
@@ -57,16 +57,15 @@ class SelectEntries(Protocol):
         self,
         q_NIC: Tensor | IndexQueries,
         weights_NI: Tensor,
-        key_pool: Tensor,
+        keys: CacheRows,
         rotary_LR: Tensor,
         tokens: Tokens,
-        table: PageTable,
         topk: int,
         scale: float,
         round_query: bool,
     ) -> Tensor:
-        """weights [N,I] float32 as projected, rows may be strided; key_pool dense [rows, C] or
-        packed (layout.py). q is as projected, or prepared with the same rotary table, tokens, topk
+        """weights [N,I] float32 as projected, rows may be strided; keys dense [C] or packed
+        (layout.py). q is as projected, or prepared with the same rotary table, tokens, topk
         and round_query.
 
         Returns slots [N,K] int32 in order of the entries' positions, filled with -1. K is topk, or

@@ -14,6 +14,7 @@ from finwhale.ops.case import (
     token_positions,
 )
 from finwhale.ops.indexer.layout import pack_keys, page_bytes
+from finwhale.ops.paging import CacheRows
 
 ROWS_PER_PAGE = 64
 
@@ -36,10 +37,9 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
         return (
             draw.integers(4, N, I, J, low=-3).to(draw.dtype),
             draw.integers(3, N, I, low=-2).float(),
-            pack_keys(keys, ROWS_PER_PAGE),
+            CacheRows(pack_keys(keys, ROWS_PER_PAGE), table),
             rotation,
             tokens,
-            table,
             K,
             2.0**-6,
             True,
@@ -50,7 +50,7 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
     yield OpCase(
         operator="select_entries",
         args=args,
-        by_token=(0, 1, 4, 5),
+        by_token=(0, 1, 2, 4),
         tolerance=MODEL_TOLERANCE,
         bytes=N * (2 * I * J + 4 * I + 4 * K) + scored * key_bytes(s),
         operations=float(entries[entries > K].sum()) * 2 * I * J,

@@ -9,7 +9,7 @@ from torch import Tensor
 from finwhale.ops import cpu_math
 from finwhale.ops.cpu_math import F32, I32, I64, view
 from finwhale.ops.indexer import RATIO, IndexQueries
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
@@ -39,10 +39,9 @@ def prepare_index_queries(
 def select_entries(
     q_NIC: Tensor | IndexQueries,
     weights_NI: Tensor,
-    key_pool: Tensor,
+    keys: CacheRows,
     rotary_LR: Tensor,
     tokens: Tokens,
-    table: PageTable,
     topk: int,
     scale: float,
     round_query: bool,
@@ -50,7 +49,7 @@ def select_entries(
     if isinstance(q_NIC, Tensor):
         q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query)
     q: F32 = q_NIC.values.numpy()
-    step = index_step(tokens, table)
+    step = index_step(tokens, keys.table)
     longest = max(step.max_entries, default=0)
     width = min(topk, padded(longest))
     entry_slots: I64 = view(step.entry_slots)
@@ -69,7 +68,7 @@ def select_entries(
                 where=np.arange(columns) < visible[:, None],
             )
             continue
-        rows, row_step = cpu_math.rows(key_pool)
+        rows, row_step = cpu_math.rows(keys.pool)
         keys_SEC = rows.take(slots_SE * row_step, 0, mode="clip")
         _select(q[some], weights[some], keys_SEC, visible, slots_SE, out[some])
     return torch.from_numpy(out)

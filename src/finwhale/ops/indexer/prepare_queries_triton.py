@@ -146,15 +146,8 @@ def prepare_index_queries(
     values = torch.empty((num_tokens, heads, width), dtype=torch.uint8, device=q_NIC.device)
     factors = torch.empty((num_tokens, heads), dtype=torch.float32, device=q_NIC.device)
     _prepare_queries_kernel[(num_tokens,)](
-        q_NIC,
-        rotary_LR,
-        tokens.positions,
-        values,
-        factors,
-        topk,
-        heads,
-        q_NIC.stride(0),
-        q_NIC.stride(1),
+        *(q_NIC, rotary_LR, tokens.positions, values, factors),
+        *(topk, heads, q_NIC.stride(0), q_NIC.stride(1)),
         RATIO=RATIO,
         C=width,
         R=rope,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.indexer import RATIO, IndexQueries
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import rotate_to_fp4
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
@@ -25,10 +25,9 @@ def prepare_index_queries(
 def select_entries(
     q_NIC: Tensor | IndexQueries,
     weights_NI: Tensor,
-    key_pool: Tensor,
+    keys: CacheRows,
     rotary_LR: Tensor,
     tokens: Tokens,
-    table: PageTable,
     topk: int,
     scale: float,
     round_query: bool,
@@ -36,7 +35,7 @@ def select_entries(
     if isinstance(q_NIC, Tensor):
         q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query)
     queries_NIC = q_NIC.values
-    step = index_step(tokens, table)
+    step = index_step(tokens, keys.table)
     longest = max(step.max_entries, default=0)
     width = min(topk, padded(longest))
     slots_NK = step.entry_slots.new_full((queries_NIC.shape[0], width), -1, dtype=torch.int32)
@@ -51,7 +50,7 @@ def select_entries(
             chosen = slots_NE[:, : columns.shape[0]]
             slots_NK[some, : columns.shape[0]] = chosen.where(columns < visible[:, None], -1)
             continue
-        keys_SEC = key_pool.index_select(0, slots_SE.clamp(min=0).flatten()).float()
+        keys_SEC = keys.pool.index_select(0, slots_SE.clamp(min=0).flatten()).float()
         keys_NEC = keys_SEC.view(*slots_SE.shape, -1).expand(visible.shape[0], -1, -1)
         q_GIC, weights_GI = queries_NIC[some].float(), weights_NI[some]
         block = max(1, MAX_SCORES[q_GIC.device.type] // (q_GIC.shape[1] * slots_NE.shape[1]))

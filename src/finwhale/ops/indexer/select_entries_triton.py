@@ -15,6 +15,8 @@ bytes of keys per sequence at 4.39 TB/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -32,20 +34,14 @@ from finwhale.ops.indexer.prepare_queries_triton import (
 from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
-from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, Tokens
 
 PAGE_ROWS = (64, 128)
-# Columns of the GEMM: the heads of all queries that share a tile of keys.
-PREFILL_COLUMNS = 128
 STAGES = 4
-# Programs per multiprocessor that fill the GPU; the tiles of a row are split over all of them.
-DECODE_PROGRAMS = 4
-PREFILL_PROGRAMS = 8
-# Registers per thread. A multiprocessor then runs four programs of a decode or three of a prefill.
-DECODE_REGISTERS, PREFILL_REGISTERS = 128, 168
-# The most bytes of scores at a time; in a prefill about the size of the L2 cache.
-PREFILL_SCORE_BYTES = 64 * 2**20
+# The most bytes of scores of a decode at a time.
 MAX_SCORE_BYTES = 2**30
+# Programs per multiprocessor that fill the GPU; the tiles of a row are split over all of them.
+DECODE_PROGRAMS, PREFILL_PROGRAMS = 4, 8
 OUT_PAD = 128
 MAX_QUERY = tl.constexpr(MAX_DECODE_QUERY)
 # Eight codes of a word (layout.py) -> two words of E4M3. Three bits of each nibble of prmt's
@@ -346,7 +342,44 @@ LAUNCH_CLASSES = LaunchClasses(
 )
 
 
-def _check(width: int, key_pool: Tensor, table: PageTable, round_query: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """How a step is scored.
+
+    Attributes:
+        decode: no sequence has more than MAX_DECODE_QUERY tokens.
+        block_q, block_i: queries that share a tile of keys, and their heads. Together they are the
+            columns of the GEMM.
+        rows: tokens that are scored at a time.
+        programs: that fill the GPU.
+        registers: of a thread. A multiprocessor then runs four programs of a decode or three of a
+            prefill.
+    """
+
+    decode: bool
+    block_q: int
+    block_i: int
+    rows: int
+    programs: int
+    registers: int
+
+    @staticmethod
+    def of(
+        num_tokens: int, heads: int, row_length: int, decode: bool, num_multiprocessors: int
+    ) -> "ScorePlan":
+        """row_length: number of scores of a token."""
+        block_i = block_heads(heads)
+        block_q = 1 if decode else max(1, 128 // block_i)
+        # In a prefill, scores take about the size of the L2 cache.
+        most_bytes = MAX_SCORE_BYTES if decode else 64 * 2**20
+        rows = max(block_q, most_bytes // (4 * row_length) // block_q * block_q)
+        programs = num_multiprocessors * (DECODE_PROGRAMS if decode else PREFILL_PROGRAMS)
+        registers = 128 if decode else 168
+        return ScorePlan(decode, block_q, block_i, min(num_tokens, rows), programs, registers)
+
+
+def _check(width: int, keys: CacheRows, round_query: bool) -> None:
+    key_pool, table = keys.pool, keys.table
     if key_pool.dtype != torch.uint8 or key_pool.dim() != 2 or not round_query:
         raise ValueError(
             f"these kernels score rounded queries against packed keys (uint8 pages), "
@@ -362,13 +395,52 @@ def _check(width: int, key_pool: Tensor, table: PageTable, round_query: bool) ->
         )
 
 
+def _score(
+    plan: ScorePlan,
+    q: IndexQueries,
+    weights_NI: Tensor,
+    keys: CacheRows,
+    tokens: Tokens,
+    topk: int,
+    scale: float,
+    first_token: int,
+    scores_NE: Tensor,
+    maxima_NG: Tensor | None,
+    inline_asm: bool,
+    early_launch: bool,
+) -> None:
+    """Write the scores of the tokens from `first_token` on. maxima: see topk_few_triton.py."""
+    (_, heads, width), (num_rows, row_length), table = q.values.shape, scores_NE.shape, keys.table
+    maxima = scores_NE if maxima_NG is None else maxima_NG
+    groups = triton.cdiv(num_rows, plan.block_q)
+    splits = max(1, min(plan.programs // groups, row_length // table.rows_per_page))
+    _scores_kernel[(groups, splits)](
+        *(q.values, q.factors, weights_NI, keys.pool, tokens.positions, tokens.sequence),
+        *(table.pages, table.first, scores_NE, maxima),
+        *(first_token, num_rows, topk, scale, heads),
+        *(weights_NI.stride(0), keys.pool.stride(0), table.pages.stride(0)),
+        *(scores_NE.stride(0), maxima.stride(0)),
+        RATIO=RATIO,
+        C=width,
+        ROWS=table.rows_per_page,
+        DECODE=plan.decode,
+        BLOCK_Q=plan.block_q,
+        BLOCK_I=plan.block_i,
+        STAGES=STAGES,
+        LARGEST_OF=0 if maxima_NG is None else few.GROUP,
+        ASM=inline_asm,
+        num_warps=4,
+        **({"maxnreg": plan.registers} if inline_asm else {}),
+        **launch_options(early_launch),
+    )
+
+
 def select_entries(
     q_NIC: Tensor | IndexQueries,
     weights_NI: Tensor,
-    key_pool: Tensor,
+    keys: CacheRows,
     rotary_LR: Tensor,
     tokens: Tokens,
-    table: PageTable,
     topk: int,
     scale: float,
     round_query: bool,
@@ -389,7 +461,7 @@ def select_entries(
     """
     shape = q_NIC.shape if isinstance(q_NIC, Tensor) else q_NIC.values.shape
     num_tokens, heads, width = shape
-    _check(width, key_pool, table, round_query)
+    _check(width, keys, round_query)
     if isinstance(q_NIC, Tensor):
         how = {"inline_asm": inline_asm, "early_launch": early_launch}
         q_NIC = prepare_index_queries(q_NIC, rotary_LR, tokens, topk, round_query, **how)
@@ -401,69 +473,24 @@ def select_entries(
         return out_NK
     if max_entries <= topk:
         no_scores = torch.empty(num_tokens, 0, dtype=torch.float32, device=values.device)
-        select_topk(no_scores, out_NK, tokens, table, 0, topk, 0, RATIO, early_launch)
+        select_topk(no_scores, out_NK, tokens, keys.table, 0, topk, 0, RATIO, early_launch)
         return out_NK
     assert factors is not None, "the queries were prepared for shorter sequences"
-
-    is_prefill = tokens.max_query > MAX_DECODE_QUERY
-    row_length = triton.cdiv(max_entries, table.rows_per_page) * table.rows_per_page
-    block_i = block_heads(heads)
-    block_q = max(1, PREFILL_COLUMNS // block_i) if is_prefill else 1
-    limit = PREFILL_SCORE_BYTES if is_prefill else MAX_SCORE_BYTES
-    registers = PREFILL_REGISTERS if is_prefill else DECODE_REGISTERS
-    options = {"maxnreg": registers} if inline_asm else {}
-    rows = min(num_tokens, max(block_q, limit // (4 * row_length) // block_q * block_q))
-    scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=values.device)
-    by_few = not is_prefill and few.takes(num_tokens, topk, max_entries)
-    maxima_NG = scores_NE
-    if by_few:
-        # A row has a multiple of 16 values, so that every length has the same launch signature.
-        groups_of_row = triton.cdiv(row_length, 16 * few.GROUP) * 16
-        maxima_NG = scores_NE.new_empty((rows, groups_of_row), dtype=torch.int32)
-    for first_token in range(0, num_tokens, rows):
-        num_rows = min(rows, num_tokens - first_token)
-        groups = triton.cdiv(num_rows, block_q)
-        programs = num_multiprocessors * (PREFILL_PROGRAMS if is_prefill else DECODE_PROGRAMS)
-        splits = max(1, min(programs // groups, row_length // table.rows_per_page))
-        _scores_kernel[(groups, splits)](
-            values,
-            factors,
-            weights_NI,
-            key_pool,
-            tokens.positions,
-            tokens.sequence,
-            table.pages,
-            table.first,
-            scores_NE,
-            maxima_NG,
-            first_token,
-            num_rows,
-            topk,
-            scale,
-            heads,
-            weights_NI.stride(0),
-            key_pool.stride(0),
-            table.pages.stride(0),
-            scores_NE.stride(0),
-            maxima_NG.stride(0),
-            RATIO=RATIO,
-            C=width,
-            ROWS=table.rows_per_page,
-            DECODE=not is_prefill,
-            BLOCK_Q=block_q,
-            BLOCK_I=block_i,
-            STAGES=STAGES,
-            LARGEST_OF=few.GROUP if by_few else 0,
-            ASM=inline_asm,
-            num_warps=4,
-            **options,
-            **launch_options(early_launch),
-        )
-        rest = (out_NK, tokens, table, first_token, topk, max_entries, RATIO, early_launch)
-        if by_few:
-            few.select_topk_few(
-                scores_NE[:num_rows], maxima_NG[:num_rows], *rest, num_warps=few_warps
-            )
+    row_length = triton.cdiv(max_entries, keys.table.rows_per_page) * keys.table.rows_per_page
+    decode = tokens.max_query <= MAX_DECODE_QUERY
+    plan = ScorePlan.of(num_tokens, heads, row_length, decode, num_multiprocessors)
+    scores_NE = torch.empty(plan.rows, row_length, dtype=torch.float32, device=values.device)
+    by_few = decode and few.takes(num_tokens, topk, max_entries)
+    maxima_NG = few.empty_maxima(scores_NE) if by_few else None
+    for first in range(0, num_tokens, plan.rows):
+        scores = scores_NE[: num_tokens - first]
+        _score(
+            plan, q_NIC, weights_NI, keys, tokens, topk, scale, first, scores, maxima_NG,
+            inline_asm, early_launch,
+        )  # fmt: skip
+        rest = (out_NK, tokens, keys.table, first, topk, max_entries, RATIO, early_launch)
+        if maxima_NG is None:
+            select_topk(scores, *rest)
         else:
-            select_topk(scores_NE[:num_rows], *rest)
+            few.select_topk_few(scores, maxima_NG[: len(scores)], *rest, num_warps=few_warps)
     return out_NK

@@ -517,6 +517,12 @@ def takes(num_rows: int, topk: int, max_entries: int) -> bool:
     return num_rows <= FEW_ROWS and max_entries > LEAST_ENTRIES and topk <= MAXIMA // 2
 
 
+def empty_maxima(scores_NE: Tensor) -> Tensor:
+    """Allocate the maxima. A row has a multiple of 16, so that every length has one signature."""
+    num_rows, length = scores_NE.shape
+    return scores_NE.new_empty((num_rows, triton.cdiv(length, 16 * GROUP) * 16), dtype=torch.int32)
+
+
 def select_topk_few(
     scores_NE: Tensor,
     maxima_NG: Tensor,
@@ -543,23 +549,10 @@ def select_topk_few(
         groups = out_NK.new_empty((num_rows, triton.cdiv(max_entries, 16 * GROUP) * 16))
         copy = torch.empty((num_rows, TILE), dtype=torch.float32, device=out_NK.device)
     _select_few_kernel[(num_rows,)](
-        scores_NE,
-        maxima_NG,
-        out_NK,
-        candidates,
-        groups,
-        copy,
-        tokens.positions,
-        tokens.sequence,
-        table.pages,
-        table.first,
-        first_token,
-        topk,
-        out_NK.shape[1],
-        scores_NE.stride(0),
-        maxima_NG.stride(0),
-        out_NK.stride(0),
-        groups.stride(0),
+        *(scores_NE, maxima_NG, out_NK, candidates, groups, copy),
+        *(tokens.positions, tokens.sequence, table.pages, table.first),
+        *(first_token, topk, out_NK.shape[1]),
+        *(scores_NE.stride(0), maxima_NG.stride(0), out_NK.stride(0), groups.stride(0)),
         table.pages.stride(0),
         RATIO=ratio,
         ROWS_PER_PAGE=table.rows_per_page,

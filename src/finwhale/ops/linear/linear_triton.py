@@ -259,13 +259,8 @@ def _run_rows(p: LinearProblem, plan: RowPlan) -> Tensor:
     out = p.empty()
     num_tokens, groups, width = p.x.shape
     row_kernel[(triton.cdiv(p.M, plan.blocks * plan.block_m), groups)](
-        p.x,
-        p.weight,
-        p.weight if p.scale is None else p.scale,
-        out,
-        p.M,
-        p.x.stride(0) if num_tokens > 1 else 0,
-        p.x.stride(1),
+        *(p.x, p.weight, p.weight if p.scale is None else p.scale, out, p.M),
+        *(p.x.stride(0) if num_tokens > 1 else 0, p.x.stride(1)),
         0.0 if p.limit is None else p.limit,
         K=width,
         TOKENS=num_tokens,
@@ -290,16 +285,9 @@ def _run_tiles(p: LinearProblem, plan: TilePlan, x_scale: Tensor | None = None) 
     scales = p.x.new_empty(0) if x_scale is None else x_scale
     strides = (0, 0, 0) if x_scale is None else x_scale.stride()
     tile_kernel[(triton.cdiv(rows, plan.block_m) * blocks, plan.split, groups)](
-        p.x,
-        scales,
-        p.weight,
-        p.weight if p.scale is None else p.scale,
+        *(p.x, scales, p.weight, p.weight if p.scale is None else p.scale),
         out if parts is None else parts,
-        num_tokens,
-        rows,
-        width,
-        p.x.stride(0),
-        p.x.stride(1),
+        *(num_tokens, rows, width, p.x.stride(0), p.x.stride(1)),
         *strides,
         plan.steps(p),
         SCALED=p.scale is not None,
@@ -334,16 +322,8 @@ def _run_few_tokens(p: LinearProblem, plan: TilePlan) -> Tensor:
     out, columns = p.empty(), few_columns(p.x.shape[0])
     parts = _empty_parts(p, plan, columns)
     target = out if parts is None else parts
-    options.few_tokens(
-        p.x,
-        p.weight,
-        p.scale,
-        target,
-        plan.steps(p),
-        columns,
-        options.early_steps,
-        options.early_launch,
-    )
+    how = plan.steps(p), columns, options.early_steps, options.early_launch
+    options.few_tokens(p.x, p.weight, p.scale, target, *how)
     if parts is not None:
         _sum(p, parts, out, plan)
     return out
@@ -355,13 +335,7 @@ def _sum(p: LinearProblem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
     block_n = min(16, padded)
     grid = (triton.cdiv(width, SUM_ROWS), triton.cdiv(out.shape[0], block_n))
     sum_kernel[grid](
-        parts,
-        out,
-        out.shape[0],
-        width,
-        padded,
-        parts[0].numel(),
-        width,
+        *(parts, out, out.shape[0], width, padded, parts[0].numel(), width),
         0.0 if p.limit is None else p.limit,
         PARTS=plan.split,
         GATED=p.limit is not None,

@@ -113,15 +113,8 @@ def _launch(
     assert dequantise or num_groups == 1 or scale.stride(1) == total * scale.stride(2)
     groups, block_n, grid, few = _programs(num_tokens, num_groups, total)
     _quantise_kernel[grid](
-        x_NGK,
-        y,
-        scale,
-        num_tokens,
-        width,
-        x_NGK.stride(0),
-        x_NGK.stride(1),
-        scale.stride(0),
-        scale.stride(2),
+        *(x_NGK, y, scale, num_tokens, width, x_NGK.stride(0), x_NGK.stride(1)),
+        *(scale.stride(0), scale.stride(2)),
         0.0 if limit is None else limit,
         G=num_groups,
         GROUPS=groups,

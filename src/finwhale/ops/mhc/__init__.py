@@ -110,30 +110,7 @@ class HcHead(Protocol):
         ...
 
 
-class SumPost(Protocol):
-    """MhcPost that adds the terms of x."""
-
-    def __call__(
-        self,
-        x_ND: PartialSum | UnreducedExperts,
-        post_NH: Tensor,
-        res_NHH: Tensor,
-        residual_NHD: Tensor,
-    ) -> Tensor: ...
-
-
-class SumPostPre(Protocol):
-    """MhcPostPre that adds the terms of x."""
-
-    def __call__(
-        self,
-        x_ND: PartialSum | UnreducedExperts,
-        post_NH: Tensor,
-        res_NHH: Tensor,
-        residual_NHD: Tensor,
-        w: MhcWeight,
-        params: MhcParams,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+Terms = PartialSum | UnreducedExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +133,13 @@ class FusedReduceMhc:
         expert_tokens: the most tokens for which the operators take `UnreducedExperts`.
         num_programs: (N, D) -> the most programs of a launch that exchange words; 0: the operators
             do not take the partial sums of N tokens.
+        mhc_post, mhc_post_pre: MhcPost and MhcPostPre that add the terms of x.
     """
 
     expert_tokens: int
     num_programs: Callable[[int, int], int]
-    mhc_post: SumPost
-    mhc_post_pre: SumPostPre
+    mhc_post: Callable[[Terms, Tensor, Tensor, Tensor], Tensor]
+    mhc_post_pre: Callable[
+        [Terms, Tensor, Tensor, Tensor, MhcWeight, MhcParams],
+        tuple[Tensor, Tensor, Tensor, Tensor],
+    ]

@@ -143,13 +143,8 @@ def mhc_post_pre(
     params: MhcParams,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams = _post(x_ND.numpy(), post_NH.numpy(), res_NHH.numpy(), residual_NHD.numpy())
-    x, post, res = _pre(streams, w, params)
-    return (
-        torch.from_numpy(x),
-        torch.from_numpy(post),
-        torch.from_numpy(res),
-        torch.from_numpy(streams),
-    )
+    x, post, res, streams_NHD = map(torch.from_numpy, (*_pre(streams, w, params), streams))
+    return x, post, res, streams_NHD
 
 
 def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:

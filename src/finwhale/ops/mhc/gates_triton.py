@@ -28,76 +28,49 @@ def _reciprocal(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _step(old, eps, a, x, b, y, c, z, d, w):
-    """Add the terms in the order in which the reciprocals arrive, with one instruction each."""
-    return eps * old + a * x + b * y + c * z + d * w
+def _reciprocals(a, b, c, d, COMPILED: tl.constexpr):
+    return (
+        _reciprocal(a, COMPILED),
+        _reciprocal(b, COMPILED),
+        _reciprocal(c, COMPILED),
+        _reciprocal(d, COMPILED),
+    )
 
 
 @triton.jit
-def _sinkhorn(
-    a00,
-    a01,
-    a02,
-    a03,
-    a10,
-    a11,
-    a12,
-    a13,
-    a20,
-    a21,
-    a22,
-    a23,
-    a30,
-    a31,
-    a32,
-    a33,
-    res_ptr,
-    mask,
-    eps,
-    ITERS: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
+def _step(old, eps, w, a, b, c, d):
+    """Add the terms in the order in which the reciprocals w arrive, with one instruction each."""
+    return eps * old + a * w[0] + b * w[1] + c * w[2] + d * w[3]
+
+
+@triton.jit
+def _sinkhorn(a, res_ptr, mask, eps, ITERS: tl.constexpr, COMPILED: tl.constexpr):
     """Sinkhorn with a variable for each of the 16 values, so that threads exchange no data.
 
     As in the reference, res_ij = a_ij / (u_i v_j); one half step changes only u, the other only v.
     """
-    v0 = (a00 + a10) + (a20 + a30) + eps
-    v1 = (a01 + a11) + (a21 + a31) + eps
-    v2 = (a02 + a12) + (a22 + a32) + eps
-    v3 = (a03 + a13) + (a23 + a33) + eps
-    u0 = a00 * 0.0 + 1.0
+    v0 = (a[0] + a[4]) + (a[8] + a[12]) + eps
+    v1 = (a[1] + a[5]) + (a[9] + a[13]) + eps
+    v2 = (a[2] + a[6]) + (a[10] + a[14]) + eps
+    v3 = (a[3] + a[7]) + (a[11] + a[15]) + eps
+    u0 = a[0] * 0.0 + 1.0
     u1 = u0
     u2 = u0
     u3 = u0
     for _ in tl.range(ITERS - 1):
-        w0 = _reciprocal(v0, COMPILED)
-        w1 = _reciprocal(v1, COMPILED)
-        w2 = _reciprocal(v2, COMPILED)
-        w3 = _reciprocal(v3, COMPILED)
-        u0 = _step(u0, eps, a00, w0, a01, w1, a02, w2, a03, w3)
-        u1 = _step(u1, eps, a10, w0, a11, w1, a12, w2, a13, w3)
-        u2 = _step(u2, eps, a20, w0, a21, w1, a22, w2, a23, w3)
-        u3 = _step(u3, eps, a30, w0, a31, w1, a32, w2, a33, w3)
-        w0 = _reciprocal(u0, COMPILED)
-        w1 = _reciprocal(u1, COMPILED)
-        w2 = _reciprocal(u2, COMPILED)
-        w3 = _reciprocal(u3, COMPILED)
-        v0 = _step(v0, eps, a00, w0, a10, w1, a20, w2, a30, w3)
-        v1 = _step(v1, eps, a01, w0, a11, w1, a21, w2, a31, w3)
-        v2 = _step(v2, eps, a02, w0, a12, w1, a22, w2, a32, w3)
-        v3 = _step(v3, eps, a03, w0, a13, w1, a23, w2, a33, w3)
-    _store_row(res_ptr, a00, a01, a02, a03, u0, v0, v1, v2, v3, mask)
-    _store_row(res_ptr + 4, a10, a11, a12, a13, u1, v0, v1, v2, v3, mask)
-    _store_row(res_ptr + 8, a20, a21, a22, a23, u2, v0, v1, v2, v3, mask)
-    _store_row(res_ptr + 12, a30, a31, a32, a33, u3, v0, v1, v2, v3, mask)
-
-
-@triton.jit
-def _store_row(row_ptr, a, b, c, d, u, v0, v1, v2, v3, mask):
-    tl.store(row_ptr, a / u / v0, mask=mask)
-    tl.store(row_ptr + 1, b / u / v1, mask=mask)
-    tl.store(row_ptr + 2, c / u / v2, mask=mask)
-    tl.store(row_ptr + 3, d / u / v3, mask=mask)
+        w = _reciprocals(v0, v1, v2, v3, COMPILED)
+        u0 = _step(u0, eps, w, a[0], a[1], a[2], a[3])
+        u1 = _step(u1, eps, w, a[4], a[5], a[6], a[7])
+        u2 = _step(u2, eps, w, a[8], a[9], a[10], a[11])
+        u3 = _step(u3, eps, w, a[12], a[13], a[14], a[15])
+        w = _reciprocals(u0, u1, u2, u3, COMPILED)
+        v0 = _step(v0, eps, w, a[0], a[4], a[8], a[12])
+        v1 = _step(v1, eps, w, a[1], a[5], a[9], a[13])
+        v2 = _step(v2, eps, w, a[2], a[6], a[10], a[14])
+        v3 = _step(v3, eps, w, a[3], a[7], a[11], a[15])
+    u, v = (u0, u1, u2, u3), (v0, v1, v2, v3)
+    for i in tl.static_range(16):
+        tl.store(res_ptr + i, a[i] / u[i // 4] / v[i % 4], mask=mask)
 
 
 @triton.jit
@@ -157,33 +130,11 @@ def gates_kernel(
         post = _mix(parts, scale_ptr, base_ptr, rstd, mask, N, 4 + k, SLOTS, ROWS)
         tl.store(pre_ptr + token * 4 + k, _sigmoid(pre) + eps, mask=mask)
         tl.store(post_ptr + token * 4 + k, 2.0 * _sigmoid(post), mask=mask)
-    a00, a01, a02, a03 = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 8, eps, SLOTS, ROWS)
-    a10, a11, a12, a13 = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 12, eps, SLOTS, ROWS)
-    a20, a21, a22, a23 = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 16, eps, SLOTS, ROWS)
-    a30, a31, a32, a33 = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 20, eps, SLOTS, ROWS)
-    _sinkhorn(
-        a00,
-        a01,
-        a02,
-        a03,
-        a10,
-        a11,
-        a12,
-        a13,
-        a20,
-        a21,
-        a22,
-        a23,
-        a30,
-        a31,
-        a32,
-        a33,
-        res_ptr + token * 16,
-        mask,
-        eps,
-        ITERS,
-        COMPILED,
-    )
+    a = ()
+    for i in tl.static_range(4):
+        row = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 8 + 4 * i, eps, SLOTS, ROWS)
+        a += row
+    _sinkhorn(a, res_ptr + token * 16, mask, eps, ITERS, COMPILED)
 
 
 @triton.jit
@@ -192,8 +143,12 @@ def _pick(values, index, i: tl.constexpr):
 
 
 @triton.jit
-def _parts(parts_ptr, stride_r, slots, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
-    """Load rows FIRST + rows of a token's parts: [BLOCK_S, rows]."""
+def _parts(parts, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
+    """Load rows FIRST + rows of a token's parts: [BLOCK_S, rows].
+
+    parts: their pointer, the stride of their rows and the number of slots.
+    """
+    parts_ptr, stride_r, slots = parts
     slot = tl.arange(0, BLOCK_S)
     source = parts_ptr + ((slot * ROWS + FIRST)[:, None] + rows[None, :]) * stride_r
     return tl.load(source, mask=(slot < slots)[:, None], other=0.0)
@@ -201,38 +156,36 @@ def _parts(parts_ptr, stride_r, slots, FIRST, rows, BLOCK_S: tl.constexpr, ROWS:
 
 @triton.jit
 def _one_token_gates(
-    parts_ptr,
-    scale_ptr,
-    base_ptr,
-    post_ptr,
-    res_ptr,
+    parts,
+    weights,
+    outputs,
     D,
     eps,
     rms_eps,
-    stride_r,
-    slots,
     ITERS: tl.constexpr,
     COMPILED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Compute a token's post and residual gates. DEPENDENT: wait for the previous kernel.
+    """Compute a token's post and residual gates. PDL: wait for the previous kernel.
 
     All loads come first, because a sum is a barrier that delays later loads. Those of weights come
     before the wait, because other kernels have filled L2 since the last step.
     """
+    scale_ptr, base_ptr = weights
+    post_ptr, res_ptr = outputs
     four = tl.arange(0, 4)
     index = tl.arange(0, 16)
     mixes_scale = tl.load(scale_ptr + 8 + index)
     mixes_base = tl.load(base_ptr + 8 + index)
     post_scale = tl.load(scale_ptr + 4 + four)
     post_base = tl.load(base_ptr + 4 + four)
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_wait()
-    mixes = _parts(parts_ptr, stride_r, slots, 8, index, BLOCK_S, ROWS)
-    squares = _parts(parts_ptr, stride_r, slots, 24, tl.arange(0, 1), BLOCK_S, ROWS)
-    post = _parts(parts_ptr, stride_r, slots, 4, four, BLOCK_S, ROWS)
+    mixes = _parts(parts, 8, index, BLOCK_S, ROWS)
+    squares = _parts(parts, 24, tl.arange(0, 1), BLOCK_S, ROWS)
+    post = _parts(parts, 4, four, BLOCK_S, ROWS)
     rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
     post = tl.sum(post, axis=0) * rstd * post_scale + post_base
     mixes = tl.sum(mixes, axis=0) * rstd * mixes_scale + mixes_base
@@ -240,29 +193,10 @@ def _one_token_gates(
     mixes = tl.reshape(mixes, [4, 4])
     a = tl.exp(mixes - tl.max(mixes, axis=1)[:, None])
     a = tl.reshape(a * (1.0 / tl.sum(a, axis=1))[:, None] + eps, [16])
-    _sinkhorn(
-        _pick(a, index, 0),
-        _pick(a, index, 1),
-        _pick(a, index, 2),
-        _pick(a, index, 3),
-        _pick(a, index, 4),
-        _pick(a, index, 5),
-        _pick(a, index, 6),
-        _pick(a, index, 7),
-        _pick(a, index, 8),
-        _pick(a, index, 9),
-        _pick(a, index, 10),
-        _pick(a, index, 11),
-        _pick(a, index, 12),
-        _pick(a, index, 13),
-        _pick(a, index, 14),
-        _pick(a, index, 15),
-        res_ptr,
-        None,
-        eps,
-        ITERS,
-        COMPILED,
-    )
+    picked = ()
+    for i in tl.static_range(16):
+        picked += (_pick(a, index, i),)  # type: ignore[assignment]
+    _sinkhorn(picked, res_ptr, None, eps, ITERS, COMPILED)
 
 
 @triton.jit
@@ -290,7 +224,7 @@ def block_input_kernel(
     ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute a token's normalised block input from its residual streams and `pre`.
 
@@ -303,26 +237,15 @@ def block_input_kernel(
     else:
         token = tl.program_id(0).to(tl.int64)
         parts_ptr += token * stride_t
+    parts = parts_ptr, stride_r, slots
     if tl.program_id(1) == 1:
-        if DEPENDENT:
+        if PDL:
             tl.extra.cuda.gdc_launch_dependents()
-        _one_token_gates(
-            parts_ptr,
-            scale_ptr,
-            base_ptr,
-            post_ptr + token * 4,
-            res_ptr + token * 16,
-            D,
-            eps,
-            rms_eps,
-            stride_r,
-            slots,
-            ITERS,
-            COMPILED,
-            BLOCK_S,
-            ROWS,
-            DEPENDENT,
-        )
+        weights, outputs = (scale_ptr, base_ptr), (post_ptr + token * 4, res_ptr + token * 16)
+        # fmt: off
+        _one_token_gates(parts, weights, outputs, D, eps, rms_eps, ITERS, COMPILED, BLOCK_S, ROWS,
+                         PDL)
+        # fmt: on
     else:
         d = tl.arange(0, BLOCK_D)
         mask = d < D
@@ -332,14 +255,14 @@ def block_input_kernel(
             M: tl.constexpr = 24 if KIND == "block" else 4
             scale = tl.load(scale_ptr + four * (1 if KIND == "block" else 0))
             base = tl.load(base_ptr + four)
-        if DEPENDENT:
+        if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         if KIND == "given":
             pre = tl.load(pre_ptr + token * 4 + four)
         else:
-            pre = _parts(parts_ptr, stride_r, slots, 0, four, BLOCK_S, ROWS)
-            squares = _parts(parts_ptr, stride_r, slots, M, tl.arange(0, 1), BLOCK_S, ROWS)
+            pre = _parts(parts, 0, four, BLOCK_S, ROWS)
+            squares = _parts(parts, M, tl.arange(0, 1), BLOCK_S, ROWS)
         source = streams_ptr + token * stride_n + d
         x0 = tl.load(source, mask=mask, other=0.0)
         x1 = tl.load(source + stride_h, mask=mask, other=0.0)

@@ -39,6 +39,7 @@ import triton
 from torch import Tensor
 
 from finwhale.ops.launch.arguments import check_contiguous
+from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import LaunchClasses, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc.gates_triton import block_input_kernel, gates_kernel
@@ -55,8 +56,7 @@ NUM_STREAMS = 4
 MAX_WIDTH = 16384
 MAX_GRID_Y = 65_535  # of a launch
 FEW_TOKENS = 128
-EXPERT_TOKENS = 128  # the most tokens whose experts' outputs these kernels add
-ANY_NUMBER = 2**31  # for MhcOptions.few_tokens
+TILE_VALUES = 512  # of x, in a program for few tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class MhcOptions:
     """A table's options for mHC.
 
     Attributes:
-        few_tokens: the most tokens for which the kernels for few tokens run. ANY_NUMBER: they
-            always run, so that the bits of a token do not depend on the number of tokens.
+        invariant: the kernels for few tokens run for any number of tokens, so that the bits of a
+            token do not depend on the number of tokens.
         early_launch: launch these kernels early (`launch_options`).
         inline_asm: use PTX instructions (the kernels' COMPILED).
     """
 
-    few_tokens: int = FEW_TOKENS
+    invariant: bool = False
     early_launch: bool = False
     inline_asm: bool = False
 
@@ -80,19 +80,41 @@ DEFAULT = MhcOptions()
 
 @dataclass(frozen=True, slots=True)
 class MhcPlan:
-    """Tile sizes of the first pass.
+    """The kernel of the first pass, and its tile sizes.
 
     Attributes:
+        few: the kernel for few tokens.
         block_n, block_d: tokens and values of D that a program processes at a time.
         slots: programs along D for each block of tokens; 0: one for each block_d.
         stages: stages of the pipelined loop over D.
     """
 
+    few: bool
     block_n: int
     block_d: int
     num_warps: int
     slots: int = 0
     stages: int = 1
+
+    @staticmethod
+    def of(
+        num_tokens: int, dtype: torch.dtype, options: MhcOptions, *, gemm: bool = True
+    ) -> "MhcPlan":
+        """The plan for residual streams of a dtype. gemm: the pass computes the GEMM with fn."""
+        if num_tokens <= FEW_TOKENS or options.invariant:
+            if gemm or num_tokens > MAX_GRID_Y:
+                return MhcPlan(True, block_n=16, block_d=32, num_warps=4)
+            return MhcPlan(True, block_n=1, block_d=TILE_VALUES, num_warps=4)  # the same bits
+        if not gemm:
+            return MhcPlan(False, block_n=4, block_d=512, slots=4, num_warps=4)
+        if dtype == torch.bfloat16:
+            return MhcPlan(False, block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
+        return MhcPlan(False, block_n=32, block_d=16, slots=8, num_warps=8)
+
+    def grid(self, num_tokens: int, width: int) -> tuple[int, int]:
+        """Number of programs along D and along the tokens."""
+        slots = self.slots or triton.cdiv(width, self.block_d)
+        return slots, triton.cdiv(num_tokens, self.block_n)
 
 
 def _check_streams(streams_NHD: Tensor) -> None:
@@ -117,24 +139,15 @@ def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: MhcOptions
         raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
 
 
-def _check_terms(terms: UnreducedExperts, num_tokens: int, options: MhcOptions) -> None:
-    most = min(EXPERT_TOKENS, options.few_tokens)
-    if num_tokens > most:
+def _check_terms(terms: UnreducedExperts, num_tokens: int) -> None:
+    if num_tokens > FEW_TOKENS:
         raise ValueError(
-            f"these mHC kernels add experts' outputs of at most {most} tokens, got {num_tokens}"
+            f"these mHC kernels add experts' outputs of at most {FEW_TOKENS} tokens, got "
+            f"{num_tokens}"
         )
     if terms.shared.stride(1) != 1:
         raise ValueError(f"a row's values must be contiguous, got {terms.shared.stride()}")
     check_contiguous(each=terms.each, ids=terms.ids)
-
-
-# Plans of the first pass, then the plan of `mhc_post`, which has no GEMM.
-FEW = MhcPlan(block_n=16, block_d=32, num_warps=4)
-MANY = MhcPlan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
-MANY_FLOAT32 = MhcPlan(block_n=32, block_d=16, slots=8, num_warps=8)
-POST_FEW = MhcPlan(block_n=1, block_d=512, num_warps=4)
-TILE_VALUES = 512  # of x, in a program for few tokens
-POST_MANY = MhcPlan(block_n=4, block_d=512, slots=4, num_warps=4)
 
 
 LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, (1, FEW_TOKENS, MAX_GRID_Y)))
@@ -142,13 +155,10 @@ LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, (1, FEW_TO
 
 def num_programs(num_tokens: int, width: int, *, options: MhcOptions = DEFAULT) -> int:
     """See `FusedReduceMhc`."""
-    if not 0 < num_tokens <= options.few_tokens:
+    plans = [MhcPlan.of(num_tokens, torch.bfloat16, options, gemm=gemm) for gemm in (True, False)]
+    if num_tokens == 0 or not plans[0].few:
         return 0
-    return max(math.prod(_few_grid(plan, num_tokens, width)) for plan in (FEW, POST_FEW))
-
-
-def _few_grid(plan: MhcPlan, num_tokens: int, width: int) -> tuple[int, int]:
-    return triton.cdiv(width, plan.block_d), triton.cdiv(num_tokens, plan.block_n)
+    return max(math.prod(plan.grid(num_tokens, width)) for plan in plans)
 
 
 def _empty_parts(
@@ -208,7 +218,7 @@ class Post:
         assert not isinstance(own, PartialSum)
         x, ids, shared, topk = own, mix, mix, 0
         if isinstance(own, UnreducedExperts):
-            _check_terms(own, streams_NHD.shape[0], options)
+            _check_terms(own, streams_NHD.shape[0])
             x, ids, shared, topk = own.each, own.ids, own.shared, own.ids.shape[1]
         assert isinstance(x, Tensor)
         check_contiguous(x=x, post=mix, res=res)
@@ -219,6 +229,7 @@ class Post:
 class FirstPass:
     """The tensors of the first pass; without a post step, `out` is `streams`. fn: None: no GEMM."""
 
+    plan: MhcPlan
     streams: Tensor
     post: Post | None
     fn: Tensor | None
@@ -239,7 +250,11 @@ class FirstPass:
         return {
             "M": 0 if self.fn is None else self.fn.shape[0],
             "ROWS": 16 if self.fn is None else self.parts.shape[2],
+            "POST": self.post is not None,
             "COMPILED": options.inline_asm,
+            "BLOCK_N": self.plan.block_n,
+            "BLOCK_D": self.plan.block_d,
+            "num_warps": self.plan.num_warps,
         }
 
 
@@ -267,16 +282,16 @@ def _run_streams(
     out_NHD = streams_NHD
     if step is not None:
         out_NHD = torch.empty(streams_NHD.shape, dtype=streams_NHD.dtype, device=streams_NHD.device)
-    few = num_tokens <= options.few_tokens
+    plan = MhcPlan.of(num_tokens, streams_NHD.dtype, options, gemm=fn is not None)
     parts = out_NHD
     if fn is not None:
         check_contiguous(fn=fn)
-        slots = triton.cdiv(width, FEW.block_d) if few else MANY.slots
+        slots, _ = plan.grid(num_tokens, width)
         rows = triton.next_power_of_2(max(16, fn.shape[0] + 1))
-        parts = _empty_parts(num_tokens, slots, rows, out_NHD.device, few=few)
+        parts = _empty_parts(num_tokens, slots, rows, out_NHD.device, few=plan.few)
     if num_tokens:
-        p = FirstPass(streams_NHD, step, fn, out_NHD, parts)
-        if few:
+        p = FirstPass(plan, streams_NHD, step, fn, out_NHD, parts)
+        if plan.few:
             _launch_few(p, options, phases)
         else:
             _launch_many(p, options)
@@ -288,26 +303,16 @@ def _launch_few(p: FirstPass, options: MhcOptions, phases: Phases) -> None:
     channel = None if p.post is None else p.post.channel
     # For one token on one GPU, an early start makes a step 3% slower (H200).
     early = options.early_launch and (num_tokens > 1 or channel is not None)
-    launch = {"launch_pdl": True} if early else {}
-    plan = POST_FEW if p.fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
-    grid = _few_grid(plan, num_tokens, width)
+    grid = p.plan.grid(num_tokens, width)
     x, experts, topk = p.streams, (p.streams, p.streams, 0), 0
     if p.post is not None:
         x, topk = p.post.x, p.post.topk
         experts = (p.post.ids, p.post.shared, p.post.shared.stride(0) if topk else 0)
-    constants = p.constants(options) | {
-        "K": topk,
-        "BLOCK_N": plan.block_n,
-        "BLOCK_D": plan.block_d,
-        "DEPENDENT": early,
-        "num_warps": plan.num_warps,
-        **launch,
-    }
+    constants = p.constants(options) | {"K": topk, **launch_options(early)}
     if p.post is None or channel is None:
-        streams_few_kernel[grid](
-            x, *experts, *p.tensors(), *p.sizes(), POST=p.post is not None, **constants
-        )
+        streams_few_kernel[grid](x, *experts, *p.tensors(), *p.sizes(), **constants)
         return
+    del constants["POST"]
     sum_streams_few_kernel[grid](
         x if topk else x.view(-1).view(torch.int32),
         *experts,
@@ -327,24 +332,51 @@ def _launch_few(p: FirstPass, options: MhcOptions, phases: Phases) -> None:
 
 def _launch_many(p: FirstPass, options: MhcOptions) -> None:
     num_tokens, _, width = p.streams.shape
-    tensors = p.tensors()
+    tensors, plan = p.tensors(), p.plan
     if p.fn is not None:
         tensors = (*tensors[:4], _planes(p.fn, p.streams.dtype), p.parts)
-    is_narrow = p.streams.dtype == torch.bfloat16
-    plan = POST_MANY if p.fn is None else MANY if is_narrow else MANY_FLOAT32
     steps = triton.cdiv(triton.cdiv(width, plan.block_d), plan.slots)
-    streams_many_kernel[(plan.slots, triton.cdiv(num_tokens, plan.block_n))](
+    streams_many_kernel[plan.grid(num_tokens, width)](
         p.streams if p.post is None else p.post.x,
         *tensors,
         *p.sizes(),
         steps,
-        **p.constants(options),
-        POST=p.post is not None,
         EVEN=steps * plan.slots * plan.block_d == width,
-        BLOCK_N=plan.block_n,
-        BLOCK_D=plan.block_d,
         STAGES=plan.stages,
-        num_warps=plan.num_warps,
+        **p.constants(options),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """The tensors of a block's gates: pre [N,H], post [N,H] and res [N,H,H], float32."""
+
+    pre: Tensor
+    post: Tensor
+    res: Tensor
+
+    @staticmethod
+    def empty(streams_NHD: Tensor) -> "Gates":
+        num_tokens, streams, _ = streams_NHD.shape
+        shapes = (num_tokens, streams), (num_tokens, streams), (num_tokens, streams, streams)
+        device = streams_NHD.device
+        return Gates(*(torch.empty(s, dtype=torch.float32, device=device) for s in shapes))
+
+
+def _run_gates(
+    parts: Tensor, w: MhcWeight, width: int, gates: Gates, params: MhcParams, options: MhcOptions
+) -> None:
+    """Compute the gates of many tokens."""
+    num_tokens, slots, rows = parts.shape
+    gates_kernel[(triton.cdiv(num_tokens, 32),)](
+        *(parts, w.scale, w.base, gates.pre, gates.post, gates.res),
+        *(num_tokens, width, params.eps, params.rms_eps),
+        ITERS=params.num_iters,
+        COMPILED=options.inline_asm,
+        SLOTS=slots,
+        ROWS=rows,
+        BLOCK_N=32,
+        num_warps=1,
     )
 
 
@@ -356,73 +388,33 @@ def _run_block_input(
     options: MhcOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the second pass; returns (block input, post, res). hc_head has no post and res."""
-    num_tokens, streams, width = streams_NHD.shape
-    device = streams_NHD.device
+    num_tokens, _, width = streams_NHD.shape
     check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
-    y_ND = torch.empty((num_tokens, width), dtype=streams_NHD.dtype, device=device)
-    is_head = isinstance(w, HcHeadWeight)
-    post, res = y_ND, y_ND
-    if not is_head:
-        post = torch.empty((num_tokens, streams), dtype=torch.float32, device=device)
-        res = torch.empty((num_tokens, streams, streams), dtype=torch.float32, device=device)
+    y_ND = torch.empty((num_tokens, width), dtype=streams_NHD.dtype, device=streams_NHD.device)
+    gates = Gates(y_ND, y_ND, y_ND) if isinstance(w, HcHeadWeight) else Gates.empty(streams_NHD)
     if num_tokens == 0:
-        return y_ND, post, res
+        return y_ND, gates.post, gates.res
+    few, kind = MhcPlan.of(num_tokens, streams_NHD.dtype, options).few, "head"
+    if isinstance(w, MhcWeight):
+        kind = "block" if few else "given"
+        if not few:
+            _run_gates(parts, w, width, gates, params, options)
     _, slots, rows = parts.shape
-    pre, kind = y_ND, "head" if is_head else "block"
-    few = num_tokens <= options.few_tokens
-    launch = {"launch_pdl": True} if few and options.early_launch else {}
     block_d = triton.next_power_of_2(width)
-    num_warps = min(16, max(1, block_d // (1024 if few else 512)))
-    if not few and not is_head:
-        kind = "given"
-        pre = torch.empty((num_tokens, streams), dtype=torch.float32, device=device)
-        gates_kernel[(triton.cdiv(num_tokens, 32),)](
-            parts,
-            w.scale,
-            w.base,
-            pre,
-            post,
-            res,
-            num_tokens,
-            width,
-            params.eps,
-            params.rms_eps,
-            ITERS=params.num_iters,
-            COMPILED=options.inline_asm,
-            SLOTS=slots,
-            ROWS=rows,
-            BLOCK_N=32,
-            num_warps=1,
-        )
     block_input_kernel[(num_tokens, 2 if kind == "block" else 1)](
-        streams_NHD,
-        parts,
-        pre,
-        w.scale,
-        w.base,
-        w.norm,
-        post,
-        res,
-        y_ND,
-        width,
-        streams_NHD.stride(0),
-        streams_NHD.stride(1),
-        params.eps,
-        params.rms_eps,
-        parts.stride(0),
-        parts.stride(2),
-        slots,
+        *(streams_NHD, parts, gates.pre, w.scale, w.base, w.norm, gates.post, gates.res, y_ND),
+        *(width, streams_NHD.stride(0), streams_NHD.stride(1), params.eps, params.rms_eps),
+        *(parts.stride(0), parts.stride(2), slots),
         KIND=kind,
         ITERS=params.num_iters,
         COMPILED=options.inline_asm,
         ROWS=rows,
         BLOCK_S=triton.next_power_of_2(slots),
         BLOCK_D=block_d,
-        DEPENDENT=bool(launch),
-        num_warps=num_warps,
-        **launch,
+        num_warps=min(16, max(1, block_d // (1024 if few else 512))),
+        **launch_options(few and options.early_launch),
     )
-    return y_ND, post, res
+    return y_ND, gates.post, gates.res
 
 
 def mhc_pre(

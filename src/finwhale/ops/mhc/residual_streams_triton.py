@@ -63,32 +63,33 @@ def _column(res, post, k, is_token):
 
     res and post point to a token's mixes.
     """
-    r0 = tl.load(res + k, mask=is_token, other=0.0)
-    r1 = tl.load(res + 4 + k, mask=is_token, other=0.0)
-    r2 = tl.load(res + 8 + k, mask=is_token, other=0.0)
-    r3 = tl.load(res + 12 + k, mask=is_token, other=0.0)
-    return r0, r1, r2, r3, tl.load(post + k, mask=is_token, other=0.0)
+    factors = ()
+    for i in tl.static_range(4):
+        part = tl.load(res + (4 * i + k), mask=is_token, other=0.0)
+        factors += (part,)  # type: ignore[assignment]
+    return factors + (tl.load(post + k, mask=is_token, other=0.0),)  # noqa: RUF005
 
 
 @triton.jit
-def _mixed(column, x0, x1, x2, x3, x):
+def _mixed(column, old, x):
     """Compute a new residual stream of a tile."""
-    stream = column[0][:, None] * x0.to(tl.float32)
-    stream += column[1][:, None] * x1.to(tl.float32)
-    stream += column[2][:, None] * x2.to(tl.float32)
-    stream += column[3][:, None] * x3.to(tl.float32)
+    stream = column[0][:, None] * old[0].to(tl.float32)
+    for i in tl.static_range(1, 4):
+        stream += column[i][:, None] * old[i].to(tl.float32)
     return (stream + column[4][:, None] * x.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
-def _take_turns(a, b, c, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _take_turns(four, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Interleave the columns of four [ROWS, WIDTH] into one [ROWS, 4 WIDTH]."""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, 4 * WIDTH])
+    both = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))
+    return tl.reshape(both, [ROWS, 4 * WIDTH])
 
 
 @triton.jit
-def _squares(a, b, c, d):
+def _squares(four):
     """The sum of squares of each row."""
+    a, b, c, d = four
     square = a.to(tl.float32) * a.to(tl.float32) + b.to(tl.float32) * b.to(tl.float32)
     square += c.to(tl.float32) * c.to(tl.float32) + d.to(tl.float32) * d.to(tl.float32)
     return tl.sum(square, axis=1)
@@ -113,11 +114,11 @@ def _fn_tile(
     """
     mask = (row < M)[:, None] & (d < D)[None, :]
     source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
-    f0 = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
-    f1 = tl.load(source + D, mask=mask, other=0.0, eviction_policy="evict_first")
-    f2 = tl.load(source + 2 * D, mask=mask, other=0.0, eviction_policy="evict_first")
-    f3 = tl.load(source + 3 * D, mask=mask, other=0.0, eviction_policy="evict_first")
-    fn = _settle(_take_turns(f0, f1, f2, f3, ROWS, BLOCK_D), COMPILED)
+    four = ()
+    for i in tl.static_range(4):
+        part = tl.load(source + i * D, mask=mask, other=0.0, eviction_policy="evict_first")
+        four += (part,)  # type: ignore[assignment]
+    fn = _settle(_take_turns(four, ROWS, BLOCK_D), COMPILED)
     return _split(fn) if SPLIT else (fn,)
 
 
@@ -125,38 +126,32 @@ def _fn_tile(
 def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
     """Load the values at columns d of all four residual streams of a block of tokens."""
     source = streams_ptr + token[:, None] * stride_n + d[None, :]
-    s0 = tl.load(source, mask=mask, other=0.0)
-    s1 = tl.load(source + stride_h, mask=mask, other=0.0)
-    s2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
-    s3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
-    return s0, s1, s2, s3
+    streams = ()
+    for i in tl.static_range(4):
+        part = tl.load(source + i * stride_h, mask=mask, other=0.0)
+        streams += (part,)  # type: ignore[assignment]
+    return streams
 
 
 @triton.jit
-def _columns(post_ptr, res_ptr, token, is_token):
+def _columns(res, post, is_token):
     """Load the factors for each of the four new residual streams (`_column`)."""
-    res = res_ptr + token * 16
-    post = post_ptr + token * 4
-    c0 = _column(res, post, 0, is_token)
-    c1 = _column(res, post, 1, is_token)
-    c2 = _column(res, post, 2, is_token)
-    c3 = _column(res, post, 3, is_token)
-    return c0, c1, c2, c3
+    columns = ()
+    for k in tl.static_range(4):
+        columns += (_column(res, post, k, is_token),)  # type: ignore[assignment]
+    return columns
 
 
 @triton.jit
 def _post_tile(out_ptr, columns, streams, x, token, d, D, mask):
     """Apply the post step: store the new residual streams and return them."""
-    m0 = _mixed(columns[0], streams[0], streams[1], streams[2], streams[3], x)
-    m1 = _mixed(columns[1], streams[0], streams[1], streams[2], streams[3], x)
-    m2 = _mixed(columns[2], streams[0], streams[1], streams[2], streams[3], x)
-    m3 = _mixed(columns[3], streams[0], streams[1], streams[2], streams[3], x)
+    mixed = ()
+    for k in tl.static_range(4):
+        mixed += (_mixed(columns[k], streams, x),)  # type: ignore[assignment]
     target = out_ptr + (token * 4)[:, None] * D + d[None, :]
-    tl.store(target, m0, mask=mask)
-    tl.store(target + D, m1, mask=mask)
-    tl.store(target + 2 * D, m2, mask=mask)
-    tl.store(target + 3 * D, m3, mask=mask)
-    return m0, m1, m2, m3
+    for k in tl.static_range(4):
+        tl.store(target + k * D, mixed[k], mask=mask)
+    return mixed
 
 
 @triton.jit
@@ -174,9 +169,8 @@ def _parts_tile(
     BLOCK_D: tl.constexpr,
 ):
     """Store the tile's part of the GEMM and of the sum of squares."""
-    squares = _squares(streams[0], streams[1], streams[2], streams[3])
-    turns = _take_turns(streams[0], streams[1], streams[2], streams[3], BLOCK_N, BLOCK_D)
-    streams = _settle(turns, COMPILED)
+    squares = _squares(streams)
+    streams = _settle(_take_turns(streams, BLOCK_N, BLOCK_D), COMPILED)
     if streams.dtype == tl.bfloat16:
         total = _times_split(streams, fn[0], fn[1], fn[2])
     else:
@@ -228,7 +222,7 @@ def streams_few_kernel(
     COMPILED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute BLOCK_D columns of BLOCK_N tokens' residual streams, and their part of the GEMM.
 
@@ -239,11 +233,11 @@ def streams_few_kernel(
     row = tl.arange(0, ROWS)
     is_token = token < N
     SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if M > 0:
         fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     mask = is_token[:, None] & (d < D)[None, :]
     streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
@@ -255,7 +249,7 @@ def streams_few_kernel(
             x = x.to(out_ptr.dtype.element_ty)
         else:
             x = tl.load(x_ptr + token[:, None] * D + d[None, :], mask=mask, other=0.0)
-        columns = _columns(post_ptr, res_ptr, token, is_token)
+        columns = _columns(res_ptr + token * 16, post_ptr + token * 4, is_token)
         streams = _post_tile(out_ptr, columns, streams, x, token, d, D, mask)
     if M > 0:
         _parts_tile(
@@ -304,7 +298,7 @@ def sum_streams_few_kernel(
     COMPILED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
     BFLOAT16: tl.constexpr,
     W: tl.constexpr,
     REGION: tl.constexpr,
@@ -330,11 +324,11 @@ def sum_streams_few_kernel(
     column = tl.program_id(0) * WIDE + i % WIDE
     is_word = (n < N) & (column < width)
     SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if (M > 0) & (LAST == 1):
         fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if DEPENDENT:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     epoch = tl.load(epochs_ptr + program) + 1
     mask = is_token[:, None] & (d < D)[None, :]
@@ -348,7 +342,7 @@ def sum_streams_few_kernel(
             send(pointers_ptr, own, is_word, epoch, word_index, rank, rank ^ j, W, capacity)
     if LAST == 1:
         streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
-        columns = _columns(post_ptr, res_ptr, token, is_token)
+        columns = _columns(res_ptr + token * 16, post_ptr + token * 4, is_token)
         words = receive(
             buffer_ptr, limit_ptr, faults, own, is_word, epoch, word_index, rank, capacity, W
         )
@@ -421,11 +415,7 @@ def streams_many_kernel(
     x_ptr += first * D
     if POST:
         res = res_ptr + first * 16 + n * 16
-        post = post_ptr + first * 4 + n * 4
-        c0 = _column(res, post, 0, is_token)
-        c1 = _column(res, post, 1, is_token)
-        c2 = _column(res, post, 2, is_token)
-        c3 = _column(res, post, 3, is_token)
+        columns = _columns(res, post_ptr + first * 4 + n * 4, is_token)
     plane = M * 4 * D
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_N], tl.float32)
@@ -441,20 +431,21 @@ def streams_many_kernel(
         s3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
         if M > 0:
             column = start * 4 + tl.arange(0, 4 * BLOCK_D)
-            columns = planes_ptr + (row * (4 * D))[:, None] + column[None, :]
+            planes = planes_ptr + (row * (4 * D))[:, None] + column[None, :]
             is_column = (row < M)[:, None]
             if not EVEN:
                 is_column &= (column < 4 * D)[None, :]
-            high = tl.load(columns, mask=is_column, other=0.0)
+            high = tl.load(planes, mask=is_column, other=0.0)
             if planes_ptr.dtype.element_ty == tl.bfloat16:
-                middle = tl.load(columns + plane, mask=is_column, other=0.0)
-                low = tl.load(columns + 2 * plane, mask=is_column, other=0.0)
+                middle = tl.load(planes + plane, mask=is_column, other=0.0)
+                low = tl.load(planes + 2 * plane, mask=is_column, other=0.0)
         if POST:
             x = tl.load(x_ptr + (n * D)[:, None] + d[None, :], mask=mask, other=0.0)
-            m0 = _mixed(c0, s0, s1, s2, s3, x)
-            m1 = _mixed(c1, s0, s1, s2, s3, x)
-            m2 = _mixed(c2, s0, s1, s2, s3, x)
-            m3 = _mixed(c3, s0, s1, s2, s3, x)
+            old = s0, s1, s2, s3
+            m0 = _mixed(columns[0], old, x)
+            m1 = _mixed(columns[1], old, x)
+            m2 = _mixed(columns[2], old, x)
+            m3 = _mixed(columns[3], old, x)
             target = out_ptr + (n * 4 * D)[:, None] + d[None, :]
             tl.store(target, m0, mask=mask)
             tl.store(target + D, m1, mask=mask)
@@ -462,12 +453,13 @@ def streams_many_kernel(
             tl.store(target + 3 * D, m3, mask=mask)
             s0, s1, s2, s3 = m0, m1, m2, m3
         if M > 0:
-            squares += _squares(s0, s1, s2, s3)
-            streams = _settle(_take_turns(s0, s1, s2, s3, BLOCK_N, BLOCK_D), COMPILED)
+            streams = s0, s1, s2, s3
+            squares += _squares(streams)
+            turns = _settle(_take_turns(streams, BLOCK_N, BLOCK_D), COMPILED)
             if planes_ptr.dtype.element_ty == tl.bfloat16:
-                total += _times_split(streams, high, middle, low)
+                total += _times_split(turns, high, middle, low)
             else:
-                total += tl.dot(streams, tl.trans(high), input_precision="ieee")
+                total += tl.dot(turns, tl.trans(high), input_precision="ieee")
     if M > 0:
         total = tl.where(row[None, :] == M, squares[:, None], total)
         target = parts_ptr + first + n[:, None] + ((slot * ROWS + row) * N)[None, :]

@@ -65,11 +65,7 @@ def combine(
         return out
     block_d = min(MAX_COLUMNS, triton.next_power_of_2(width))
     _sum_kernel[(num_tokens, triton.cdiv(width, block_d))](
-        each_NKD,
-        ids_NK,
-        each_NKD if shared_ND is None else shared_ND,
-        out,
-        width,
+        *(each_NKD, ids_NK, each_NKD if shared_ND is None else shared_ND, out, width),
         0 if shared_ND is None else shared_ND.stride(0),
         K=topk,
         HAS_SHARED=shared_ND is not None,

@@ -8,6 +8,7 @@ the previous chunks, and find the row of every pair.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -235,44 +236,44 @@ def order_pairs(
     """Order the pairs of any number of tokens. ids int32 or int64; -1: no pair."""
     if not ids_NK.is_contiguous():
         raise ValueError("ids must be contiguous")
-    pairs, device = ids_NK.numel(), ids_NK.device
+    pairs = ids_NK.numel()
     rows, slots = order_sizes(pairs, num_experts, block_rows)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    order, pair_rows, blocks = empty(rows), empty(pairs), empty(slots, 3)
-    block_e = triton.next_power_of_2(num_experts + 1)
-    result = OrderedPairs(ids_NK, order, pair_rows, blocks, block_rows)
-    if pairs == 0:
-        return result
-    if pairs <= FEW_PAIRS:
+    order, pair_rows = _empty(ids_NK, rows), _empty(ids_NK, pairs)
+    result = OrderedPairs(ids_NK, order, pair_rows, _empty(ids_NK, slots, 3), block_rows)
+    if pairs > FEW_PAIRS:
+        _order_many(result, num_experts, launch_options(early_launch))
+    elif pairs:
         _order_few_kernel[(num_experts,)](
-            ids_NK,
-            order,
-            pair_rows,
-            blocks,
-            pairs,
-            num_experts,
-            slots,
+            *(ids_NK, order, pair_rows, result.blocks, pairs, num_experts, slots),
             BLOCK_N=block_rows,
             BLOCK_P=_few_pairs_tile(pairs),
-            BLOCK_E=block_e,
+            BLOCK_E=_experts_tile(num_experts),
             BLOCK_S=_few_blocks_tile(slots),
             num_warps=4,
             **launch_options(early_launch),
         )
-        return result
+    return result
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=like.device)
+
+
+def _experts_tile(num_experts: int) -> int:
+    """The experts, and a place for pairs without one."""
+    tile: int = triton.next_power_of_2(num_experts + 1)
+    return tile
+
+
+def _order_many(result: OrderedPairs, num_experts: int, options: dict[str, Any]) -> None:
+    ids, pairs, block_e = result.ids, result.ids.numel(), _experts_tile(num_experts)
     chunks = triton.cdiv(pairs, CHUNK)
-    counts, totals = empty(chunks, block_e), empty(block_e)
-    options = launch_options(early_launch)
+    counts, totals = _empty(ids, chunks, block_e), _empty(ids, block_e)
     _count_kernel[(chunks,)](
-        ids_NK, counts, pairs, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4, **options
+        ids, counts, pairs, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4, **options
     )
     _scan_kernel[(triton.cdiv(block_e, SCAN_EXPERTS),)](
-        counts,
-        totals,
-        chunks,
+        *(counts, totals, chunks),
         BLOCK_E=block_e,
         EXPERTS=min(SCAN_EXPERTS, block_e),
         CHUNKS=SCAN_CHUNKS,
@@ -280,21 +281,13 @@ def order_pairs(
         **options,
     )
     _order_many_kernel[(chunks + num_experts,)](
-        ids_NK,
-        counts,  # now the sums over the previous chunks
-        totals,
-        order,
-        pair_rows,
-        blocks,
-        pairs,
-        num_experts,
-        chunks,
-        slots,
-        BLOCK_N=block_rows,
+        # The counts are now the sums over the previous chunks.
+        *(ids, counts, totals, result.order, result.pair_rows, result.blocks),
+        *(pairs, num_experts, chunks, len(result.blocks)),
+        BLOCK_N=result.block_rows,
         CHUNK=CHUNK,
         BLOCK_E=block_e,
         BLOCK_S=64,
         num_warps=4,
         **options,
     )
-    return result

@@ -407,11 +407,9 @@ def _run(
     descs,
     results,
     row_scale_ptr,
-    first,
-    end,
+    block,
     tiles,
     blocks,
-    expert,
     limit,
     STORE: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -421,6 +419,7 @@ def _run(
     REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    first, end, expert = block
     row = gl.program_id(0) * GROUPS * TILES
     tile = expert * tiles + row
     row_scale_ptr += tile * 64
@@ -499,24 +498,13 @@ def _gate_up_kernel(
     start_next(PDL)
     expert, first, end = _block(blocks_ptr)
     if expert >= 0:
-        _run(
-            (x_desc, scale_desc, w_desc, exponent_bits_desc),
-            (hidden_ptr, order_ptr, weights_ptr, I),
-            row_scale_ptr,
-            gl.multiple_of(first, 8),
-            end,
-            I // 32,
-            D // 128,
-            expert,
-            limit,
-            _store_hidden,
-            COLUMNS,
-            TILES,
-            STAGES,
-            GROUPS,
-            REGISTERS,
-            PDL,
-        )
+        descs = x_desc, scale_desc, w_desc, exponent_bits_desc
+        results = hidden_ptr, order_ptr, weights_ptr, I
+        block = gl.multiple_of(first, 8), end, expert
+        # fmt: off
+        _run(descs, results, row_scale_ptr, block, I // 32, D // 128, limit, _store_hidden,
+             COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+        # fmt: on
     else:
         wait_for_last(PDL)
 
@@ -544,24 +532,12 @@ def _down_kernel(
     start_next(PDL)
     expert, first, end = _block(blocks_ptr)
     if expert >= 0:
-        _run(
-            (x_desc, scale_desc, w_desc, exponent_bits_desc),
-            (out_ptr, order_ptr, D),
-            row_scale_ptr,
-            gl.multiple_of(first, 8),
-            end,
-            D // 64,
-            I // 128,
-            expert,
-            0.0,
-            _store_out,
-            COLUMNS,
-            TILES,
-            STAGES,
-            GROUPS,
-            REGISTERS,
-            PDL,
-        )
+        descs = x_desc, scale_desc, w_desc, exponent_bits_desc
+        block = gl.multiple_of(first, 8), end, expert
+        # fmt: off
+        _run(descs, (out_ptr, order_ptr, D), row_scale_ptr, block, D // 64, I // 128, 0.0,
+             _store_out, COLUMNS, TILES, STAGES, GROUPS, REGISTERS, PDL)
+        # fmt: on
     else:
         wait_for_last(PDL)
 
@@ -729,14 +705,7 @@ def _gate_up(
     groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
     _gate_up_kernel[(programs, len(pairs.blocks))](
         *_descriptors(x_PD, x_scale, w13, exponent_bits13, plan.block_rows),
-        pairs.order,
-        pairs.blocks,
-        row_scale13,
-        weights_NK,
-        hidden_PI,
-        width,
-        inner,
-        limit,
+        *(pairs.order, pairs.blocks, row_scale13, weights_NK, hidden_PI, width, inner, limit),
         **_options(plan.block_rows, groups, tiles, plan.gate_up[1]),
         **launch_options(early=True),
     )
@@ -759,12 +728,7 @@ def _down(
     groups, tiles, programs = _cut(width // 64, plan.groups, down_steps(plan.down[0], inner))
     _down_kernel[(programs, len(pairs.blocks))](
         *_descriptors(hidden_PI, hidden_scale, w2, exponent_bits2, plan.block_rows),
-        pairs.order,
-        pairs.blocks,
-        row_scale2,
-        each_NKD,
-        width,
-        inner,
+        *(pairs.order, pairs.blocks, row_scale2, each_NKD, width, inner),
         **_options(plan.block_rows, groups, tiles, plan.down[1]),
         **launch_options(early=True),
     )

@@ -179,14 +179,8 @@ def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
     block_r = max(1, min(128, 256 // block_g))
     for e in range(experts):
         _tile_kernel[(rows // block_r,)](
-            w[e],
-            scale[e],
-            tiled,
-            exponent_bits,
-            row_scale[e],
-            changed[e],
-            row_bytes * 2,
-            rows,
+            *(w[e], scale[e], tiled, exponent_bits, row_scale[e], changed[e]),
+            *(row_bytes * 2, rows),
             PAIRED=paired,
             BLOCK_R=block_r,
             BLOCK_G=block_g,

@@ -65,22 +65,16 @@ def _values(codes, exponent_bits, signs, ROWS: tl.constexpr):
 
 @triton.jit
 def _product(
-    x_desc,
-    x_scale_ptr,
-    w_desc,
-    exponent_bits_ptr,
-    first,
-    tile,
-    blocks,
-    stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, w, first, tile, blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
 ):
     """w x^T [ROWS,COLUMNS] before the rows' scales: sums over 128 values, added in float32.
 
     The rows start at 64 * tile, the columns at the row of pair `first`.
+
+    x: a descriptor of the values, the scales and their stride; w: a descriptor and exponent bits.
     """
+    x_desc, x_scale_ptr, stride = x
+    w_desc, exponent_bits_ptr = w
     row = tl.arange(0, ROWS)
     exponent_bits_ptrs = (
         exponent_bits_ptr + (tile + row // 64).to(tl.int64) * blocks * 64 + row % 64
@@ -88,8 +82,8 @@ def _product(
     scale_ptrs = x_scale_ptr + first + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in tl.range(0, blocks, num_stages=STAGES):
-        w = tl.reshape(w_desc.load([tile, k, 0, 0]), [ROWS, 64])
-        a, b = _decode(w, tl.load(exponent_bits_ptrs + k * 64), ROWS)
+        codes = tl.reshape(w_desc.load([tile, k, 0, 0]), [ROWS, 64])
+        a, b = _decode(codes, tl.load(exponent_bits_ptrs + k * 64), ROWS)
         x0 = x_desc.load([first, k * 128])
         x1 = x_desc.load([first, k * 128 + 64])
         scale = tl.load(scale_ptrs + k * stride)
@@ -133,19 +127,8 @@ def _gate_up_kernel(
         first = tl.load(entry + 1)
         end = tl.load(entry + 2)
         tile = expert * (I // 32) + tl.program_id(0) * (BLOCK_I // 32)
-        total = _product(
-            x_desc,
-            x_scale_ptr,
-            w_desc,
-            exponent_bits_ptr,
-            first,
-            tile,
-            D // 128,
-            stride,
-            2 * BLOCK_I,
-            BLOCK_N,
-            STAGES,
-        )
+        x, w = (x_desc, x_scale_ptr, stride), (w_desc, exponent_bits_ptr)
+        total = _product(x, w, first, tile, D // 128, 2 * BLOCK_I, BLOCK_N, STAGES)
         total *= tl.load(row_scale_ptr + tile * 64 + tl.arange(0, 2 * BLOCK_I))[:, None]
         both = tl.reshape(total, [BLOCK_I // 8, 2, 8, BLOCK_N])
         gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
@@ -189,19 +172,8 @@ def _down_kernel(
         first = tl.load(entry + 1)
         end = tl.load(entry + 2)
         tile = expert * (D // 64) + tl.program_id(0) * (BLOCK_D // 64)
-        total = _product(
-            hidden_desc,
-            hidden_scale_ptr,
-            w_desc,
-            exponent_bits_ptr,
-            first,
-            tile,
-            I // 128,
-            stride,
-            BLOCK_D,
-            BLOCK_N,
-            STAGES,
-        )
+        x, w = (hidden_desc, hidden_scale_ptr, stride), (w_desc, exponent_bits_ptr)
+        total = _product(x, w, first, tile, I // 128, BLOCK_D, BLOCK_N, STAGES)
         total *= tl.load(row_scale_ptr + tile * 64 + tl.arange(0, BLOCK_D))[:, None]
         pair_row = first + tl.arange(0, BLOCK_N)
         pair = tl.load(order_ptr + pair_row, mask=pair_row < end, other=0).to(tl.int64)
@@ -315,18 +287,10 @@ def _gate_up(
     scale = torch.empty(shape, dtype=torch.float32, device=x_PD.device)
     _gate_up_kernel[(inner // block_i, len(pairs.blocks))](
         TensorDescriptor.from_tensor(x_PD, [plan.block_rows, 64]),
-        x_scale,
-        pairs.order,
-        pairs.blocks,
+        *(x_scale, pairs.order, pairs.blocks),
         _tiles(w.w13, 2 * block_i),
         *w.gate_up()[1:],
-        weights_NK,
-        hidden,
-        scale,
-        x_scale.stride(0),
-        width,
-        inner,
-        limit,
+        *(weights_NK, hidden, scale, x_scale.stride(0), width, inner, limit),
         BLOCK_I=block_i,
         BLOCK_N=plan.block_rows,
         STAGES=stages,
@@ -347,15 +311,10 @@ def _down(
     block_d, stages, warps = plan.down
     _down_kernel[(width // block_d, len(pairs.blocks))](
         TensorDescriptor.from_tensor(hidden_PI, [plan.block_rows, 64]),
-        hidden_scale,
-        pairs.order,
-        pairs.blocks,
+        *(hidden_scale, pairs.order, pairs.blocks),
         _tiles(w.w2, block_d),
         *w.down()[1:],
-        each_NKD,
-        hidden_scale.stride(0),
-        width,
-        inner,
+        *(each_NKD, hidden_scale.stride(0), width, inner),
         BLOCK_D=block_d,
         BLOCK_N=plan.block_rows,
         STAGES=stages,

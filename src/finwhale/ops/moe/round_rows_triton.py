@@ -112,13 +112,7 @@ def _round_rows(
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     groups = _rounded_groups(num_rows)
     _round_rows_kernel[(num_rows, triton.cdiv(width, groups * GROUP))](
-        x,
-        pair_rows,
-        values,
-        scale,
-        scale.stride(0),
-        width,
-        x.stride(0),
+        *(x, pair_rows, values, scale, scale.stride(0), width, x.stride(0)),
         K=topk,
         BLOCK=groups,
         num_warps=4,

@@ -15,6 +15,8 @@ PFLOP/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -24,18 +26,9 @@ from finwhale.ops.launch.arguments import check_contiguous
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import LaunchClasses, up_to
 
-# Up to this number of tokens, the GEMM is split along D into chunks, to occupy the GPU.
 FEW_TOKENS = 128
-BLOCK_E = 32
-CHUNK = 256
 # Tokens of a tile for up to NARROW_TILE tokens; for more tokens, tiles are twice as wide.
 NARROW_TILE = 16
-FEW_WARPS = 4
-# Tiles of a bfloat16 GEMM with many tokens: tokens, experts, values of D, warps. On an H200, 1,536
-# tokens take 17 us, and 34 with tiles twice as large; 4,096 take 25 and 35, 8,192 take 50 and 37.
-MANY_TILE = (64, 64, 64, 4)
-# A float32 GEMM does not use tensor cores, and large tiles would not fit.
-MANY_TILE_FLOAT32 = (64, 64, 32, 8)
 HASH_BLOCK_D = 2048
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
@@ -261,6 +254,37 @@ def _hash_kernel(
 LAUNCH_CLASSES = LaunchClasses(tokens=lambda model, most: up_to(most, (1, NARROW_TILE, FEW_TOKENS)))
 
 
+@dataclass(frozen=True, slots=True)
+class GatePlan:
+    """The kernel of the GEMM with the gate, and its tile sizes.
+
+    Attributes:
+        few: the GEMM is split along D into chunks of block_d, to occupy the GPU.
+        block_n, block_e, block_d: tokens, experts and values of D of a tile.
+        stages: of the loads of the kernel for many tokens.
+    """
+
+    few: bool
+    block_n: int
+    block_e: int
+    block_d: int
+    num_warps: int
+    stages: int = 0
+
+    @staticmethod
+    def of(x_ND: Tensor, gate_ED: Tensor, invariant: bool, stages: int) -> "GatePlan":
+        num_tokens = len(x_ND)
+        if num_tokens <= FEW_TOKENS or invariant:
+            block_n = NARROW_TILE if num_tokens <= NARROW_TILE else 2 * NARROW_TILE
+            return GatePlan(True, block_n, 32, 256, num_warps=4)
+        if x_ND.dtype == gate_ED.dtype == torch.bfloat16:
+            # On an H200, 1,536 tokens take 17 us, and 34 with tiles twice as large; 4,096 take 25
+            # and 35, 8,192 take 50 and 37.
+            return GatePlan(False, 64, 64, 64, num_warps=4, stages=stages)
+        # A float32 GEMM does not use tensor cores, and large tiles would not fit.
+        return GatePlan(False, 64, 64, 32, num_warps=8, stages=2)
+
+
 def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:
     experts = contiguous["gate"].shape[0]
     if experts > MAX_EXPERTS or not 0 < topk <= min(MAX_TOPK, experts):
@@ -281,39 +305,23 @@ def _outputs(x_ND: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _multiply(
-    x_ND: Tensor, gate_ED: Tensor, few_tokens: int, early_launch: bool, stages: int
-) -> Tensor:
+def _multiply(x_ND: Tensor, gate_ED: Tensor, plan: GatePlan, early_launch: bool) -> Tensor:
     """x gate^T in parts [N,S,E] float32, to be added over S."""
-    num_tokens, width = x_ND.shape
-    experts = gate_ED.shape[0]
-    few = num_tokens <= few_tokens
-    slots = triton.cdiv(width, CHUNK) if few else 1
+    (num_tokens, width), experts = x_ND.shape, gate_ED.shape[0]
+    slots = triton.cdiv(width, plan.block_d) if plan.few else 1
     parts = torch.empty((num_tokens, slots, experts), dtype=torch.float32, device=x_ND.device)
-    tensors = (x_ND, gate_ED, parts)
-    sizes = (num_tokens, width, experts, x_ND.stride(0))
-    if few:
-        block_n = NARROW_TILE if num_tokens <= NARROW_TILE else 2 * NARROW_TILE
-        _gate_few_kernel[(triton.cdiv(experts, BLOCK_E), slots, triton.cdiv(num_tokens, block_n))](
-            *tensors,
-            *sizes,
-            BLOCK_N=block_n,
-            BLOCK_E=BLOCK_E,
-            BLOCK_D=CHUNK,
-            num_warps=FEW_WARPS,
-            **launch_options(early_launch),
-        )
-        return parts
-    is_narrow = x_ND.dtype == gate_ED.dtype == torch.bfloat16
-    block_n, block_e, block_d, num_warps = MANY_TILE if is_narrow else MANY_TILE_FLOAT32
-    _gate_many_kernel[(triton.cdiv(experts, block_e), triton.cdiv(num_tokens, block_n))](
-        *tensors,
-        *sizes,
-        BLOCK_N=block_n,
-        BLOCK_E=block_e,
-        BLOCK_D=block_d,
-        num_warps=num_warps,
-        num_stages=stages if is_narrow else 2,
+    rows, columns = triton.cdiv(experts, plan.block_e), triton.cdiv(num_tokens, plan.block_n)
+    if plan.few:
+        kernel, more = _gate_few_kernel[(rows, slots, columns)], launch_options(early_launch)
+    else:
+        kernel, more = _gate_many_kernel[(rows, columns)], {"num_stages": plan.stages}
+    kernel(
+        *(x_ND, gate_ED, parts, num_tokens, width, experts, x_ND.stride(0)),
+        BLOCK_N=plan.block_n,
+        BLOCK_E=plan.block_e,
+        BLOCK_D=plan.block_d,
+        num_warps=plan.num_warps,
+        **more,
     )
     return parts
 
@@ -326,13 +334,14 @@ def route_by_score(
     scaling: float,
     positions_N: Tensor,
     *,
-    few_tokens: int = FEW_TOKENS,
+    invariant: bool = False,
     early_launch: bool = False,
     registers: int | None = None,
     stages: int = 3,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1.
 
+    invariant: a token's bits do not depend on the number of tokens.
     registers: of a thread of the kernel that chooses; None: the compiler's choice.
     stages: of the loads of many tokens' bfloat16 GEMM. Each takes shared memory.
     """
@@ -342,15 +351,10 @@ def route_by_score(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    parts = _multiply(x_ND, gate_ED, few_tokens, early_launch, stages)
+    plan = GatePlan.of(x_ND, gate_ED, invariant, stages)
+    parts = _multiply(x_ND, gate_ED, plan, early_launch)
     _choose_kernel[(num_tokens,)](
-        parts,
-        bias_E,
-        positions_N,
-        ids,
-        weights,
-        experts,
-        scaling,
+        *(parts, bias_E, positions_N, ids, weights, experts, scaling),
         SLOTS=parts.shape[1],
         K=topk,
         BLOCK_E=triton.next_power_of_2(experts),
@@ -369,7 +373,7 @@ def route_by_hash(
     scaling: float,
     positions_N: Tensor,
     *,
-    few_tokens: int = FEW_TOKENS,
+    invariant: bool = False,
     early_launch: bool = False,
     stages: int = 3,
 ) -> tuple[Tensor, Tensor]:
@@ -387,25 +391,17 @@ def route_by_hash(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    few = num_tokens <= few_tokens
+    plan = GatePlan.of(x_ND, gate_ED, invariant, stages)
     _hash_kernel[(num_tokens,)](
         x_ND,
         gate_ED,
-        x_ND if few else _multiply(x_ND, gate_ED, few_tokens, early_launch, stages),
-        tid2eid_VK,
-        token_ids_N,
-        positions_N,
-        ids,
-        weights,
-        width,
-        gate_ED.shape[0],
-        topk,
-        x_ND.stride(0),
-        scaling,
-        MULTIPLY=few,
+        x_ND if plan.few else _multiply(x_ND, gate_ED, plan, early_launch),
+        *(tid2eid_VK, token_ids_N, positions_N, ids, weights),
+        *(width, gate_ED.shape[0], topk, x_ND.stride(0), scaling),
+        MULTIPLY=plan.few,
         BLOCK_D=min(HASH_BLOCK_D, triton.next_power_of_2(width)),
         BLOCK_K=triton.next_power_of_2(topk),
-        num_warps=8 if few else 1,
+        num_warps=8 if plan.few else 1,
         **launch_options(early_launch),
     )
     return ids, weights

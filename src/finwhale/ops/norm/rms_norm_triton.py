@@ -37,12 +37,7 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return y_ND
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(x_ND.numel() // width,)](
-        x_ND,
-        weight_D,
-        y_ND,
-        width,
-        x_ND.stride(0) if x_ND.dim() == 2 else width,
-        eps,
+        *(x_ND, weight_D, y_ND, width, x_ND.stride(0) if x_ND.dim() == 2 else width, eps),
         BLOCK_D=block,
         num_warps=min(16, max(1, block // VALUES_PER_WARP)),
     )

@@ -47,7 +47,6 @@ POINTERS += ["seeds_ptr", "indices_ptr", "positions_ptr"]
 POINTERS += ["top_k_rows_ptr", "top_k_ptr", "top_p_rows_ptr", "top_p_ptr"]
 # Functions that several kernels share read no constants of this module: with one, Triton's cache
 # key would depend on which kernel it compiles first.
-_kernel = triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=POINTERS)
 
 
 @triton.jit
@@ -156,7 +155,7 @@ def _edges(bins_ptr, has_k, top_k, has_p, top_p, BINS: tl.constexpr):
     return first, last, last_k, count, weight, most
 
 
-@_kernel
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=POINTERS)
 def _scan_kernel(
     logits_ptr,
     best_ptr,
@@ -285,7 +284,7 @@ def _least(
     return high << shift
 
 
-@_kernel
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=POINTERS)
 def _least_kernel(
     best_ptr,
     low_ptr,
@@ -393,7 +392,7 @@ def _of_bits(high, low):
     return -_log(f, e)
 
 
-@_kernel
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=POINTERS)
 def _draw_kernel(
     logits_ptr,
     keys_ptr,

@@ -6,11 +6,11 @@ interpreter and on an NVIDIA GPU, never on AMD hardware: docs/platforms.md.
 
 from dataclasses import replace
 
-from finwhale.ops import Ops
 from finwhale.ops.attention import sparse_attention_triton as attention
 from finwhale.ops.mhc.mhc_unfused_triton import mhc_post_pre
 from finwhale.ops.moe import experts_triton
 from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
+from finwhale.ops.table import Ops
 from finwhale.ops.tables import bind, nvidia
 from finwhale.platform import Platform
 

@@ -5,49 +5,42 @@ Sampling with filters or penalties, and the operators around drafts, are the ref
 
 from dataclasses import replace
 
-from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention
+from finwhale.ops.attention import cpu as attention
 from finwhale.ops.compressor.cpu import compress
 from finwhale.ops.drafts.ref import markov_logits
-from finwhale.ops.indexer.cpu import prepare_index_queries, select_entries
-from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
-from finwhale.ops.mhc.cpu import hc_head, mhc_post, mhc_post_pre, mhc_pre
-from finwhale.ops.moe.cpu import (
-    combine,
-    compute,
-    dispatch,
-    prepare_experts,
-    route_by_hash,
-    route_by_score,
-    swiglu_mlp,
-)
+from finwhale.ops.indexer import cpu as indexer
+from finwhale.ops.linear import cpu as linear
+from finwhale.ops.mhc import cpu as mhc
+from finwhale.ops.moe import cpu as moe
 from finwhale.ops.norm.cpu import rms_norm
-from finwhale.ops.sampling.cpu import best_candidates, sample
+from finwhale.ops.sampling import cpu as sampling
 from finwhale.ops.tables import bind, reference
 
 OPS = replace(
     reference.OPS,
     capabilities=replace(reference.OPS.capabilities, side_streams=False, compiles_layers=True),
-    prepare_linear=prepare_linear,
-    prepare_experts=prepare_experts,
+    prepare_linear=linear.prepare_linear,
+    prepare_experts=moe.prepare_experts,
     rms_norm=rms_norm,
-    linear=linear,
-    grouped_linear=grouped_linear,
-    mhc_pre=mhc_pre,
-    mhc_post_pre=mhc_post_pre,
-    mhc_post=mhc_post,
-    hc_head=hc_head,
-    prepare_qkv=prepare_qkv,
+    linear=linear.linear,
+    grouped_linear=linear.grouped_linear,
+    mhc_pre=mhc.mhc_pre,
+    mhc_post_pre=mhc.mhc_post_pre,
+    mhc_post=mhc.mhc_post,
+    hc_head=mhc.hc_head,
+    prepare_qkv=attention.prepare_qkv,
+    store_window_rows=attention.store_window_rows,
     compress=compress,
-    prepare_index_queries=prepare_index_queries,
-    select_entries=select_entries,
-    sparse_attention=sparse_attention,
-    route_by_score=route_by_score,
-    route_by_hash=route_by_hash,
-    experts_dispatch=dispatch,
-    experts_compute=compute,
-    experts_combine=combine,
-    swiglu_mlp=swiglu_mlp,
-    sample=sample,
-    best_candidates=best_candidates,
-    markov_logits=bind(markov_logits, linear=linear),
+    prepare_index_queries=indexer.prepare_index_queries,
+    select_entries=indexer.select_entries,
+    sparse_attention=attention.sparse_attention,
+    route_by_score=moe.route_by_score,
+    route_by_hash=moe.route_by_hash,
+    experts_dispatch=moe.dispatch,
+    experts_compute=moe.compute,
+    experts_combine=moe.combine,
+    swiglu_mlp=moe.swiglu_mlp,
+    sample=sampling.sample,
+    best_candidates=sampling.best_candidates,
+    markov_logits=bind(markov_logits, linear=linear.linear),
 )

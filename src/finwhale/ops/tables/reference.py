@@ -2,31 +2,16 @@
 
 import torch
 
-from finwhale.ops import Capabilities, Ops
-from finwhale.ops.attention.ref import prepare_qkv, sparse_attention
+from finwhale.ops.attention import ref as attention
 from finwhale.ops.compressor.ref import compress
-from finwhale.ops.drafts.ref import (
-    accept_drafts,
-    continue_tokens,
-    draft_confidences,
-    make_blocks,
-    markov_logits,
-)
-from finwhale.ops.indexer.ref import prepare_index_queries, select_entries
-from finwhale.ops.linear.ref import grouped_form, grouped_linear, linear, prepare_linear
-from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
-from finwhale.ops.moe.ref import (
-    combine,
-    compute,
-    dispatch,
-    finish_experts,
-    prepare_experts,
-    route_by_hash,
-    route_by_score,
-    swiglu_mlp,
-)
+from finwhale.ops.drafts import ref as drafts
+from finwhale.ops.indexer import ref as indexer
+from finwhale.ops.linear import ref as linear
+from finwhale.ops.mhc import ref as mhc
+from finwhale.ops.moe import ref as moe
 from finwhale.ops.norm.ref import rms_norm
-from finwhale.ops.sampling.ref import best_candidates, merge_candidates, sample
+from finwhale.ops.sampling import ref as sampling
+from finwhale.ops.table import Capabilities, Ops
 
 OPS = Ops(
     capabilities=Capabilities(
@@ -38,38 +23,40 @@ OPS = Ops(
         prefix_cache_tokens=0,
         side_streams=True,
         compiles_layers=False,
+        compressor_first=range(0),
         expert_id_dtype=torch.int64,
     ),
     launch_classes=(),
-    prepare_linear=prepare_linear,
-    prepare_experts=prepare_experts,
-    finish_experts=finish_experts,
+    prepare_linear=linear.prepare_linear,
+    prepare_experts=moe.prepare_experts,
+    finish_experts=moe.finish_experts,
     rms_norm=rms_norm,
-    linear=linear,
-    grouped_form=grouped_form,
-    grouped_linear=grouped_linear,
+    linear=linear.linear,
+    grouped_form=linear.grouped_form,
+    grouped_linear=linear.grouped_linear,
     mhc_of_terms=None,
-    mhc_pre=mhc_pre,
-    mhc_post_pre=mhc_post_pre,
-    mhc_post=mhc_post,
-    hc_head=hc_head,
-    prepare_qkv=prepare_qkv,
+    mhc_pre=mhc.mhc_pre,
+    mhc_post_pre=mhc.mhc_post_pre,
+    mhc_post=mhc.mhc_post,
+    hc_head=mhc.hc_head,
+    prepare_qkv=attention.prepare_qkv,
+    store_window_rows=attention.store_window_rows,
     compress=compress,
-    prepare_index_queries=prepare_index_queries,
-    select_entries=select_entries,
-    sparse_attention=sparse_attention,
-    route_by_score=route_by_score,
-    route_by_hash=route_by_hash,
-    experts_dispatch=dispatch,
-    experts_compute=compute,
-    experts_combine=combine,
-    swiglu_mlp=swiglu_mlp,
-    sample=sample,
-    best_candidates=best_candidates,
-    merge_candidates=merge_candidates,
-    continue_tokens=continue_tokens,
-    accept_drafts=accept_drafts,
-    make_blocks=make_blocks,
-    markov_logits=markov_logits,
-    draft_confidences=draft_confidences,
+    prepare_index_queries=indexer.prepare_index_queries,
+    select_entries=indexer.select_entries,
+    sparse_attention=attention.sparse_attention,
+    route_by_score=moe.route_by_score,
+    route_by_hash=moe.route_by_hash,
+    experts_dispatch=moe.dispatch,
+    experts_compute=moe.compute,
+    experts_combine=moe.combine,
+    swiglu_mlp=moe.swiglu_mlp,
+    sample=sampling.sample,
+    best_candidates=sampling.best_candidates,
+    merge_candidates=sampling.merge_candidates,
+    continue_tokens=drafts.continue_tokens,
+    accept_drafts=drafts.accept_drafts,
+    make_blocks=drafts.make_blocks,
+    markov_logits=drafts.markov_logits,
+    draft_confidences=drafts.draft_confidences,
 )

@@ -21,7 +21,7 @@ import socket
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import finwhale
 from finwhale.chat.grammar_limits import GrammarError
@@ -32,13 +32,17 @@ from finwhale.server.edge.shares import Shares
 from finwhale.server.errors import ApiError
 from finwhale.server.grammars.trial import Verdict
 
-if TYPE_CHECKING:
-    from finwhale.server.observe.metrics import Metrics
-
 NUM_TRIALS = 2
 MAX_WAITING = 64
 MAX_REMEMBERED = 4096
 CLOSE_S = 5.0  # time in which the process must end when the server closes
+
+
+class GrammarMetrics(Protocol):
+    """What the server's metrics count of grammars."""
+
+    def grammar(self, result: str) -> None: ...
+    def grammar_trial(self, seconds: float) -> None: ...
 
 
 class GrammarChecker:
@@ -47,7 +51,7 @@ class GrammarChecker:
     def __init__(
         self,
         directory: Path | None,
-        metrics: "Metrics",
+        metrics: GrammarMetrics,
         *,
         num_trials: int = NUM_TRIALS,
         max_waiting: int = MAX_WAITING,
@@ -106,7 +110,7 @@ class GrammarChecker:
             with self._shares.taken(user):
                 async with self._room.taken(1, user):
                     verdict = await self._try(guide.grammar)
-            self._metrics.grammar_seconds.observe(verdict.seconds)
+            self._metrics.grammar_trial(verdict.seconds)
             if verdict.reason == "busy":
                 self._metrics.grammar("busy")
                 raise QueueFullError(verdict.message)

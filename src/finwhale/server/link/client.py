@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.errors import EngineDeadError, QueueFullError, RequestError
@@ -21,13 +21,21 @@ from finwhale.server.link.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from finwhale.server.link.rollout_control import RolloutControl
-    from finwhale.server.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 MAX_TURNS = 1 << 48  # more sequences than a server can ever start
 MAX_TURNS_KEPT = 4096
 CLOSE_S = 5.0
+
+
+class Observer(Protocol):
+    """Receives what the server's metrics count of the engine."""
+
+    def step(self, deltas: Sequence[wire.Delta]) -> None: ...
+    def compiled(self, seconds: float) -> None:
+        """A grammar has been compiled."""
+        ...
 
 
 class Generation:
@@ -116,7 +124,7 @@ class EngineClient:
         self.ready: wire.Ready | None = None
         self.failure: str | None = None
         self.metrics: EngineMetrics | None = None
-        self.observer: Metrics | None = None  # receives each step and compiled grammar
+        self.observer: Observer | None = None
         self.on_failure: Callable[[], None] | None = None
         self._connection = connection
         self._process = process
@@ -317,7 +325,7 @@ class EngineClient:
                 self.observer.step(report.deltas)
         elif isinstance(report, wire.Accepted):
             if report.compile_seconds is not None and self.observer is not None:
-                self.observer.compile_seconds.observe(report.compile_seconds)
+                self.observer.compiled(report.compile_seconds)
             if report.request_id in self._live:
                 self._live[report.request_id].generation._put(report)
         elif isinstance(report, wire.Refused):

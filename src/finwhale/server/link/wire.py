@@ -3,14 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.request import ExpertIds, FinishReason, Logprob, RequestTimes, SamplingParams
-
-if TYPE_CHECKING:
-    from finwhale.server.link.rollout_control import RolloutControl
 
 # --- Server to engine -----------------------------------------------------------------------------
 
@@ -51,7 +48,7 @@ class Call:
     """Calls a method of RolloutControl; `work` can be pickled."""
 
     call_id: str
-    work: Callable[["RolloutControl"], Any]
+    work: Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Metrics:
             "or busy (try again later), or the reason for the refusal",
             ["result"],
         )
-        self.grammar_seconds = seconds(
+        self._grammar_seconds = seconds(
             "finwhale_grammar_trial_seconds", "CPU time of a grammar's trial"
         )
         self.compile_seconds = seconds(
@@ -131,6 +131,14 @@ class Metrics:
     def end(self, log: RequestLog) -> None:
         self._in_flight.dec()
         self._duration.observe(time.monotonic() - log.begin)
+
+    def compiled(self, seconds: float) -> None:
+        """Counts a compiled grammar."""
+        self.compile_seconds.observe(seconds)
+
+    def grammar_trial(self, seconds: float) -> None:
+        """Counts a trial of a grammar, and its CPU time."""
+        self._grammar_seconds.observe(seconds)
 
     def grammar(self, result: str) -> None:
         """Counts a request's grammar as accepted or refused."""
