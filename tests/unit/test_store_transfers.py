@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from finwhale.engine.plan.prefix_store import Record
+from finwhale.engine.plan.step_plan import PageCopy
 from finwhale.engine.store.directory import DirectoryStore
-from finwhale.engine.steps.page_copies import PageCopy
 from finwhale.engine.store.transfers import RecordTransfer, StoreTransfers
 
 PAGE_BYTES = {"c4": 300, "c128": 20, "window": 70}

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.plan.step_plan import PageCopy, SamplingPlan, StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.request import ExpertIds
 
-if TYPE_CHECKING:  # they import torch
-    from finwhale.engine.steps.page_copies import Copying, PageCopy
+if TYPE_CHECKING:  # it imports torch
     from finwhale.models.cache import CacheGroup
 
 T = TypeVar("T")
@@ -247,6 +246,14 @@ class PendingResult(Protocol):
         ...
 
 
+class PendingCopies(Protocol):
+    """Copies of pages that may still be running."""
+
+    def done(self) -> bool:
+        """Whether every rank has ended them. Returns at once."""
+        ...
+
+
 class Executor(Protocol):
     """Runs step plans in the order of the calls. No call waits for the device."""
 
@@ -266,8 +273,8 @@ class Executor(Protocol):
         """Launch the sampling of the last step, whose plan had no sampling."""
         ...
 
-    def copy_pages(self, copies: "Sequence[PageCopy]") -> "Copying":
-        """Launch copies between pages and the staging buffer that `attach_staging` gave the ranks.
+    def copy_pages(self, copies: Sequence[PageCopy]) -> PendingCopies:
+        """Launch copies between pages and the staging buffer (LocalExecutor.attach_staging).
         Every rank loads; only rank 0 saves.
         """
         ...

@@ -5,10 +5,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.engine.plan.executor import RankDescription, RankState
+from finwhale.engine.plan.step_plan import PageCopy
 from finwhale.engine.ranks.arena import Arena
 from finwhale.engine.ranks.rank_weights import RankWeights
 from finwhale.engine.steps.executor import StepExecutor
-from finwhale.engine.steps.page_copies import Copying, PageCopies, PageCopy
+from finwhale.engine.steps.page_copies import Copying, PageCopies
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.ops.builds import Builds
 from finwhale.weights.allocation import WeightForm

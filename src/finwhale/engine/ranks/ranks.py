@@ -29,13 +29,13 @@ from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import CONNECTING, OPENING, Answer, Opened
 from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
-from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.plan.step_plan import PageCopy, SamplingPlan, StepPlan
 from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.rank_processes import RankProcesses
 from finwhale.engine.steps.executor import StepTransfer
 from finwhale.engine.steps.host_transfer import NoReceiver
-from finwhale.engine.steps.page_copies import Copying, PageCopy
+from finwhale.engine.steps.page_copies import Copying
 from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError, first_line
 
 logger = logging.getLogger(__name__)

@@ -8,29 +8,15 @@ when every rank has loaded a batch, and when the buffer's places are free again.
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from finwhale.engine.plan.step_plan import PageCopy
 from finwhale.errors import ResourceError
 
 COUNTER_BYTES = 8
 HEADER_BYTES = 4096
-
-
-class PageCopy(NamedTuple):
-    """The copy of one page between the device and the staging buffer.
-
-    Attributes:
-        offset: of the page in the buffer, in bytes.
-        load: copy from the buffer to the device.
-    """
-
-    group: str
-    page: int
-    offset: int
-    load: bool
 
 
 class PageCopies:
@@ -97,7 +83,7 @@ class PageCopies:
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """Copies that were launched.
+    """Copies that were launched (PendingCopies).
 
     Attributes:
         counters: those of all ranks.
@@ -110,7 +96,6 @@ class Copying:
     event: torch.cuda.Event | None = None
 
     def done(self) -> bool:
-        """Whether every rank has ended them. Returns at once."""
         if self.event is not None and not self.event.query():
             return False
         return not self.batch or int(self.counters.min()) >= self.batch

@@ -10,22 +10,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
+from finwhale.engine.plan.executor import PendingCopies
 from finwhale.engine.plan.prefix_index import State
 from finwhale.engine.plan.prefix_store import PrefixStore, Record, RecordKind
-from finwhale.engine.steps.page_copies import PageCopy
+from finwhale.engine.plan.step_plan import PageCopy
 
 THREADS = 8
 # Saves may take this share of the slots. A save that finds no slot is given up.
 SAVE_SHARE = 1 / 2
 POLL_S = 1e-3
-
-
-class PendingCopies(Protocol):
-    def done(self) -> bool:
-        """Whether the copies have ended. Returns at once."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
