@@ -140,6 +140,14 @@ class EngineConfig:
         unset="random",
         metavar="SECRET",
     )
+    prefix_store: str | None = option(
+        None,
+        "keep cached prefixes in a directory, so that they survive restarts and evictions, and "
+        "serve other servers; the oldest go when all have more than SIZE bytes (such as 500GB). "
+        "On a CPU alone so far",
+        unset="prefixes are kept in the cache alone",
+        metavar="DIR[:SIZE]",
+    )
     enable_sleep_mode: bool = option(
         False,
         "allocate weights and cache so that `sleep` can free their memory and `wake` can allocate "

@@ -7,6 +7,7 @@ from finwhale.engine.plan.admission import Admission, in_order
 from finwhale.engine.plan.pages import BlockTables, PageManager, PagePool
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.stored_prefixes import Load
 
 
 def check_engine(engine: Engine) -> None:
@@ -20,12 +21,18 @@ def check_scheduler(scheduler: Scheduler) -> None:
     running = scheduler.running
     cached: dict[str, list[int]] | None = None
     if scheduler.prefix is not None:
-        check_prefixes(scheduler.prefix, [s.blocks for s in running])
+        chains = [s.blocks for s in running]
         cached = {group.name: [] for group in scheduler.pages.groups}
-        for block in scheduler.prefix.blocks.values():
-            for part in (block.pages, block.state or {}):
-                for name, numbers in part.items():
-                    cached[name] += numbers
+        blocks = scheduler.prefix.blocks.values()
+        held = [part for block in blocks for part in (block.pages, block.state or {})]
+        if (stored := scheduler.admission.stored) is not None:
+            chains += [load.chain for load in stored.loads]
+            held += [pages for _, pages, _ in stored._saves]
+            held += [pages for load in stored.loads for pages, _ in load.parts]
+        for part in held:
+            for name, numbers in part.items():
+                cached[name] += numbers
+        check_prefixes(scheduler.prefix, chains)
     check_pages(scheduler.pages, [s.tables for s in running], cached)
     slots = [s.slot for s in running]
     assert sorted(slots + scheduler._free_slots) == list(range(scheduler.sizes.num_seqs))
@@ -34,15 +41,18 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_admission(admission: Admission) -> None:
-    """The queue is in order, and every follower has a running leader."""
+    """The queue is in order, and every follower has a leader that runs or loads."""
     waiting, followers = admission.waiting, admission.followers
     assert waiting == sorted(waiting, key=in_order)
     for sequence in (*waiting, *(s for some in followers.values() for s in some)):
         assert not sequence.running and not sequence.blocks and not sequence.num_computed
         assert sequence.slot == -1
     assert followers.keys() <= admission._leaders.keys()
-    for key, sequence in admission._leaders.items():
-        assert sequence.running and key in sequence.keys[len(sequence.blocks) :]
+    for key, leader in admission._leaders.items():
+        if isinstance(leader, Load):
+            assert key in leader.keys
+        else:
+            assert leader.running and key in leader.keys[len(leader.blocks) :]
 
 
 def check_pages(

@@ -53,6 +53,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "cache_memory_bytes": (["--cache-memory-bytes", "1000"], 1000),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "prefix_salt": (["--prefix-salt", "sesame"], "sesame"),
+    "prefix_store": (["--prefix-store", "/somewhere:5GB"], "/somewhere:5GB"),
     "enable_sleep_mode": (["--enable-sleep-mode"], True),
     "enable_return_routed_experts": (["--enable-return-routed-experts"], True),
     "compile": (["--compile"], True),

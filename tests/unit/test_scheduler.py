@@ -34,7 +34,13 @@ PARAMS = SamplingParams()
 
 
 def make_scheduler(
-    seed: int, seqs: int, budget: int, blocks: int, states: int = 1000, **options: Any
+    seed: int,
+    seqs: int,
+    budget: int,
+    blocks: int,
+    states: int = 1000,
+    moving_states: int = 0,
+    **options: Any,
 ) -> Scheduler:
     """One with room for so many blocks, and states beside what running sequences need."""
     spec = cache_spec(config_of(tiny_config(seed)))
@@ -46,6 +52,7 @@ def make_scheduler(
         max_step_tokens=budget,
         wanted_tokens=256 * blocks,
         prefix_caching=True,
+        moving_states=moving_states,
     )
     spare = {g.name: (plan.num_states - min(states, plan.num_states)) for g in spec if g.keep}
     num_pages = {
@@ -187,7 +194,9 @@ class Driver:
     def step(self) -> list[Chunk]:
         scheduler = self.scheduler
         chunks = scheduler.schedule()
-        assert chunks or self._flight or not scheduler.has_work or scheduler.counts.preemptions
+        stored = scheduler.admission.stored
+        waits = scheduler.counts.preemptions or (stored is not None and stored.busy)
+        assert chunks or self._flight or not scheduler.has_work or waits
         assert sum(c.end - c.start for c in chunks) <= scheduler.sizes.num_tokens
         assert len(scheduler.running) <= scheduler.sizes.num_seqs
         assert len({c.sequence.key for c in chunks}) == len(chunks)

@@ -59,7 +59,7 @@ def open_checkpoint(
         raise FinwhaleError(f"no checkpoint: {directory} is not a directory")
     tokenizer = Tokenizer.find(directory)
     engine = engine_config(args)
-    if engine.prefix_salt is None:
+    if engine.prefix_salt is None and engine.prefix_store is None:
         # Create the salt here, so that all engine processes of this server share it.
         engine = replace(engine, prefix_salt=secrets.token_hex(16))
     one_host = placement is None and engine.distributed_executor == "spawn"

@@ -112,6 +112,17 @@ class CacheGroup:
     def block_tokens(self) -> int:
         return BLOCK_TOKENS
 
+    @property
+    def pages_of_block(self) -> int:
+        return self.block_tokens // self.tokens_per_page
+
+    def state_pages(self, end: int) -> range:
+        """The numbers of the pages that a sequence needs to resume after token end-1, the last of a
+        block, if the group drops old rows.
+        """
+        size = self.tokens_per_page
+        return range(self.first_needed(end) // size, end // size)
+
     def first_needed(self, num_tokens: int) -> int:
         """The first token whose row a token at position num_tokens or later can need."""
         if self.keep is None:

@@ -121,6 +121,9 @@ def change_weights(
         engine.drain(requests)
         _change_ranks(engine, work)
         engine.scheduler.reset_prefix_cache()
+        if engine.scheduler.prefix is not None and engine.scheduler.admission.stored is not None:
+            # The store's fingerprint is that of the first weights: share nothing with them.
+            engine.scheduler.prefix.set_salt(None)
         engine.allow("no weights")
 
 

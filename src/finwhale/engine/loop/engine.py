@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
@@ -56,6 +57,8 @@ memory of "weights" or "cache" is asleep; its weights were dropped, and no updat
 
 # How long `step` waits if it cannot run a step, so that callers in a loop do not spin.
 CANNOT_STEP_WAIT_S = 0.05
+# The same if only prefixes are on their way to or from a store.
+MOVING_WAIT_S = 0.0005
 
 
 class Engine:
@@ -135,7 +138,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._dead is None and (self.scheduler.has_work or bool(self.outputs.touched))
+        scheduler = self.scheduler
+        works = scheduler.has_work or scheduler.admission.moves_prefixes
+        return self._dead is None and (works or bool(self.outputs.touched))
 
     def add_request(
         self,
@@ -255,7 +260,12 @@ class Engine:
             except (torch.AcceleratorError, EngineDeadError) as error:
                 raise self.die(error) from error
             touched = self.outputs.take_touched()
-            return touched + self._collect() if self._loop.in_flight else touched
+            if self._loop.in_flight:
+                return touched + self._collect()
+            moves = self.scheduler.admission.moves_prefixes
+        if moves and not touched:
+            time.sleep(MOVING_WAIT_S)
+        return touched
 
     def _collect(self) -> list[RequestOutput]:
         try:
@@ -287,6 +297,9 @@ class Engine:
         self.check_usable()
         while self._loop.in_flight:
             self.outputs.touched += self._collect()
+        while self.scheduler.admission.moves_prefixes:
+            self.scheduler.admission.advance_loads()
+            time.sleep(MOVING_WAIT_S)
         if requests == "recompute":
             self.scheduler.preempt_all()
         elif requests == "abort":

@@ -9,6 +9,8 @@ from finwhale.distributed.hosts import Placement
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import warm_up
 from finwhale.engine.start.startup import open_executor
+from finwhale.engine.store.directory import salt_of
+from finwhale.engine.store.opening import attach_store, parse
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.weight_sources import Weights
 
@@ -30,6 +32,9 @@ def start_engine(
         ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
+    if config.prefix_store is not None:
+        directory, _ = parse(config.prefix_store)
+        config = replace(config, prefix_salt=config.prefix_salt or salt_of(directory))
     unused_head = model_config.draft_head if config.draft_tokens == 0 else None
     if unused_head == "dspark":
         # The head has three whole layers, and every forward would compute its context.
@@ -42,5 +47,7 @@ def start_engine(
         began = time.monotonic()
         warm_up(engine)
         engine.start_seconds["warm-up"] = time.monotonic() - began
+    # After the warm-up, whose requests are not worth saving.
+    attach_store(config, model_config, weights.checkpoint, executor, engine.scheduler)
     executor.mark_ready()
     return engine

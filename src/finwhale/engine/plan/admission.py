@@ -1,12 +1,14 @@
 """Decides which waiting sequence starts next, and when it has enough pages. No torch."""
 
 from bisect import insort
+from collections.abc import Iterable
 from itertools import count
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_plan import PENDING
+from finwhale.engine.plan.stored_prefixes import Load, StoredPrefixes
 
 # After this many admissions of sequences with a higher priority, the sequence that has waited
 # longest gets the highest priority too.
@@ -15,12 +17,15 @@ PATIENCE = 64
 WATERMARK = 100
 
 
+Leader = SequenceState | Load
+
+
 class Admission:
     """The queue of waiting sequences.
 
     A sequence is admitted when there are enough free pages for all its tokens so far. If a running
-    sequence (a leader) is about to compute the next block of a waiting sequence (a follower), the
-    follower waits outside the queue until it can reuse the block.
+    sequence or a load (a leader) is about to give the next block of a waiting sequence (a
+    follower), the follower waits outside the queue until it can reuse the block.
 
     Args:
         prefix: the prefix cache; None: the engine has none.
@@ -29,6 +34,7 @@ class Admission:
     Attributes:
         waiting: the queue, in order of priority and arrival.
         followers: the followers of each block, by the block's key.
+        stored: loads blocks from a prefix store; None: there is none.
     """
 
     def __init__(
@@ -36,11 +42,12 @@ class Admission:
     ) -> None:
         self.waiting: list[SequenceState] = []
         self.followers: dict[bytes, list[SequenceState]] = {}
+        self.stored: StoredPrefixes | None = None
         self._pages, self._prefix, self._running = pages, prefix, running
         self._block_tokens = pages.groups[0].block_tokens
         self._num_blocks = pages.free_blocks
-        # The running sequence that will compute a block, by the block's key.
-        self._leaders: dict[bytes, SequenceState] = {}
+        # The leader that will give a block, by the block's key.
+        self._leaders: dict[bytes, Leader] = {}
         self._arrivals = count()
         self._passed_over = 0
 
@@ -92,8 +99,10 @@ class Admission:
                     map(self._unallocated_blocks, self._running)
                 )
             if needed > self._pages.free_blocks:
-                assert self._running
+                assert self._running or self.moves_prefixes
                 return None
+            if self._try_load(sequence, known, resumable):
+                continue
             self.waiting.remove(sequence)
             self._count_passed_over(sequence)
             if self._prefix is not None:
@@ -102,10 +111,42 @@ class Admission:
             return sequence, known, resumable
         return None
 
-    def release_followers(self, key: bytes, leader: SequenceState) -> None:
-        """Return the followers of a block to the queue, if `leader` was to compute the block.
+    @property
+    def moves_prefixes(self) -> bool:
+        """Whether prefixes are on their way to or from the store."""
+        return self.stored is not None and self.stored.busy
 
-        The block is in the cache, or its leader has ended without computing it.
+    def advance_loads(self) -> None:
+        """Continue the loads, and return the followers of those that have ended to the queue."""
+        if self.stored is not None:
+            self._release_loads(self.stored.advance())
+
+    def cancel_loads(self) -> None:
+        """Let no load add blocks to the cache any more."""
+        if self.stored is not None:
+            self._release_loads(self.stored.cancel())
+
+    def _release_loads(self, released: Iterable[tuple[Load, list[bytes]]]) -> None:
+        for load, keys in released:
+            for key in keys:
+                self.release_followers(key, load)
+
+    def _try_load(self, sequence: SequenceState, known: list[Block], resumable: int) -> bool:
+        """Make a sequence a follower of a load of its next blocks, if the store may have them."""
+        if self.stored is None:
+            return False
+        keys = sequence.keys[resumable : sequence.num_reusable // self._block_tokens]
+        led = next((i for i, key in enumerate(keys) if key in self._leaders), len(keys))
+        load = self.stored.begin_load(sequence, known, resumable, keys[:led])
+        if load is None:
+            return False
+        self._leaders |= dict.fromkeys(load.keys, load)
+        return self._try_follow(sequence, resumable)
+
+    def release_followers(self, key: bytes, leader: Leader) -> None:
+        """Return the followers of a block to the queue, if `leader` was to give the block.
+
+        The block is in the cache, or its leader has ended without it.
         """
         if self._leaders.get(key) is leader:
             del self._leaders[key]

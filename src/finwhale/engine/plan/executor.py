@@ -4,11 +4,11 @@ An executor runs plans in this process (ranks/local_executor.py), or in this pro
 (ranks/ranks.py). Plans, results and descriptions are plain data.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.plan.step_plan import PageCopy, SamplingPlan, StepPlan
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.request import ExpertIds
 
@@ -246,6 +246,14 @@ class PendingResult(Protocol):
         ...
 
 
+class PendingCopies(Protocol):
+    """Copies of pages that may still be running."""
+
+    def done(self) -> bool:
+        """Whether every rank has ended them. Returns at once."""
+        ...
+
+
 class Executor(Protocol):
     """Runs step plans in the order of the calls. No call waits for the device."""
 
@@ -263,6 +271,12 @@ class Executor(Protocol):
 
     def sample(self, plan: SamplingPlan) -> PendingResult:
         """Launch the sampling of the last step, whose plan had no sampling."""
+        ...
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> PendingCopies:
+        """Launch copies between pages and the staging buffer (LocalExecutor.attach_staging).
+        Every rank loads; only rank 0 saves.
+        """
         ...
 
     def call_ranks(self, work: Callable[[Any], T]) -> list[T]:

@@ -84,7 +84,7 @@ class Reclaimer(Protocol):
 
     @property
     def num_idle(self) -> int:
-        """Number of blocks that the cache can free now, in the full groups."""
+        """Number of blocks that the cache can at least free now, in the full groups."""
         ...
 
     def reclaim(self, group: "CacheGroup") -> None:
@@ -167,12 +167,12 @@ class PageManager:
                 if last_row >= first_row:
                     first, last = first_row // rows, last_row // rows
                     if table.pages and first == last == table.end:
-                        table.pages.append(self._allocate(group))
+                        table.pages.append(self.allocate(group))
                         if group.tail_only and decodes and end == start + 1:
                             # A decode frees such pages after a few tokens, so allocating two at
                             # once halves the number of calls. A step of many tokens would not use
                             # the second page.
-                            table.pages.append(self._allocate(group))
+                            table.pages.append(self.allocate(group))
                     else:
                         self._extend(group, table, start, end, first, last)
                 table.allocated_tokens = (table.end * rows + 1) * per_row - 1
@@ -192,17 +192,18 @@ class PageManager:
             table.first = start // group.tokens_per_page if keeps_ends else first
         begin = table.end
         if group.keep is None:
-            table.pages.extend(self._allocate(group) for _ in range(begin, last + 1))
+            table.pages.extend(self.allocate(group) for _ in range(begin, last + 1))
             return
         # A step does not use the pages between those that it reads and those that it writes.
         wanted = set(range(max(begin, first), last + 1))
         if keeps_ends:
             wanted |= _at_block_ends(group, begin, end)
         table.pages.extend(
-            self._allocate(group) if number in wanted else 0 for number in range(begin, last + 1)
+            self.allocate(group) if number in wanted else 0 for number in range(begin, last + 1)
         )
 
-    def _allocate(self, group: "CacheGroup") -> int:
+    def allocate(self, group: "CacheGroup") -> int:
+        """Allocate a page, for which the prefix cache gives one back if none is free."""
         pool = self.pools[group.name]
         if not pool.num_free and self.reclaimer is not None:
             self.reclaimer.reclaim(group)
@@ -220,7 +221,7 @@ class PageManager:
             if table.trim_at <= num_tokens:
                 unneeded = group.first_needed(num_tokens) // group.tokens_per_page - table.first
                 if unneeded > 0:
-                    self._remove_references(group.name, table.pages[:unneeded])
+                    self.drop({group.name: table.pages[:unneeded]})
                     del table.pages[:unneeded]
                     table.first += unneeded
                     table.version = tables.version = object()
@@ -231,15 +232,25 @@ class PageManager:
 
     def release(self, tables: BlockTables) -> None:
         """Free all pages of a sequence."""
-        for name, table in tables.items():
-            self._remove_references(name, table.pages)
+        self.drop({name: table.pages for name, table in tables.items()})
+        for table in tables.values():
             table.pages.clear()
 
-    def _remove_references(self, name: str, pages: Sequence[int]) -> None:
-        remove_reference = self.pools[name].remove_reference
-        for page in pages:
-            if page:
-                remove_reference(page)
+    def hold(self, pages: Mapping[str, Sequence[int]]) -> None:
+        """Add a reference to each page, by group; 0 is no page."""
+        for name, numbers in pages.items():
+            add_reference = self.pools[name].add_reference
+            for page in numbers:
+                if page:
+                    add_reference(page)
+
+    def drop(self, pages: Mapping[str, Sequence[int]]) -> None:
+        """Remove a reference to each page, by group; 0 is no page."""
+        for name, numbers in pages.items():
+            remove_reference = self.pools[name].remove_reference
+            for page in numbers:
+                if page:
+                    remove_reference(page)
 
 
 def _at_block_ends(group: "CacheGroup", first: int, end: int) -> set[int]:
@@ -259,8 +270,7 @@ def _at_block_ends(group: "CacheGroup", first: int, end: int) -> set[int]:
 def pages_at_block_end(group: "CacheGroup") -> int:
     """Number of pages of a windowed group that a sequence needs to resume after a block."""
     assert group.keep is not None
-    end = group.block_tokens * (1 + sum(group.keep) // group.block_tokens)
-    return end // group.tokens_per_page - group.first_needed(end) // group.tokens_per_page
+    return len(group.state_pages(group.block_tokens * (1 + sum(group.keep) // group.block_tokens)))
 
 
 def windowed_pages(

@@ -35,6 +35,8 @@ class Block:
         users: number of running sequences that contain this block.
         state: pages of the windowed groups that a sequence needs to resume after this block; None:
             they are not cached.
+        saved, state_saved: the store has the block, and its state, or is about to write them
+            (stored_prefixes.py).
     """
 
     key: bytes
@@ -42,6 +44,8 @@ class Block:
     pages: State
     users: int = 0
     state: State | None = None
+    saved: bool = False
+    state_saved: bool = False
 
 
 class PrefixIndex:
@@ -56,23 +60,29 @@ class PrefixIndex:
 
     Attributes:
         blocks: the cached blocks by key.
+        num_saving: number of blocks whose pages are being copied, so eviction does not free them.
     """
 
     def __init__(self, pages: PageManager, salt: str | None = None) -> None:
         self.pages = pages
         self.block_tokens = pages.groups[0].block_tokens
         self.blocks: dict[bytes, Block] = {}
+        self.num_saving = 0
         # The salt prevents an attacker from searching for two prompts with the same key.
-        secret = secrets.token_bytes(KEY_BYTES) if salt is None else salt.encode()
-        self._salt = hashlib.blake2b(secret, digest_size=KEY_BYTES).digest()
+        self.set_salt(salt)
         self._idle: OrderedDict[bytes, Block] = OrderedDict()
         self._passed: OrderedDict[bytes, Block] = OrderedDict()
         self._lasting: OrderedDict[bytes, Block] = OrderedDict()
         pages.reclaimer = self
 
+    def set_salt(self, salt: str | None) -> None:
+        """Give all later blocks other keys. None: a random salt."""
+        secret = secrets.token_bytes(KEY_BYTES) if salt is None else salt.encode()
+        self._salt = hashlib.blake2b(secret, digest_size=KEY_BYTES).digest()
+
     @property
     def num_idle(self) -> int:
-        return len(self._idle)
+        return max(0, len(self._idle) - self.num_saving)
 
     @property
     def num_states(self) -> int:
@@ -85,7 +95,7 @@ class PrefixIndex:
             owner: sequences with different owners have no keys in common.
         """
         size = self.block_tokens
-        parent = keys[-1] if keys else self._root(owner)
+        parent = keys[-1] if keys else self.owner_key(owner)
         for end in range((len(keys) + 1) * size, len(token_ids) + 1, size):
             content = array("i", token_ids[end - size : end]).tobytes()
             parent = hashlib.blake2b(
@@ -93,7 +103,7 @@ class PrefixIndex:
             ).digest()
             keys.append(parent)
 
-    def _root(self, owner: str) -> bytes:
+    def owner_key(self, owner: str) -> bytes:
         """The parent key of a sequence's first block, which separates owners."""
         if not owner:
             return b""
@@ -131,11 +141,10 @@ class PrefixIndex:
         for group in self.pages.full_groups:
             table = tables[group.name] = BlockTable()
             table.pages.extend(page for block in blocks for page in block.pages[group.name])
-            self._add_references(group.name, table.pages)
         for group in self.pages.windowed_groups:
-            first = group.first_needed(end) // group.tokens_per_page
-            table = tables[group.name] = BlockTable(first, list(last.state[group.name]))
-            self._add_references(group.name, table.pages)
+            first = group.state_pages(end).start
+            tables[group.name] = BlockTable(first, list(last.state[group.name]))
+        self.pages.hold({name: table.pages for name, table in tables.items()})
         self.pages.renew(tables)
         self._keep(last, lasting=True)
 
@@ -149,11 +158,35 @@ class PrefixIndex:
         elif not block.users:
             # Two copies of the same rows exist. Free the copy that no sequence uses.
             pages = self._pages_of(len(chain), tables)
-            self._remove_references(block.pages)
+            self.pages.drop(block.pages)
             block.pages = pages
+        self.use(chain, block)
+        return block
+
+    def use(self, chain: list[Block], block: Block) -> None:
+        """Append a cached block to `chain`, which `release` must get later."""
         self._use(block)
         chain.append(block)
-        return block
+
+    def add_loaded(self, chain: list[Block], key: bytes, pages: State) -> None:
+        """Append the block whose pages were loaded to `chain`, or its cached copy. The references
+        of the pages become the index's.
+        """
+        block = self.blocks.get(key)
+        if block is None:
+            block = self.blocks[key] = Block(key, chain[-1] if chain else None, pages, saved=True)
+            self._idle[key] = block
+        else:
+            self.pages.drop(pages)
+        self.use(chain, block)
+
+    def add_loaded_state(self, block: Block, state: State) -> None:
+        """Keep the state whose pages were loaded. Their references become the index's."""
+        if block.state is None:
+            block.state, block.state_saved = state, True
+        else:
+            self.pages.drop(state)
+        self._keep(block, lasting=True)
 
     def add_state(self, block: Block, end: int, tables: BlockTables, *, lasting: bool) -> None:
         """Keep the state at the end of `block`, which is token `end`.
@@ -164,13 +197,12 @@ class PrefixIndex:
         if block.state is None:
             state = {}
             for group in self.pages.windowed_groups:
-                table, size = tables[group.name], group.tokens_per_page
-                first, last = group.first_needed(end) // size, end // size
-                pages = tuple(table.pages[first - table.first : last - table.first])
-                assert len(pages) == last - first and all(pages)
+                table, wanted = tables[group.name], group.state_pages(end)
+                first = wanted.start - table.first
+                pages = tuple(table.pages[first : first + len(wanted)])
+                assert len(pages) == len(wanted) and all(pages)
                 state[group.name] = pages
-            for name, pages in state.items():
-                self._add_references(name, pages)
+            self.pages.hold(state)
             block.state = state
         if lasting or block.key not in self._lasting:
             self._keep(block, lasting)
@@ -211,11 +243,11 @@ class PrefixIndex:
         """Reference and return the pages of a sequence's block number `number`."""
         pages = {}
         for group in self.pages.full_groups:
-            count = group.block_tokens // group.tokens_per_page
+            count = group.pages_of_block
             pages[group.name] = tuple(
                 tables[group.name].pages[number * count : (number + 1) * count]
             )
-            self._add_references(group.name, pages[group.name])
+        self.pages.hold(pages)
         return pages
 
     def _use(self, block: Block) -> None:
@@ -231,21 +263,11 @@ class PrefixIndex:
     def _drop(self, block: Block) -> None:
         del self.blocks[block.key]
         self._drop_state(block)
-        self._remove_references(block.pages)
+        self.pages.drop(block.pages)
 
     def _drop_state(self, block: Block) -> None:
         self._passed.pop(block.key, None)
         self._lasting.pop(block.key, None)
         if block.state is not None:
-            self._remove_references(block.state)
+            self.pages.drop(block.state)
             block.state = None
-
-    def _add_references(self, name: str, pages: Iterable[int]) -> None:
-        add_reference = self.pages.pools[name].add_reference
-        for page in pages:
-            add_reference(page)
-
-    def _remove_references(self, pages: State) -> None:
-        for name, numbers in pages.items():
-            for page in numbers:
-                self.pages.pools[name].remove_reference(page)

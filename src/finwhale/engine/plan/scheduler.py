@@ -96,6 +96,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, with their pages; empty when there is nothing to compute."""
+        self.admission.advance_loads()
         chunks: list[Chunk] = []
         prefilling: list[SequenceState] = []
         preempted = self.counts.preemptions
@@ -147,6 +148,7 @@ class Scheduler:
 
         Empty: the next step needs the result of `chunks`, or should admit a sequence.
         """
+        self.admission.advance_loads()
         living = [chunk for chunk in chunks if chunk.sequence.running]
         if self.num_waiting and len(self.running) < self.sizes.num_seqs:
             return []
@@ -190,6 +192,7 @@ class Scheduler:
 
     def _preempt(self, sequence: SequenceState) -> None:
         self.counts.preemptions += 1
+        sequence.store_tries = 0
         self._stop(sequence)
         self.admission.put_back(sequence)
 
@@ -281,6 +284,10 @@ class Scheduler:
         is_output = end > sequence.num_prompt
         lasting = ends_prompt or is_output or end == sequence.shared_until
         prefix.add_state(block, end, sequence.tables, lasting=lasting)
+        if self.admission.stored is not None:
+            # Each block of an output ends the request until the next one.
+            saves = lasting and not is_output
+            self.admission.stored.save(block, sequence.prefix_owner, state=saves)
         if is_output:
             if sequence.last_output_block is not None:
                 prefix.evict_early(sequence.last_output_block)
@@ -319,6 +326,8 @@ class Scheduler:
     def finish(self, sequence: SequenceState) -> None:
         """Remove a running or waiting sequence, and free its pages."""
         if sequence.running:
+            if self.admission.stored is not None:
+                self.admission.stored.end(sequence)
             self._stop(sequence)
         else:
             self.admission.remove(sequence)
@@ -330,4 +339,5 @@ class Scheduler:
         for sequence in self.running:
             self._detach(sequence)
             sequence.sharing = False
+        self.admission.cancel_loads()
         self.prefix.clear()

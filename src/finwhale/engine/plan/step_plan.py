@@ -152,6 +152,20 @@ class ScoredTokens(NamedTuple):
     token_ids: tuple[int, ...]
 
 
+class PageCopy(NamedTuple):
+    """The copy of one page between the device and the staging buffer.
+
+    Attributes:
+        offset: of the page in the buffer, in bytes.
+        load: copy from the buffer to the device.
+    """
+
+    group: str
+    page: int
+    offset: int
+    load: bool
+
+
 class StepPlan(NamedTuple):
     """One step, which computes chunks of sequences.
 

@@ -1,13 +1,15 @@
 """The executor of the rank in this process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.engine.plan.executor import RankDescription, RankState
+from finwhale.engine.plan.step_plan import PageCopy
 from finwhale.engine.ranks.arena import Arena
 from finwhale.engine.ranks.rank_weights import RankWeights
 from finwhale.engine.steps.executor import StepExecutor
+from finwhale.engine.steps.page_copies import Copying, PageCopies
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.ops.builds import Builds
 from finwhale.weights.allocation import WeightForm
@@ -27,6 +29,7 @@ class LocalExecutor(StepExecutor):
     Attributes:
         weights: this rank's part in updates of the weights.
         arenas: the memory of "weights" and "cache", if it can be freed while the engine sleeps.
+        page_copies: copies pages for a prefix store; None: there is none.
     """
 
     def __init__(
@@ -43,6 +46,19 @@ class LocalExecutor(StepExecutor):
         self.builds, self.description = builds, description
         self.collectives, self.arenas = collectives, arenas or {}
         self.weights = RankWeights(runner.model, weight_form, ranks_on_host)
+        self.page_copies: PageCopies | None = None
+
+    def attach_staging(self, file: str) -> None:
+        """Let this rank copy pages to and from a staging buffer."""
+        rank, runner = self.collectives.rank, self.runner
+        self.page_copies = PageCopies(
+            file, runner.cache.pages, runner.device, (rank.index, rank.size)
+        )
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:
+        assert self.page_copies is not None
+        self.runner.use_device()
+        return self.page_copies.begin(copies)
 
     def call_ranks(self, work: Callable[["LocalExecutor"], T]) -> list[T]:
         self.runner.use_device()

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -29,12 +29,13 @@ from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import CONNECTING, OPENING, Answer, Opened
 from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
-from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.plan.step_plan import PageCopy, SamplingPlan, StepPlan
 from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.rank_processes import RankProcesses
 from finwhale.engine.steps.executor import StepTransfer
 from finwhale.engine.steps.host_transfer import NoReceiver
+from finwhale.engine.steps.page_copies import Copying
 from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError, first_line
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ OpenRank = Callable[[Peers], LocalExecutor]
 T = TypeVar("T")
 
 # The first byte of a message to the workers says what the message is.
-_EXECUTE, _SAMPLE, _READY, _CALL = b"e", b"s", b"r", b"c"
+_EXECUTE, _SAMPLE, _COPY, _READY, _CALL = b"e", b"s", b"p", b"r", b"c"
 CAUSE_S = 2.0  # how long a failed rank waits for another rank to report the cause
 CLOSE_S = 10.0  # time limit for closing the device and NCCL
 FAILED_CLOSE_S = 2.0  # the same after a rank has failed, for which this rank's device may wait
@@ -112,6 +113,15 @@ class Ranks:
             with self.workers.guard():
                 self.workers.send(_SAMPLE + pickle.dumps(plan, 5))
                 return RanksResult(self, self.local.sample(plan))
+        except BaseException as error:
+            raise self._die(error) from error
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:
+        try:
+            with self.workers.guard():
+                if loads := [copy for copy in copies if copy.load]:
+                    self.workers.send(_COPY + pickle.dumps(loads, 5))
+                return self.local.copy_pages(copies)
         except BaseException as error:
             raise self._die(error) from error
 
@@ -275,6 +285,8 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
             executor.execute(pickle.loads(content))
         elif kind == _SAMPLE:
             executor.sample(pickle.loads(content))
+        elif kind == _COPY:
+            executor.copy_pages(pickle.loads(content))
         elif kind == _CALL:
             owner.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
         else:

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from finwhale.engine.plan.stored_prefixes import MOVING_STATES
 from finwhale.engine.ranks.memory_checks import check_cache_memory, check_gpu_memory
 from finwhale.engine.start.decisions import Decisions
 from finwhale.engine.start.kv_cache import CachePlan, plan_cache
@@ -87,6 +88,7 @@ class MemoryBudget:
             least_tokens=chosen.longest,
             prefix_caching=config.enable_prefix_caching,
             drafts=bool(config.draft_tokens),
+            moving_states=MOVING_STATES if config.prefix_store else 0,
         )
         if self._device.type == "cpu":
             check_cache_memory(plan.total_bytes)

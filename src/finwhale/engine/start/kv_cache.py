@@ -45,6 +45,7 @@ def plan_cache(
     least_tokens: int = 1,
     prefix_caching: bool = False,
     drafts: bool = False,
+    moving_states: int = 0,
 ) -> CachePlan:
     """Divide budget_bytes among the groups.
 
@@ -57,6 +58,7 @@ def plan_cache(
         least_tokens: states get memory only once the capacity is at least this.
         prefix_caching: the cache also keeps states at block ends.
         drafts: sequences have drafts.
+        moving_states: number of states on their way to or from a prefix store.
 
     Raises:
         ResourceError: budget_bytes cannot hold one page of each group.
@@ -65,6 +67,7 @@ def plan_cache(
     keeping = [g for g in groups if g.keep is None]
     num_pages: dict[str, int] = {
         g.name: windowed_pages(g, max_num_seqs, max_step_tokens, prefix_caching, drafts)
+        + moving_states * pages_at_block_end(g)
         for g in windowed
     }
     fixed = sum(num_pages[g.name] * g.page_bytes(itemsize, packed) for g in windowed)

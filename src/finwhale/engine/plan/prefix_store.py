@@ -1,0 +1,43 @@
+"""The interface to a store that keeps the prefix cache's rows outside the device. No torch."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+RecordKind = Literal["block", "state"]
+
+
+class Record(NamedTuple):
+    """What the store keeps under one name: the pages of a block or of the state at its end.
+
+    Attributes:
+        key: the block's key (PrefixIndex.extend_keys), which depends on the owner.
+        owner: PrefixIndex.owner_key.
+    """
+
+    key: bytes
+    kind: RecordKind
+    owner: bytes = b""
+
+
+class PrefixStore(Protocol):
+    """Keeps records of bytes. Any failure is a miss: no method raises, and several threads may call
+    it at once. Records never change.
+    """
+
+    def contains(self, records: Sequence[Record]) -> list[bool]:
+        """Which records the store has. This counts as a use of them, and of the first as the last
+        one, so a store with too little room drops a block before its parent.
+        """
+        ...
+
+    def read(self, record: Record, into: memoryview) -> bool:
+        """Fill `into` with a record of exactly its length; False: the store does not have it."""
+        ...
+
+    def write(self, record: Record, content: memoryview) -> bool:
+        """Keep a record; False: the store could not."""
+        ...
+
+    def close(self) -> None:
+        """End the store's own work. No call may follow."""
+        ...

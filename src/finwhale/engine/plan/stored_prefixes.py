@@ -1,0 +1,256 @@
+"""Moves the prefix cache's blocks and states to and from a prefix store. Pure Python: no torch.
+
+A block is saved when a sequence has computed it, and a state where a sequence is likely to resume:
+at the end of a prompt, where two prompts diverge, and at the end of a request. While a record is
+copied from the device, its pages keep a reference.
+
+A waiting sequence whose next blocks are not in the cache may cause a *load*. To the queue, a load
+is the leader of these blocks (admission.py): the sequence, and others with the same prefix, follow
+it until they can reuse the blocks. If anything fails, they compute the blocks themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.prefix_index import Block, PrefixIndex, State
+from finwhale.engine.plan.prefix_store import Record
+from finwhale.engine.plan.sequences import SequenceState
+
+if TYPE_CHECKING:  # it imports torch
+    from finwhale.models.cache import CacheGroup
+
+# Fewer blocks are computed: a load takes at least two steps.
+LEAST_BLOCKS = 2
+# After this many failed loads, a sequence computes what the store may have.
+MOST_TRIES = 2
+# The most states on their way. The windowed groups have pages for so many beside those that running
+# sequences need (kv_cache.py).
+MOVING_STATES = 8
+
+
+class Transfer(Protocol):
+    """A record on its way between the store and the device.
+
+    Attributes:
+        done: it has ended, and the pages may be used.
+        failed: it has ended without success.
+    """
+
+    done: bool
+    failed: bool
+
+
+class Transfers(Protocol):
+    """Moves records between the store and pages of the device (store/transfers.py)."""
+
+    def find(self, records: Sequence[Record]) -> "Future[list[bool]]":
+        """PrefixStore.contains, on another thread."""
+        ...
+
+    def load(self, record: Record, pages: State) -> Transfer: ...
+
+    def save(self, record: Record, pages: State) -> Transfer | None:
+        """Begin to save a record; None: too many others are on their way."""
+        ...
+
+    def advance(self) -> None:
+        """Launch the copies that can begin, and note which have ended."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks that are being loaded for waiting sequences.
+
+    Attributes:
+        sequence: the one that caused the load.
+        chain: the cached blocks before the loaded ones.
+        first: number of cached blocks after which the sequence could resume.
+        keys: of the blocks after these: first of the cached ones, then of those to load.
+        found: which records the store has: those of `keys`, then those of their states. None: this
+            is known.
+        parts: the pages of each block to load, then those of the state after the last key, and
+            their transfers.
+        failed: the blocks will not be added to the cache.
+    """
+
+    sequence: SequenceState
+    chain: list[Block]
+    first: int
+    keys: list[bytes]
+    found: "Future[list[bool]] | None"
+    parts: list[tuple[State, Transfer]] = field(default_factory=list)
+    failed: bool = False
+    priority: float = float("-inf")  # every sequence may follow
+
+
+class StoredPrefixes:
+    """The loads and saves of one engine.
+
+    Attributes:
+        loads: the loads, oldest first.
+    """
+
+    def __init__(self, pages: PageManager, prefix: PrefixIndex, transfers: Transfers) -> None:
+        self._pages, self._prefix, self._transfers = pages, prefix, transfers
+        self.loads: list[Load] = []
+        self._saves: list[tuple[Record, State, Transfer]] = []
+        self._moving_states = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.loads or self._saves)
+
+    # --- Saves ------------------------------------------------------------------------------------
+
+    def save(self, block: Block, owner: str, *, state: bool) -> None:
+        """Save a block that was computed, and with `state` the state at its end, unless too much
+        else is on its way.
+        """
+        key = self._prefix.owner_key(owner)
+        if not block.saved:
+            block.saved = self._save(Record(block.key, "block", key), block.pages)
+        if state and block.state is not None and not block.state_saved:
+            block.state_saved = self._save(Record(block.key, "state", key), block.state)
+
+    def end(self, sequence: SequenceState) -> None:
+        """Save what a sequence that ends has not saved yet, and note the use of its blocks."""
+        for block in sequence.blocks:
+            self.save(block, sequence.prefix_owner, state=block is sequence.last_output_block)
+        if sequence.blocks:
+            owner = self._prefix.owner_key(sequence.prefix_owner)
+            used = [Record(b.key, "block", owner) for b in sequence.blocks]
+            used += [Record(b.key, "state", owner) for b in sequence.blocks if b.state_saved]
+            self._transfers.find(used)
+
+    def _save(self, record: Record, pages: State) -> bool:
+        if record.kind == "state" and self._moving_states >= MOVING_STATES:
+            return False
+        transfer = self._transfers.save(record, pages)
+        if transfer is None:
+            return False
+        self._pages.hold(pages)
+        self._saves.append((record, pages, transfer))
+        self._count(record, 1)
+        return True
+
+    def _count(self, record: Record, more: int) -> None:
+        """Count a record whose pages are held by a save."""
+        if record.kind == "state":
+            self._moving_states += more
+        else:
+            self._prefix.num_saving += more
+
+    # --- Loads ------------------------------------------------------------------------------------
+
+    def begin_load(
+        self, sequence: SequenceState, known: Sequence[Block], resumable: int, keys: list[bytes]
+    ) -> Load | None:
+        """Look for blocks of a waiting sequence in the store; None: it should compute them.
+
+        Args:
+            known: the cached blocks, of which it could resume after `resumable`.
+            keys: of all blocks after these `resumable`.
+        """
+        if len(keys) < LEAST_BLOCKS or sequence.store_tries >= MOST_TRIES:
+            return None
+        sequence.store_tries += 1
+        found = self._transfers.find(self._records(sequence, keys))
+        load = Load(sequence, [], resumable, keys, found)
+        for block in known:
+            self._prefix.use(load.chain, block)
+        self.loads.append(load)
+        return load
+
+    def _records(self, sequence: SequenceState, keys: Sequence[bytes]) -> list[Record]:
+        owner = self._prefix.owner_key(sequence.prefix_owner)
+        blocks = [Record(key, "block", owner) for key in keys]
+        return blocks + [Record(key, "state", owner) for key in keys]
+
+    def advance(self) -> list[tuple[Load, list[bytes]]]:
+        """Continue loads and saves; returns the keys that loads lead no longer."""
+        self._transfers.advance()
+        for record, pages, transfer in self._saves:
+            if transfer.done:
+                self._pages.drop(pages)
+                self._count(record, -1)
+        self._saves = [save for save in self._saves if not save[2].done]
+        released = []
+        for load in list(self.loads):
+            has_room = self._moving_states < MOVING_STATES
+            if load.found is not None and load.found.done() and has_room:
+                released.append((load, self._start(load, load.found.result())))
+            if load.found is None and all(transfer.done for _, transfer in load.parts):
+                self.loads.remove(load)
+                self._finish(load)
+                released.append((load, load.keys))
+        return released
+
+    def cancel(self) -> list[tuple[Load, list[bytes]]]:
+        """Let no load add blocks to the cache any more; returns the keys that loads lead no longer.
+        Their pages are free when their transfers have ended.
+        """
+        released = []
+        for load in self.loads:
+            load.failed = True
+            self._prefix.release(load.chain)
+            released.append((load, load.keys))
+            load.keys = []
+        return released
+
+    def _start(self, load: Load, found: Sequence[bool]) -> list[bytes]:
+        """Load the blocks up to the last one with a state; returns the keys of the others."""
+        load.found = None
+        stored, cached, count = 0, len(load.chain) - load.first, len(load.keys)
+        for number in range(count):
+            if number >= cached and not found[number]:
+                break
+            if found[count + number]:
+                stored = number + 1
+        if stored < LEAST_BLOCKS or stored - cached > self._pages.free_blocks or load.failed:
+            stored = 0
+        missing, load.keys = load.keys[stored:], load.keys[:stored]
+        if not stored:
+            load.sequence.store_tries = MOST_TRIES
+            return missing
+        records = self._records(load.sequence, load.keys)
+        self._moving_states += 1
+        pages = self._pages
+        for record in records[cached:stored]:
+            self._begin_part(
+                load, record, {group: group.pages_of_block for group in pages.full_groups}
+            )
+        end = (load.first + stored) * self._prefix.block_tokens
+        self._begin_part(
+            load, records[-1], {g: len(g.state_pages(end)) for g in pages.windowed_groups}
+        )
+        return missing
+
+    def _begin_part(
+        self, load: Load, record: Record, num_pages: "Mapping[CacheGroup, int]"
+    ) -> None:
+        allocate = self._pages.allocate
+        pages = {
+            group.name: tuple(allocate(group) for _ in range(count))
+            for group, count in num_pages.items()
+        }
+        load.parts.append((pages, self._transfers.load(record, pages)))
+
+    def _finish(self, load: Load) -> None:
+        """Add the blocks to the prefix cache, unless a transfer failed."""
+        self._moving_states -= bool(load.parts)
+        load.failed = load.failed or any(transfer.failed for _, transfer in load.parts)
+        if load.failed or not load.parts:
+            for pages, _ in load.parts:
+                self._pages.drop(pages)
+        else:
+            load.sequence.store_tries = MOST_TRIES
+            *blocks, (state, _) = load.parts
+            keys = load.keys[len(load.chain) - load.first :]
+            for key, (pages, _) in zip(keys, blocks, strict=True):
+                self._prefix.add_loaded(load.chain, key, pages)
+            self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
+        self._prefix.release(load.chain)

@@ -1,0 +1,101 @@
+"""Copies pages of the cache to and from a staging buffer that all ranks of a host share.
+
+The buffer begins with a counter for each rank: how many batches of loads the rank has finished. A
+rank's device writes its counter itself, after the copies, so the engine knows without a message
+when every rank has loaded a batch, and when the buffer's places are free again.
+"""
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finwhale.engine.plan.step_plan import PageCopy
+from finwhale.errors import ResourceError
+
+COUNTER_BYTES = 8
+HEADER_BYTES = 4096
+
+
+class PageCopies:
+    """The copies of one rank.
+
+    Args:
+        file: a file in memory, of which the buffer is made.
+        pages: by group, uint8 [num_pages, page_bytes] (PagedCache.pages).
+        rank: this rank's index, and the number of ranks.
+
+    Raises:
+        ResourceError: the memory cannot be pinned.
+    """
+
+    def __init__(
+        self, file: str, pages: Mapping[str, Tensor], device: torch.device, rank: tuple[int, int]
+    ) -> None:
+        self._pages, self._device = pages, device
+        self._rank, self._num_ranks = rank
+        with open(file, "r+b") as memory:
+            self._buffer = torch.frombuffer(mmap.mmap(memory.fileno(), 0), dtype=torch.uint8)
+        self._counters = self._buffer[:HEADER_BYTES].view(torch.int64)
+        self._batches = 0
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            pin = torch.cuda.cudart().cudaHostRegister
+            if int(pin(self._buffer.data_ptr(), self._buffer.nbytes, 0)):
+                raise ResourceError(f"{self._buffer.nbytes:,} bytes of memory cannot be pinned")
+            self._stream = torch.cuda.Stream(device)
+            self._count = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def begin(self, copies: Sequence[PageCopy]) -> "Copying":
+        """Launch copies after all work that was launched before.
+
+        All ranks must be told the same loads in the same order. Only rank 0 saves.
+        """
+        loads = any(copy.load for copy in copies)
+        self._batches += loads
+        if self._stream is None:
+            self._copy(copies)
+            if loads:
+                self._counters[self._rank] = self._batches
+            return Copying(self._counters[: self._num_ranks], self._batches * loads)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._copy(copies)
+            if loads:
+                self._count.add_(1)
+                place = self._counters[self._rank : self._rank + 1]
+                place.copy_(self._count, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return Copying(self._counters[: self._num_ranks], self._batches * loads, event)
+
+    def _copy(self, copies: Sequence[PageCopy]) -> None:
+        for group, number, offset, load in copies:
+            page = self._pages[group][number]
+            place = self._buffer[offset : offset + page.nbytes]
+            if load:
+                page.copy_(place, non_blocking=True)
+            else:
+                place.copy_(page, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """Copies that were launched (PendingCopies).
+
+    Attributes:
+        counters: those of all ranks.
+        batch: the loads' number, from 1; 0: no page is loaded.
+        event: when this rank's copies have ended; None: they have.
+    """
+
+    counters: Tensor
+    batch: int
+    event: torch.cuda.Event | None = None
+
+    def done(self) -> bool:
+        if self.event is not None and not self.event.query():
+            return False
+        return not self.batch or int(self.counters.min()) >= self.batch

@@ -1,0 +1,1 @@
+"""Prefixes outside the GPU: where records are kept, and what they depend on."""

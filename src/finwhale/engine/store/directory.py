@@ -1,0 +1,298 @@
+"""A prefix store in a directory: one immutable file for each record.
+
+    DIR/salt                         the salt of the keys, which only its user can read
+    DIR/FINGERPRINT/about.json       what the fingerprint stands for (fingerprint.py)
+    DIR/FINGERPRINT/OWNER/ab/KEY.block, .state
+
+Several servers may use one directory. A file appears by `rename`, so it is whole or absent, unless
+the machine loses power. A checksum finds what is damaged then, and such a file is removed. The page
+cache of the operating system keeps what is read often. Nothing is encrypted.
+
+The files' modification times say when they were last used. The server that holds the lock removes
+the oldest files when the directory becomes too large.
+"""
+
+import fcntl
+import itertools
+import json
+import logging
+import os
+import secrets
+import shutil
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from finwhale.engine.plan.prefix_store import Record
+from finwhale.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"finwhale-prefix1"
+HEADER = struct.Struct("<16sQI")  # MAGIC, bytes and CRC-32 of the content
+TEMPORARY = ".writing-"
+NUMBERS = itertools.count()  # of the temporary files of this process
+ABOUT, SALT, LOCK = "about.json", "salt", "lock"
+EVERYONE = "everyone"  # the folder of records without an owner
+# A use changes the file's time only if that is older.
+USED_AGAIN_S = 60
+ABANDONED_S = 3600  # a file that a server which has died began to write
+# The directory is measured again when this share of its limit was written, and shrunk to that one.
+MEASURE_SHARE, LEFT_SHARE = 1 / 64, 0.95
+
+
+class DirectoryStore:
+    """Records of one fingerprint in a directory (plan/prefix_store.py has the contract).
+
+    Args:
+        about: what the fingerprint stands for, which people read when another one is not found.
+        limit: the most bytes of all files of the directory; None: no limit.
+
+    Raises:
+        ResourceError: the directory cannot be made or written to.
+    """
+
+    def __init__(
+        self, path: Path, fingerprint: str, about: Mapping[str, str], limit: int | None = None
+    ) -> None:
+        self.path, self.limit = path, limit
+        self._folder = path / fingerprint
+        self._mutex = threading.Lock()
+        self._unmeasured = limit or 0  # bytes written since the last measurement; first: measure
+        self._failed = False
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            known = self._folder / ABOUT
+            if not known.exists():
+                self._replace(known, json.dumps(dict(about), indent=1).encode())
+        except OSError as error:
+            raise ResourceError(f"the prefix store {path} cannot be used: {error}") from None
+
+    def contains(self, records: Sequence[Record]) -> list[bool]:
+        now = time.time_ns()
+        return [self._use(self._file(record), now - i) for i, record in enumerate(records)]
+
+    def _use(self, file: str, now: int) -> bool:
+        """Note a use of a file; False: it does not exist."""
+        try:
+            if now - os.stat(file).st_mtime_ns > USED_AGAIN_S * 10**9:
+                os.utime(file, ns=(now, now))
+        except OSError:
+            return False
+        return True
+
+    def read(self, record: Record, into: memoryview) -> bool:
+        file = self._file(record)
+        header = bytearray(HEADER.size)
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            whole = _read_all(descriptor, [memoryview(header), into])
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        if whole and bytes(header) == HEADER.pack(MAGIC, len(into), zlib.crc32(into)):
+            self._use(file, time.time_ns())
+            return True
+        logger.warning("the prefix store removes a damaged file: %s", file)
+        with suppress(OSError):
+            os.unlink(file)
+        return False
+
+    def write(self, record: Record, content: memoryview) -> bool:
+        file = Path(self._file(record))
+        if self._use(str(file), time.time_ns()):
+            return True
+        header = HEADER.pack(MAGIC, len(content), zlib.crc32(content))
+        try:
+            for folder in (file.parent.parent, file.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            self._replace(file, header, content)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning("the prefix store %s cannot save: %s", self.path, error)
+            return False
+        self._failed = False
+        self._count(len(header) + len(content))
+        return True
+
+    def close(self) -> None:
+        """Nothing remains to be done: every write has ended."""
+
+    def _file(self, record: Record) -> str:
+        name = record.key.hex()
+        owner = record.owner.hex() or EVERYONE
+        return f"{self._folder}/{owner}/{name[:2]}/{name}.{record.kind}"
+
+    def _replace(self, file: Path, *parts: bytes | memoryview) -> None:
+        """Write a file that appears when it is whole."""
+        name = file.with_name(f"{TEMPORARY}{os.getpid()}-{next(NUMBERS)}")
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            try:
+                _write_all(descriptor, [memoryview(part) for part in parts])
+            finally:
+                os.close(descriptor)
+            os.rename(name, file)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+
+    def _count(self, written: int) -> None:
+        """Count written bytes, and make room when the directory may have become too large."""
+        if self.limit is None:
+            return
+        with self._mutex:
+            self._unmeasured += written
+            if self._unmeasured < self.limit * MEASURE_SHARE:
+                return
+            self._unmeasured = 0
+        with suppress(OSError):
+            shrink(self.path, self.limit)
+
+
+def shrink(path: Path, limit: int) -> None:
+    """Remove the files of a store that were used longest ago, if all have more bytes than `limit`.
+    Does nothing while another process does it.
+    """
+    with (path / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        found = sorted(_files(path), key=lambda file: file.used_ns)
+        total = sum(file.size for file in found)
+        left = limit if total <= limit else limit * LEFT_SHARE
+        abandoned = time.time_ns() - ABANDONED_S * 10**9
+        for file in found:
+            unfinished = os.path.basename(file.path).startswith(TEMPORARY)
+            if file.used_ns < abandoned if unfinished else total > left:
+                with suppress(OSError):
+                    os.unlink(file.path)
+                total -= file.size
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: str
+    size: int
+    used_ns: int
+
+
+def _files(path: Path | str) -> Iterator[_File]:
+    """The files of records in a directory and the folders below it."""
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path)
+            elif entry.name not in (ABOUT, SALT, LOCK):
+                with suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    yield _File(entry.path, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The records of one owner under one fingerprint.
+
+    Attributes:
+        owner: the folder's name: a keyed hash, or EVERYONE.
+        used_ns: time of the last use, in nanoseconds since 1970.
+    """
+
+    fingerprint: str
+    owner: str
+    records: int
+    size: int
+    used_ns: int
+
+
+def shares(path: Path) -> list[Share]:
+    """What a store has, by fingerprint and owner."""
+    found = []
+    for fingerprint in _folders(path):
+        for owner in _folders(fingerprint):
+            files = list(_files(owner))
+            used = max((file.used_ns for file in files), default=0)
+            size = sum(file.size for file in files)
+            found.append(Share(fingerprint.name, owner.name, len(files), size, used))
+    return found
+
+
+def remove(path: Path, fingerprint: str | None = None, owner: str | None = None) -> None:
+    """Remove the records of a fingerprint or an owner, or of both; None: of all of them.
+
+    Servers that use the store then miss them.
+    """
+    for folder in _folders(path):
+        if fingerprint in (None, folder.name):
+            for below in _folders(folder) if owner is not None else [folder]:
+                if owner in (None, below.name):
+                    shutil.rmtree(below, ignore_errors=True)
+
+
+def descriptions(path: Path) -> dict[str, dict[str, str]]:
+    """What the fingerprints of a store stand for."""
+    found = {}
+    for folder in _folders(path):
+        with suppress(OSError, ValueError):
+            found[folder.name] = json.loads((folder / ABOUT).read_text())
+    return found
+
+
+def salt_of(path: Path) -> str:
+    """The salt of a store's keys. It is made when the store is used for the first time.
+
+    Raises:
+        ResourceError: the directory cannot be read or written to.
+    """
+    file = path / SALT
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            # Another server sees the salt only when it is whole.
+            name = path / f"{TEMPORARY}{os.getpid()}-salt"
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as out:
+                out.write(secrets.token_hex(16))
+            try:
+                os.link(name, file)
+            finally:
+                os.unlink(name)
+        return file.read_text().strip()
+    except OSError as error:
+        raise ResourceError(f"the prefix store {path} cannot be used: {error}") from None
+
+
+def _folders(path: Path) -> list[Path]:
+    with suppress(FileNotFoundError):
+        return sorted(folder for folder in path.iterdir() if folder.is_dir())
+    return []
+
+
+def _read_all(descriptor: int, parts: list[memoryview]) -> bool:
+    """Fill all parts; False: the file has fewer bytes or more."""
+    for part in parts:
+        while part:
+            count = os.readv(descriptor, [part])
+            if not count:
+                return False
+            part = part[count:]
+    return not os.read(descriptor, 1)
+
+
+def _write_all(descriptor: int, parts: list[memoryview]) -> None:
+    for part in parts:
+        while part:
+            part = part[os.write(descriptor, part) :]

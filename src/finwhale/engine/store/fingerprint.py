@@ -1,0 +1,73 @@
+"""What decides the bytes of cached pages. Servers share records only if all of it is equal."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+
+import torch
+
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import EngineConfig
+from finwhale.engine.plan.executor import RankDescription
+from finwhale.models.protocol import ModelConfig
+
+# Raise this when a change of the code changes the bits of a page.
+NUMERICS_VERSION = 1
+DIGEST_BYTES = 16
+
+
+def describe(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    checkpoint: Checkpoint | None,
+    rank: RankDescription,
+    page_bytes: Mapping[str, int],
+    dtype: torch.dtype,
+) -> dict[str, str]:
+    """The parts of an engine's fingerprint, as people read them.
+
+    Args:
+        checkpoint: None: random weights.
+        page_bytes: bytes of a page, by group.
+    """
+    device = torch.device(rank.device)
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "weights": "random" if checkpoint is None else weights_digest(checkpoint),
+        "model": _digest(repr(model_config)),
+        "pages": _digest(repr((rank.groups, sorted(page_bytes.items())))),
+        "dtype": str(dtype).removeprefix("torch."),
+        "activations": config.activations,
+        "wo_a_input": config.wo_a_input,
+        "operators": "reference" if config.reference else "compiled" if config.compile else "own",
+        "ranks": "any" if config.batch_invariant else str(rank.num_ranks),
+        "batch_invariant": str(config.batch_invariant),
+        "device": kind,
+        "numerics": str(NUMERICS_VERSION),
+    }
+
+
+def fingerprint(about: Mapping[str, str]) -> str:
+    return _digest(json.dumps(about, sort_keys=True))
+
+
+def weights_digest(checkpoint: Checkpoint) -> str:
+    """Differs between checkpoints: of each file its name, size and content, where the name of a
+    cached file of a hub is the digest of the content; else the time of its last change.
+    """
+    files = []
+    for name in sorted({info.file for info in checkpoint.tensors.values()}):
+        target = (checkpoint.path / name).resolve()
+        found = target.stat()
+        content = target.name if len(target.name) == 64 else str(found.st_mtime_ns)
+        files.append((os.path.basename(name), found.st_size, content))
+    return _digest(json.dumps([checkpoint.config, files], sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()

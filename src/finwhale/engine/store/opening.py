@@ -1,0 +1,111 @@
+"""Opens the prefix store of an engine."""
+
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import EngineConfig
+from finwhale.engine.plan.executor import Executor
+from finwhale.engine.plan.pages import PageManager, pages_at_block_end
+from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.stored_prefixes import MOVING_STATES, StoredPrefixes
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.engine.steps.page_copies import HEADER_BYTES
+from finwhale.engine.store.directory import DirectoryStore
+from finwhale.engine.store.fingerprint import describe, fingerprint
+from finwhale.engine.store.transfers import StoreTransfers
+from finwhale.errors import FinwhaleError
+from finwhale.models.protocol import ModelConfig
+
+UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+SIZE = re.compile(r":([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?b?)$", re.IGNORECASE)
+# The staging buffer has room for so many bytes of blocks, and for at least a few blocks.
+STAGING_BYTES, FEWEST_BLOCKS = 2**29, 16
+CPU_STAGING_BYTES = 2**25
+ALIGN = 4096
+
+
+def parse(option: str) -> tuple[Path, int | None]:
+    """The directory of `DIR[:SIZE]`, and its limit in bytes; None: no limit.
+
+    Raises:
+        FinwhaleError: the option is empty, or its size is 0.
+    """
+    found = SIZE.search(option)
+    name = option[: found.start()] if found else option
+    if not name:
+        raise FinwhaleError(
+            f"prefix_store must be DIR or DIR:SIZE (/data/kv:500GB), got {option!r}"
+        )
+    path = Path(name).expanduser()
+    if found is None:
+        return path, None
+    unit = found[2].lower()
+    limit = int(float(found[1]) * UNITS[unit if unit in UNITS else unit + "b"])
+    if not limit:
+        raise FinwhaleError(f"the size of a prefix store must be more than 0, got {option!r}")
+    return path, limit
+
+
+def attach_store(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    checkpoint: Checkpoint | None,
+    executor: Executor,
+    scheduler: Scheduler,
+) -> None:
+    """Let a scheduler save and load prefixes, if the options name a store.
+
+    Args:
+        checkpoint: that of the engine's weights; None: they are random.
+
+    Raises:
+        ResourceError: the directory cannot be used, or the host lacks memory.
+    """
+    if config.prefix_store is None or scheduler.prefix is None:
+        return
+    path, limit = parse(config.prefix_store)
+    runner = first_rank(executor).runner
+    page_bytes = {name: pages.shape[1] for name, pages in runner.cache.pages.items()}
+    about = describe(
+        config, model_config, checkpoint, executor.description, page_bytes, runner.dtype
+    )
+    store = DirectoryStore(path, fingerprint(about), about, limit)
+    transfers = open_transfers(store, executor, scheduler.pages, page_bytes)
+    scheduler.admission.stored = StoredPrefixes(scheduler.pages, scheduler.prefix, transfers)
+
+
+def open_transfers(
+    store: PrefixStore, executor: Executor, pages: PageManager, page_bytes: Mapping[str, int]
+) -> StoreTransfers:
+    """Give all ranks a staging buffer, and move the store's records through it."""
+    block = sum(group.pages_of_block * page_bytes[group.name] for group in pages.full_groups)
+    state = sum(pages_at_block_end(g) * page_bytes[g.name] for g in pages.windowed_groups)
+    block, state = _aligned(block), _aligned(state)
+    on_gpu = executor.description.device != "cpu"
+    blocks = max(FEWEST_BLOCKS, (STAGING_BYTES if on_gpu else CPU_STAGING_BYTES) // block)
+    first = HEADER_BYTES + blocks * block
+    slots: dict[RecordKind, range] = {
+        "block": range(HEADER_BYTES, first, block),
+        "state": range(first, first + 2 * MOVING_STATES * state, state),
+    }
+    # The memory has no name, so it is freed with the last process that maps it.
+    file = os.memfd_create("finwhale-prefixes")
+    try:
+        os.ftruncate(file, first + 2 * MOVING_STATES * state)
+        name = f"/proc/{os.getpid()}/fd/{file}"
+        executor.call_ranks(partial(LocalExecutor.attach_staging, file=name))
+        buffer = mmap.mmap(file, 0)
+    finally:
+        os.close(file)
+    return StoreTransfers(store, executor.copy_pages, memoryview(buffer), page_bytes, slots)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

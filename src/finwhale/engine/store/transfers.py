@@ -1,0 +1,155 @@
+"""Moves records between a prefix store and pages of the device, through a staging buffer.
+
+Threads read and write the store's files. Only the engine's thread calls these classes and launches
+copies, so all ranks see copies and steps in one order. A record has the pages of its groups, one
+after the other, in the order of the groups.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from finwhale.engine.plan.executor import PendingCopies
+from finwhale.engine.plan.prefix_index import State
+from finwhale.engine.plan.prefix_store import PrefixStore, Record, RecordKind
+from finwhale.engine.plan.step_plan import PageCopy
+
+THREADS = 8
+# Saves may take this share of the slots. A save that finds no slot is given up.
+SAVE_SHARE = 1 / 2
+POLL_S = 1e-3
+
+
+@dataclass(slots=True, eq=False)
+class RecordTransfer:
+    """A record on its way (plan/stored_prefixes.py has the contract of `done` and `failed`).
+
+    Attributes:
+        offset: of the record in the staging buffer.
+        file: whether the store has read or written it.
+    """
+
+    record: Record
+    pages: State
+    load: bool
+    offset: int = -1
+    file: "Future[bool] | None" = None
+    done: bool = False
+    failed: bool = False
+
+
+class StoreTransfers:
+    """The records on their way between a store and an engine.
+
+    Args:
+        copy: launches copies, after all steps that were launched before.
+        buffer: the staging buffer, which all ranks share.
+        page_bytes: bytes of a page, by group.
+        slots: the offsets in the buffer at which records of a kind may lie.
+    """
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        copy: Callable[[Sequence[PageCopy]], PendingCopies],
+        buffer: memoryview,
+        page_bytes: Mapping[str, int],
+        slots: Mapping[RecordKind, Sequence[int]],
+    ) -> None:
+        self._store, self._copy, self._buffer = store, copy, buffer
+        self._page_bytes = page_bytes
+        self._threads = ThreadPoolExecutor(THREADS, "prefix-store")
+        self._free = {kind: list(offsets) for kind, offsets in slots.items()}
+        # How many slots of each kind saves may still take.
+        self._for_saves = {kind: max(1, int(len(s) * SAVE_SHARE)) for kind, s in slots.items()}
+        self._waiting: deque[RecordTransfer] = deque()  # loads that have no slot yet
+        self._to_copy: list[RecordTransfer] = []
+        self._copies: list[tuple[PendingCopies, list[RecordTransfer]]] = []
+        self._files: list[RecordTransfer] = []  # that threads read or write
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._to_copy or self._copies or self._files)
+
+    def find(self, records: Sequence[Record]) -> "Future[list[bool]]":
+        return self._threads.submit(self._store.contains, records)
+
+    def load(self, record: Record, pages: State) -> RecordTransfer:
+        transfer = RecordTransfer(record, pages, load=True)
+        self._waiting.append(transfer)
+        return transfer
+
+    def save(self, record: Record, pages: State) -> RecordTransfer | None:
+        free = self._free[record.kind]
+        if not free or not self._for_saves[record.kind]:
+            return None
+        self._for_saves[record.kind] -= 1
+        transfer = RecordTransfer(record, pages, load=False, offset=free.pop())
+        self._to_copy.append(transfer)
+        return transfer
+
+    def advance(self) -> None:
+        for pending, transfers in self._copies:
+            if pending.done():
+                for transfer in transfers:
+                    self._end_copy(transfer)
+        self._copies = [(p, transfers) for p, transfers in self._copies if not transfers[0].done]
+        under_way, self._files = self._files, []
+        for transfer in under_way:
+            assert transfer.file is not None
+            if not transfer.file.done():
+                self._files.append(transfer)
+            elif transfer.load and transfer.file.result():
+                self._to_copy.append(transfer)
+            else:
+                transfer.failed, transfer.done = not transfer.file.result(), True
+                self._free_slot(transfer)
+        if self._to_copy:
+            copies = [copy for transfer in self._to_copy for copy in self._copies_of(transfer)]
+            self._copies.append((self._copy(copies), self._to_copy))
+            self._to_copy = []
+        while self._waiting and self._free[self._waiting[0].record.kind]:
+            transfer = self._waiting.popleft()
+            transfer.offset = self._free[transfer.record.kind].pop()
+            self._begin_file(transfer, self._store.read)
+
+    def _end_copy(self, transfer: RecordTransfer) -> None:
+        transfer.done = True
+        if transfer.load:
+            self._free_slot(transfer)
+        else:
+            self._begin_file(transfer, self._store.write)
+
+    def _begin_file(
+        self, transfer: RecordTransfer, work: Callable[[Record, memoryview], bool]
+    ) -> None:
+        size = sum(self._page_bytes[name] * len(p) for name, p in transfer.pages.items())
+        place = self._buffer[transfer.offset : transfer.offset + size]
+        transfer.file = self._threads.submit(work, transfer.record, place)
+        self._files.append(transfer)
+
+    def _copies_of(self, transfer: RecordTransfer) -> list[PageCopy]:
+        found, offset = [], transfer.offset
+        for name, pages in transfer.pages.items():
+            for page in pages:
+                found.append(PageCopy(name, page, offset, transfer.load))
+                offset += self._page_bytes[name]
+        return found
+
+    def _free_slot(self, transfer: RecordTransfer) -> None:
+        self._free[transfer.record.kind].append(transfer.offset)
+        if not transfer.load:
+            self._for_saves[transfer.record.kind] += 1
+
+    def flush(self) -> None:
+        """Wait until nothing is on its way."""
+        while self.busy:
+            self.advance()
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Wait for the files that are being written; loads and other saves are given up."""
+        self._threads.shutdown()
+        self._store.close()

@@ -1,0 +1,199 @@
+"""Prefixes that come back from a store: no logit changes, not in one bit."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distributed.test_equal_ranks import sharded_config
+from tests.support.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint
+
+from finwhale import LLM, SamplingParams
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan import stored_prefixes
+from finwhale.engine.plan.stored_prefixes import MOVING_STATES
+from finwhale.engine.store.opening import attach_store
+from finwhale.errors import FinwhaleError
+
+from .conftest import MODELS
+from .running import assert_idle, run_until_idle
+from .test_prefix import BLOCK, Model, Recorder, assert_as_alone, greedy, model, text
+
+__all__ = ["model"]  # a fixture
+EXACT, AS_TRAINED = MODELS
+# Around an entry of C128, the ends of blocks, and the window.
+LENGTHS = sorted({b + d for b in (128, 256, 384, 512, 640, 768) for d in (-1, 0, 1)})
+
+
+def server(model: Model, path: Path, *, blocks: int = 20, states: int = 8) -> Engine:
+    """The model's engine as after a restart, with a store."""
+    engine = model.engine(blocks=blocks, states=states + MOVING_STATES)
+    assert engine.scheduler.prefix is not None
+    engine.scheduler.prefix.set_salt("salt")  # `start_engine` takes it from the store
+    config = replace(engine.config, prefix_store=str(path / "store"))
+    attach_store(config, engine.model_config, None, engine.executor, engine.scheduler)
+    return engine
+
+
+def answer(model: Model, engine: Engine, name: str, prompt: list[int], output: int) -> Any:
+    recorder = Recorder(engine)
+    result = engine.add_request(name, prompt, greedy(output))
+    run_until_idle(engine)
+    assert_as_alone(model, recorder, result)
+    return result
+
+
+@pytest.mark.parametrize(
+    "small",
+    [
+        pytest.param(EXACT, id="exact"),
+        pytest.param(AS_TRAINED, id="as-trained", marks=pytest.mark.long),
+    ],
+    indirect=True,
+)
+def test_every_length(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a restarted server finds, and every logit behind it; then the conversation goes on."""
+    monkeypatch.setattr(stored_prefixes, "LEAST_BLOCKS", 1)
+    for length in LENGTHS:
+        path, prompt = tmp_path / str(length), text(model, length)
+        first = answer(model, server(model, path), "first", prompt, 5)
+        assert first.num_cached_tokens == 0
+        known = [*prompt, *first.outputs[0].token_ids, 1, 2]
+        again = answer(model, server(model, path), "again", known, 5)
+        # The last token of the first answer was not computed.
+        assert again.num_cached_tokens == (length + 4) // BLOCK * BLOCK, length
+        assert_idle(model.run)
+
+
+def test_a_cache_that_is_too_small_for_two_conversations(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one evicts comes back when the other continues."""
+    monkeypatch.setattr(stored_prefixes, "LEAST_BLOCKS", 1)
+    engine = server(model, tmp_path, blocks=5, states=2)
+    said: dict[str, list[int]] = {"a": [], "b": []}
+    for turn in range(3):
+        for name in said:
+            known = max(0, len(said[name]) - 1)
+            said[name] += text(model, 300, f"{name} {turn}")
+            result = answer(model, engine, f"{name} {turn}", said[name], 40)
+            assert result.num_cached_tokens == known // BLOCK * BLOCK, (name, turn)
+            said[name] += result.outputs[0].token_ids
+    assert_idle(engine)
+
+
+def test_a_request_that_is_aborted_while_its_prefix_loads(model: Model, tmp_path: Path) -> None:
+    prompt = text(model, 800)
+    answer(model, server(model, tmp_path), "first", prompt, 3)
+    engine = server(model, tmp_path)
+    engine.add_request("leaves", prompt, greedy(3))
+    engine.step()
+    assert engine.scheduler.admission.stored is not None and engine.scheduler.admission.stored.loads
+    engine.abort("leaves")
+    run_until_idle(engine)
+    assert answer(model, engine, "stays", prompt, 3).num_cached_tokens == 768
+    assert_idle(engine)
+
+
+def test_an_evicted_or_damaged_file_is_computed(model: Model, tmp_path: Path) -> None:
+    prompt = text(model, 800)
+    answer(model, server(model, tmp_path), "first", prompt, 3)
+    files = sorted((tmp_path / "store").rglob("*.block"))
+    files[1].write_bytes(bytes(files[1].stat().st_size))
+    files[2].unlink()
+    for name, found in ("missing", 0), ("damaged", 0), ("written again", 768):
+        result = answer(model, server(model, tmp_path), name, prompt, 3)
+        assert result.num_cached_tokens == found, name
+
+
+# --- Whole engines --------------------------------------------------------------------------------
+
+
+def draft_model(path: Path, kind: str) -> Path:
+    config = tiny_config(3) | {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_hash_layers": 1,
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "sliding_window": 13,
+        "max_position_embeddings": 1024,
+    }
+    if kind == "two ranks":
+        config = sharded_config()
+    if kind == "dspark":
+        config = with_dspark(config)
+    write_plain_checkpoint(path / "model", config, random_weights(config, seed=3))
+    return path / "model"
+
+
+def open_llm(path: Path, store: Path | None, **options: Any) -> LLM:
+    name = None if store is None else f"{store}:1GB"
+    common = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 512}
+    return LLM(path, **common, prefix_store=name, **options)
+
+
+def tokens(llm: LLM, prompts: Sequence[list[int]], length: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    return [list(one.outputs[0].token_ids) for one in found]
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        pytest.param("mtp", {"draft_tokens": 1}, id="mtp"),
+        pytest.param("dspark", {"draft_tokens": "auto"}, id="dspark"),
+        pytest.param("two ranks", {"tensor_parallel_size": 2}, id="two-ranks"),
+    ],
+)
+def test_drafts_and_ranks(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """A restarted engine finds the prompts, and its tokens are those of an engine without store."""
+    path = draft_model(tmp_path, kind)
+    prompts = [
+        [2 + (7 * i * i + n) % 290 for i in range(length)] for n, length in ((0, 520), (1, 800))
+    ]
+    with open_llm(path, None, **options) as llm:
+        wanted = tokens(llm, prompts, 60)
+    cached = []
+    for _ in range(2):
+        with open_llm(path, tmp_path / "store", **options) as llm:
+            assert tokens(llm, prompts, 60) == wanted
+            cached.append(llm._engine.metrics().cached_tokens)
+    assert cached == [0, 512 + 768]
+
+
+def test_other_options_share_nothing(tmp_path: Path) -> None:
+    path = draft_model(tmp_path, "mtp")
+    prompt = [[2 + i % 290 for i in range(800)]]
+    for options, found in (
+        ({}, 0),
+        ({"activations": "exact"}, 0),
+        ({"prefix_salt": "another"}, 0),
+        ({}, 768),
+    ):
+        with open_llm(path, tmp_path / "store", **options) as llm:
+            tokens(llm, prompt, 3)
+            assert llm._engine.metrics().cached_tokens == found, options
+
+
+def test_new_weights_share_nothing_with_the_old_ones(tmp_path: Path) -> None:
+    path = draft_model(tmp_path, "mtp")
+    prompt = [[2 + i % 290 for i in range(800)]]
+    with open_llm(path, tmp_path / "store") as llm:
+        before = tokens(llm, prompt, 3)
+        weights = {"head.weight": torch.randn(300, 64)}
+        llm.update_weights(weights.items(), partial=True)
+        after = tokens(llm, prompt, 3)
+        assert llm._engine.metrics().cached_tokens == 0 and after != before
+    with open_llm(path, tmp_path / "store") as llm:
+        assert tokens(llm, prompt, 3) == before
+        assert llm._engine.metrics().cached_tokens == 768
+
+
+@pytest.mark.parametrize("given", ["", ":5GB", "/tmp/x:0GB"])
+def test_a_wrong_option(given: str) -> None:
+    with pytest.raises(FinwhaleError, match=r"prefix_store must be|must be more than 0"):
+        LLM(device="cpu", prefix_store=given)

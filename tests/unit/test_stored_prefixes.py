@@ -1,0 +1,323 @@
+"""Prefixes that leave and come back: the scheduler with a prefix store, under random traffic."""
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import event, given
+from hypothesis import strategies as st
+from tests.support.integrity import check_scheduler
+from tests.unit.test_scheduler import (
+    Driver,
+    Memory,
+    Text,
+    assert_empty,
+    living,
+    make_scheduler,
+    make_sequence,
+    some_prompt,
+)
+
+from finwhale.engine.plan.prefix_index import State
+from finwhale.engine.plan.prefix_store import Record
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.stored_prefixes import LEAST_BLOCKS, MOVING_STATES, StoredPrefixes
+
+# By record: what the rows of its pages were made from, by group.
+Contents = dict[Record, dict[str, list[list[int | None]]]]
+
+
+@dataclass(eq=False)
+class Transfer:
+    record: Record
+    pages: State
+    load: bool
+    done: bool = False
+    failed: bool = False
+
+
+@dataclass
+class Transfers:
+    """Moves records between a dictionary and the memory, each at a random time.
+
+    Attributes:
+        failing, crowded: how often a transfer fails, and a save finds no room.
+    """
+
+    contents: Contents
+    memory: Memory
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    failing: float = 0.0
+    crowded: float = 0.0
+    pace: float = 1.0
+    loaded: int = 0
+    _under_way: list[Transfer] = field(default_factory=list)
+    _searches: list[tuple[Future[list[bool]], Sequence[Record]]] = field(default_factory=list)
+
+    def find(self, records: Sequence[Record]) -> Future[list[bool]]:
+        search: Future[list[bool]] = Future()
+        self._searches.append((search, records))
+        return search
+
+    def load(self, record: Record, pages: State) -> Transfer:
+        return self._begin(Transfer(record, pages, load=True))
+
+    def save(self, record: Record, pages: State) -> Transfer | None:
+        if self.draw.random() < self.crowded:
+            return None
+        return self._begin(Transfer(record, pages, load=False))
+
+    def _begin(self, transfer: Transfer) -> Transfer:
+        self._under_way.append(transfer)
+        return transfer
+
+    def advance(self) -> None:
+        for search, records in self._searches:
+            search.set_result([record in self.contents for record in records])
+        self._searches.clear()
+        for transfer in list(self._under_way):
+            if self.draw.random() < self.pace:
+                self._under_way.remove(transfer)
+                transfer.failed = self.draw.random() < self.failing
+                if not transfer.failed:
+                    self._move(transfer)
+                transfer.done = True
+
+    def _move(self, transfer: Transfer) -> None:
+        rows = self.memory.pages
+        if not transfer.load:
+            self.contents[transfer.record] = {
+                name: [list(rows[name, page]) for page in pages]
+                for name, pages in transfer.pages.items()
+            }
+            return
+        if transfer.record not in self.contents:  # evicted since `find`
+            transfer.failed = True
+            return
+        self.loaded += transfer.record.kind == "block"
+        for name, found in self.contents[transfer.record].items():
+            for page, content in zip(transfer.pages[name], found, strict=True):
+                assert self.memory.scheduler.pages.pools[name].references[page] == 1
+                rows[name, page] = list(content)
+
+
+def with_store(
+    scheduler: Scheduler, contents: Contents, **options: Any
+) -> tuple[Driver, Transfers]:
+    driver = Driver(scheduler, options.pop("seed", 0), options.pop("ahead", False), eos=7)
+    transfers = Transfers(contents, driver.memory, **options)
+    assert scheduler.prefix is not None
+    stored = StoredPrefixes(scheduler.pages, scheduler.prefix, transfers)
+    scheduler.admission.stored = stored
+    return driver, transfers
+
+
+def new(**options: Any) -> Scheduler:
+    options = {"moving_states": MOVING_STATES, "prefix_salt": "salt", **options}
+    return make_scheduler(0, 4, budget=600, blocks=12, **options)
+
+
+def settle(driver: Driver) -> None:
+    """Let every save and load end."""
+    for _ in range(100):
+        driver.scheduler.admission.advance_loads()
+    check_scheduler(driver.scheduler)
+
+
+def run(contents: Contents, prompt: list[int], output: int = 3, **options: Any) -> tuple[int, int]:
+    """Run one request on a new server; returns the tokens that it found, and the blocks loaded."""
+    driver, transfers = with_store(new(), contents, **options)
+    sequence = make_sequence("s", prompt, output)
+    driver.add(sequence)
+    driver.run()
+    settle(driver)
+    assert_empty(driver.scheduler)
+    assert sequence.num_cached is not None
+    return sequence.num_cached, transfers.loaded
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(8, 400) for _ in range(length)]
+
+
+def test_a_restart_finds_the_prompt() -> None:
+    contents: Contents = {}
+    prompt = text(1100)
+    assert run(contents, prompt) == (0, 0)
+    assert {record.kind for record in contents} == {"block", "state"}
+    assert run(contents, prompt) == (1024, 4)
+    assert run(contents, [*prompt[:1050], 1, 2]) == (1024, 4)
+    # Where two prompts part, there is no state yet: this one saves one.
+    assert run(contents, [*prompt[:800], *text(300, 1)])[0] == 0
+    assert run(contents, [*prompt[:800], *text(300, 2)])[0] in (0, 768)
+
+
+def test_a_conversation_goes_on_after_a_restart() -> None:
+    """At the end of the output, where the next prompt begins."""
+    contents: Contents = {}
+    driver, _ = with_store(new(), contents)
+    first = make_sequence("s", text(300), 600)
+    driver.eos = -1
+    driver.add(first)
+    driver.run()
+    settle(driver)
+    answer = first.token_ids
+    assert len(answer) == 900
+    assert run(contents, [*answer, 5, 6])[0] == 768
+
+
+def test_few_blocks_are_computed() -> None:
+    contents: Contents = {}
+    run(contents, text(300))
+    assert len([record for record in contents if record.kind == "block"]) < LEAST_BLOCKS
+    assert run(contents, text(300)) == (0, 0)
+
+
+def test_owners_share_nothing() -> None:
+    contents: Contents = {}
+    run(contents, text(1100))
+    driver, transfers = with_store(new(), contents)
+    sequence = make_sequence("s", text(1100), 3)
+    sequence.prefix_owner = "somebody"
+    driver.add(sequence)
+    driver.run()
+    settle(driver)
+    assert sequence.num_cached == 0 and not transfers.loaded
+    assert len({record.owner for record in contents}) == 2
+
+
+def test_a_missing_block_ends_the_prefix() -> None:
+    contents: Contents = {}
+    prompt = text(1100)
+    run(contents, prompt)
+    blocks = [record for record in contents if record.kind == "block"]
+    del contents[blocks[1]]
+    assert run(contents, prompt) == (0, 0)
+    assert run(contents, prompt) == (1024, 4)  # it is written again
+
+
+def test_a_failure_is_a_miss() -> None:
+    contents: Contents = {}
+    prompt = text(1100)
+    run(contents, prompt)
+    assert run(contents, prompt, failing=1.0)[0] == 0
+    assert run(contents, prompt) == (1024, 4)
+
+
+def test_others_with_the_same_prompt_wait_for_one_load() -> None:
+    contents: Contents = {}
+    prompt = text(1100)
+    run(contents, prompt)
+    driver, transfers = with_store(new(), contents, pace=0.2)
+    for number in range(3):
+        driver.add(make_sequence(f"s{number}", [*prompt, number], 3))
+    driver.run()
+    settle(driver)
+    assert transfers.loaded == 4
+    assert [s.num_cached for s in driver.finished] == [1024] * 3
+    assert_empty(driver.scheduler)
+
+
+def test_a_sequence_that_leaves_does_not_stop_the_load_for_others() -> None:
+    contents: Contents = {}
+    prompt = text(1100)
+    run(contents, prompt)
+    driver, transfers = with_store(new(), contents, pace=0.2)
+    first, second = (make_sequence(f"s{n}", [*prompt, n], 3) for n in range(2))
+    driver.add(first)
+    driver.add(second)
+    driver.step()
+    assert driver.scheduler.admission.stored.loads  # type: ignore[union-attr]
+    driver.end(first)
+    driver.run()
+    settle(driver)
+    assert second.num_cached == 1024 and transfers.loaded == 4
+    assert_empty(driver.scheduler)
+
+
+def test_a_reset_during_a_load() -> None:
+    contents: Contents = {}
+    prompt = text(1100)
+    run(contents, prompt)
+    driver, _ = with_store(new(), contents, pace=0.2)
+    sequence = make_sequence("s", prompt, 3)
+    driver.add(sequence)
+    driver.step()
+    driver.step()
+    driver.scheduler.reset_prefix_cache()
+    check_scheduler(driver.scheduler)
+    driver.run()
+    settle(driver)
+    assert_empty(driver.scheduler)
+
+
+@given(st.data())
+def test_random_traffic(data: st.DataObject) -> None:
+    """As test_scheduler.test_random_traffic, with a store that outlives servers and loses records.
+
+    What is read is what was written from the same tokens, before or after the store had it.
+    """
+    seed = data.draw(st.integers(0, 40), "model")
+    budget = data.draw(st.sampled_from([600, 150, 64, 300]), "budget")
+    blocks = data.draw(st.integers(3, 7), "blocks")
+    draw = random.Random(data.draw(st.integers(0, 2**32), "draws"))
+    contents: Contents = {}
+    longest = min(256 * blocks, 20 * budget)
+    trunks = [[draw.randrange(40) for _ in range(longest)] for _ in range(2)]
+    texts = list(trunks)
+    loaded = 0
+    for _ in range(data.draw(st.integers(1, 3), "servers")):
+        scheduler = make_scheduler(
+            seed,
+            data.draw(st.integers(2, 6), "sequences"),
+            budget,
+            blocks,
+            data.draw(st.sampled_from([0, 1, 3, 1000]), "states"),
+            MOVING_STATES,
+            prefix_salt="salt",
+        )
+        driver, transfers = with_store(
+            scheduler,
+            contents,
+            seed=seed,
+            ahead=data.draw(st.booleans(), "ahead"),
+            draw=draw,
+            pace=draw.choice((0.1, 0.5, 1.0)),
+            failing=draw.choice((0.0, 0.0, 0.1)),
+            crowded=draw.choice((0.0, 0.3)),
+        )
+        arrivals = data.draw(st.integers(4, 8), "arrivals")
+        rate = draw.choice((0.03, 0.3, 1))
+        priorities = draw.choice([(0,), (0, 0, 1, 5)])
+        count = steps = 0
+        while count < arrivals or scheduler.has_work:
+            steps += 1
+            assert steps < 20_000
+            while count < arrivals and (draw.random() < rate or not scheduler.has_work):
+                output = draw.randint(1, min(longest - 1, draw.choice((5, 100, 300))))
+                prompt = some_prompt(draw, texts, longest - output)
+                if draw.random() < 0.5:  # again, or further
+                    whole = draw.choice(texts)[: longest - output - 1]
+                    prompt = [*whole, draw.randrange(40)]
+                driver.add(make_sequence(f"s{count}", prompt, output, draw.choice(priorities)))
+                count += 1
+            driver.step()
+            if draw.random() < 0.01 and scheduler.has_work:
+                driver.end(draw.choice(living(scheduler)))
+            if draw.random() < 0.001:
+                scheduler.reset_prefix_cache()
+            if draw.random() < 0.002 and contents:
+                del contents[draw.choice(list(contents))]
+        for sequence in driver.finished:
+            said = Text(sequence.token_ids[: sequence.num_prompt])
+            while len(said.tokens) < len(sequence.token_ids):
+                said.append(said.next_token)
+            assert said.tokens == sequence.token_ids
+        texts = [*trunks, *(t.tokens for t in driver.texts.values())]
+        settle(driver)
+        loaded += transfers.loaded
+        assert_empty(scheduler)
+    event(f"loaded: {loaded > 0}")
