@@ -1,5 +1,6 @@
 """Prefixes that come back from a store: no logit changes, not in one bit."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,15 @@ def test_drafts_and_ranks(tmp_path: Path, kind: str, options: dict[str, Any]) ->
             assert tokens(llm, prompts, 60) == wanted
             cached.append(llm._engine.metrics().cached_tokens)
     assert cached == [0, 512 + 768]
+
+
+def test_closing_an_engine_ends_the_store_s_threads(tmp_path: Path) -> None:
+    path = draft_model(tmp_path, "mtp")
+    with open_llm(path, tmp_path / "store") as llm:
+        tokens(llm, [[2 + i % 290 for i in range(800)]], 3)
+        assert any(thread.name.startswith("prefix-store") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("prefix-store") for thread in threading.enumerate())
+    assert len(list((tmp_path / "store").rglob("*.block"))) == 3
 
 
 def test_other_options_share_nothing(tmp_path: Path) -> None:

@@ -350,6 +350,8 @@ class Engine:
             if self._dead is None:
                 with suppress(EngineDeadError):
                     self.drain("abort")
+            if self.scheduler.admission.stored is not None:
+                self.scheduler.admission.stored.close()
             healthy, self._dead = self._dead is None, self._dead or "the engine is closed"
             self.executor.close()
             if healthy:

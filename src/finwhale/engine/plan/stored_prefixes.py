@@ -60,6 +60,10 @@ class Transfers(Protocol):
         """Launch the copies that can begin, and note which have ended."""
         ...
 
+    def close(self) -> None:
+        """Wait until the files are written, and end the store's threads. No call may follow."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Load:
@@ -99,6 +103,10 @@ class StoredPrefixes:
         self.loads: list[Load] = []
         self._saves: list[tuple[Record, State, Transfer]] = []
         self._moving_states = 0
+
+    def close(self) -> None:
+        """End the store's work. No call may follow."""
+        self._transfers.close()
 
     @property
     def busy(self) -> bool:
