@@ -260,14 +260,15 @@ def salt_of(path: Path) -> str:
     file = path / SALT
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError):
+        if not file.exists():
             # Another server sees the salt only when it is whole.
-            name = path / f"{TEMPORARY}{os.getpid()}-salt"
-            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            name = path / f"{TEMPORARY}{os.getpid()}-{next(NUMBERS)}"
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as out:
                 out.write(secrets.token_hex(16))
             try:
-                os.link(name, file)
+                with suppress(FileExistsError):
+                    os.link(name, file)
             finally:
                 os.unlink(name)
         return file.read_text().strip()
