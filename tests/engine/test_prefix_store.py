@@ -167,11 +167,13 @@ def test_drafts_and_ranks(tmp_path: Path, kind: str, options: dict[str, Any]) ->
 
 
 def test_closing_an_engine_ends_the_store_s_threads(tmp_path: Path) -> None:
-    path = draft_model(tmp_path, "mtp")
+    path, before = draft_model(tmp_path, "mtp"), set(threading.enumerate())
     with open_llm(path, tmp_path / "store") as llm:
         tokens(llm, [[2 + i % 290 for i in range(800)]], 3)
-        assert any(thread.name.startswith("prefix-store") for thread in threading.enumerate())
-    assert not any(thread.name.startswith("prefix-store") for thread in threading.enumerate())
+        new = set(threading.enumerate()) - before
+        own = [thread for thread in new if thread.name.startswith("prefix-store")]
+        assert own
+    assert not any(thread.is_alive() for thread in own)
     assert len(list((tmp_path / "store").rglob("*.block"))) == 3
 
 
