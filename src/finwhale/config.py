@@ -222,7 +222,10 @@ class EngineConfig:
                 f"graph_sizes must lie in 1..max_num_seqs{given}, got {self.graph_sizes}"
             )
         salt = self.prefix_salt
-        if salt is not None and type(salt) is not str:
-            raise FinwhaleError(f"prefix_salt must be a string, got {type(salt).__name__}")
+        for name in ("prefix_salt", "prefix_store"):
+            if (given := getattr(self, name)) is not None and type(given) is not str:
+                raise FinwhaleError(f"{name} must be a string, got {type(given).__name__}")
+        if self.prefix_store is not None and not self.enable_prefix_caching:
+            raise FinwhaleError("prefix_store needs enable_prefix_caching: leave out one of them")
         if salt == "":
             raise FinwhaleError("prefix_salt must not be empty: leave it out for a random one")

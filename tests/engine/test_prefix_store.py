@@ -30,6 +30,8 @@ LENGTHS = sorted({b + d for b in (128, 256, 384, 512, 640, 768) for d in (-1, 0,
 
 def server(model: Model, path: Path, *, blocks: int = 20, states: int = 8) -> Engine:
     """The model's engine as after a restart, with a store."""
+    if (before := model.run.scheduler.admission.stored) is not None:
+        before.close()
     engine = model.engine(blocks=blocks, states=states + MOVING_STATES)
     assert engine.scheduler.prefix is not None
     engine.scheduler.prefix.set_salt("salt")  # `start_engine` takes it from the store
@@ -203,6 +205,13 @@ def test_new_weights_share_nothing_with_the_old_ones(tmp_path: Path) -> None:
     with open_llm(path, tmp_path / "store") as llm:
         assert tokens(llm, prompt, 3) == before
         assert llm._engine.metrics().cached_tokens == 768
+
+
+def test_a_store_needs_prefixes() -> None:
+    with pytest.raises(FinwhaleError, match="prefix_store needs enable_prefix_caching"):
+        LLM(device="cpu", prefix_store="/somewhere", enable_prefix_caching=False)
+    with pytest.raises(FinwhaleError, match="prefix_store must be a string, got int"):
+        LLM(device="cpu", prefix_store=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", ["", ":5GB", "/tmp/x:0GB"])

@@ -1,8 +1,10 @@
 """The prefix store in a directory: whatever happens to a file or the disk is a miss."""
 
 import fcntl
+import json
 import os
 import resource
+import shutil
 import signal
 import stat
 import threading
@@ -14,7 +16,7 @@ import pytest
 
 from finwhale.engine.plan.prefix_store import Record
 from finwhale.engine.store import directory
-from finwhale.engine.store.directory import DirectoryStore, descriptions, remove, salt_of, shares
+from finwhale.engine.store.directory import DirectoryStore, salt_of
 from finwhale.errors import ResourceError
 
 ABOUT = {"dtype": "float32"}
@@ -57,6 +59,8 @@ def test_what_is_written_is_read_by_another_server(tmp_path: Path) -> None:
     assert other.contains(some) == [True, True, True, False]
     assert [get(other, one) for one in some] == [content(0), content(1), content(2), None]
     assert not any(open_store(tmp_path, fingerprint="f2").contains(some))
+    about = (tmp_path / "store" / "f1" / directory.ABOUT).read_text()
+    assert json.loads(about) == ABOUT
 
 
 def test_only_its_user_can_read_it(tmp_path: Path) -> None:
@@ -105,7 +109,7 @@ def test_a_folder_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
 def test_a_directory_that_vanishes_is_a_miss_and_comes_back(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     put(store, record(1), content(1))
-    remove(tmp_path / "store")
+    shutil.rmtree(tmp_path / "store" / "f1")
     assert get(store, record(1)) is None and store.contains([record(1)]) == [False]
     assert not put(store, record(1), content(1))  # the server does not make the store again
     (tmp_path / "store" / "f1").mkdir()
@@ -169,7 +173,7 @@ def test_the_directory_stays_below_its_limit_and_keeps_what_is_used(tmp_path: Pa
     assert all(store.contains(chain[:8]))  # used now
     for number in range(100, 200):
         put(store, record(number), content(number))
-        total = sum(share.size for share in shares(tmp_path / "store"))
+        total = sum(file.stat().st_size for file in (tmp_path / "store").rglob("*.block"))
         assert total <= limit * (1 + directory.MEASURE_SHARE) + 2000
         if number == 130:  # 41 records of 1,028 bytes
             assert store.contains(chain) == [True] * 10
@@ -225,25 +229,3 @@ def test_every_server_finds_the_same_salt(tmp_path: Path) -> None:
         thread.join()
     assert len(set(found)) == 1 and len(found) == 8 and len(found[0]) == 32
     assert salt_of(tmp_path / "store") == found[0] != salt_of(tmp_path / "other")
-
-
-def test_shares_and_removal(tmp_path: Path) -> None:
-    path, owner = tmp_path / "store", b"x" * 16
-    first, second = open_store(tmp_path), open_store(tmp_path, fingerprint="f2")
-    for store in (first, second):
-        put(store, record(1), content(1))
-        put(store, record(2, owner=owner), content(2))
-        put(store, record(2, "state", owner=owner), content(2, 100))
-    found = {(s.fingerprint, s.owner): (s.records, s.size) for s in shares(path)}
-    one, two = (1, 1028), (2, 1156)
-    assert found == {
-        **{("f1", directory.EVERYONE): one, ("f1", owner.hex()): two},
-        **{("f2", directory.EVERYONE): one, ("f2", owner.hex()): two},
-    }
-    assert descriptions(path) == {"f1": ABOUT, "f2": ABOUT}
-    remove(path, "f1", owner.hex())
-    assert len(shares(path)) == 3 and get(first, record(1)) == content(1)
-    remove(path, owner=directory.EVERYONE)
-    assert [(s.fingerprint, s.owner) for s in shares(path)] == [("f2", owner.hex())]
-    remove(path, "f2")
-    assert not shares(path) and list(descriptions(path)) == ["f1"]

@@ -251,6 +251,15 @@ def living(scheduler: Scheduler) -> list[SequenceState]:
     return [*scheduler.running, *scheduler.admission.waiting, *aside]
 
 
+def assert_said_as_alone(driver: Driver) -> None:
+    """Every finished sequence has the tokens that it has without any other."""
+    for sequence in driver.finished:
+        said = Text(sequence.token_ids[: sequence.num_prompt])
+        while len(said.tokens) < len(sequence.token_ids):
+            said.append(said.next_token)
+        assert said.tokens == sequence.token_ids
+
+
 def assert_empty(scheduler: Scheduler) -> None:
     assert not scheduler.has_work
     check_scheduler(scheduler)
@@ -303,11 +312,7 @@ def test_random_traffic(data: st.DataObject) -> None:
             driver.end(draw.choice(living(scheduler)))
         if draw.random() < 0.002:
             scheduler.reset_prefix_cache()
-    for sequence in driver.finished:
-        said = Text(sequence.token_ids[: sequence.num_prompt])
-        while len(said.tokens) < len(sequence.token_ids):
-            said.append(said.next_token)
-        assert said.tokens == sequence.token_ids
+    assert_said_as_alone(driver)
     event(f"preempted: {scheduler.counts.preemptions > 0}")
     event(f"found: {scheduler.counts.cached_tokens > 0}")
     assert_empty(scheduler)

@@ -212,7 +212,7 @@ def new_start(
     device: str = "cuda",
     sharers: int = 1,
 ) -> Decisions:
-    """The start of rank 0 of Flash, on GPUs of these sizes in bytes."""
+    """Start rank 0 of Flash; its GPUs have these numbers of bytes."""
     properties = SimpleNamespace(total_memory=gpus[0] if gpus else 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     start = object.__new__(Decisions)

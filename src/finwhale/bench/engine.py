@@ -89,8 +89,8 @@ def begin_decodes(
     """
     longest = max(map(len, prompts))
     if longest > engine.sizes.num_tokens:
-        # A prompt that is longer than a step gets a small part of each step with decodes. The first
-        # sequences would generate many tokens before the last prompt is prefilled.
+        # While sequences decode, a prompt that is longer than a step gets a small part of it. So
+        # the first sequences would generate many tokens before the last prompt is prefilled.
         for prompt in prompts:
             prefill(engine, prompt)
     results = [begin(engine, prompt, max_tokens) for prompt in prompts]

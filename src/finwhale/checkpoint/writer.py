@@ -153,7 +153,7 @@ def _write(
     max_shard_bytes: int,
     save: Save = save_file,
 ) -> None:
-    """Write a checkpoint from the stored tensors of each weight, by the weight's official name."""
+    """Write a checkpoint. The stored tensors of a weight stand under its official name."""
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("*.safetensors")) or (directory / INDEX_FILE).exists():

@@ -282,7 +282,7 @@ class Engine:
     # --- Between steps ----------------------------------------------------------------------------
 
     def stop(self, *stops: Stop) -> None:
-        """Run no steps until `allow` has ended each of these stops."""
+        """Run no steps before a call of `allow` has ended each of these stops."""
         self.stops |= set(stops)
         self._can_step.clear()
 

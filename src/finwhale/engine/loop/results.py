@@ -183,7 +183,7 @@ class TokenReader:
         sequences: Sequence[SequenceState],
         histories: Sequence[History],
     ) -> list[SampledToken]:
-        """Make the token of each row.
+        """Return the sampled token of each row.
 
         Args:
             sequences: the sequence of each row.

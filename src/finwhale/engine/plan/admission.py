@@ -117,7 +117,7 @@ class Admission:
         return self.stored is not None and self.stored.busy
 
     def advance_loads(self) -> None:
-        """Continue the loads, and return the followers of those that have ended to the queue."""
+        """Continue the loads. When a load has ended, its followers return to the queue."""
         if self.stored is not None:
             self._release_loads(self.stored.advance())
 

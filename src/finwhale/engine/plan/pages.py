@@ -143,7 +143,7 @@ class PageManager:
             if table.allocated_tokens >= end:
                 continue
             missing = -(-(end // group.tokens_per_row) // group.rows_per_page) - table.end
-            spare = idle * (group.block_tokens // group.tokens_per_page)
+            spare = idle * group.pages_of_block
             if missing > self.pools[group.name].num_free + spare:
                 return False
         return True

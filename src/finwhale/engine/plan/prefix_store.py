@@ -7,7 +7,7 @@ RecordKind = Literal["block", "state"]
 
 
 class Record(NamedTuple):
-    """What the store keeps under one name: the pages of a block or of the state at its end.
+    """The name of what the store keeps: the pages of a block, or of the state at its end.
 
     Attributes:
         key: the block's key (PrefixIndex.extend_keys), which depends on the owner.

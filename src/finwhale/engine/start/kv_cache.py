@@ -72,7 +72,7 @@ def plan_cache(
     }
     fixed = sum(num_pages[g.name] * g.page_bytes(itemsize, packed) for g in windowed)
     block = windowed[0].block_tokens if keeping else 1
-    per_block = sum(block // g.tokens_per_page * g.page_bytes(itemsize, packed) for g in keeping)
+    per_block = sum(g.pages_of_block * g.page_bytes(itemsize, packed) for g in keeping)
     per_state = sum(pages_at_block_end(g) * g.page_bytes(itemsize, packed) for g in windowed)
     wanted = -(-wanted_tokens // block)
     states = 0
@@ -92,7 +92,7 @@ def plan_cache(
             f"and {max_step_tokens} tokens a step, but {budget_bytes:,} are available: lower "
             "max_num_seqs or max_num_batched_tokens, or give cache_memory_bytes"
         )
-    num_pages |= {g.name: 1 + wanted * (block // g.tokens_per_page) for g in keeping}
+    num_pages |= {g.name: 1 + wanted * g.pages_of_block for g in keeping}
     for g in windowed:
         num_pages[g.name] += states * pages_at_block_end(g)
     return CachePlan(

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import struct
 import threading
 import time
@@ -202,55 +201,6 @@ def _files(path: Path | str) -> Iterator[_File]:
                     yield _File(entry.path, found.st_size, found.st_mtime_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The records of one owner under one fingerprint.
-
-    Attributes:
-        owner: the folder's name: a keyed hash, or EVERYONE.
-        used_ns: time of the last use, in nanoseconds since 1970.
-    """
-
-    fingerprint: str
-    owner: str
-    records: int
-    size: int
-    used_ns: int
-
-
-def shares(path: Path) -> list[Share]:
-    """What a store has, by fingerprint and owner."""
-    found = []
-    for fingerprint in _folders(path):
-        for owner in _folders(fingerprint):
-            files = list(_files(owner))
-            used = max((file.used_ns for file in files), default=0)
-            size = sum(file.size for file in files)
-            found.append(Share(fingerprint.name, owner.name, len(files), size, used))
-    return found
-
-
-def remove(path: Path, fingerprint: str | None = None, owner: str | None = None) -> None:
-    """Remove the records of a fingerprint or an owner, or of both; None: of all of them.
-
-    Servers that use the store then miss them.
-    """
-    for folder in _folders(path):
-        if fingerprint in (None, folder.name):
-            for below in _folders(folder) if owner is not None else [folder]:
-                if owner in (None, below.name):
-                    shutil.rmtree(below, ignore_errors=True)
-
-
-def descriptions(path: Path) -> dict[str, dict[str, str]]:
-    """What the fingerprints of a store stand for."""
-    found = {}
-    for folder in _folders(path):
-        with suppress(OSError, ValueError):
-            found[folder.name] = json.loads((folder / ABOUT).read_text())
-    return found
-
-
 def salt_of(path: Path) -> str:
     """The salt of a store's keys. It is made when the store is used for the first time.
 
@@ -274,12 +224,6 @@ def salt_of(path: Path) -> str:
         return file.read_text().strip()
     except OSError as error:
         raise ResourceError(f"the prefix store {path} cannot be used: {error}") from None
-
-
-def _folders(path: Path) -> list[Path]:
-    with suppress(FileNotFoundError):
-        return sorted(folder for folder in path.iterdir() if folder.is_dir())
-    return []
 
 
 def _read_all(descriptor: int, parts: list[memoryview]) -> bool:

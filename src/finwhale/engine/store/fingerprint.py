@@ -57,8 +57,8 @@ def fingerprint(about: Mapping[str, str]) -> str:
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
-    """Differs between checkpoints: of each file its name, size and content, where the name of a
-    cached file of a hub is the digest of the content; else the time of its last change.
+    """A digest that differs between checkpoints. It has each file's name, size and time of change.
+    A file of a hub's cache is named by the digest of its content, which takes the time's place.
     """
     files = []
     for name in sorted({info.file for info in checkpoint.tensors.values()}):

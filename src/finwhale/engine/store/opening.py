@@ -25,7 +25,7 @@ from finwhale.models.protocol import ModelConfig
 
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SIZE = re.compile(r":([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?b?)$", re.IGNORECASE)
-# The staging buffer has room for so many bytes of blocks, and for at least a few blocks.
+# The staging buffer holds blocks of this many bytes together, but at least FEWEST_BLOCKS.
 STAGING_BYTES, FEWEST_BLOCKS = 2**29, 16
 CPU_STAGING_BYTES = 2**25
 ALIGN = 4096

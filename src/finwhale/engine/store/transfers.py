@@ -5,7 +5,6 @@ copies, so all ranks see copies and steps in one order. A record has the pages o
 after the other, in the order of the groups.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,6 @@ from finwhale.engine.plan.step_plan import PageCopy
 THREADS = 8
 # Saves may take this share of the slots. A save that finds no slot is given up.
 SAVE_SHARE = 1 / 2
-POLL_S = 1e-3
 
 
 @dataclass(slots=True, eq=False)
@@ -68,10 +66,6 @@ class StoreTransfers:
         self._to_copy: list[RecordTransfer] = []
         self._copies: list[tuple[PendingCopies, list[RecordTransfer]]] = []
         self._files: list[RecordTransfer] = []  # that threads read or write
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._waiting or self._to_copy or self._copies or self._files)
 
     def find(self, records: Sequence[Record]) -> "Future[list[bool]]":
         return self._threads.submit(self._store.contains, records)
@@ -142,12 +136,6 @@ class StoreTransfers:
         self._free[transfer.record.kind].append(transfer.offset)
         if not transfer.load:
             self._for_saves[transfer.record.kind] += 1
-
-    def flush(self) -> None:
-        """Wait until nothing is on its way."""
-        while self.busy:
-            self.advance()
-            time.sleep(POLL_S)
 
     def close(self) -> None:
         """Wait for the files that are being written; loads and other saves are given up."""

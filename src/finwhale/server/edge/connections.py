@@ -99,7 +99,7 @@ class Connections:
             loop.default_exception_handler(context)
 
     def log(self, message: str) -> None:
-        """Logs a warning, unless it is repeated, with the number of those left out."""
+        """Logs a warning, unless it came a moment ago. The next one says how many were left out."""
         if (omitted := self._repeated.left_out(message)) is not None:
             logger.warning(message, extra={"omitted": omitted})
 

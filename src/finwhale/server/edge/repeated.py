@@ -1,4 +1,4 @@
-"""Keeps repeated messages out of the log, so that nobody can fill it."""
+"""Limits how often the log gets the same message, so that no client can fill the log."""
 
 import time
 
