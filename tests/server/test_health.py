@@ -1,5 +1,6 @@
 """The health port answers while the event loop is busy."""
 
+import asyncio
 import socket
 from collections.abc import Callable
 
@@ -19,8 +20,8 @@ def test_health_port_while_the_loop_is_busy(
     monkeypatch.setattr(health, "PULSE_S", 0.05)
     loop = server.client._loop
     assert loop is not None
-    tasks = []
-    loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(health.pulse(server.state))))
+    pulse = asyncio.run_coroutine_threadsafe(health.pulse(server.state), loop)
+    wait_until(lambda: server.state.loop_seen > 0)
     port = health.HealthPort("127.0.0.1", 0)
     port.start(server.state)
     try:
@@ -48,7 +49,7 @@ def test_health_port_while_the_loop_is_busy(
         wait_until(lambda: ask(port.port, "GET", "/health/ready")[0] == 200)
         wait_until(lambda: request(server, "GET", "/health/live")[0] == 200)
     finally:
-        loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+        pulse.cancel()
         port.close()
 
 
