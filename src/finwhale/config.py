@@ -148,6 +148,12 @@ class EngineConfig:
         unset="prefixes are kept in the cache alone",
         metavar="DIR[:SIZE]",
     )
+    prefix_store_saves: Literal["all", "shared"] = option(
+        "all",
+        "which blocks of 256 tokens the store keeps: all, or those that a second request shares, "
+        "and the rest of such a request when it ends. `shared` writes little if most prompts come "
+        "only once",
+    )
     enable_sleep_mode: bool = option(
         False,
         "allocate weights and cache so that `sleep` can free their memory and `wake` can allocate "
@@ -225,6 +231,8 @@ class EngineConfig:
         for name in ("prefix_salt", "prefix_store"):
             if (given := getattr(self, name)) is not None and type(given) is not str:
                 raise FinwhaleError(f"{name} must be a string, got {type(given).__name__}")
+        if self.prefix_store is None and self.prefix_store_saves != "all":
+            raise FinwhaleError("prefix_store_saves needs prefix_store")
         if self.prefix_store is not None and not self.enable_prefix_caching:
             raise FinwhaleError("prefix_store needs enable_prefix_caching: leave out one of them")
         if salt == "":

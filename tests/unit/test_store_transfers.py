@@ -187,6 +187,28 @@ def test_a_missing_or_damaged_record_fails_alone(machine: Machine, tmp_path: Pat
     assert sum(load for copies in machine.device.launched for *_, load in copies) == 2
 
 
+def test_loads_that_hang_are_given_up(machine: Machine) -> None:
+    """The slot is free when the read returns, and what it read reaches no page."""
+    finish(machine, machine.transfers.save(block(1), pages(7)))
+    counts = machine.transfers.counts
+    assert counts.read_blocks == counts.read_bytes == 0
+    going_on = threading.Event()
+    read = machine.store.read
+    machine.store.read = lambda *args: going_on.wait(10) and read(*args)  # type: ignore
+    before = content(machine.device, 20)
+    loads = [machine.transfers.load(block(1), pages(20 + n)) for n in range(6)]
+    machine.transfers.advance()
+    machine.transfers.give_up_loads()
+    assert all(load.done and load.failed for load in loads) and machine.busy
+    going_on.set()
+    machine.flush()
+    assert content(machine.device, 20) == before
+    assert counts.read_seconds > 0 and counts.read_blocks == 4 and counts.read_bytes == 4 * BLOCK
+    (again,) = [machine.transfers.load(block(1), pages(20))]
+    finish(machine, again)
+    assert not again.failed and content(machine.device, 20) != before
+
+
 def test_find_and_close(machine: Machine) -> None:
     finish(machine, machine.transfers.save(block(1), pages(1)))
     assert machine.transfers.find([block(1), block(2)]).result(10) == [True, False]

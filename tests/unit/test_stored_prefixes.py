@@ -1,11 +1,13 @@
 """Prefixes that leave and come back: the scheduler with a prefix store, under random traffic."""
 
 import random
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from tests.support.integrity import check_scheduler
@@ -21,9 +23,15 @@ from tests.unit.test_scheduler import (
 )
 
 from finwhale.engine.plan.prefix_index import State
-from finwhale.engine.plan.prefix_store import Record
+from finwhale.engine.plan.prefix_store import Record, StoreCounts
 from finwhale.engine.plan.scheduler import Scheduler
-from finwhale.engine.plan.stored_prefixes import LEAST_BLOCKS, MOVING_STATES, StoredPrefixes
+from finwhale.engine.plan.stored_prefixes import (
+    LEAST_BLOCKS,
+    LEAST_SECONDS,
+    LONGEST_S,
+    MOVING_STATES,
+    StoredPrefixes,
+)
 
 # By record: what the rows of its pages were made from, by group.
 Contents = dict[Record, dict[str, list[list[int | None]]]]
@@ -44,6 +52,7 @@ class Transfers:
 
     Attributes:
         failing, crowded: how often a transfer fails, and a save finds no room.
+        hangs: nothing ends any more, except by `give_up_loads`.
     """
 
     contents: Contents
@@ -53,6 +62,8 @@ class Transfers:
     crowded: float = 0.0
     pace: float = 1.0
     loaded: int = 0
+    hangs: bool = False
+    counts: StoreCounts = field(default_factory=StoreCounts)
     _under_way: list[Transfer] = field(default_factory=list)
     _searches: list[tuple[Future[list[bool]], Sequence[Record]]] = field(default_factory=list)
 
@@ -73,10 +84,17 @@ class Transfers:
         self._under_way.append(transfer)
         return transfer
 
+    def give_up_loads(self) -> None:
+        for transfer in [t for t in self._under_way if t.load]:
+            transfer.failed = transfer.done = True
+            self._under_way.remove(transfer)
+
     def close(self) -> None:
         raise AssertionError("the scheduler does not close it")
 
     def advance(self) -> None:
+        if self.hangs:
+            return
         for search, records in self._searches:
             search.set_result([record in self.contents for record in records])
         self._searches.clear()
@@ -107,12 +125,12 @@ class Transfers:
 
 
 def with_store(
-    scheduler: Scheduler, contents: Contents, **options: Any
+    scheduler: Scheduler, contents: Contents, *, saves_all: bool = True, **options: Any
 ) -> tuple[Driver, Transfers]:
     driver = Driver(scheduler, options.pop("seed", 0), options.pop("ahead", False), eos=7)
     transfers = Transfers(contents, driver.memory, **options)
     assert scheduler.prefix is not None
-    stored = StoredPrefixes(scheduler.pages, scheduler.prefix, transfers)
+    stored = StoredPrefixes(scheduler.pages, scheduler.prefix, transfers, saves_all=saves_all)
     scheduler.admission.stored = stored
     return driver, transfers
 
@@ -257,6 +275,107 @@ def test_a_reset_during_a_load() -> None:
     assert_empty(driver.scheduler)
 
 
+@pytest.mark.parametrize("phase", ["search", "read"])
+def test_a_store_that_hangs_is_switched_off(
+    phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents: Contents = {}
+    prompt = text(1100)
+    run(contents, prompt)
+    driver, transfers = with_store(new(), contents, pace=0.0)
+    transfers.hangs = phase == "search"
+    sequences = [make_sequence(f"s{n}", [*prompt, n], 3) for n in range(2)]
+    for sequence in sequences:
+        driver.add(sequence)
+    for _ in range(5):
+        driver.step()
+    assert not driver.finished
+    late = time.monotonic() + LONGEST_S + 1
+    monkeypatch.setattr(time, "monotonic", lambda: late)
+    driver.run()
+    assert len(driver.finished) == 2 and transfers.loaded == 0
+    stored = driver.scheduler.admission.stored
+    assert stored is not None and not stored.loads and "longer than 30 s" in stored.off
+    assert caplog.text.count("switched off") == 1
+    driver.add(make_sequence("later", [*prompt, 7], 3))
+    driver.run()
+    assert caplog.text.count("switched off") == 1 and len(driver.finished) == 3
+    transfers.hangs, transfers.pace = False, 1.0  # the saves from before
+    settle(driver)
+    assert_empty(driver.scheduler)
+
+
+@pytest.mark.parametrize(
+    "read_seconds, prefill_seconds, is_off",
+    [(3.0, 3.0, True), (3.0, LEAST_SECONDS / 2, False), (LEAST_SECONDS / 2, 3.0, False)],
+)
+def test_a_store_that_is_hardly_faster_than_prefill_is_switched_off(
+    read_seconds: float,
+    prefill_seconds: float,
+    is_off: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once both rates are known."""
+    contents: Contents = {}
+    run(contents, text(1100))
+    driver, transfers = with_store(new(), contents)
+    stored = driver.scheduler.admission.stored
+    assert stored is not None
+    blocks = int(2.9 * read_seconds)  # 2.9 a second
+    transfers.counts.read_seconds, transfers.counts.read_blocks = read_seconds, blocks
+    stored.record_prefill(int(256 * prefill_seconds), prefill_seconds)  # 1 block a second
+    sequence = make_sequence("s", text(1100), 3)
+    driver.add(sequence)
+    driver.run()
+    settle(driver)
+    assert bool(stored.off) == is_off == ("times the 256" in caplog.text)
+    assert sequence.num_cached == (0 if is_off else 1024)
+    assert_empty(driver.scheduler)
+
+
+def test_only_shared_blocks_are_saved() -> None:
+    contents: Contents = {}
+    driver, _ = with_store(new(), contents, saves_all=False)
+
+    def ask(prompt: list[int]) -> list[int]:
+        """Returns the lengths of the text whose blocks and states are saved."""
+        driver.add(make_sequence(f"s{len(driver.finished)}", prompt, 3))
+        driver.run()
+        settle(driver)
+        kinds = [record.kind for record in contents]
+        return [256 * kinds.count("block"), kinds.count("state")]
+
+    assert ask(text(1100)) == [0, 0]
+    assert ask(text(600, 1)) == [0, 0]
+    assert ask([*text(1100), *text(500, 2)]) == [1536, 2]  # shared, and what came to it
+    assert run(contents, [*text(1100), *text(500, 2), 5]) == (1536, 6)
+    assert_empty(driver.scheduler)
+
+
+def test_a_preempted_sequence_comes_back_by_a_load() -> None:
+    contents: Contents = {}
+    driver, transfers = with_store(new(), contents)
+    driver.eos = -1
+    sequence = make_sequence("s", text(700), 400)
+    driver.add(sequence)
+    while len(sequence.token_ids) < 1040:
+        driver.step()
+    settle(driver)
+    driver.scheduler.preempt_all()
+    settle(driver)
+    assert len([record for record in contents if record.kind == "state"]) == 2
+    # Others need all pages.
+    driver.scheduler.admission.waiting.remove(sequence)
+    driver.add(make_sequence("other", text(2900, 1), 3))
+    driver.run()
+    driver.scheduler.admission.put_back(sequence)
+    driver.run()
+    settle(driver)
+    assert transfers.loaded == 4 and len(driver.finished) == 2
+    assert_said_as_alone(driver)
+    assert_empty(driver.scheduler)
+
+
 @given(st.data())
 def test_random_traffic(data: st.DataObject) -> None:
     """As test_scheduler.test_random_traffic, with a store that outlives servers and loses records.
@@ -288,6 +407,7 @@ def test_random_traffic(data: st.DataObject) -> None:
             seed=seed,
             ahead=data.draw(st.booleans(), "ahead"),
             draw=draw,
+            saves_all=draw.random() < 0.8,
             pace=draw.choice((0.1, 0.5, 1.0)),
             failing=draw.choice((0.0, 0.0, 0.1)),
             crowded=draw.choice((0.0, 0.3)),

@@ -252,6 +252,7 @@ class Engine:
         """
         self._can_step.wait(CANNOT_STEP_WAIT_S)
         with self.lock, self._watchdog:
+            began = time.monotonic()
             self.check_usable()
             if self.stops:
                 return self.outputs.take_touched()
@@ -261,7 +262,10 @@ class Engine:
                 raise self.die(error) from error
             touched = self.outputs.take_touched()
             if self._loop.in_flight:
-                return touched + self._collect()
+                planned = self._loop.in_flight[0].planned
+                touched += self._collect()
+                self.scheduler.record_prefill(planned, time.monotonic() - began)
+                return touched
             moves = self.scheduler.admission.moves_prefixes
         if moves and not touched:
             time.sleep(MOVING_WAIT_S)

@@ -1,6 +1,7 @@
 """The interface to a store that keeps the prefix cache's rows outside the device. No torch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 RecordKind = Literal["block", "state"]
@@ -17,6 +18,32 @@ class Record(NamedTuple):
     key: bytes
     kind: RecordKind
     owner: bytes = b""
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """What an engine's store has done since the start.
+
+    Attributes:
+        loads: loads that added blocks to the cache.
+        loaded_tokens: the tokens of these blocks.
+        read_blocks: blocks that were read, whether or not their load was complete.
+        read_bytes, written_bytes: of whole records.
+        read_seconds: the time in which at least one record was being read.
+        skipped: saves that did not begin, because too many others were on their way.
+        failed: records that could not be read or written.
+        evicted: records that this engine removed because the store was full.
+    """
+
+    loads: int = 0
+    loaded_tokens: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    written_bytes: int = 0
+    skipped: int = 0
+    failed: int = 0
+    evicted: int = 0
 
 
 class PrefixStore(Protocol):

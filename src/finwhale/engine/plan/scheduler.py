@@ -193,6 +193,8 @@ class Scheduler:
     def _preempt(self, sequence: SequenceState) -> None:
         self.counts.preemptions += 1
         sequence.store_tries = 0
+        if self.admission.stored is not None:
+            self.admission.stored.preempt(sequence)
         self._stop(sequence)
         self.admission.put_back(sequence)
 
@@ -222,6 +224,8 @@ class Scheduler:
             if resumable:
                 self.prefix.adopt(known[:resumable], sequence.tables)
                 sequence.blocks.extend(known[:resumable])
+                if self.admission.stored is not None:
+                    self.admission.stored.save_shared(sequence.blocks, sequence.prefix_owner)
             sequence.num_computed = resumable * size
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
@@ -252,6 +256,14 @@ class Scheduler:
         sequence.num_computed = end
         if end >= sequence.next_bookkeeping:
             self._cache_and_trim(sequence, end, decodes=chunk.known == chunk.start + 1)
+
+    def record_prefill(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Record how long a step took, if most of its tokens are of prompts and a store exists."""
+        stored = self.admission.stored
+        if stored is not None:
+            tokens = sum(chunk.end - chunk.start for chunk in chunks)
+            if sum(c.end - c.start for c in chunks if c.decodes) < tokens / 2:
+                stored.record_prefill(tokens, seconds)
 
     def _cache_and_trim(self, sequence: SequenceState, known: int, *, decodes: bool) -> None:
         """Add complete blocks to the prefix cache, and free pages that are no longer needed.
@@ -287,7 +299,7 @@ class Scheduler:
         if self.admission.stored is not None:
             # Each block of an output ends the request until the next one.
             saves = lasting and not is_output
-            self.admission.stored.save(block, sequence.prefix_owner, state=saves)
+            self.admission.stored.save_computed(block, sequence.prefix_owner, state=saves)
         if is_output:
             if sequence.last_output_block is not None:
                 prefix.evict_early(sequence.last_output_block)

@@ -9,6 +9,8 @@ is the leader of these blocks (admission.py): the sequence, and others with the 
 it until they can reuse the blocks. If anything fails, they compute the blocks themselves.
 """
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,11 +18,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex, State
-from finwhale.engine.plan.prefix_store import Record
+from finwhale.engine.plan.prefix_store import Record, StoreCounts
 from finwhale.engine.plan.sequences import SequenceState
 
 if TYPE_CHECKING:  # it imports torch
     from finwhale.models.cache import CacheGroup
+
+logger = logging.getLogger(__name__)
 
 # Fewer blocks are computed: a load takes at least two steps.
 LEAST_BLOCKS = 2
@@ -29,6 +33,11 @@ MOST_TRIES = 2
 # The most states on their way. The windowed groups have pages for so many beside those that running
 # sequences need (kv_cache.py).
 MOVING_STATES = 8
+# The store is switched off if it reads fewer than so many times the tokens per second of prefill.
+# Both rates are known after so many seconds of reading, and of prefill.
+LEAST_SPEED, LEAST_SECONDS = 3, 2.0
+# It is switched off too if a search, or the records of one load, take longer.
+LONGEST_S = 30.0
 
 
 class Transfer(Protocol):
@@ -46,6 +55,8 @@ class Transfer(Protocol):
 class Transfers(Protocol):
     """Moves records between the store and pages of the device (store/transfers.py)."""
 
+    counts: StoreCounts
+
     def find(self, records: Sequence[Record]) -> "Future[list[bool]]":
         """PrefixStore.contains, on another thread."""
         ...
@@ -58,6 +69,10 @@ class Transfers(Protocol):
 
     def advance(self) -> None:
         """Launch the copies that can begin, and note which have ended."""
+        ...
+
+    def give_up_loads(self) -> None:
+        """Let the loads whose records are not read yet fail now."""
         ...
 
     def close(self) -> None:
@@ -78,6 +93,7 @@ class Load:
             is known.
         parts: the pages of each block to load, then those of the state after the last key, and
             their transfers.
+        deadline: when `found`, or then the parts, must be complete (time.monotonic()).
         failed: the blocks will not be added to the cache.
     """
 
@@ -86,6 +102,7 @@ class Load:
     first: int
     keys: list[bytes]
     found: "Future[list[bool]] | None"
+    deadline: float
     parts: list[tuple[State, Transfer]] = field(default_factory=list)
     failed: bool = False
     priority: float = float("-inf")  # every sequence may follow
@@ -94,13 +111,29 @@ class Load:
 class StoredPrefixes:
     """The loads and saves of one engine.
 
+    Args:
+        saves_all: save every block. If not, save the blocks that a second sequence uses, and when
+            such a sequence ends, the rest of its blocks.
+
     Attributes:
         loads: the loads, oldest first.
+        off: why the store is not used any more; empty: it is used.
     """
 
-    def __init__(self, pages: PageManager, prefix: PrefixIndex, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        pages: PageManager,
+        prefix: PrefixIndex,
+        transfers: Transfers,
+        *,
+        saves_all: bool = True,
+    ) -> None:
         self._pages, self._prefix, self._transfers = pages, prefix, transfers
+        self._saves_all = saves_all
+        self.counts = transfers.counts
         self.loads: list[Load] = []
+        self.off = ""
+        self._prefill_tokens, self._prefill_seconds = 0, 0.0
         self._saves: list[tuple[Record, State, Transfer]] = []
         self._moving_states = 0
 
@@ -114,31 +147,58 @@ class StoredPrefixes:
 
     # --- Saves ------------------------------------------------------------------------------------
 
-    def save(self, block: Block, owner: str, *, state: bool) -> None:
-        """Save a block that was computed, and with `state` the state at its end, unless too much
-        else is on its way.
-        """
-        key = self._prefix.owner_key(owner)
-        if not block.saved:
-            block.saved = self._save(Record(block.key, "block", key), block.pages)
-        if state and block.state is not None and not block.state_saved:
-            block.state_saved = self._save(Record(block.key, "state", key), block.state)
+    def save_computed(self, block: Block, owner: str, *, state: bool) -> None:
+        """Save a block that was computed, and with `state` the state at its end."""
+        if self._saves_all:
+            self._save_block(block, owner)
+            if state:
+                self._save_state(block, owner)
+
+    def save_shared(self, blocks: Sequence[Block], owner: str) -> None:
+        """Save the blocks that a second sequence uses, which resumes after them."""
+        for block in blocks:
+            self._save_block(block, owner)
+        self._save_state(blocks[-1], owner)
 
     def end(self, sequence: SequenceState) -> None:
         """Save what a sequence that ends has not saved yet, and note the use of its blocks."""
-        for block in sequence.blocks:
-            self.save(block, sequence.prefix_owner, state=block is sequence.last_output_block)
-        if sequence.blocks:
-            owner = self._prefix.owner_key(sequence.prefix_owner)
-            used = [Record(b.key, "block", owner) for b in sequence.blocks]
-            used += [Record(b.key, "state", owner) for b in sequence.blocks if b.state_saved]
-            self._transfers.find(used)
+        blocks, owner = sequence.blocks, sequence.prefix_owner
+        if not blocks or self.off:
+            return
+        if self._saves_all or sequence.num_cached:
+            for block in blocks:
+                self._save_block(block, owner)
+            self._save_state(blocks[-1], owner)
+        key = self._prefix.owner_key(owner)
+        used = [Record(b.key, "block", key) for b in blocks if b.saved]
+        used += [Record(b.key, "state", key) for b in blocks if b.state_saved]
+        self._transfers.find(used)
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Save where a sequence can resume if its blocks are evicted. They are not saved here, so
+        that other sequences get the pages at once.
+        """
+        if sequence.blocks and sequence.blocks[-1].saved:
+            self._save_state(sequence.blocks[-1], sequence.prefix_owner)
+
+    def _save_block(self, block: Block, owner: str) -> None:
+        if not block.saved:
+            record = Record(block.key, "block", self._prefix.owner_key(owner))
+            block.saved = self._save(record, block.pages)
+
+    def _save_state(self, block: Block, owner: str) -> None:
+        if block.state is not None and not block.state_saved:
+            record = Record(block.key, "state", self._prefix.owner_key(owner))
+            block.state_saved = self._save(record, block.state)
 
     def _save(self, record: Record, pages: State) -> bool:
-        if record.kind == "state" and self._moving_states >= MOVING_STATES:
+        """Begin to save a record, unless too much else is on its way."""
+        if self.off:
             return False
-        transfer = self._transfers.save(record, pages)
+        has_room = record.kind == "block" or self._moving_states < MOVING_STATES
+        transfer = self._transfers.save(record, pages) if has_room else None
         if transfer is None:
+            self.counts.skipped += 1
             return False
         self._pages.hold(pages)
         self._saves.append((record, pages, transfer))
@@ -163,11 +223,11 @@ class StoredPrefixes:
             known: the cached blocks, of which it could resume after `resumable`.
             keys: of all blocks after these `resumable`.
         """
-        if len(keys) < LEAST_BLOCKS or sequence.store_tries >= MOST_TRIES:
+        if self.off or len(keys) < LEAST_BLOCKS or sequence.store_tries >= MOST_TRIES:
             return None
         sequence.store_tries += 1
         found = self._transfers.find(self._records(sequence, keys))
-        load = Load(sequence, [], resumable, keys, found)
+        load = Load(sequence, [], resumable, keys, found, time.monotonic() + LONGEST_S)
         for block in known:
             self._prefix.use(load.chain, block)
         self.loads.append(load)
@@ -178,9 +238,20 @@ class StoredPrefixes:
         blocks = [Record(key, "block", owner) for key in keys]
         return blocks + [Record(key, "state", owner) for key in keys]
 
+    def record_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Record how long a step of mostly prefill took."""
+        self._prefill_tokens += num_tokens
+        self._prefill_seconds += seconds
+
     def advance(self) -> list[tuple[Load, list[bytes]]]:
         """Continue loads and saves; returns the keys that loads lead no longer."""
         self._transfers.advance()
+        why = "" if self.off or not self.loads else self._why_useless()
+        if why:
+            self.off = why
+            logger.warning("the prefix store is switched off until the next start: %s", why)
+            self._transfers.give_up_loads()
+            return self.cancel()
         for record, pages, transfer in self._saves:
             if transfer.done:
                 self._pages.drop(pages)
@@ -189,6 +260,8 @@ class StoredPrefixes:
         released = []
         for load in list(self.loads):
             has_room = self._moving_states < MOVING_STATES
+            if load.found is not None and self.off:
+                load.found = None
             if load.found is not None and load.found.done() and has_room:
                 released.append((load, self._start(load, load.found.result())))
             if load.found is None and all(transfer.done for _, transfer in load.parts):
@@ -196,6 +269,26 @@ class StoredPrefixes:
                 self._finish(load)
                 released.append((load, load.keys))
         return released
+
+    def _why_useless(self) -> str:
+        """Why the store is too slow to be used; empty: it is not."""
+        now, counts = time.monotonic(), self.counts
+        if any(
+            now > load.deadline
+            and not (load.found.done() if load.found else all(t.done for _, t in load.parts))
+            for load in self.loads
+        ):
+            return f"a load took longer than {LONGEST_S:.0f} s"
+        if min(counts.read_seconds, self._prefill_seconds) < LEAST_SECONDS:
+            return ""
+        reads = counts.read_blocks * self._prefix.block_tokens / counts.read_seconds
+        computes = self._prefill_tokens / self._prefill_seconds
+        if reads >= LEAST_SPEED * computes:
+            return ""
+        return (
+            f"it reads {reads:,.0f} tokens per second, less than {LEAST_SPEED} times the "
+            f"{computes:,.0f} that prefill computes"
+        )
 
     def cancel(self) -> list[tuple[Load, list[bytes]]]:
         """Let no load add blocks to the cache any more; returns the keys that loads lead no longer.
@@ -211,7 +304,7 @@ class StoredPrefixes:
 
     def _start(self, load: Load, found: Sequence[bool]) -> list[bytes]:
         """Load the blocks up to the last one with a state; returns the keys of the others."""
-        load.found = None
+        load.found, load.deadline = None, time.monotonic() + LONGEST_S
         stored, cached, count = 0, len(load.chain) - load.first, len(load.keys)
         for number in range(count):
             if number >= cached and not found[number]:
@@ -260,5 +353,7 @@ class StoredPrefixes:
             keys = load.keys[len(load.chain) - load.first :]
             for key, (pages, _) in zip(keys, blocks, strict=True):
                 self._prefix.add_loaded(load.chain, key, pages)
+            self.counts.loads += 1
+            self.counts.loaded_tokens += len(blocks) * self._prefix.block_tokens
             self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
         self._prefix.release(load.chain)

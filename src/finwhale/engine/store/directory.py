@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from finwhale.engine.plan.prefix_store import Record
+from finwhale.engine.plan.prefix_store import Record, StoreCounts
 from finwhale.errors import ResourceError
 
 logger = logging.getLogger(__name__)
@@ -51,15 +51,22 @@ class DirectoryStore:
     Args:
         about: what the fingerprint stands for, which people read when another one is not found.
         limit: the most bytes of all files of the directory; None: no limit.
+        counts: of which this counts the evictions.
 
     Raises:
         ResourceError: the directory cannot be made or written to.
     """
 
     def __init__(
-        self, path: Path, fingerprint: str, about: Mapping[str, str], limit: int | None = None
+        self,
+        path: Path,
+        fingerprint: str,
+        about: Mapping[str, str],
+        limit: int | None = None,
+        counts: StoreCounts | None = None,
     ) -> None:
         self.path, self.limit = path, limit
+        self._counts = counts or StoreCounts()
         self._folder = path / fingerprint
         self._mutex = threading.Lock()
         self._unmeasured = limit or 0  # bytes written since the last measurement; first: measure
@@ -150,26 +157,28 @@ class DirectoryStore:
 
     def _count(self, written: int) -> None:
         """Count written bytes, and make room when the directory may have become too large."""
-        if self.limit is None:
-            return
         with self._mutex:
+            self._counts.written_bytes += written
+            if self.limit is None:
+                return
             self._unmeasured += written
             if self._unmeasured < self.limit * MEASURE_SHARE:
                 return
             self._unmeasured = 0
         with suppress(OSError):
-            shrink(self.path, self.limit)
+            self._counts.evicted += shrink(self.path, self.limit)
 
 
-def shrink(path: Path, limit: int) -> None:
+def shrink(path: Path, limit: int) -> int:
     """Remove the files of a store that were used longest ago, if all have more bytes than `limit`.
-    Does nothing while another process does it.
+    Does nothing while another process or thread does it. Returns the number of removed records.
     """
+    removed = 0
     with (path / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return
+            return 0
         found = sorted(_files(path), key=lambda file: file.used_ns)
         total = sum(file.size for file in found)
         left = limit if total <= limit else limit * LEFT_SHARE
@@ -179,7 +188,9 @@ def shrink(path: Path, limit: int) -> None:
             if file.used_ns < abandoned if unfinished else total > left:
                 with suppress(OSError):
                     os.unlink(file.path)
+                    removed += not unfinished
                 total -= file.size
+    return removed
 
 
 @dataclass(frozen=True, slots=True)

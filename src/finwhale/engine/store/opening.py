@@ -11,7 +11,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.executor import Executor
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end
-from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind
+from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind, StoreCounts
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.stored_prefixes import MOVING_STATES, StoredPrefixes
 from finwhale.engine.ranks.local_executor import LocalExecutor
@@ -76,13 +76,23 @@ def attach_store(
     about = describe(
         config, model_config, checkpoint, executor.description, page_bytes, runner.dtype
     )
-    store = DirectoryStore(path, fingerprint(about), about, limit)
-    transfers = open_transfers(store, executor, scheduler.pages, page_bytes)
-    scheduler.admission.stored = StoredPrefixes(scheduler.pages, scheduler.prefix, transfers)
+    counts = StoreCounts()
+    store = DirectoryStore(path, fingerprint(about), about, limit, counts)
+    transfers = open_transfers(store, executor, scheduler.pages, page_bytes, counts)
+    scheduler.admission.stored = StoredPrefixes(
+        scheduler.pages,
+        scheduler.prefix,
+        transfers,
+        saves_all=config.prefix_store_saves == "all",
+    )
 
 
 def open_transfers(
-    store: PrefixStore, executor: Executor, pages: PageManager, page_bytes: Mapping[str, int]
+    store: PrefixStore,
+    executor: Executor,
+    pages: PageManager,
+    page_bytes: Mapping[str, int],
+    counts: StoreCounts,
 ) -> StoreTransfers:
     """Give all ranks a staging buffer, and move the store's records through it."""
     block = sum(group.pages_of_block * page_bytes[group.name] for group in pages.full_groups)
@@ -104,7 +114,7 @@ def open_transfers(
         buffer = mmap.mmap(file, 0)
     finally:
         os.close(file)
-    return StoreTransfers(store, executor.copy_pages, memoryview(buffer), page_bytes, slots)
+    return StoreTransfers(store, executor.copy_pages, memoryview(buffer), page_bytes, slots, counts)
 
 
 def _aligned(size: int) -> int:

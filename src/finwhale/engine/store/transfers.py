@@ -5,6 +5,8 @@ copies, so all ranks see copies and steps in one order. A record has the pages o
 after the other, in the order of the groups.
 """
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 from finwhale.engine.plan.executor import PendingCopies
 from finwhale.engine.plan.prefix_index import State
-from finwhale.engine.plan.prefix_store import PrefixStore, Record, RecordKind
+from finwhale.engine.plan.prefix_store import PrefixStore, Record, RecordKind, StoreCounts
 from finwhale.engine.plan.step_plan import PageCopy
 
 THREADS = 8
@@ -46,6 +48,9 @@ class StoreTransfers:
         buffer: the staging buffer, which all ranks share.
         page_bytes: bytes of a page, by group.
         slots: the offsets in the buffer at which records of a kind may lie.
+
+    Attributes:
+        counts: of what this class counts.
     """
 
     def __init__(
@@ -55,8 +60,12 @@ class StoreTransfers:
         buffer: memoryview,
         page_bytes: Mapping[str, int],
         slots: Mapping[RecordKind, Sequence[int]],
+        counts: StoreCounts | None = None,
     ) -> None:
         self._store, self._copy, self._buffer = store, copy, buffer
+        self.counts = counts or StoreCounts()
+        self._reading, self._reading_since = 0, 0.0
+        self._mutex = threading.Lock()
         self._page_bytes = page_bytes
         self._threads = ThreadPoolExecutor(THREADS, "prefix-store")
         self._free = {kind: list(offsets) for kind, offsets in slots.items()}
@@ -95,10 +104,12 @@ class StoreTransfers:
             assert transfer.file is not None
             if not transfer.file.done():
                 self._files.append(transfer)
-            elif transfer.load and transfer.file.result():
+            elif transfer.load and not transfer.done and transfer.file.result():
                 self._to_copy.append(transfer)
             else:
-                transfer.failed, transfer.done = not transfer.file.result(), True
+                transfer.failed |= not transfer.file.result()
+                transfer.done = True
+                self.counts.failed += not transfer.file.result()
                 self._free_slot(transfer)
         if self._to_copy:
             copies = [copy for transfer in self._to_copy for copy in self._copies_of(transfer)]
@@ -107,7 +118,28 @@ class StoreTransfers:
         while self._waiting and self._free[self._waiting[0].record.kind]:
             transfer = self._waiting.popleft()
             transfer.offset = self._free[transfer.record.kind].pop()
-            self._begin_file(transfer, self._store.read)
+            self._begin_file(transfer, self._read)
+
+    def give_up_loads(self) -> None:
+        """Let the loads whose files are not read yet fail now. A read that hangs keeps its slot."""
+        for transfer in (*self._waiting, *self._files):
+            if transfer.load:
+                transfer.failed = transfer.done = True
+        self._waiting.clear()
+
+    def _read(self, record: Record, into: memoryview) -> bool:
+        with self._mutex:
+            if not self._reading:
+                self._reading_since = time.monotonic()
+            self._reading += 1
+        found = self._store.read(record, into)
+        with self._mutex:
+            self._reading -= 1
+            if not self._reading:
+                self.counts.read_seconds += time.monotonic() - self._reading_since
+            self.counts.read_bytes += len(into) * found
+            self.counts.read_blocks += found and record.kind == "block"
+        return found
 
     def _end_copy(self, transfer: RecordTransfer) -> None:
         transfer.done = True
