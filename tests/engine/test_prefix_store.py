@@ -15,6 +15,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan import stored_prefixes
 from finwhale.engine.plan.stored_prefixes import MOVING_STATES
+from finwhale.engine.steps.page_copies import HEADER_BYTES, MARK_BYTES, PageCopies
 from finwhale.engine.store.opening import attach_store
 from finwhale.errors import FinwhaleError
 
@@ -164,8 +165,25 @@ def test_drafts_and_ranks(tmp_path: Path, kind: str, options: dict[str, Any]) ->
     for _ in range(2):
         with open_llm(path, tmp_path / "store", **options) as llm:
             assert tokens(llm, prompts, 60) == wanted
-            cached.append(llm._engine.metrics().cached_tokens)
+            metrics = llm._engine.metrics()
+            cached.append(metrics.cached_tokens)
     assert cached == [0, 512 + 768]
+    assert metrics.store is not None and not metrics.store_off and metrics.cache_hits == 2
+    counts = metrics.store
+    assert (counts.loads, counts.loaded_tokens, counts.read_blocks) == (2, 512 + 768, 5)
+    assert counts.read_bytes > 0 and counts.read_seconds > 0 and counts.failed == 0
+
+
+def test_only_what_is_shared_is_saved(tmp_path: Path) -> None:
+    path, prompt = draft_model(tmp_path, "mtp"), [[2 + i % 290 for i in range(800)]]
+    for found in 0, 768:
+        with open_llm(path, tmp_path / "store", prefix_store_saves="shared") as llm:
+            tokens(llm, prompt, 3)
+            assert llm._engine.metrics().cached_tokens == found
+            if not found:
+                assert not list((tmp_path / "store").rglob("*.block"))
+                tokens(llm, prompt, 3)
+    assert len(list((tmp_path / "store").rglob("*.block"))) == 3
 
 
 def test_closing_an_engine_ends_the_store_s_threads(tmp_path: Path) -> None:
@@ -210,8 +228,20 @@ def test_new_weights_share_nothing_with_the_old_ones(tmp_path: Path) -> None:
 def test_a_store_needs_prefixes() -> None:
     with pytest.raises(FinwhaleError, match="prefix_store needs enable_prefix_caching"):
         LLM(device="cpu", prefix_store="/somewhere", enable_prefix_caching=False)
+    with pytest.raises(FinwhaleError, match="prefix_store_saves needs prefix_store"):
+        LLM(device="cpu", prefix_store_saves="shared")
     with pytest.raises(FinwhaleError, match="prefix_store must be a string, got int"):
         LLM(device="cpu", prefix_store=5)  # type: ignore[arg-type]
+
+
+def test_a_rank_on_another_host(tmp_path: Path) -> None:
+    """It does not see the engine's memory: there is no such file, or it is another one."""
+    file = tmp_path / "memory"
+    for content in (None, b"", bytes(2 * HEADER_BYTES)):
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(FinwhaleError, match="all ranks on one host, and rank 3 cannot open"):
+            PageCopies(str(file), b"x" * MARK_BYTES, {}, torch.device("cpu"), (3, 4))
 
 
 @pytest.mark.parametrize("given", ["", ":5GB", "/tmp/x:0GB"])

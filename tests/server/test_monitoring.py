@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from finwhale import LLM
 from finwhale.engine.loop.metrics import PageUse
 from finwhale.engine.plan.executor import RankTimes
+from finwhale.engine.plan.prefix_store import StoreCounts
 from finwhale.platform import process_memory
 from finwhale.server.api import health
 from finwhale.server.edge.bodies import Budget
@@ -127,9 +128,11 @@ def test_the_dashboard_and_the_alerts_name_what_exists(start: Callable[..., Runn
     # So does the server's page.
     ends = re.compile("_(total|bucket|sum|count|created)$")
     families = {ends.sub("", name) for name in samples}
+    stored = dataclasses.replace(server.engine.metrics(), store=StoreCounts())
+    families |= {family.name for family in engine_families(stored)}
     for script in (ROOT / "src/finwhale/server/web").glob("*.js"):
         for name in re.findall(r"\bfinwhale_\w+", script.read_text()):
-            assert name in samples or name in families, f"{script.name}: {name}"
+            assert ends.sub("", name) in families, f"{script.name}: {name}"
     # The docs list every metric, and no other.
     page = (ROOT / "docs/monitoring.md").read_text()
     documented = set(re.findall(r"^\| `(finwhale_\w+)", page, re.MULTILINE))
@@ -177,7 +180,13 @@ def test_refusals(start: Callable[..., RunningServer]) -> None:
 def test_the_values_of_the_engine_s_metrics(demo_llm: LLM) -> None:
     counts = {"drafts_proposed": (9, 5), "drafts_accepted": (6, 2), "verifications": 9}
     pages = {"window": PageUse(3, 10)}
-    engine = dataclasses.replace(demo_llm._engine.metrics(), pages=pages, **counts)  # type: ignore[arg-type]
+    store = StoreCounts(loads=4, loaded_tokens=1024, read_bytes=900, evicted=3)
+    engine = dataclasses.replace(
+        demo_llm._engine.metrics(),
+        pages=pages,
+        store=store,
+        **counts,  # type: ignore[arg-type]
+    )
     values = {
         (sample.name.removeprefix("finwhale_"), *sample.labels.values()): sample.value
         for family in engine_families(engine)
@@ -190,6 +199,11 @@ def test_the_values_of_the_engine_s_metrics(demo_llm: LLM) -> None:
         assert values[drafts.format(kind, "_per_pos"), "0"] == first
         assert values[drafts.format(kind, "_per_pos"), "1"] == second
     assert values["draft_mean_accepted_length",] == pytest.approx(1 + 8 / 9)
+    assert values["prefix_tier_tokens_total", "store"] == 1024
+    assert values["prefix_tier_tokens_total", "device"] == engine.cached_tokens
+    assert values["prefix_tier_hits_total", "store"] == 4
+    assert values["prefix_tier_evictions_total", "store"] == 3
+    assert values["prefix_store_read_bytes_total",] == 900 and values["prefix_store_up",] == 1
 
 
 def test_tokens_of_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from finwhale.engine.plan.prefix_store import Record
+from finwhale.cli.main import main
+from finwhale.engine.plan.prefix_store import Record, StoreCounts
 from finwhale.engine.store import directory
 from finwhale.engine.store.directory import DirectoryStore, salt_of
 from finwhale.errors import ResourceError
@@ -109,10 +110,10 @@ def test_a_folder_in_place_of_a_file_is_a_miss(tmp_path: Path) -> None:
 def test_a_directory_that_vanishes_is_a_miss_and_comes_back(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     put(store, record(1), content(1))
-    shutil.rmtree(tmp_path / "store" / "f1")
+    shutil.rmtree(tmp_path / "store")
     assert get(store, record(1)) is None and store.contains([record(1)]) == [False]
     assert not put(store, record(1), content(1))  # the server does not make the store again
-    (tmp_path / "store" / "f1").mkdir()
+    (tmp_path / "store").mkdir()
     assert put(store, record(1), content(1)) and get(store, record(1)) == content(1)
 
 
@@ -229,3 +230,69 @@ def test_every_server_finds_the_same_salt(tmp_path: Path) -> None:
         thread.join()
     assert len(set(found)) == 1 and len(found) == 8 and len(found[0]) == 32
     assert salt_of(tmp_path / "store") == found[0] != salt_of(tmp_path / "other")
+
+
+def test_what_differs_from_the_last_server_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store"
+    DirectoryStore(path, "f1", {"weights": "a", "dtype": "float32", "numerics": "1"})
+    assert not caplog.text
+    DirectoryStore(path, "f2", {"weights": "b", "dtype": "float32", "numerics": "2"})
+    assert "differs from the last one in: weights, numerics" in caplog.text
+    caplog.clear()
+    DirectoryStore(path, "f1", {"weights": "a", "dtype": "float32", "numerics": "1"})
+    (path / "f2" / "about.json").write_text("not JSON")
+    DirectoryStore(path, "f2", {"weights": "b"})
+    assert not caplog.text
+
+
+def test_the_command_shows_and_removes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", str(tmp_path / "none")]) == 1
+    assert "no prefix store" in capsys.readouterr().err
+    first = open_store(tmp_path)
+    other = DirectoryStore(tmp_path / "store", "f2", {"dtype": "bfloat16"})
+    path, owner = str(tmp_path / "store"), b"x" * 16
+    for number in range(3):
+        put(first, record(number), content(number))
+    put(first, record(3, owner=owner), content(3))
+    put(other, record(4), content(4, 10**6))
+
+    def shown() -> list[list[str]]:
+        assert main(["store", path]) == 0
+        text = capsys.readouterr().out
+        return [line.replace("│", " ").split()[:4] for line in text.splitlines() if "│" in line]
+
+    size = f"{(1000 + directory.HEADER.size) * 3 / 1e9:,.3f}"
+    assert shown() == [
+        ["f1", owner.hex()[:12], "1", "0.000"],
+        ["f1", "everyone", "3", size],
+        ["f2", "everyone", "1", "0.001"],
+    ]
+    assert main(["store", path]) == 0
+    text = capsys.readouterr().out
+    assert "dtype: bfloat16" in text and "f1 differs from it in: dtype" in text
+    for wrong in "f", "f3", "f1/z":
+        assert main(["store", path, "--remove", wrong]) == 1
+        assert "wanted 1" in capsys.readouterr().err
+    assert main(["store", path, "--remove", f"f1/{owner.hex()[:6]}"]) == 0
+    assert first.contains([record(0), record(3, owner=owner)]) == [True, False]
+    assert main(["store", path, "--remove", "f1"]) == 0
+    assert other.contains([record(4)]) == [True] and first.contains([record(0)]) == [False]
+    # A running server goes on.
+    assert put(first, record(0), content(0)) and get(first, record(0)) == content(0)
+    assert [row[0] for row in shown()] == ["f2", "f1"]
+    assert main(["store", path, "--remove", "all"]) == 0
+    assert shown() == []
+
+
+def test_what_is_written_and_evicted_is_counted(tmp_path: Path) -> None:
+    counts = StoreCounts()
+    store = DirectoryStore(tmp_path / "store", "f1", ABOUT, 20_000, counts)
+    for number in range(50):
+        assert put(store, record(number), content(number))
+        assert put(store, record(number), content(number))  # it has this one
+    size = 1000 + directory.HEADER.size
+    assert counts.written_bytes == 50 * size
+    left = len(list((tmp_path / "store").rglob("*.block")))
+    assert counts.evicted == 50 - left > 20

@@ -94,6 +94,27 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.advice == "for downloads: pip install 'finwhale[hub]'"
 
 
+def test_a_prefix_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: Path) -> None:
+    """On a disk that has room, on one that has not, and in memory."""
+    monkeypatch.setattr(doctor, "MEASURED_BYTES", 2**22)
+    store = tmp_path / "not" / "there"
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr(doctor, "MOUNTS", mounts)
+    for kind, size, advice in (
+        ("ext4", ":1kB", ""),
+        ("ext4", "", ""),
+        ("ext4", ":999TB", "make room"),
+        ("tmpfs", ":1kB", ""),
+        ("tmpfs", "", "its files take memory"),
+        ("tmpfs", ":999TB", "its files take memory"),
+    ):
+        mounts.write_text(f"none / xfs rw 0 0\nnone {tmp_path} {kind} rw 0 0\n")
+        (finding,) = doctor._prefix_store(f"{store}{size}")
+        assert finding.advice.startswith(advice) and bool(finding.advice) == bool(advice)
+        assert "reads" in finding.found
+    assert not list(tmp_path.glob("not*"))  # nothing is left behind
+
+
 def test_a_check_that_fails_is_one_finding() -> None:
     def broken() -> Iterator[doctor.Finding]:
         yield doctor.Finding("first", "fine")

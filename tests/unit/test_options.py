@@ -54,6 +54,10 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "prefix_salt": (["--prefix-salt", "sesame"], "sesame"),
     "prefix_store": (["--prefix-store", "/somewhere:5GB"], "/somewhere:5GB"),
+    "prefix_store_saves": (
+        ["--prefix-store", "/somewhere", "--prefix-store-saves", "shared"],
+        "shared",
+    ),
     "enable_sleep_mode": (["--enable-sleep-mode"], True),
     "enable_return_routed_experts": (["--enable-return-routed-experts"], True),
     "compile": (["--compile"], True),
@@ -89,6 +93,13 @@ SET_BY = {
     },
     "throughput": {"load_format", "generation_config", "tool_grammar", "max_model_len"},
     "start": {"load_format", "generation_config", "tool_grammar"},
+}
+
+
+# Other options without which an option is refused.
+NEEDS: dict[str, dict[str, Any]] = {
+    "graph_sizes": {"max_num_seqs": 8},
+    "prefix_store_saves": {"prefix_store": "/somewhere"},
 }
 
 
@@ -166,7 +177,7 @@ def test_the_accuracy_benchmark_measures_batch_invariant_operators(
 
 def test_llm_has_every_engine_option(opened: list[EngineConfig]) -> None:
     for name, (_, value) in EXAMPLES.items():
-        more = {"max_num_seqs": 8} if name == "graph_sizes" else {}
+        more = NEEDS.get(name, {})
         with pytest.raises(OpenedError):
             LLM(**{**more, name: value})
         assert opened[-1] == EngineConfig(**{**more, name: value})

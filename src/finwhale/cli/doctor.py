@@ -6,8 +6,11 @@ import importlib.util
 import os
 import platform
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +19,7 @@ from rich.markup import escape
 
 import finwhale
 from finwhale.artefacts import default_directory
+from finwhale.engine.store.opening import parse
 from finwhale.errors import FinwhaleError, first_line
 from finwhale.extras import EXTRAS
 from finwhale.ops import table_name
@@ -44,6 +48,9 @@ TABLES = {
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = GIB  # NCCL and the ranks' plans take some hundred MiB at most.
 MIN_CACHE_BYTES = GIB  # Compiled kernels of one configuration take about 100 MiB.
+# What is written to a prefix store's directory and read again, to measure it.
+MEASURED_BYTES, PIECE_BYTES = 2**28, 2**20
+MOUNTS = Path("/proc/mounts")
 PROMPT = "Once upon a time"
 DRIVER = Path("/proc/driver/nvidia/version")
 GPU_TORCH = "2.11.0"  # the newest that has run on a GPU, with its Triton; also in pyproject.toml
@@ -75,6 +82,8 @@ def run(argv: Sequence[str]) -> int:
         _disk,
         _extras,
     ]
+    if args.prefix_store is not None:
+        checks.append(partial(_prefix_store, args.prefix_store))
     if not args.no_run:
         checks.append(_demo)
     findings = [finding for check in checks for finding in _attempt(check)]
@@ -97,7 +106,7 @@ def _attempt(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
     except Exception as error:
-        name = check.__name__.strip("_")
+        name = getattr(check, "__name__", "prefix store").strip("_")
         yield Finding(name, f"{type(error).__name__}: {first_line(error)}", "failed")
 
 
@@ -197,6 +206,55 @@ def _disk() -> Iterator[Finding]:
         yield Finding("cache directory", f"{cache}, not writable", "missing", advice)
 
 
+def _prefix_store(option: str) -> Iterator[Finding]:
+    """How fast a prefix store's directory is, and whether its files take memory."""
+    path, limit = parse(option)
+    folder = existing_folder(path)
+    free = shutil.disk_usage(folder).free
+    written, read = _speed(folder)
+    found = (
+        f"{path}, {free / 1e9:,.0f} GB free, writes {written / 1e9:,.2f} GB/s, reads "
+        f"{read / 1e9:,.2f} GB/s"
+    )
+    if _file_system(folder) in ("tmpfs", "ramfs"):
+        memory = available_memory() or free
+        most = min(memory, free) // 2
+        advice = f"its files take memory: give it a size of at most {most / 1e9:,.0f}GB"
+        yield Finding.unless(limit is None or limit > most, "prefix store", found, advice)
+    else:
+        advice = "make room, or give it a smaller size (DIR:SIZE)"
+        yield Finding.unless(limit is not None and limit > free, "prefix store", found, advice)
+
+
+def _speed(folder: Path) -> tuple[float, float]:
+    """The bytes per second that a folder's disk writes, and reads without the page cache."""
+    piece = os.urandom(PIECE_BYTES)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        began = time.perf_counter()
+        for _ in range(MEASURED_BYTES // PIECE_BYTES):
+            file.write(piece)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        into = bytearray(PIECE_BYTES)
+        again = time.perf_counter()
+        while file.readinto(into):
+            pass
+        end = time.perf_counter()
+    return MEASURED_BYTES / (written - began), MEASURED_BYTES / (end - again)
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system that a folder is in; empty: unknown."""
+    try:
+        mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return ""
+    inside = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
+    return max(inside, key=lambda mount: len(mount[0]), default=("", ""))[1]
+
+
 def _extras() -> Iterator[Finding]:
     for extra, (purpose, modules) in EXTRAS.items():
         absent = [name for name in modules if not _is_installed(name)]
@@ -243,6 +301,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="finwhale doctor",
         description="Check software, processor, GPUs, memory, disk and extras, and run the demo "
         "model. `finwhale inspect PATH` says which GPUs a checkpoint needs.",
+    )
+    parser.add_argument(
+        "--prefix-store",
+        metavar="DIR[:SIZE]",
+        help="measure the directory of a prefix store with a file of 256 MiB",
     )
     parser.add_argument("--no-run", action="store_true", help="do not run the embedded model")
     return parser

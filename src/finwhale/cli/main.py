@@ -20,6 +20,7 @@ COMMANDS = {
     "warmup": "compile all kernels that serving a checkpoint needs, and store them",
     "inspect": "describe a checkpoint and the memory that it needs",
     "validate": "check that a checkpoint's weights behave as those of a trained model",
+    "store": "show what a prefix store holds, or remove a part of it",
     "doctor": "say what works on this machine, and what is missing",
     "ops": "list the operator implementations in use on this machine",
     "bench": "run a benchmark",

@@ -8,6 +8,7 @@ from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
 from finwhale.engine.plan.executor import RankState
+from finwhale.engine.plan.prefix_store import StoreCounts
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.request import FinishReason
 
@@ -60,6 +61,8 @@ class EngineMetrics:
         prompt_tokens: prompt tokens of admitted sequences.
         cached_tokens: how many of the prompt tokens were in the prefix cache.
         output_tokens: generated tokens.
+        cache_hits: sequences that resumed after a cached prefix.
+        evicted_blocks: blocks that the prefix cache has evicted.
         preemptions: number of preempted sequences, which are prefilled again.
         endings: sequences by how they ended: "stop", "length", "error", "abort".
         drafts_proposed: number of verified drafts, by position after the last known token.
@@ -74,6 +77,8 @@ class EngineMetrics:
         late_compilations: number of kernels and graphs, by compiler, that were compiled or loaded
             from the cache after the engine was ready. Each one delays a request. Should be 0.
         ranks: the state of each rank.
+        store: what the prefix store has done; None: there is none.
+        store_off: why the store was switched off; empty: it is used.
     """
 
     running: int
@@ -86,6 +91,8 @@ class EngineMetrics:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    cache_hits: int
+    evicted_blocks: int
     preemptions: int
     endings: Mapping[FinishReason, int]
     drafts_proposed: tuple[int, ...]
@@ -99,6 +106,8 @@ class EngineMetrics:
     time_per_output_token: Histogram
     late_compilations: Mapping[str, int]
     ranks: tuple[RankState, ...] = ()
+    store: StoreCounts | None = None
+    store_off: str = ""
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -237,6 +246,7 @@ def read_metrics(
         ranks: the state of each rank.
     """
     prefix, late = scheduler.prefix, Counter[str]()
+    stored = scheduler.admission.stored
     for rank in ranks:
         late.update(rank.late_compilations)
     return EngineMetrics(
@@ -248,6 +258,9 @@ def read_metrics(
             for name, pool in scheduler.pages.pools.items()
         },
         idle_blocks=0 if prefix is None else prefix.num_idle,
+        evicted_blocks=0 if prefix is None else prefix.num_evicted,
+        store=None if stored is None else copy(stored.counts),
+        store_off="" if stored is None else stored.off,
         draft_tokens=scheduler.drafting.draft_tokens,
         late_compilations=late,
         ranks=ranks,

@@ -60,6 +60,7 @@ class PrefixIndex:
 
     Attributes:
         blocks: the cached blocks by key.
+        num_evicted: number of blocks that were evicted because others needed their pages.
         num_saving: number of blocks whose pages are being copied, so eviction does not free them.
     """
 
@@ -67,7 +68,7 @@ class PrefixIndex:
         self.pages = pages
         self.block_tokens = pages.groups[0].block_tokens
         self.blocks: dict[bytes, Block] = {}
-        self.num_saving = 0
+        self.num_evicted = self.num_saving = 0
         # The salt prevents an attacker from searching for two prompts with the same key.
         self.set_salt(salt)
         self._idle: OrderedDict[bytes, Block] = OrderedDict()
@@ -232,6 +233,7 @@ class PrefixIndex:
             if group.keep is None:
                 if not self._idle:
                     return
+                self.num_evicted += 1
                 self._drop(self._idle.popitem(last=False)[1])
             else:
                 states = self._passed or self._lasting

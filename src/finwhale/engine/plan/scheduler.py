@@ -35,11 +35,13 @@ class SchedulerCounts:
     Attributes:
         prompt_tokens: number of tokens of admitted prompts.
         cached_tokens: how many of them were in the prefix cache.
+        cache_hits: number of sequences that resumed after a cached prefix.
         preemptions: number of preempted sequences, which are prefilled again.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_hits: int = 0
     preemptions: int = 0
 
 
@@ -232,6 +234,7 @@ class Scheduler:
             sequence.admitted = time.monotonic()
             self.counts.prompt_tokens += sequence.num_prompt
             self.counts.cached_tokens += sequence.num_cached
+            self.counts.cache_hits += sequence.num_cached > 0
         insort(self.running, sequence, key=in_order)
 
     def record_computed(self, chunks: Sequence[Chunk]) -> None:

@@ -48,11 +48,11 @@ class LocalExecutor(StepExecutor):
         self.weights = RankWeights(runner.model, weight_form, ranks_on_host)
         self.page_copies: PageCopies | None = None
 
-    def attach_staging(self, file: str) -> None:
-        """Let this rank copy pages to and from a staging buffer."""
+    def attach_staging(self, file: str, mark: bytes) -> None:
+        """Let this rank copy pages to and from a staging buffer (PageCopies)."""
         rank, runner = self.collectives.rank, self.runner
         self.page_copies = PageCopies(
-            file, runner.cache.pages, runner.device, (rank.index, rank.size)
+            file, mark, runner.cache.pages, runner.device, (rank.index, rank.size)
         )
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:

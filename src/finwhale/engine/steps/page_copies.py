@@ -2,7 +2,8 @@
 
 The buffer begins with a counter for each rank: how many batches of loads the rank has finished. A
 rank's device writes its counter itself, after the copies, so the engine knows without a message
-when every rank has loaded a batch, and when the buffer's places are free again.
+when every rank has loaded a batch, and when the buffer's places are free again. After the counters
+come random bytes, by which a rank knows that it opened this buffer.
 """
 
 import mmap
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.step_plan import PageCopy
-from finwhale.errors import ResourceError
+from finwhale.errors import FinwhaleError, ResourceError
 
 COUNTER_BYTES = 8
 HEADER_BYTES = 4096
+MARK_BYTES = 16  # the last ones of the header
 
 
 class PageCopies:
@@ -24,20 +26,36 @@ class PageCopies:
 
     Args:
         file: a file in memory, of which the buffer is made.
+        mark: what the engine wrote to the end of the buffer's header.
         pages: by group, uint8 [num_pages, page_bytes] (PagedCache.pages).
         rank: this rank's index, and the number of ranks.
 
     Raises:
+        FinwhaleError: this rank does not see the engine's memory, because it is on another host.
         ResourceError: the memory cannot be pinned.
     """
 
     def __init__(
-        self, file: str, pages: Mapping[str, Tensor], device: torch.device, rank: tuple[int, int]
+        self,
+        file: str,
+        mark: bytes,
+        pages: Mapping[str, Tensor],
+        device: torch.device,
+        rank: tuple[int, int],
     ) -> None:
         self._pages, self._device = pages, device
         self._rank, self._num_ranks = rank
-        with open(file, "r+b") as memory:
-            self._buffer = torch.frombuffer(mmap.mmap(memory.fileno(), 0), dtype=torch.uint8)
+        try:
+            with open(file, "r+b") as memory:
+                mapped = mmap.mmap(memory.fileno(), 0)
+            if mapped[HEADER_BYTES - MARK_BYTES : HEADER_BYTES] != mark:
+                raise OSError("it is another file")
+        except (OSError, ValueError) as error:
+            raise FinwhaleError(
+                f"prefix_store needs all ranks on one host, and rank {rank[0]} cannot open the "
+                f"engine's memory ({error}): leave prefix_store out"
+            ) from None
+        self._buffer = torch.frombuffer(mapped, dtype=torch.uint8)
         self._counters = self._buffer[:HEADER_BYTES].view(torch.int64)
         self._batches = 0
         self._stream: torch.cuda.Stream | None = None

@@ -66,6 +66,7 @@ class DirectoryStore:
         counts: StoreCounts | None = None,
     ) -> None:
         self.path, self.limit = path, limit
+        self._about = dict(about)
         self._counts = counts or StoreCounts()
         self._folder = path / fingerprint
         self._mutex = threading.Lock()
@@ -73,12 +74,24 @@ class DirectoryStore:
         self._failed = False
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            known = self._folder / ABOUT
-            if not known.exists():
-                self._replace(known, json.dumps(dict(about), indent=1).encode())
+            others = descriptions(path)
+            if others and not self._folder.exists():
+                *_, last = others.values()
+                logger.warning(
+                    "the prefix store %s has no prefixes for this server, which differs from the "
+                    "last one in: %s",
+                    *(path, ", ".join(differing(about, last))),
+                )
+            self._make_folder()
         except OSError as error:
             raise ResourceError(f"the prefix store {path} cannot be used: {error}") from None
+
+    def _make_folder(self) -> None:
+        """Make the folder of this fingerprint, with its description."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        known = self._folder / ABOUT
+        if not known.exists():
+            self._replace(known, json.dumps(self._about, indent=1).encode())
 
     def contains(self, records: Sequence[Record]) -> list[bool]:
         now = time.time_ns()
@@ -120,6 +133,7 @@ class DirectoryStore:
             return True
         header = HEADER.pack(MAGIC, len(content), zlib.crc32(content))
         try:
+            self._make_folder()  # `finwhale store` may have removed it
             for folder in (file.parent.parent, file.parent):
                 folder.mkdir(mode=0o700, exist_ok=True)
             self._replace(file, header, content)
@@ -167,6 +181,45 @@ class DirectoryStore:
             self._unmeasured = 0
         with suppress(OSError):
             self._counts.evicted += shrink(self.path, self.limit)
+
+
+def descriptions(path: Path) -> dict[str, dict[str, str]]:
+    """What each fingerprint of a store stands for; the one that was made last comes last."""
+    found = {}
+    for about in sorted(path.glob(f"*/{ABOUT}"), key=lambda file: file.stat().st_mtime):
+        with suppress(OSError, ValueError):
+            found[about.parent.name] = dict(json.loads(about.read_text()))
+    return found
+
+
+def differing(about: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """The parts in which two descriptions differ."""
+    return [name for name in {**about, **other} if about.get(name) != other.get(name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The records of one owner.
+
+    Attributes:
+        used: when one of them was last used, in seconds since 1970; 0: there are none.
+    """
+
+    owner: str
+    records: int
+    bytes: int
+    used: float
+
+
+def contents(path: Path, fingerprint: str) -> list[Contents]:
+    """What a store holds for servers with this fingerprint, by owner."""
+    found = []
+    for folder in sorted(path.joinpath(fingerprint).iterdir()):
+        if folder.is_dir():
+            files = list(_files(folder))
+            used = max((file.used_ns / 1e9 for file in files), default=0.0)
+            found.append(Contents(folder.name, len(files), sum(f.size for f in files), used))
+    return found
 
 
 def shrink(path: Path, limit: int) -> int:

@@ -1,8 +1,10 @@
 """Opens the prefix store of an engine."""
 
+import logging
 import mmap
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.stored_prefixes import MOVING_STATES, StoredPrefixes
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
-from finwhale.engine.steps.page_copies import HEADER_BYTES
+from finwhale.engine.steps.page_copies import HEADER_BYTES, MARK_BYTES
 from finwhale.engine.store.directory import DirectoryStore
 from finwhale.engine.store.fingerprint import describe, fingerprint
 from finwhale.engine.store.transfers import StoreTransfers
@@ -29,6 +31,9 @@ SIZE = re.compile(r":([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?b?)$", re.IGNORECASE)
 STAGING_BYTES, FEWEST_BLOCKS = 2**29, 16
 CPU_STAGING_BYTES = 2**25
 ALIGN = 4096
+EXAMPLE_RATE = 10_000  # tokens per second, of which the log says what they write
+
+logger = logging.getLogger(__name__)
 
 
 def parse(option: str) -> tuple[Path, int | None]:
@@ -66,6 +71,7 @@ def attach_store(
         checkpoint: that of the engine's weights; None: they are random.
 
     Raises:
+        FinwhaleError: ranks are on several hosts.
         ResourceError: the directory cannot be used, or the host lacks memory.
     """
     if config.prefix_store is None or scheduler.prefix is None:
@@ -79,6 +85,13 @@ def attach_store(
     counts = StoreCounts()
     store = DirectoryStore(path, fingerprint(about), about, limit, counts)
     transfers = open_transfers(store, executor, scheduler.pages, page_bytes, counts)
+    token_bytes = _block_bytes(scheduler.pages, page_bytes) / scheduler.prefix.block_tokens
+    logger.info(
+        "prefixes are kept in %s (%s): %s bytes a token, so prompts of %s new tokens per second "
+        "write %.1f TB a day",
+        *(path, f"at most {limit:,} bytes" if limit else "without a limit"),
+        *(f"{token_bytes:,.0f}", f"{EXAMPLE_RATE:,}", token_bytes * EXAMPLE_RATE * 86400 / 1e12),
+    )
     scheduler.admission.stored = StoredPrefixes(
         scheduler.pages,
         scheduler.prefix,
@@ -95,7 +108,7 @@ def open_transfers(
     counts: StoreCounts,
 ) -> StoreTransfers:
     """Give all ranks a staging buffer, and move the store's records through it."""
-    block = sum(group.pages_of_block * page_bytes[group.name] for group in pages.full_groups)
+    block = _block_bytes(pages, page_bytes)
     state = sum(pages_at_block_end(g) * page_bytes[g.name] for g in pages.windowed_groups)
     block, state = _aligned(block), _aligned(state)
     on_gpu = executor.description.device != "cpu"
@@ -109,12 +122,18 @@ def open_transfers(
     file = os.memfd_create("finwhale-prefixes")
     try:
         os.ftruncate(file, first + 2 * MOVING_STATES * state)
-        name = f"/proc/{os.getpid()}/fd/{file}"
-        executor.call_ranks(partial(LocalExecutor.attach_staging, file=name))
         buffer = mmap.mmap(file, 0)
+        mark = secrets.token_bytes(MARK_BYTES)
+        buffer[HEADER_BYTES - MARK_BYTES : HEADER_BYTES] = mark
+        name = f"/proc/{os.getpid()}/fd/{file}"
+        executor.call_ranks(partial(LocalExecutor.attach_staging, file=name, mark=mark))
     finally:
         os.close(file)
     return StoreTransfers(store, executor.copy_pages, memoryview(buffer), page_bytes, slots, counts)
+
+
+def _block_bytes(pages: PageManager, page_bytes: Mapping[str, int]) -> int:
+    return sum(group.pages_of_block * page_bytes[group.name] for group in pages.full_groups)
 
 
 def _aligned(size: int) -> int:

@@ -271,6 +271,7 @@ def _of_engine(engine: EngineMetrics) -> Iterator[_Row]:
         for state, count in (("used", use.used), ("free", use.total - use.used))
     }
     yield gauge, "finwhale_pages", "cache pages by kind", ("kind", "state"), pages
+    yield from _of_tiers(engine)
     for name, text, label, found in (
         ("finwhale_late_compilations",
          "kernels and graphs compiled or loaded since the engine was ready", "compiler",
@@ -282,6 +283,50 @@ def _of_engine(engine: EngineMetrics) -> Iterator[_Row]:
          "position", dict(enumerate(engine.drafts_accepted))),
     ):  # fmt: skip
         yield counter, name, text, (label,), {(str(key),): n for key, n in found.items()}
+
+
+def _of_tiers(engine: EngineMetrics) -> Iterator[_Row]:
+    """Where prefixes were found, and what the prefix store does."""
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    tiers = {"device": (engine.cache_hits, engine.cached_tokens, engine.evicted_blocks)}
+    store = engine.store
+    if store is not None:
+        tiers["store"] = (store.loads, store.loaded_tokens, store.evicted)
+    for index, (name, text) in enumerate((
+        ("finwhale_prefix_tier_hits", "requests that resumed in the cache; loads from the store"),
+        ("finwhale_prefix_tier_tokens", "tokens of these; `device` has those of `store` too"),
+        ("finwhale_prefix_tier_evictions", "evicted blocks; files that this server removed"),
+    )):  # fmt: skip
+        found = {(tier,): counts[index] for tier, counts in tiers.items()}
+        yield counter, name, text, ("tier",), found
+    if store is None:
+        return
+    text = "1 while the prefix store is used; 0: the log says why it is not"
+    yield gauge, "finwhale_prefix_store_up", text, (), {(): float(not engine.store_off)}
+    for name, text, number in (
+        ("finwhale_prefix_store_read_bytes", "bytes read from the prefix store", store.read_bytes),
+        (
+            "finwhale_prefix_store_read_seconds",
+            "time in which the prefix store was being read",
+            store.read_seconds,
+        ),
+        (
+            "finwhale_prefix_store_written_bytes",
+            "bytes written to the prefix store",
+            store.written_bytes,
+        ),
+        (
+            "finwhale_prefix_store_skipped_saves",
+            "saves given up because too many were on their way",
+            store.skipped,
+        ),
+        (
+            "finwhale_prefix_store_failures",
+            "records that could not be read or written",
+            store.failed,
+        ),
+    ):
+        yield counter, name, text, (), {(): number}
 
 
 def _of_ranks(engine: EngineMetrics) -> Iterator[_Row]:

@@ -182,6 +182,12 @@ export class EngineView {
       ["Prefill tokens", value(now, "finwhale_prefill_tokens_total")],
       ["of them found in the cache", value(now, "finwhale_prefix_hit_tokens_total")],
       ["Output tokens", value(now, "finwhale_output_tokens_total")],
+      ...(now.finwhale_prefix_store_up ? [
+        ["of these, loaded from the prefix store", value(now, "finwhale_prefix_tier_tokens_total", {tier: "store"})],
+        ["Bytes read from the prefix store", value(now, "finwhale_prefix_store_read_bytes_total")],
+        ["Bytes written to the prefix store", value(now, "finwhale_prefix_store_written_bytes_total")],
+        ["Saves skipped by the prefix store", value(now, "finwhale_prefix_store_skipped_saves_total")],
+      ] : []),
       ["Preemptions", value(now, "finwhale_preemptions_total")],
       ["Late compilations", (now.finwhale_late_compilations_total || []).reduce((sum, one) => sum + one.value, 0)],
       ...(now.finwhale_endings_total || []).map(({labels, value: count}) => [`Sequences that ended: ${labels.how}`, count]),
