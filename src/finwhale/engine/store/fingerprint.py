@@ -13,7 +13,8 @@ from finwhale.config import EngineConfig
 from finwhale.engine.plan.executor import RankDescription
 from finwhale.models.protocol import ModelConfig
 
-# Raise this when a change of the code changes the bits of a page.
+# Raise this when a change of the code changes the bits of a page, and keep the new digests in
+# tests/process/test_numerics_version.py.
 NUMERICS_VERSION = 1
 DIGEST_BYTES = 16
 
