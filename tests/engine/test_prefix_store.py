@@ -1,5 +1,6 @@
 """Prefixes that come back from a store: no logit changes, not in one bit."""
 
+import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -129,6 +130,8 @@ def draft_model(path: Path, kind: str) -> Path:
         config = sharded_config()
     if kind == "dspark":
         config = with_dspark(config)
+    if kind == "long":
+        config["max_position_embeddings"] = 8192
     write_plain_checkpoint(path / "model", config, random_weights(config, seed=3))
     return path / "model"
 
@@ -184,6 +187,34 @@ def test_only_what_is_shared_is_saved(tmp_path: Path) -> None:
                 assert not list((tmp_path / "store").rglob("*.block"))
                 tokens(llm, prompt, 3)
     assert len(list((tmp_path / "store").rglob("*.block"))) == 3
+
+
+@pytest.mark.long
+def test_agents_whose_prompts_do_not_fit_the_cache(tmp_path: Path) -> None:
+    """64 sessions in turn, with room for 5% of their blocks; two of five turns after a restart."""
+    draw = random.Random(0)
+    sessions = [[draw.randrange(3, 290) for _ in range(1100)] for _ in range(64)]
+    path, reusable, reused = draft_model(tmp_path, "long"), [0, 0], [0, 0]
+    for restart in range(2):
+        with open_llm(path, tmp_path / "store", cache_memory_bytes=11_500_000) as llm:
+            pages = llm._engine.metrics().pages["c4"].total  # one for each block
+            for turn in range(3 - restart):
+                for first in range(0, 64, 8):
+                    some = sessions[first : first + 8]
+                    known = [0 if turn + restart == 0 else len(one) - 1 for one in some]
+                    for one in some:
+                        one += [draw.randrange(3, 290) for _ in range(draw.randint(200, 500))]
+                    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+                    prompts = [{"prompt_token_ids": list(one)} for one in some]
+                    for one, count, result in zip(
+                        some, known, llm.generate(prompts, params, show_progress=False), strict=True
+                    ):
+                        reusable[restart] += count // BLOCK * BLOCK
+                        reused[restart] += min(result.num_cached_tokens, count // BLOCK * BLOCK)
+                        one += result.outputs[0].token_ids
+    assert pages <= 0.05 * sum(len(one) // BLOCK for one in sessions)
+    print(f"{pages} pages; reused {reused} of {reusable} tokens")
+    assert min(a / b for a, b in zip(reused, reusable, strict=True)) >= 0.97, (reused, reusable)
 
 
 def test_closing_an_engine_ends_the_store_s_threads(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from finwhale.engine.store.fingerprint import NUMERICS_VERSION
 from finwhale.platform import processor_name
 
 ROOT = Path(__file__).parents[2]
-# By NUMERICS_VERSION, then by libraries and vendor. Changed bits need a new NUMERICS_VERSION with its
-# digests, which a failure prints. Other libraries or vendors need digests alone.
+# By NUMERICS_VERSION, then by libraries and vendor. A failure prints the digests. Changed bits need
+# a new NUMERICS_VERSION with them; other libraries or vendors need them alone.
 DIGESTS = {
     1: {
         "torch 2.13, numpy 2.4, Intel": {

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from finwhale.cli.main import main
-from finwhale.engine.plan.prefix_store import Record, StoreCounts
+from finwhale.engine.plan.prefix_store import Record
 from finwhale.engine.store import directory
 from finwhale.engine.store.directory import DirectoryStore, salt_of
 from finwhale.errors import ResourceError
@@ -162,25 +162,6 @@ def test_two_writers_of_one_record(tmp_path: Path) -> None:
     assert not wrong and not list(tmp_path.rglob(".writing-*"))
 
 
-def test_the_directory_stays_below_its_limit_and_keeps_what_is_used(tmp_path: Path) -> None:
-    limit = 50_000
-    store = open_store(tmp_path, limit)
-    chain = [record(number) for number in range(10)]
-    for number, one in enumerate(chain):
-        assert put(store, one, content(number))
-    long_ago = time.time_ns() - 10 * directory.USED_AGAIN_S * 10**9
-    for file in (tmp_path / "store").rglob("*.block"):
-        os.utime(file, ns=(long_ago, long_ago))
-    assert all(store.contains(chain[:8]))  # used now
-    for number in range(100, 200):
-        put(store, record(number), content(number))
-        total = sum(file.stat().st_size for file in (tmp_path / "store").rglob("*.block"))
-        assert total <= limit * (1 + directory.MEASURE_SHARE) + 2000
-        if number == 130:  # 41 records of 1,028 bytes
-            assert store.contains(chain) == [True] * 10
-    assert store.contains(chain[8:]) == [False] * 2
-
-
 def test_a_parent_goes_after_its_blocks(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     chain = [record(number) for number in range(20)]
@@ -196,7 +177,7 @@ def test_a_parent_goes_after_its_blocks(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_server_began_to_write_goes_after_an_hour(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 10**6)
+    store = open_store(tmp_path)
     put(store, record(1), content(1))
     folder = only_file(tmp_path).parent
     old, new = folder / ".writing-1-1", folder / ".writing-1-2"
@@ -284,15 +265,3 @@ def test_the_command_shows_and_removes(tmp_path: Path, capsys: pytest.CaptureFix
     assert [row[0] for row in shown()] == ["f2", "f1"]
     assert main(["store", path, "--remove", "all"]) == 0
     assert shown() == []
-
-
-def test_what_is_written_and_evicted_is_counted(tmp_path: Path) -> None:
-    counts = StoreCounts()
-    store = DirectoryStore(tmp_path / "store", "f1", ABOUT, 20_000, counts)
-    for number in range(50):
-        assert put(store, record(number), content(number))
-        assert put(store, record(number), content(number))  # it has this one
-    size = 1000 + directory.HEADER.size
-    assert counts.written_bytes == 50 * size
-    left = len(list((tmp_path / "store").rglob("*.block")))
-    assert counts.evicted == 50 - left > 20

@@ -19,6 +19,8 @@ import logging
 import os
 import secrets
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -42,7 +44,7 @@ EVERYONE = "everyone"  # the folder of records without an owner
 USED_AGAIN_S = 60
 ABANDONED_S = 3600  # a file that a server which has died began to write
 # The directory is measured again when this share of its limit was written, and shrunk to that one.
-MEASURE_SHARE, LEFT_SHARE = 1 / 64, 0.95
+MEASURE_SHARE, LEFT_SHARE = 1 / 32, 0.95
 
 
 class DirectoryStore:
@@ -72,6 +74,7 @@ class DirectoryStore:
         self._mutex = threading.Lock()
         self._unmeasured = limit or 0  # bytes written since the last measurement; first: measure
         self._failed = False
+        self._shrinking: subprocess.Popen[bytes] | None = None
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             others = descriptions(path)
@@ -147,7 +150,9 @@ class DirectoryStore:
         return True
 
     def close(self) -> None:
-        """Nothing remains to be done: every write has ended."""
+        if self._shrinking is not None:
+            self._shrinking.kill()
+            self._shrinking.communicate()
 
     def _file(self, record: Record) -> str:
         name = record.key.hex()
@@ -178,9 +183,20 @@ class DirectoryStore:
             self._unmeasured += written
             if self._unmeasured < self.limit * MEASURE_SHARE:
                 return
+            if self._shrinking is not None:
+                if self._shrinking.poll() is None:
+                    return
+                self._counts.evicted += int(self._shrinking.communicate()[0] or 0)
             self._unmeasured = 0
-        with suppress(OSError):
-            self._counts.evicted += shrink(self.path, self.limit)
+            # A process of its own: reading 100,000 names would hold this interpreter for seconds.
+            module = [sys.executable, "-m", "finwhale.engine.store.directory"]
+            with suppress(OSError):
+                self._shrinking = subprocess.Popen(
+                    [*module, str(self.path), str(self.limit)],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
 
 
 def descriptions(path: Path) -> dict[str, dict[str, str]]:
@@ -305,3 +321,8 @@ def _write_all(descriptor: int, parts: list[memoryview]) -> None:
     for part in parts:
         while part:
             part = part[os.write(descriptor, part) :]
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    print(shrink(Path(sys.argv[1]), int(sys.argv[2])))
