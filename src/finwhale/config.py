@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from finwhale.errors import FinwhaleError
-from finwhale.options import check_options, option
+from finwhale.options import check_options, host_and_port, option
 
 Activations = Literal["as-trained", "exact"]
 DraftTokens = int | Literal["auto"]
@@ -154,6 +154,21 @@ class EngineConfig:
         "and the rest of such a request when it ends. `shared` writes little if most prompts come "
         "only once",
     )
+    prefix_peers: str | None = option(
+        None,
+        "servers of other hosts (their --prefix-peer-port) that are asked for prefixes which the "
+        "store lacks; needs --prefix-salt, the same on all, and the extra nixl",
+        unset="none",
+        metavar="HOST:PORT,...",
+    )
+    prefix_peer_port: str | None = option(
+        None,
+        "port, of 127.0.0.1 or of HOST, at which other servers may ask for the store's prefixes; "
+        "needs --prefix-salt and the extra nixl. Only for a network without strangers: whoever "
+        "reaches NIXL's own ports can read this server's memory",
+        unset="nobody may",
+        metavar="[HOST:]PORT",
+    )
     enable_sleep_mode: bool = option(
         False,
         "allocate weights and cache so that `sleep` can free their memory and `wake` can allocate "
@@ -228,12 +243,20 @@ class EngineConfig:
                 f"graph_sizes must lie in 1..max_num_seqs{given}, got {self.graph_sizes}"
             )
         salt = self.prefix_salt
-        for name in ("prefix_salt", "prefix_store"):
+        peers = ("prefix_peers", "prefix_peer_port")
+        for name in ("prefix_salt", "prefix_store", *peers):
             if (given := getattr(self, name)) is not None and type(given) is not str:
                 raise FinwhaleError(f"{name} must be a string, got {type(given).__name__}")
         if self.prefix_store is None and self.prefix_store_saves != "all":
             raise FinwhaleError("prefix_store_saves needs prefix_store")
         if self.prefix_store is not None and not self.enable_prefix_caching:
             raise FinwhaleError("prefix_store needs enable_prefix_caching: leave out one of them")
+        for name in peers:
+            if (given := getattr(self, name)) is None:
+                continue
+            if self.prefix_store is None or not salt:
+                raise FinwhaleError(f"{name} needs prefix_store and prefix_salt")
+            for one in given.split(",") if name == "prefix_peers" else [given]:
+                host_and_port(one)
         if salt == "":
             raise FinwhaleError("prefix_salt must not be empty: leave it out for a random one")

@@ -215,6 +215,14 @@ def word_or_number(words: Sequence[str], text: str) -> str | int:
     raise argparse.ArgumentTypeError(f"expected a number or {listed}, got {text!r}")
 
 
+def host_and_port(text: str) -> tuple[str, int]:
+    """The parts of [HOST:]PORT; without a host, that is 127.0.0.1. Raises FinwhaleError."""
+    host, _, port = text.strip().rpartition(":")
+    if not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise FinwhaleError(f"expected HOST:PORT, got {text!r}")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
 def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))

@@ -31,6 +31,7 @@ Capture = pytest.CaptureFixture[str]
 ROOT = Path(finwhale.__file__).parents[2]
 PAGE = ROOT / "docs" / "options.md"
 
+STORE = ["--prefix-store", "/somewhere", "--prefix-salt", "sesame"]
 # A command line for each option, and its value. No value is the default of a command.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "device": (["--device", "cpu"], "cpu"),
@@ -58,6 +59,8 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
         ["--prefix-store", "/somewhere", "--prefix-store-saves", "shared"],
         "shared",
     ),
+    "prefix_peers": ([*STORE, "--prefix-peers", "a:5,b:6"], "a:5,b:6"),
+    "prefix_peer_port": ([*STORE, "--prefix-peer-port", "7000"], "7000"),
     "enable_sleep_mode": (["--enable-sleep-mode"], True),
     "enable_return_routed_experts": (["--enable-return-routed-experts"], True),
     "compile": (["--compile"], True),
@@ -100,6 +103,8 @@ SET_BY = {
 NEEDS: dict[str, dict[str, Any]] = {
     "graph_sizes": {"max_num_seqs": 8},
     "prefix_store_saves": {"prefix_store": "/somewhere"},
+    "prefix_peers": {"prefix_store": "/somewhere", "prefix_salt": "sesame"},
+    "prefix_peer_port": {"prefix_store": "/somewhere", "prefix_salt": "sesame"},
 }
 
 

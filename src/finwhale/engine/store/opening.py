@@ -21,6 +21,7 @@ from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.steps.page_copies import HEADER_BYTES, MARK_BYTES
 from finwhale.engine.store.directory import DirectoryStore
 from finwhale.engine.store.fingerprint import describe, fingerprint
+from finwhale.engine.store.peers import open_peers
 from finwhale.engine.store.transfers import StoreTransfers
 from finwhale.errors import FinwhaleError
 from finwhale.models.protocol import ModelConfig
@@ -83,9 +84,11 @@ def attach_store(
         config, model_config, checkpoint, executor.description, page_bytes, runner.dtype
     )
     counts = StoreCounts()
-    store = DirectoryStore(path, fingerprint(about), about, limit, counts)
-    transfers = open_transfers(store, executor, scheduler.pages, page_bytes, counts)
-    token_bytes = _block_bytes(scheduler.pages, page_bytes) / scheduler.prefix.block_tokens
+    own = DirectoryStore(path, fingerprint(about), about, limit, counts)
+    sizes = record_bytes(scheduler.pages, page_bytes)
+    store = open_peers(config, own, about, sizes)
+    transfers = open_transfers(store, executor, sizes, page_bytes, counts)
+    token_bytes = sizes["block"] / scheduler.prefix.block_tokens
     logger.info(
         "prefixes are kept in %s (%s): %s bytes a token, so prompts of %s new tokens per second "
         "write %.1f TB a day",
@@ -100,17 +103,23 @@ def attach_store(
     )
 
 
+def record_bytes(pages: PageManager, page_bytes: Mapping[str, int]) -> dict[RecordKind, int]:
+    """Bytes of a record, by kind."""
+    return {
+        "block": sum(group.pages_of_block * page_bytes[group.name] for group in pages.full_groups),
+        "state": sum(pages_at_block_end(g) * page_bytes[g.name] for g in pages.windowed_groups),
+    }
+
+
 def open_transfers(
     store: PrefixStore,
     executor: Executor,
-    pages: PageManager,
+    sizes: Mapping[RecordKind, int],
     page_bytes: Mapping[str, int],
     counts: StoreCounts,
 ) -> StoreTransfers:
     """Give all ranks a staging buffer, and move the store's records through it."""
-    block = _block_bytes(pages, page_bytes)
-    state = sum(pages_at_block_end(g) * page_bytes[g.name] for g in pages.windowed_groups)
-    block, state = _aligned(block), _aligned(state)
+    block, state = _aligned(sizes["block"]), _aligned(sizes["state"])
     on_gpu = executor.description.device != "cpu"
     blocks = max(FEWEST_BLOCKS, (STAGING_BYTES if on_gpu else CPU_STAGING_BYTES) // block)
     first = HEADER_BYTES + blocks * block
@@ -130,10 +139,6 @@ def open_transfers(
     finally:
         os.close(file)
     return StoreTransfers(store, executor.copy_pages, memoryview(buffer), page_bytes, slots, counts)
-
-
-def _block_bytes(pages: PageManager, page_bytes: Mapping[str, int]) -> int:
-    return sum(group.pages_of_block * page_bytes[group.name] for group in pages.full_groups)
 
 
 def _aligned(size: int) -> int:

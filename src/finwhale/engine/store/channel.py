@@ -1,0 +1,116 @@
+"""Messages between two processes that know one secret, over TCP. Nothing is encrypted.
+
+Both sides first prove that they know the secret, the one that connects before the other: whoever
+connects learns nothing that depends on it. Then each message is its length, a code that depends on
+its place in the conversation, and JSON. What arrives is read up to a limit and a deadline, and
+parsed only if its code is right.
+"""
+
+import hashlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+NONCE_BYTES, CODE_BYTES = 16, 32
+HEAD = struct.Struct(f"<I{CODE_BYTES}s")  # length and code of a message
+MOST_BYTES = 2**22  # of a message
+# What a method of Channel raises, or what is raised by using the content of a message.
+FAILURES = (OSError, ValueError, KeyError, TypeError, RecursionError)
+
+
+class Channel:
+    """One end of a connection. Deadlines are those of time.monotonic().
+
+    Methods raise one of FAILURES if the other side is gone, too slow or does not know the secret.
+    Then the connection is of no further use.
+
+    Args:
+        sides: the names of this side and the other one; "client" has connected to "server".
+        deadline: until when the other side must prove that it knows the secret.
+    """
+
+    def __init__(
+        self, connection: socket.socket, secret: bytes, sides: tuple[str, str], deadline: float
+    ) -> None:
+        self._connection, self._key, self._sides = connection, secret, sides
+        self._sent = self._received = 0
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce, is_client = secrets.token_bytes(NONCE_BYTES), sides[0] == "client"
+        self._write(nonce, deadline)
+        other = self._read(NONCE_BYTES, deadline)
+        nonces = nonce + other if is_client else other + nonce
+        if is_client:
+            self._write(self._code("client", nonces), deadline)
+        try:
+            proof = self._read(CODE_BYTES, deadline)
+        except ConnectionError:
+            raise ConnectionError("it ended the connection: has it another prefix_salt?") from None
+        if not hmac.compare_digest(proof, self._code(sides[1], nonces)):
+            raise ValueError("it has another prefix_salt")
+        if not is_client:
+            self._write(self._code("server", nonces), deadline)
+        self._key = self._code("messages", nonces)
+
+    def send(self, message: dict[str, Any], deadline: float) -> None:
+        text = json.dumps(message).encode()
+        code = self._code(self._sides[0], self._sent.to_bytes(8, "big") + text)
+        self._sent += 1
+        self._write(HEAD.pack(len(text), code) + text, deadline)
+
+    def receive(self, deadline: float) -> dict[str, Any]:
+        size, code = HEAD.unpack(self._read(HEAD.size, deadline))
+        if size > MOST_BYTES:
+            raise ValueError(f"it sends a message of {size} bytes")
+        text = self._read(size, deadline)
+        wanted = self._code(self._sides[1], self._received.to_bytes(8, "big") + text)
+        if not hmac.compare_digest(code, wanted):
+            raise ValueError("its message was changed on the way")
+        self._received += 1
+        return dict(json.loads(text))
+
+    def readable(self, seconds: float) -> bool:
+        """Wait until the other side has sent something, or ended the connection."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def digest(self, content: memoryview) -> str:
+        """A digest of bytes that travel elsewhere, which only these two sides can make."""
+        return hashlib.blake2b(
+            content, key=self._key, person=b"content", digest_size=16
+        ).hexdigest()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _code(self, purpose: str, data: bytes) -> bytes:
+        """A message authentication code: keyed BLAKE2."""
+        person = purpose.encode()
+        return hashlib.blake2b(data, key=self._key, person=person, digest_size=CODE_BYTES).digest()
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        self._connection.settimeout(_left(deadline))
+        self._connection.sendall(data)
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            self._connection.settimeout(_left(deadline))
+            count = self._connection.recv_into(rest)
+            if not count:
+                raise ConnectionError("it ended the connection")
+            rest = rest[count:]
+        return bytes(data)
+
+
+def _left(deadline: float) -> float:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("timed out")
+    return seconds

@@ -1,0 +1,536 @@
+"""Prefixes of other servers: leases, deadlines, who is answered, and failures, which are misses.
+
+Here DirectReads stands for NIXL; tests/long/test_nixl_peers.py runs the same over NIXL.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.support.direct_reads import DirectReads
+
+from finwhale.config import EngineConfig
+from finwhale.engine.plan.prefix_store import RecordKind
+from finwhale.engine.store import peers
+from finwhale.engine.store.channel import CODE_BYTES, FAILURES, HEAD, MOST_BYTES, NONCE_BYTES
+from finwhale.engine.store.channel import Channel as Connection
+from finwhale.engine.store.directory import DirectoryStore
+from finwhale.engine.store.peers import Peer, PeerServer, PeerStore, Shared, Slots
+from finwhale.errors import FinwhaleError, ResourceError
+
+from .test_directory_store import content, get, put, record
+
+SIZES: dict[RecordKind, int] = {"block": 1000, "state": 3000}
+SLOT, NUM_SLOTS = 4096, 2
+SECRET = b"secret"
+ABOUT = {"dtype": "float32", "device": "x"}
+
+
+class Host:
+    """A server with a store of its own.
+
+    Args:
+        others: hosts that it asks.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *others: "Host",
+        secret: bytes = SECRET,
+        about: dict[str, str] = ABOUT,
+        port: int = 0,
+    ) -> None:
+        self.own = DirectoryStore(path, "f1", about)
+        memory = memoryview(bytearray(2 * NUM_SLOTS * SLOT))
+        self.reads = DirectReads(memory)
+        shared = Shared(secret, about, SIZES, memory, self.reads)
+        middle, end = NUM_SLOTS * SLOT, 2 * NUM_SLOTS * SLOT
+        self.leases = Slots(range(0, middle, SLOT))
+        self.copies = Slots(range(middle, end, SLOT))
+        self.server = PeerServer(("127.0.0.1", port), self.own, shared, self.leases)
+        asked = [Peer(("127.0.0.1", host.server.port), shared, self.copies) for host in others]
+        self.store = PeerStore(self.own, asked, self.server)
+
+    def has(self, *numbers: int) -> list[bool]:
+        return self.store.contains([record(number) for number in numbers])
+
+    def read(self, number: int) -> bytes | None:
+        return get(self.store, record(number))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Host]]:
+    """Makes hosts. No deadline passes on a slow machine unless a test shortens it."""
+    for name in (
+        "FIND_S",
+        "READ_S",
+        "LEASE_S",
+        "HANDSHAKE_S",
+        "MESSAGE_S",
+        "IDLE_S",
+        "SLOT_WAIT_S",
+    ):
+        monkeypatch.setattr(peers, name, 300.0)
+    made: list[Host] = []
+
+    def one(*others: Host, **options: object) -> Host:
+        made.append(Host(tmp_path / str(len(made)), *others, **options))
+        return made[-1]
+
+    yield one
+    for host in made:
+        host.store.close()
+
+
+def connect(host: Host, secret: bytes = SECRET) -> Connection:
+    """A connection as peers make it, by hand."""
+    connection = socket.create_connection(("127.0.0.1", host.server.port))
+    made = Connection(connection, secret, ("client", "server"), soon())
+    assert made.receive(soon())["about"] == ABOUT
+    return made
+
+
+def soon() -> float:
+    return time.monotonic() + 300
+
+
+def lease(connection: Connection, number: int) -> int | None:
+    connection.send({"lease": [record(number).key.hex(), "block", ""]}, soon())
+    address: int | None = connection.receive(soon())["address"]
+    return address
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side ends a connection and sends nothing before."""
+    connection.settimeout(300)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+# --- What is found --------------------------------------------------------------------------------
+
+
+def test_what_a_peer_has_is_found_and_kept(make: Callable[..., Host]) -> None:
+    first = make()
+    second = make(first)
+    put(first.own, record(1), content(1))
+    put(first.own, record(2, "state"), content(2, 3000))
+    put(second.own, record(3), content(3))
+    assert second.has(1, 2, 3) == [True, False, True]
+    assert second.store.contains([record(2, "state"), record(1, owner=b"x" * 16)]) == [True, False]
+    assert [second.read(number) for number in (1, 2, 3)] == [content(1), None, content(3)]
+    assert get(second.store, record(2, "state"), 3000) == content(2, 3000)  # type: ignore[arg-type]
+    assert second.own.contains([record(1), record(2, "state")]) == [True, True]
+    assert first.own.contains([record(3)]) == [False]
+    first.store.close()
+    assert second.has(1) == [True] and second.read(1) == content(1)
+
+
+def test_each_peer_is_asked_for_what_the_ones_before_lack(make: Callable[..., Host]) -> None:
+    first, second = make(), make()
+    third = make(first, second)
+    put(first.own, record(1), content(1))
+    put(second.own, record(2), content(2))
+    assert third.has(1, 2, 3) == [True, True, False]
+    assert [third.read(number) for number in (1, 2, 3)] == [content(1), content(2), None]
+
+
+def test_many_threads(make: Callable[..., Host]) -> None:
+    """More threads than slots: each waits for its turn."""
+    first = make()
+    second = make(first)
+    for number in range(40):
+        put(first.own, record(number), content(number))
+    wrong = []
+
+    def work(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if second.has(number) != [True] or second.read(number) != content(number):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(range(i, 40, 8),)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- Leases ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["next message", "connection", "deadline"])
+def test_the_end_of_a_lease(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """With one slot, another peer waits until the lease ends."""
+    monkeypatch.setattr(peers, "LEASE_S", 0.05 if end == "deadline" else 300.0)
+    host = make()
+    host.leases.take(0)
+    for number in (1, 2):
+        put(host.own, record(number), content(number))
+    holder, other = connect(host), connect(host)
+    address = lease(holder, 1)
+    assert address is not None
+    wait_for(lambda: host.reads.advances > 0)
+    if end == "next message":
+        holder.send({"done": True}, soon())
+    if end == "connection":
+        holder.close()
+    assert lease(other, 2) == address
+    place = address - host.reads.address
+    assert host.reads.memory[place : place + 1000] == content(2)
+    if end == "deadline":  # the holder is still a peer
+        assert lease(holder, 1) == address
+
+
+def test_a_server_without_a_free_slot(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is missed, and the peer is not left alone."""
+    monkeypatch.setattr(peers, "SLOT_WAIT_S", 0.0)
+    first = make()
+    second = make(first)
+    first.leases.take(0)
+    put(first.own, record(1), content(1))
+    holder = connect(first)
+    assert lease(holder, 1) is not None
+    assert second.has(1) == [True] and second.read(1) is None
+    holder.send({"done": True}, soon())
+    assert lease(holder, 1) is not None  # the lease before has ended
+    holder.send({"done": True}, soon())
+    wait_for(lambda: second.read(1) == content(1))
+
+
+# --- Who is answered ------------------------------------------------------------------------------
+
+
+def test_a_stranger_learns_and_holds_nothing(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has proved that it knows the secret, it gets random bytes alone."""
+    host = make()
+    address = ("127.0.0.1", host.server.port)
+    with pytest.raises(FAILURES, match="another prefix_salt"):
+        connect(host, b"guess")
+    sent = b"\xff" * (NONCE_BYTES + CODE_BYTES)
+    for data in (sent, b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: somebody\r\n\r\n"):
+        with socket.create_connection(address) as stranger:
+            assert len(stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
+            stranger.sendall(data)
+            assert is_closed(stranger)
+    monkeypatch.setattr(peers, "HANDSHAKE_S", 0.05)
+    with socket.create_connection(address) as silent:
+        silent.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        assert is_closed(silent)
+
+
+def test_a_proof_serves_once_and_on_one_side(
+    make: Callable[..., Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a peer says to a false server is no proof to another one, nor to the peer itself."""
+    host, heard = make(), bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reflect() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"n" * NONCE_BYTES)
+                heard.extend(connection.recv(NONCE_BYTES + CODE_BYTES, socket.MSG_WAITALL))
+                connection.sendall(heard[NONCE_BYTES:])
+                assert is_closed(connection)
+
+        thread = threading.Thread(target=reflect)
+        thread.start()
+        peer = Peer(listener.getsockname(), host.server._shared, host.copies)
+        assert peer.contains([record(1)]) == [False]
+        thread.join()
+    assert "it has another prefix_salt" in caplog.text and len(heard) == NONCE_BYTES + CODE_BYTES
+    with socket.create_connection(("127.0.0.1", host.server.port)) as replay:
+        replay.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        replay.sendall(heard)
+        assert is_closed(replay)
+
+
+def test_connections_beyond_the_limit_are_closed(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "MOST_CONNECTIONS", 3)
+    host = make()
+    put(host.own, record(1), content(1))
+    peer = connect(host)
+    strangers = [socket.create_connection(("127.0.0.1", host.server.port)) for _ in range(2)]
+    for stranger in strangers:
+        stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)
+    threads = threading.active_count()
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", host.server.port)) as more:
+            assert is_closed(more)
+    assert threading.active_count() == threads
+    assert lease(peer, 1) is not None
+    strangers[0].close()
+    wait_for(lambda: len(host.server._sockets) == 2)
+    wait_for(lambda: _connects(host))
+    strangers[1].close()
+
+
+def _connects(host: Host) -> bool:
+    try:
+        connect(host).close()
+    except FAILURES:
+        return False
+    return True
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_believed(
+    make: Callable[..., Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It gets no name of a record, and its answers are misses."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(b"n" * NONCE_BYTES + b"c" * CODE_BYTES)
+            while data := connection.recv(10_000):
+                heard.append(data)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        host = make()
+        shared = host.server._shared
+        store = PeerStore(host.own, [Peer(listener.getsockname(), shared, host.copies)], None)
+        assert store.contains([record(1)]) == [False]
+        thread.join()
+    assert len(b"".join(heard)) == NONCE_BYTES + CODE_BYTES
+    assert "it has another prefix_salt" in caplog.text
+    store.close()
+
+
+def test_another_salt_is_said_once(
+    make: Callable[..., Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "FIRST_PAUSE_S", 1e-9)
+    first = make(secret=b"another")
+    second = make(first)
+    put(first.own, record(1), content(1))
+    for _ in range(3):
+        assert second.has(1) == [False] and second.read(1) is None
+    assert len(caplog.records) == 1
+    assert "has it another prefix_salt?" in caplog.text
+
+
+def test_another_fingerprint_is_said_once_and_not_asked(
+    make: Callable[..., Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make(about={**ABOUT, "dtype": "bfloat16", "device": "y"})
+    second = make(first)
+    put(first.own, record(1), content(1))
+    for _ in range(3):
+        assert second.has(1) == [False] and second.read(1) is None
+    assert len(caplog.records) == 1
+    assert "its prefixes are of no use here: other dtype, device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"find": [["00", "../../../etc/passwd", ""]]},
+        {"find": [["..", "block", ""]]},
+        {"find": [["00", "block", "/"]]},
+        {"find": [["00", "block"]]},
+        {"find": 5},
+        {"lease": None},
+        {"lease": {"a": 1, "b": 2, "c": 3}},
+    ],
+)
+def test_a_wrong_question_ends_the_connection(
+    make: Callable[..., Host], message: dict[str, object]
+) -> None:
+    host = make()
+    connection = connect(host)
+    connection.send(message, soon())
+    assert is_closed(connection._connection)
+    wait_for(lambda: not host.server._sockets)
+    assert lease(connect(host), 1) is None
+
+
+def test_a_long_or_changed_message_ends_the_connection(make: Callable[..., Host]) -> None:
+    host = make()
+    long, changed, again = (connect(host) for _ in range(3))
+    long._connection.sendall(HEAD.pack(MOST_BYTES + 1, bytes(CODE_BYTES)))
+    text = b'{"find": []}'
+    code = changed._code("client", bytes(8) + text)
+    changed._connection.sendall(HEAD.pack(len(text), code) + text.replace(b"f", b"g"))
+    right = HEAD.pack(len(text), again._code("client", bytes(8) + text)) + text
+    again._connection.sendall(right)
+    assert again.receive(soon()) == {"found": []}
+    again._connection.sendall(right)  # the same once more
+    for connection in (long, changed, again):
+        assert is_closed(connection._connection)
+
+
+# --- Failures -------------------------------------------------------------------------------------
+
+
+def test_a_dead_peer_is_asked_again_after_a_pause(
+    make: Callable[..., Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make()
+    second = make(first)
+    put(first.own, record(1), content(1))
+    assert second.has(1) == [True]
+    port = first.server.port
+    first.store.close()
+    wait_for(lambda: not first.server._sockets)
+    assert second.has(1) == [False] and second.read(1) is None
+    peer = second.store._peers[0]
+    assert peer._pause == peers.FIRST_PAUSE_S and len(caplog.records) == 1
+    third = make(port=port)
+    put(third.own, record(1), content(1))
+    assert second.has(1) == [False]  # it is left alone
+    peer._asked_from = 0.0
+    assert second.has(1) == [True] and second.read(1) == content(1)
+    assert peer._pause == 0.0
+
+
+def test_pauses_become_longer(make: Callable[..., Host], caplog: pytest.LogCaptureFixture) -> None:
+    first = make()
+    second = make(first)
+    first.store.close()
+    peer, pauses = second.store._peers[0], []
+    for _ in range(10):
+        peer._asked_from = 0.0
+        second.has(1)
+        pauses.append(peer._pause)
+    assert pauses == [10, 20, 40, 80, 160, 320, 640, 900, 900, 900]
+    assert len(caplog.records) == 1
+
+
+def test_a_peer_that_restarts_is_no_failure(make: Callable[..., Host]) -> None:
+    first = make()
+    second = make(first)
+    assert second.has(1) == [False]
+    port = first.server.port
+    first.store.close()
+    wait_for(lambda: not first.server._sockets)
+    third = make(port=port)
+    put(third.own, record(1), content(1))
+    assert second.has(1) == [True] and second.read(1) == content(1)
+
+
+@pytest.mark.parametrize("failure", ["fails", "damages"])
+def test_a_transfer_that_fails(
+    make: Callable[..., Host], caplog: pytest.LogCaptureFixture, failure: str
+) -> None:
+    first = make()
+    second = make(first)
+    put(first.own, record(1), content(1))
+    setattr(second.reads, failure, True)
+    assert second.read(1) is None and second.own.contains([record(1)]) == [False]
+    assert ("a transfer failed" if failure == "fails" else "damaged on the way") in caplog.text
+    setattr(second.reads, failure, False)
+    second.store._peers[0]._asked_from = 0.0
+    assert second.read(1) == content(1)
+
+
+def test_a_transfer_that_is_late(
+    make: Callable[..., Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a miss. It may write for long, but to no memory that something else uses."""
+    first = make()
+    second = make(first)
+    for number in range(4):
+        put(first.own, record(number), content(number))
+    assert second.has(1) == [True]
+    second.reads.before = lambda address: True
+    monkeypatch.setattr(peers, "READ_S", 0.05)
+    into = bytearray(1000)
+    for _ in range(NUM_SLOTS):
+        second.store._peers[0]._asked_from = 0.0
+        assert not second.store.read(record(1), memoryview(into))
+    assert second.copies._late.qsize() == NUM_SLOTS
+    second.store._peers[0]._asked_from = 0.0
+    assert second.read(2) is None and "earlier transfers have not ended" in caplog.text
+    second.reads.before = lambda address: False
+    monkeypatch.setattr(peers, "READ_S", 300.0)
+    second.store._peers[0]._asked_from = 0.0
+    assert [second.read(number) for number in range(4)] == [content(n) for n in range(4)]
+    assert not any(into) and second.copies._late.qsize() == 0
+
+
+def test_a_silent_server(
+    make: Callable[..., Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that accepts connections and says nothing costs one deadline."""
+    monkeypatch.setattr(peers, "FIND_S", 0.05)
+    host = make()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = Peer(listener.getsockname(), host.server._shared, host.copies)
+        for _ in range(3):
+            assert peer.contains([record(1)]) == [False]
+    assert len(caplog.records) == 1 and "timed out" in caplog.text
+
+
+def test_a_lease_that_was_overwritten_is_a_miss(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Had the peer a wrong clock, the digest would tell."""
+    first = make()
+    second = make(first)
+    put(first.own, record(1), content(1))
+
+    def overwrite(address: int) -> bool:
+        place = address - first.reads.address
+        first.reads.memory[place : place + 1000] = content(2)
+        return False
+
+    second.reads.before = overwrite
+    assert second.read(1) is None and second.own.contains([record(1)]) == [False]
+
+
+# --- Options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"prefix_peers": "a:5"}, "prefix_peers needs prefix_store and prefix_salt"),
+        (
+            {"prefix_peer_port": "5", "prefix_store": "/x"},
+            "prefix_peer_port needs prefix_store and prefix_salt",
+        ),
+        ({"prefix_peers": 5}, "prefix_peers must be a string, got int"),
+        *(
+            (
+                {"prefix_peers": given, "prefix_store": "/x", "prefix_salt": "s"},
+                f"expected HOST:PORT, got {got!r}",
+            )
+            for given, got in (
+                ("", ""), ("a:5,", ""), ("a", "a"), ("a:0", "a:0"), ("a:99999", "a:99999"),
+                ("a:-1", "a:-1"), ("a:1:b", "a:1:b"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(FinwhaleError) as caught:
+        EngineConfig(**options)
+    assert str(caught.value) == message
+
+
+def test_a_port_that_is_taken(make: Callable[..., Host]) -> None:
+    port = make().server.port
+    with pytest.raises(ResourceError, match=f"prefix_peer_port 127.0.0.1:{port} cannot be used"):
+        make(port=port)
