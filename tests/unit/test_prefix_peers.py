@@ -486,7 +486,7 @@ def test_a_silent_server(
 def test_a_lease_that_was_overwritten_is_a_miss(
     make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Had the peer a wrong clock, the digest would tell."""
+    """The checksum tells."""
     first = make()
     second = make(first)
     put(first.own, record(1), content(1))

@@ -79,12 +79,6 @@ class Channel:
         poll.register(self._connection, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
-    def digest(self, content: memoryview) -> str:
-        """A digest of bytes that travel elsewhere, which only these two sides can make."""
-        return hashlib.blake2b(
-            content, key=self._key, person=b"content", digest_size=16
-        ).hexdigest()
-
     def close(self) -> None:
         self._connection.close()
 
