@@ -40,12 +40,11 @@ class DirectReads:
         self, remote: bytes, address: int, offset: int, size: int
     ) -> Callable[[], bool | None]:
         state: list[bool] = []
-
+        first = address - self.address
         def ended() -> bool | None:
             if not state:
                 if self.before(address):
                     return None
-                first = address - self.address
                 self.memory[offset : offset + size] = MEMORIES[remote][first : first + size]
                 self.memory[offset] ^= self.damages
                 state.append(not self.fails)

@@ -3,11 +3,14 @@
 Here DirectReads stands for NIXL; tests/long/test_nixl_peers.py runs the same over NIXL.
 """
 
+import base64
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.direct_reads import DirectReads
@@ -481,6 +484,48 @@ def test_a_silent_server(
         for _ in range(3):
             assert peer.contains([record(1)]) == [False]
     assert len(caplog.records) == 1 and "timed out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"address": "x", "checksum": 5},
+        {"address": [1], "checksum": 5},
+        {"address": 1000},
+        {"address": 1000, "checksum": 5},
+        {"found": []},
+        {"found": [True, True]},
+        {"found": 5},
+        {"found": ["yes"], "address": None},
+    ],
+)
+def test_a_server_that_answers_nonsense(make: Callable[..., Host], answer: dict[str, Any]) -> None:
+    """Even if it knows the secret, its answers are misses."""
+    host = make()
+    hello = {"about": ABOUT, "metadata": base64.b64encode(host.reads.metadata).decode()}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection, suppress(*FAILURES):
+                    channel = Connection(connection, SECRET, ("server", "client"), soon())
+                    channel.send(hello, soon())
+                    while True:
+                        channel.receive(soon())
+                        channel.send(answer, soon())
+
+        thread = threading.Thread(target=pretend, daemon=True)
+        thread.start()
+        peer = Peer(listener.getsockname(), host.server._shared, host.copies)
+        assert peer.contains([record(1)]) == [False]
+        peer.close()
+        peer._asked_from = 0.0
+        assert not peer.read(record(1), memoryview(bytearray(1000)))
+        peer.close()
+        thread.join()
+    assert host.copies._late.empty() and host.copies._free.qsize() == NUM_SLOTS
 
 
 def test_a_lease_that_was_overwritten_is_a_miss(

@@ -20,7 +20,7 @@ NONCE_BYTES, CODE_BYTES = 16, 32
 HEAD = struct.Struct(f"<I{CODE_BYTES}s")  # length and code of a message
 MOST_BYTES = 2**22  # of a message
 # What a method of Channel raises, or what is raised by using the content of a message.
-FAILURES = (OSError, ValueError, KeyError, TypeError, RecursionError)
+FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError)
 
 
 class Channel:

@@ -86,7 +86,7 @@ class Shared:
     """
 
     secret: bytes
-    about: Mapping[str, str]
+    about: dict[str, str]
     sizes: Mapping[RecordKind, int]
     memory: memoryview
     reads: RemoteReads
@@ -166,7 +166,7 @@ class PeerServer:
         try:
             channel = Channel(connection, shared.secret, ("server", "client"), deadline)
             metadata = base64.b64encode(shared.reads.metadata).decode()
-            channel.send({"about": dict(shared.about), "metadata": metadata}, deadline)
+            channel.send({"about": shared.about, "metadata": metadata}, deadline)
             while not self._closed and channel.readable(IDLE_S):
                 question = channel.receive(time.monotonic() + MESSAGE_S)
                 if "find" in question:
@@ -290,10 +290,10 @@ class Peer:
         try:
             channel = Channel(connection, self._shared.secret, ("client", "server"), deadline)
             hello = channel.receive(deadline)
-            theirs, own = dict(hello["about"]), self._shared.about
-            names = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
-            if names:
-                raise ValueError(f"its prefixes are of no use here: other {', '.join(names)}")
+            own, theirs = self._shared.about, hello["about"]
+            if theirs != own:
+                names = ", ".join(name for name in own if own[name] != theirs.get(name))
+                raise ValueError(f"its prefixes are of no use here: other {names}")
             return channel, self._shared.reads.connect(base64.b64decode(hello["metadata"]))
         except BaseException:
             connection.close()
@@ -355,7 +355,7 @@ class PeerStore:
 def open_peers(
     config: EngineConfig,
     own: PrefixStore,
-    about: Mapping[str, str],
+    about: dict[str, str],
     sizes: Mapping[RecordKind, int],
 ) -> PrefixStore:
     """Let a store ask the peers that the options name, and answer them.
