@@ -280,7 +280,7 @@ def test_connections_beyond_the_limit_are_closed(
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", host.server.port)) as more:
             assert is_closed(more)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert lease(peer, 1) is not None
     strangers[0].close()
     wait_for(lambda: len(host.server._sockets) == 2)
