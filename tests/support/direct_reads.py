@@ -41,6 +41,7 @@ class DirectReads:
     ) -> Callable[[], bool | None]:
         state: list[bool] = []
         first = address - self.address
+
         def ended() -> bool | None:
             if not state:
                 if self.before(address):
