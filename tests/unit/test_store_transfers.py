@@ -228,3 +228,20 @@ def test_close_waits_for_what_is_written(tmp_path: Path) -> None:
     machine.transfers.advance()
     machine.transfers.close()
     assert machine.store.contains([block(1)]) == [True]
+
+
+def test_a_read_that_fails_counts_no_seconds(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a peer that was silent for some seconds would make the store look slow."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    for found in (False, True):
+
+        def read(record: Record, into: memoryview, found: bool = found) -> bool:
+            clock[0] += 7
+            return found
+
+        monkeypatch.setattr(machine.store, "read", read)
+        assert machine.transfers._read(block(1), memoryview(bytearray(BLOCK))) is found
+        assert machine.transfers.counts.read_seconds == (7 if found else 0)

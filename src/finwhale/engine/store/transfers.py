@@ -135,6 +135,8 @@ class StoreTransfers:
         found = self._store.read(record, into)
         with self._mutex:
             self._reading -= 1
+            if not found:  # a failure, such as a peer's, says nothing about the speed
+                self._reading_since = time.monotonic()
             if not self._reading:
                 self.counts.read_seconds += time.monotonic() - self._reading_since
             self.counts.read_bytes += len(into) * found
