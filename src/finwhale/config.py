@@ -257,6 +257,6 @@ class EngineConfig:
             if self.prefix_store is None or not salt:
                 raise FinwhaleError(f"{name} needs prefix_store and prefix_salt")
             for one in given.split(",") if name == "prefix_peers" else [given]:
-                host_and_port(one)
+                host_and_port(name, one)
         if salt == "":
             raise FinwhaleError("prefix_salt must not be empty: leave it out for a random one")

@@ -215,11 +215,13 @@ def word_or_number(words: Sequence[str], text: str) -> str | int:
     raise argparse.ArgumentTypeError(f"expected a number or {listed}, got {text!r}")
 
 
-def host_and_port(text: str) -> tuple[str, int]:
-    """The parts of [HOST:]PORT; without a host, that is 127.0.0.1. Raises FinwhaleError."""
+def host_and_port(name: str, text: str) -> tuple[str, int]:
+    """The parts of [HOST:]PORT; the default host is 127.0.0.1. Raises FinwhaleError, which names
+    the option.
+    """
     host, _, port = text.strip().rpartition(":")
     if not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
-        raise FinwhaleError(f"expected HOST:PORT, got {text!r}")
+        raise FinwhaleError(f"{name} must name a HOST:PORT, got {text!r}")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 

@@ -560,7 +560,7 @@ def test_a_lease_that_was_overwritten_is_a_miss(
         *(
             (
                 {"prefix_peers": given, "prefix_store": "/x", "prefix_salt": "s"},
-                f"expected HOST:PORT, got {got!r}",
+                f"prefix_peers must name a HOST:PORT, got {got!r}",
             )
             for given, got in (
                 ("", ""), ("a:5,", ""), ("a", "a"), ("a:0", "a:0"), ("a:99999", "a:99999"),

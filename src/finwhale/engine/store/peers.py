@@ -370,8 +370,8 @@ def open_peers(
     if port is None and names is None:
         return own
     assert config.prefix_salt is not None  # EngineConfig checks it
-    server = [] if port is None else [host_and_port(port)]
-    others = [] if names is None else [host_and_port(name) for name in names.split(",")]
+    server = [] if port is None else [host_and_port("prefix_peer_port", port)]
+    others = [host_and_port("prefix_peers", one) for one in names.split(",")] if names else []
     size = -(-max(sizes.values()) // ALIGN) * ALIGN
     memory = memoryview(mmap.mmap(-1, 2 * SLOTS * size))
     loopback = all(h.startswith("127.") or h in LOOPBACK for h, _ in server + others)
