@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import finwhale
 from finwhale.chat.grammar_limits import GrammarError
@@ -185,7 +185,7 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
     @app.get("/health/live", responses={503: {"model": schemas.Health}})
     async def live() -> Response:
         """Whether the process is healthy: neither it nor its engine has died or stopped."""
-        return _health(health.live(state))
+        return health.health_response(health.live(state))
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -198,7 +198,7 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
     @app.get("/health/ready", responses={503: {"model": schemas.Health}})
     async def ready() -> Response:
         """Whether the server accepts requests: the model is loaded and it is not stopping."""
-        return _health(health.ready(state))
+        return health.health_response(health.ready(state))
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -215,10 +215,6 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         return page_response()
 
     app.mount(PAGE_PATH, PageFiles())
-
-
-def _health(found: schemas.Health) -> Response:
-    return JSONResponse(found.model_dump(), 503 if found.reason else 200)
 
 
 def _size(request: Request) -> int:
