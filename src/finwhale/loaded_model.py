@@ -28,7 +28,6 @@ from finwhale.engine.loop.request_checks import new_matcher
 from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.plan.sampling import TokenMatcher
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.models.weight_sources import Weights
 from finwhale.options import similar
@@ -346,18 +345,7 @@ def open_engine(
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
-    model_config, weights = _find_weights(config, directory, progress)
-    tokenizer = Tokenizer.find(directory)
-    return start_engine(config, model_config, weights, tokenizer, placement)
-
-
-def _find_weights(
-    config: EngineConfig, directory: Path, progress: Progress | None
-) -> tuple[ModelConfig, Weights]:
-    """The configuration of a checkpoint and its weights."""
-    if config.load_format == "dummy":
-        model_config = parse_config(read_config(directory))
-        return model_config, Weights(model_config, progress=progress)
-    checkpoint = Checkpoint.open(directory)
-    model_config = parse_config(checkpoint.config)
-    return model_config, Weights(model_config, checkpoint, progress)
+    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
+    model_config = parse_config(read_config(directory) if checkpoint is None else checkpoint.config)
+    weights = Weights(model_config, checkpoint, progress)
+    return start_engine(config, model_config, weights, Tokenizer.find(directory), placement)
