@@ -13,7 +13,7 @@ from finwhale.chat.answer_grammar import tools_matcher
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.output import OutputParser, new_gate
 from finwhale.chat.stop_strings import find_stop
-from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
+from finwhale.chat.template import ChatPrompt, ChatTemplate, check_tools
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.generation_config import sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory
@@ -234,7 +234,7 @@ class LoadedModel:
         several = as_conversations(messages)
         given = as_params(sampling_params, len(several))
         template = self.chat_template()
-        options = ChatOptions(thinking=thinking, tools=tools)
+        check_tools(tools)
         after = template.end_of_thinking if thinking else None
         held = bool(tools) and self._engine.config.tool_grammar == "auto"
         of_tools = cache(
@@ -248,7 +248,7 @@ class LoadedModel:
             prompt: ChatPrompt | None = None
             params = params.with_defaults(self._defaults)
             try:
-                prompt = template.render(conversation, options)
+                prompt = template.render(conversation, thinking=thinking, tools=tools)
                 matcher = new_matcher(params, self._engine.tokenizer)
                 if matcher is None and (compiled := of_tools()) is not None:
                     matcher = compiled.for_request()

@@ -156,33 +156,6 @@ def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
     return REQUEST_KINDS[protocol](text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """How to ask the model for the next message.
-
-    Attributes:
-        thinking: let the model think before it answers.
-        reasoning_effort: "low", "high", "xhigh" or "max", only with thinking; None: DeepSeek's
-            default ("high"). chat/effort.py says what each level writes into the prompt.
-        tools: function tools that the model may call, as in OpenAI's Chat Completions.
-        tool_choice: "auto", "none", "required" or a named tool, as in Chat Completions.
-        continue_final: continue the last message, which must be an assistant's, as the answer.
-    """
-
-    thinking: bool = True
-    reasoning_effort: str | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str | Mapping[str, Any] | None = None
-    continue_final: bool = False
-
-    def __post_init__(self) -> None:
-        if self.reasoning_effort is not None and not self.thinking:
-            raise RequestError("reasoning_effort needs thinking, which is off")
-        tools: object = self.tools
-        if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
-            raise RequestError(f"tools must be a list of dicts, got {tools!r}")
-
-
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """The prompt of a conversation.
@@ -219,21 +192,29 @@ class ChatTemplate:
         """The token that ends the reasoning."""
         return self._tokenizer.added_id(recipe.SpecialToken.ThinkingEnd.default_str())
 
-    def render(self, messages: ChatMessages, options: ChatOptions | None = None) -> ChatPrompt:
+    def render(
+        self,
+        messages: ChatMessages,
+        *,
+        thinking: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> ChatPrompt:
         """The prompt that asks for the next assistant message.
 
         Args:
             messages: dicts with "role" (see ROLES) and "content": a string, or parts of type
                 "text" except in a latest_reminder. An assistant's message may have
                 "reasoning_content" and "tool_calls"; a tool's message has "tool_call_id". Messages
-                may have the fields of Chat Completions (chat/known_fields.py), and no others.
-            options: None: the default options.
+                may have the fields of Chat Completions (chat/known_fields.py), and no others. The
+                answer continues an assistant's last message that has "prefix".
+            thinking: let the model think before it answers.
+            tools: function tools that the model may call, as in OpenAI's Chat Completions.
 
         Raises:
-            RequestError: the messages or the options are not valid, or have unknown fields.
+            RequestError: the messages or the tools are not valid, or have unknown fields.
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
-        return self.encode(_convert(messages, options or ChatOptions()))
+        return self.encode(_convert(messages, thinking, tools))
 
     def encode(
         self, converted: ProtocolRequest, check_text: Callable[[str], None] | None = None
@@ -273,24 +254,25 @@ class ChatTemplate:
         return token_ids + self._tokenizer.encode(text[done:])
 
 
-def _convert(messages: ChatMessages, options: ChatOptions) -> ProtocolRequest:
+def check_tools(tools: object) -> None:
+    """Raises RequestError if tools are not a list of dicts."""
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
+        raise RequestError(f"tools must be a list of dicts, got {tools!r}")
+
+
+def _convert(
+    messages: ChatMessages, thinking: bool, tools: Sequence[Mapping[str, Any]]
+) -> ProtocolRequest:
+    check_tools(tools)
     body, left_out = readable("chat", {"messages": messages})
     _check(body["messages"])
     if left_out:
         logger.warning("parts of messages were left out", extra={"fields": left_out[:MAX_NAMED]})
-    body |= {"thinking": {"type": "enabled" if options.thinking else "disabled"}, "stream": True}
-    if options.continue_final:
-        if body["messages"][-1]["role"] != "assistant":
-            raise RequestError("continue_final needs an assistant message at the end")
-        body["messages"][-1]["prefix"] = True
-    if options.tools:
-        body["tools"] = [dict(tool) for tool in options.tools]
-    if options.tool_choice is not None:
-        body["tool_choice"] = options.tool_choice
-    if options.reasoning_effort is not None:
-        body["reasoning_effort"] = options.reasoning_effort
+    body |= {"thinking": {"type": "enabled" if thinking else "disabled"}, "stream": True}
+    if tools:
+        body["tools"] = [dict(tool) for tool in tools]
     check_fields(CHAT_FIELDS, {name: body.get(name) for name in CHAT_FIELDS})
-    return convert("chat", body, default_thinking=options.thinking)
+    return convert("chat", body, default_thinking=thinking)
 
 
 def _check(messages: ChatMessages) -> None:
