@@ -61,6 +61,11 @@ def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     ]
 
 
+def send_named(device: torch.device, **arrays: NDArray[Any]) -> dict[str, Tensor]:
+    """`send`, with the arrays' names."""
+    return dict(zip(arrays, send(device, *arrays.values()), strict=True))
+
+
 class Instant:
     """The point in a device's work at which this object was made.
 
