@@ -128,7 +128,7 @@ def test_the_demo_model_as_it_runs_by_default() -> None:
     """bfloat16 with the trained roundings: its own choices are likely under the CPU's float32."""
     gpu = LLM()
     assert first_rank(gpu._engine.executor).runner.device.type == "cuda"
-    assert first_rank(gpu._engine.executor).runner.dtype == torch.bfloat16
+    assert first_rank(gpu._engine.executor).runner.model.dtype == torch.bfloat16
     assert first_rank(gpu._engine.executor).runner.platform.vendor == "nvidia"
     results = gpu.generate(PROMPTS, GREEDY)
     cpu = LLM(device="cpu")
