@@ -28,7 +28,7 @@ from finwhale.server.api.gate import (
 from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
 from finwhale.server.api.rollouts import Endpoints
 from finwhale.server.batch.batches import Batches
-from finwhale.server.batch.routes import add_batches
+from finwhale.server.batch.routes import add_batches, add_files
 from finwhale.server.batch.store import Store
 from finwhale.server.edge.bodies import BodyParser, max_items
 from finwhale.server.errors import ApiError, error_event, error_response, is_anthropic
@@ -92,9 +92,9 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
     _add_generation(app, state)
     _add_tokens(app, state)
     _add_service(app, state)
-    batches = None if store is None else Batches(app, state, store)
-    app.state.batches = batches
-    add_batches(app, state, batches, _ERRORS)
+    app.state.batches = None if store is None else Batches(app, state, store)
+    add_files(app, state, _ERRORS)
+    add_batches(app, state, _ERRORS)
     Endpoints(app, state, _ERRORS)
     return app
 
