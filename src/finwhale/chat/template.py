@@ -6,7 +6,7 @@ A conversation is a request of one of three chat protocols, or a list of OpenAI-
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
@@ -91,11 +91,12 @@ def convert(
         if protocol == "responses":
             namespaces = request.namespace_tool_map(options)
             echo = _parse(protocol, echo_body or body).echo()
-        found = _converted(protocol, request.convert(options), echo, namespaces)
-        conversation = schemas.put_back(found.conversation)
+        converted = request.convert(options)
+        parsing = converted.parsing_options
+        conversation = schemas.put_back(_continuing(protocol, converted.conversation, parsing))
         if response_schema is not None:
             conversation = changed(conversation, response_schema=response_schema)
-        return replace(found, conversation=conversation)
+        return ProtocolRequest(protocol, converted, conversation, parsing, echo, namespaces)
     except recipe.ConversionError as error:
         raise RequestError(str(error)) from error
     # The body is not JSON (TypeError), is nested too deeply, has lone surrogates (a ValueError) or
@@ -104,30 +105,21 @@ def convert(
         raise RequestError(f"not a valid request: {error}") from error
 
 
-def _converted(
-    protocol: ProtocolName,
-    request: recipe.ConversationRequest,
-    echo: recipe.ResponsesEcho | None = None,
-    namespaces: dict[str, tuple[str, str]] | None = None,
-) -> ProtocolRequest:
-    conversation, parsing = request.conversation, request.parsing_options
-    last = conversation.messages[-1] if conversation.messages else None
-    # In Anthropic's protocol, a final turn of the assistant is the beginning of the answer.
-    if protocol == "messages" and last and last.role == "assistant" and not last.tool_calls:
-        conversation = _continued(conversation)
-        if conversation.thinking_mode:
-            stages = recipe.ThinkingInitialStage
-            parsing.thinking_initial_stage = (
-                stages.ReasoningContinuation
-                if last.reasoning_content and not last.content
-                else stages.ContentContinuation
-            )
-    return ProtocolRequest(protocol, request, conversation, parsing, echo, namespaces)
-
-
-def _continued(conversation: recipe.Conversation) -> recipe.Conversation:
-    """The conversation, whose last message, an assistant's, the answer continues."""
-    *messages, last = conversation.messages
+def _continuing(
+    protocol: ProtocolName, conversation: recipe.Conversation, parsing: recipe.ParsingOptions
+) -> recipe.Conversation:
+    """The conversation of a request. In Anthropic's protocol, the answer continues a final turn of
+    the assistant: this sets the initial stage of its `parsing`."""
+    *messages, last = conversation.messages or [None]
+    if protocol != "messages" or not last or last.role != "assistant" or last.tool_calls:
+        return conversation
+    if conversation.thinking_mode:
+        stages = recipe.ThinkingInitialStage
+        parsing.thinking_initial_stage = (
+            stages.ReasoningContinuation
+            if last.reasoning_content and not last.content
+            else stages.ContentContinuation
+        )
     prefix = recipe.AssistantMessage(last.content, last.reasoning_content, prefix=True)
     return changed(conversation, messages=[*messages, prefix])
 

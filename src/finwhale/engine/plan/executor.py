@@ -181,7 +181,7 @@ class RankState:
     times: RankTimes = RankTimes()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RowLogprobs:
     """Log-probabilities of a step's rows. They are undefined for rows that did not ask for them.
 

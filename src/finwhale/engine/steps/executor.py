@@ -163,14 +163,10 @@ class StepTransfer:
             if drafts is not None:
                 draft_seconds = chosen.seconds_to(drafted)
         ids, valid, *found = [part.tolist() for part in parts] if parts else ([], [])
-        logprobs = None
-        if found:
-            token, rank, top, top_ids = found
-            logprobs = RowLogprobs(token=token, rank=rank, top=top, top_ids=top_ids)
         return StepResult(
             token_ids=ids,
             valid=valid,
-            logprobs=logprobs,
+            logprobs=RowLogprobs(*found) if found else None,
             drafts=drafts,
             verify_seconds=verify_seconds,
             draft_seconds=draft_seconds,
