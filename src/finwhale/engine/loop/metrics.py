@@ -211,10 +211,7 @@ class Meter:
 
 
 def read_metrics(
-    scheduler: Scheduler,
-    meter: Meter,
-    step_seconds: float,
-    ranks: tuple[RankState, ...],
+    scheduler: Scheduler, meter: Meter, step_seconds: float, ranks: tuple[RankState, ...]
 ) -> EngineMetrics:
     """Read the current state and the counters.
 

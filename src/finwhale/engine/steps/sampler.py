@@ -77,10 +77,7 @@ class Sampler:
             self._slot_inputs = _SlotInputs()
 
     def sample(
-        self,
-        plan: SamplingPlan,
-        logits_SX: Tensor,
-        ahead: Callable[[], Tensor] | None = None,
+        self, plan: SamplingPlan, logits_SX: Tensor, ahead: Callable[[], Tensor] | None = None
     ) -> SampledTokens:
         """Launch the sampling of one token for each row.
 
