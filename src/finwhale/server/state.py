@@ -275,7 +275,7 @@ class ServerState:
             log.params = params
             log.prompt_tokens = sum(map(len, prompts))
             if log.key is not None:
-                log.key.use.spend(log.prompt_tokens)
+                log.key.use.tokens -= log.prompt_tokens
             self.metrics.begin(log)
             timer = asyncio.get_running_loop().call_later(self.time_left_s(log), generation.expire)
             try:

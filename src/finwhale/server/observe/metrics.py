@@ -120,7 +120,7 @@ class Metrics:
             log.last_tokens[continuation] = now
             log.output_tokens += len(delta.token_ids)
             if log.key is not None:
-                log.key.use.spend(len(delta.token_ids))
+                log.key.use.tokens -= len(delta.token_ids)
         if delta.milestone is not None:
             log.cached[delta.request_id] = delta.milestone.cached_tokens
             if delta.milestone.times is not None:
