@@ -110,7 +110,7 @@ def _continuing(
 ) -> recipe.Conversation:
     """The conversation of a request. In Anthropic's protocol, the answer continues a final turn of
     the assistant: this sets the initial stage of its `parsing`."""
-    *messages, last = conversation.messages or [None]
+    last = conversation.messages[-1] if conversation.messages else None
     if protocol != "messages" or not last or last.role != "assistant" or last.tool_calls:
         return conversation
     if conversation.thinking_mode:
@@ -121,7 +121,7 @@ def _continuing(
             else stages.ContentContinuation
         )
     prefix = recipe.AssistantMessage(last.content, last.reasoning_content, prefix=True)
-    return changed(conversation, messages=[*messages, prefix])
+    return changed(conversation, messages=[*conversation.messages[:-1], prefix])
 
 
 def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
