@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import InitVar, asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 
 from finwhale.engine.plan.executor import RankState
 from finwhale.engine.plan.prefix_store import StoreCounts
@@ -242,7 +242,7 @@ def read_metrics(
         },
         idle_blocks=0 if prefix is None else prefix.num_idle,
         evicted_blocks=0 if prefix is None else prefix.num_evicted,
-        store=None if stored is None else copy(stored.counts),
+        store=None if stored is None else replace(stored.counts),
         store_off="" if stored is None else stored.off,
         draft_tokens=scheduler.drafting.draft_tokens,
         late_compilations=late,
