@@ -69,8 +69,8 @@ def captured_steps(ranks: int, layers: int, drafts: int, context: int) -> dict[s
     steps = first_rank(engine.executor).runner.verification_steps
     assert steps is not None
     # The engine has no other way to replay a step without its sampling.
-    step = steps._captured[1, 1 + drafts]
-    return {"verify": step.verifying, "draft": step.drafting[drafts]}
+    sizes = 1, 1 + drafts
+    return {"verify": steps._verifying[sizes], "draft": steps._drafting[*sizes, drafts]}
 
 
 def microseconds(graph: Any) -> float:

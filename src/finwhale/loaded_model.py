@@ -13,7 +13,7 @@ from finwhale.chat.answer_grammar import tools_matcher
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.output import OutputParser, new_gate
 from finwhale.chat.stop_strings import find_stop
-from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
+from finwhale.chat.template import ChatPrompt, ChatTemplate, check_tools
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.generation_config import sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory
@@ -28,7 +28,6 @@ from finwhale.engine.loop.request_checks import new_matcher
 from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.plan.sampling import TokenMatcher
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.models.weight_sources import Weights
 from finwhale.options import similar
@@ -235,7 +234,7 @@ class LoadedModel:
         several = as_conversations(messages)
         given = as_params(sampling_params, len(several))
         template = self.chat_template()
-        options = ChatOptions(thinking=thinking, tools=tools)
+        check_tools(tools)
         after = template.end_of_thinking if thinking else None
         held = bool(tools) and self._engine.config.tool_grammar == "auto"
         of_tools = cache(
@@ -249,7 +248,7 @@ class LoadedModel:
             prompt: ChatPrompt | None = None
             params = params.with_defaults(self._defaults)
             try:
-                prompt = template.render(conversation, options)
+                prompt = template.render(conversation, thinking=thinking, tools=tools)
                 matcher = new_matcher(params, self._engine.tokenizer)
                 if matcher is None and (compiled := of_tools()) is not None:
                     matcher = compiled.for_request()
@@ -346,18 +345,7 @@ def open_engine(
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
-    model_config, weights = _find_weights(config, directory, progress)
-    tokenizer = Tokenizer.find(directory)
-    return start_engine(config, model_config, weights, tokenizer, placement)
-
-
-def _find_weights(
-    config: EngineConfig, directory: Path, progress: Progress | None
-) -> tuple[ModelConfig, Weights]:
-    """The configuration of a checkpoint and its weights."""
-    if config.load_format == "dummy":
-        model_config = parse_config(read_config(directory))
-        return model_config, Weights(model_config, progress=progress)
-    checkpoint = Checkpoint.open(directory)
-    model_config = parse_config(checkpoint.config)
-    return model_config, Weights(model_config, checkpoint, progress)
+    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
+    model_config = parse_config(read_config(directory) if checkpoint is None else checkpoint.config)
+    weights = Weights(model_config, checkpoint, progress)
+    return start_engine(config, model_config, weights, Tokenizer.find(directory), placement)

@@ -4,17 +4,14 @@ import torch
 from torch import Tensor
 
 
-class _Memory:
-    """Describes a tensor's memory to torch, so that another tensor shares it without owning it."""
+class DeviceMemory:
+    """Lets torch see a GPU's memory as a tensor, which keeps this object alive."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        last = sum(
-            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+    def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": ((last + 1) * tensor.itemsize,),
+            "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
+            "data": (address, False),
             "version": 3,
         }
 
@@ -23,5 +20,7 @@ def non_owning_view(tensor: Tensor) -> Tensor:
     """A view of a GPU's tensor that does not own its memory: the caller must keep it as long."""
     if not tensor.numel():
         return tensor
-    data = torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = DeviceMemory(tensor.data_ptr(), (last + 1) * tensor.itemsize)
+    data = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
     return data.as_strided(tensor.shape, tensor.stride())

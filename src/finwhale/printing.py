@@ -21,17 +21,23 @@ def print_table(
     rows: Iterable[Sequence[object]],
     *,
     num_texts: int = 1,
+    last: Sequence[object] = (),
+    show_header: bool = True,
 ) -> None:
     """Print a table whose first columns are texts, and whose other columns are numbers.
 
     Args:
         num_texts: number of columns of texts.
+        last: a row of sums, which a line separates from the others; empty: there is none.
     """
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", show_header=show_header)
     for column in columns[:num_texts]:
         table.add_column(column, overflow="fold")
     for column in columns[num_texts:]:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*map(str, row))
+    if last:
+        table.add_section()
+        table.add_row(*map(str, last))
     console.print(table)

@@ -55,8 +55,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
     rank = collectives.rank
     if rank.size > 1 and config.whole_attention:
         rank = replace(rank, whole_attention=True)
-    platform = Platform.cpu()
-    ops = load_ops(platform, reference=config.reference)
+    ops = load_ops(Platform.cpu(), reference=config.reference)
     rounded = config.activations == "as-trained"
     source = WeightSource(checkpoint, architecture.weight_specs(model_config, rank))
     form = WeightForm(
@@ -91,9 +90,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         drafts=bool(config.draft_tokens),
     )
     runner = ModelRunner(
-        platform=platform,
         device=CPU,
-        dtype=torch.float32,
         ops=ops,
         groups=groups,
         model=model,
@@ -106,20 +103,13 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         runner.drafter = Drafter(model.draft_head, model.sample, runner.cache, CPU)
     description = RankDescription(
         device="cpu",
-        num_ranks=1,
         asynchronous=False,
-        needs_warm_up=False,
         groups=groups,
         num_pages=plan.num_pages,
         max_model_len=longest,
         sizes=sizes,
         can_draft=runner.drafter is not None,
-        device_drafts=None,
         memory=MemoryUse(weights=0, workspace=0, cache=plan.total_bytes),
-        kernels=0,
-        compiled_kernels=0,
-        compiled_layers=0,
-        start_seconds={},
     )
     tokenizer = Tokenizer.open(path) if (path / "tokenizer.json").exists() else None
     executor = LocalExecutor(runner, Builds(), description)

@@ -147,7 +147,7 @@ class RunTwice:
         step, after = self.verifications.step, self.pages()
         assert step is not None
         count = len(logits)
-        found = [logits.clone(), step.streams[:count].clone()]
+        found = [logits.clone(), step.out[1][:count].clone()]
         found += [step.inputs.token_ids.clone(), step.inputs.tokens.positions.clone()]
         self.restore(before)
         assert plan.draft is not None

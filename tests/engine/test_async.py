@@ -35,8 +35,8 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch, log: list[str] | None 
     """What is brought to the host is rubbish until somebody waits for it."""
 
     class Late(host_transfer.Transfer):
-        def __init__(self, tensors: Sequence[Tensor], stream: Any) -> None:
-            super().__init__(tensors, stream)
+        def __init__(self, tensors: Sequence[Tensor]) -> None:
+            super().__init__(tensors)
             self.real = [tensor.clone() for tensor in tensors]
             self._host = [torch.full_like(tensor, 7) for tensor in tensors]
 
@@ -47,11 +47,7 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch, log: list[str] | None 
                 host.copy_(real)
             return self._host
 
-    class Slow(host_transfer.Receiver):
-        def begin(self, tensors: Sequence[Tensor]) -> host_transfer.Transfer:
-            return Late(tensors, None)
-
-    monkeypatch.setattr(engine.executor, "receiver", Slow(torch.device("cpu")))
+    monkeypatch.setattr(engine.executor, "transfer", Late)
     if log is not None:
         logits = first_rank(engine.executor).runner.logits
 

@@ -305,15 +305,15 @@ def test_durations_are_counted_in_their_buckets() -> None:
     meter.record_step([one, other], 11.0)
     meter.record_step([one, other], 11.04)
     meter.record_step([one], 11.1)
-    first = meter.time_to_first_token.read()
+    first = meter.time_to_first_token
     assert first.count == 2 and first.total == pytest.approx(1.5)
     assert first.counts[BOUNDS.index(0.5)] == 1 and first.counts[BOUNDS.index(1.0)] == 1
-    between = meter.time_between_tokens.read()
+    between = meter.time_between_tokens
     assert between.count == 3 and between.counts[BOUNDS.index(0.05)] == 2
     assert between.counts[BOUNDS.index(0.075)] == 1
     meter.record_end("length", one, 3)
     meter.record_end("stop", other, 1)
-    mean = meter.time_per_output_token.read()
+    mean = meter.time_per_output_token
     assert mean.count == 1 and mean.total == pytest.approx(0.05)
 
 
@@ -322,7 +322,7 @@ def test_tokens_of_one_verification_share_its_time() -> None:
     for now, count in ((11.0, 2), (11.6, 3), (11.9, 0)):
         clock.tick(now)
         meter.record_tokens(clock, count)
-    first, between = meter.time_to_first_token.read(), meter.time_between_tokens.read()
+    first, between = meter.time_to_first_token, meter.time_between_tokens
     assert first.count == 1 and first.total == pytest.approx(1.0)
     assert between.count == 1 + 3 and between.total == pytest.approx(0.6)
     assert between.counts[0] == 1 and between.counts[BOUNDS.index(0.25)] == 3

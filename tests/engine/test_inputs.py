@@ -179,7 +179,7 @@ def test_a_replay_bounds_every_input_that_was_recorded() -> None:
     seen: list[Any] = []
     recorded = (divided, divided, inputs)
     parts: list[Any] = [(lambda *args: seen.append(args), (arg, 3), {}) for arg in recorded]
-    Captured(inputs, parts, torch.empty(0)).replay(lambda inputs: inputs.bounded(70, 5))
+    Captured(inputs, torch.empty(0), parts).replay(lambda inputs: inputs.bounded(70, 5))
     assert seen[0][0] is seen[1][0]  # layers share the results of a step
     for (found, other), own in zip(seen, recorded, strict=True):
         assert other == 3 and found.token_ids is own.token_ids and found.tables is own.tables

@@ -15,7 +15,7 @@ from finwhale.engine.plan.step_plan import SlotAdmission
 from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 from finwhale.engine.steps.draft_noise import StaticDraftNoise, choose_drafts
 from finwhale.engine.steps.executor import StepTransfer, token_parts
-from finwhale.engine.steps.host_transfer import Receiver
+from finwhale.engine.steps.host_transfer import Transfer
 from finwhale.engine.steps.inputs import NO_STEP
 from finwhale.engine.steps.sampler import Sampler as RankSampler
 from finwhale.engine.steps.sampler import draw_arrays
@@ -40,7 +40,7 @@ class Sampler:
     """The engine's side of sampling and a rank's, one step at a time."""
 
     def __init__(self, sample: Sample, vocab_size: int = VOCAB_SIZE) -> None:
-        self.rank, self.receiver = RankSampler(sample, vocab_size), Receiver(torch.device("cpu"))
+        self.rank = RankSampler(sample, vocab_size)
         self.reader = TokenReader()
         self.sequences: dict[Hashable, SequenceState] = {}
         self.slots = 0
@@ -78,7 +78,7 @@ class Sampler:
         if not plan.slots:
             return []
         sampled = self.rank.sample(plan, logits)
-        result = StepTransfer(NO_STEP, self.receiver.begin(token_parts(sampled))).wait()
+        result = StepTransfer(NO_STEP, Transfer(token_parts(sampled))).wait()
         tokens = self.reader.read(result, sequences, histories)
         for sequence, history, token in zip(sequences, histories, tokens, strict=True):
             if token.error is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finwhale.chat.template import ChatOptions, ProtocolName, _convert, convert
+from finwhale.chat.template import ProtocolName, _convert, convert
 
 Fields = dict[str, Any]
 ASKED = [{"role": "user", "content": "x"}]
@@ -55,7 +55,7 @@ def test_no_schema_costs_more_than_its_size(make: Callable[[], Fields]) -> None:
     for protocol, body in ways:
         child = partial(convert, protocol, body, default_thinking=False)
         assert in_a_child(child) == 0, (protocol, body.keys())
-    assert in_a_child(lambda: _convert(ASKED, ChatOptions(tools=[tool]))) == 0
+    assert in_a_child(lambda: _convert(ASKED, True, [tool])) == 0
 
 
 def in_a_child(work: Callable[[], object]) -> int:

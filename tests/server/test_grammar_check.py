@@ -123,7 +123,6 @@ def test_a_grammar_is_tried_once() -> None:
         for _ in range(2):
             with pytest.raises(GrammarError, match="not valid"):
                 await checker.check(bad)
-        await checker.check(None)
         assert counts.results == ["passed", "known"] and len(counts.trials) == 2
 
     with_checker(work)

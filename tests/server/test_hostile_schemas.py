@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from finwhale.chat.template import ChatOptions, _convert
+from finwhale.chat.template import _convert
 from finwhale.errors import RequestError
 
 from .attacks import MODEL, Target, ask, honest_client
@@ -162,10 +162,8 @@ def test_no_schema_ends_the_server(
     assert not seen.failures, seen.failures[:3]
     function = {"name": "f", "parameters": schema}
     with contextlib.suppress(RequestError):
-        _convert(
-            [{"role": "user", "content": "x"}],
-            ChatOptions(tools=[{"type": "function", "function": function}]),
-        )
+        tool = {"type": "function", "function": function}
+        _convert([{"role": "user", "content": "x"}], thinking=True, tools=[tool])
 
 
 def batch(target: Target, schema: Fields) -> None:

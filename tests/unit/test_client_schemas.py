@@ -8,7 +8,6 @@ import pytest
 
 from finwhale.chat.template import (
     REQUEST_KINDS,
-    ChatOptions,
     ProtocolName,
     _convert,
     convert,
@@ -101,11 +100,11 @@ def test_nesting() -> None:
     for _ in range(70):
         deep = {"type": "object", "properties": deep}
     with pytest.raises(RequestError, match="nested deeper than 64"):
-        _convert(ASKED, ChatOptions(tools=[function(parameters=deep)]))
+        _convert(ASKED, True, [function(parameters=deep)])
 
 
 @pytest.mark.parametrize("kind", [None, "string", ["object"]])
 def test_a_tool_s_schema_is_of_an_object(kind: object) -> None:
     tool = function(parameters={"type": kind, "properties": {}})
     with pytest.raises(RequestError, match=r"Invalid schema for function 'f': .*type: "):
-        _convert(ASKED, ChatOptions(tools=[tool]))
+        _convert(ASKED, True, [tool])

@@ -207,7 +207,9 @@ def test_a_benchmark_writes_no_checkpoint_that_does_not_fit(
     args = Namespace(model=None, zeros=False)
     monkeypatch.setattr(load, "check_host_memory", lambda num_bytes: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
-    with pytest.raises(ResourceError, match=r"random weights takes [\d.]+ GB, and .* has 1.0 GB"):
+    with pytest.raises(
+        ResourceError, match=r"random weights take [\d.]+ GB, and 1.0 GB of .* are free"
+    ):
         load._check_room(args, config, tmp_path, ["cpu"])
     args.model = str(tmp_path)  # nothing is to be written
     load._check_room(args, config, tmp_path, ["cpu"])

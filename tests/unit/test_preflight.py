@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finwhale.bench import cpu, ops, preflight
+from finwhale.bench import arguments, cpu, ops
 from finwhale.bench.arguments import new_parser
 from finwhale.cli import bench
 from finwhale.errors import ResourceError
@@ -22,7 +22,7 @@ GB = 10**9
 def test_a_record_that_cannot_be_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert preflight.record_path(f"{tmp_path}/a/b/runs.jsonl").name == "runs.jsonl"
+    assert arguments.record_path(f"{tmp_path}/a/b/runs.jsonl").name == "runs.jsonl"
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").touch()
     for wrong, reason in (
@@ -34,11 +34,11 @@ def test_a_record_that_cannot_be_written_is_refused(
         assert reason in capsys.readouterr().err
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(argparse.ArgumentTypeError, match="cannot be written: permission denied"):
-        preflight.record_path(f"{tmp_path}/file")
+        arguments.record_path(f"{tmp_path}/file")
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with pytest.raises(argparse.ArgumentTypeError, match=r"the disk of .* is full"):
-        preflight.record_path(f"{tmp_path}/file")
+        arguments.record_path(f"{tmp_path}/file")
 
 
 def test_bench_cpu_checks_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,20 +49,16 @@ def test_bench_cpu_checks_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> No
         cpu._check_room(config, num_engines=2)
     monkeypatch.setattr(memory, lambda: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GB))
-    with pytest.raises(ResourceError, match=r"the model in float32 takes 3\d.\d GB, and .* 1.0 GB"):
+    with pytest.raises(ResourceError, match=r"in float32 take 3\d.\d GB, and 1.0 GB of "):
         cpu._check_room(config, num_engines=2)
 
 
-def test_bench_ops_checks_the_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_that_bench_ops_needs() -> None:
     args = argparse.Namespace(operators=[], batches=[1, 8192], context=8192)
     needed = ops.least_bytes(CONFIGS["flash"], ModelDraw("cpu"), args)
     assert 2 * GB < needed < 20 * GB
     args.operators = ["rms_norm"]
     assert ops.least_bytes(CONFIGS["flash"], ModelDraw("cpu"), args) < GB
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (GB, 80 * GB))
-    preflight.check_gpu_memory(GB, "a case", "x")
-    with pytest.raises(ResourceError, match=r"takes 2.0 GB, and the GPU has 1.0 GB free: do less"):
-        preflight.check_gpu_memory(2 * GB, "a case", "do less")
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background"])

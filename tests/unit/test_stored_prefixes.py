@@ -440,3 +440,36 @@ def test_random_traffic(data: st.DataObject) -> None:
         loaded += transfers.loaded
         assert_empty(scheduler)
     event(f"loaded: {loaded > 0}")
+
+
+def test_agents_whose_prompts_do_not_fit_the_cache() -> None:
+    """64 sessions in turn, with room for 5% of their blocks; then the same after a restart.
+
+    What is loaded for one must not be evicted for another before it is used.
+    """
+    draw, contents = random.Random(0), Contents()
+    sessions = [text(1100, 100 + n) for n in range(64)]
+    reusable, reused = [0, 0], [0, 0]
+    for restart in range(2):
+        scheduler = make_scheduler(0, 4, 600, 32, moving_states=MOVING_STATES, prefix_salt="salt")
+        driver, _ = with_store(scheduler, contents, pace=0.3)
+        for turn in range(2):
+            for first in range(0, 64, 8):
+                asked = []
+                for n in range(first, first + 8):
+                    known = max(0, len(sessions[n]) - 1) // 256 * 256 if turn + restart else 0
+                    sessions[n] = [
+                        *sessions[n],
+                        *text(draw.randint(200, 500), draw.randrange(10**9)),
+                    ]
+                    sequence = make_sequence(f"{restart} {turn} {n}", sessions[n], 20)
+                    driver.add(sequence)
+                    asked.append((n, known, sequence))
+                driver.run()
+                for n, known, sequence in asked:
+                    sessions[n] = list(sequence.token_ids)
+                    reusable[restart] += known
+                    reused[restart] += min(known, sequence.num_cached or 0)
+        settle(driver)
+        assert_empty(scheduler)
+    assert min(a / b for a, b in zip(reused, reusable, strict=True)) >= 0.97

@@ -1,13 +1,18 @@
 """Command-line arguments that several benchmarks share."""
 
 import argparse
+import os
+import shutil
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
-from finwhale.bench.preflight import record_path
 from finwhale.bench.record import RESULTS
 from finwhale.config import EngineConfig
 from finwhale.options import Parser, add_options, options_of
+from finwhale.platform import existing_folder
+
+RECORD_BYTES = 10 * 2**20  # The largest record of this repository has 60 kB.
 
 
 def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentParser:
@@ -29,6 +34,21 @@ def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentPars
         help=f"append the results to this JSONL file, for example {RESULTS / record}",
     )
     return parser
+
+
+def record_path(text: str) -> Path:
+    """The file of --record. Raises ArgumentTypeError if no record can be appended to it."""
+    path = Path(text)
+    folder = existing_folder(path.absolute().parent)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a directory, not a file")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{folder} is not a directory")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: permission denied")
+    if shutil.disk_usage(folder).free < RECORD_BYTES:
+        raise argparse.ArgumentTypeError(f"the disk of {folder} is full")
+    return path
 
 
 def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:

@@ -19,14 +19,13 @@ import torch
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.floors import weight_sums
-from finwhale.bench.preflight import check_disk
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.config import Activations
-from finwhale.engine.ranks.memory_checks import check_host_memory
+from finwhale.engine.ranks.memory_checks import check_disk, check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.llm import LLM
 from finwhale.models.deepseek_v4.architecture import weight_bytes
@@ -302,7 +301,7 @@ def _check_room(config: DeepseekV4Config, num_engines: int) -> None:
     twin = weight_bytes(config, torch.float32, load_ops(Platform.cpu()))
     check_host_memory((1 + num_engines) * twin)  # transformers' model and Finwhale's
     remedy = "set TMPDIR to a folder on a larger disk"
-    check_disk(Path(tempfile.gettempdir()), twin, "the model in float32", remedy)
+    check_disk(tempfile.gettempdir(), twin, "the weights in float32", remedy)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from finwhale.bench.arguments import add_sizes, new_parser
-from finwhale.bench.preflight import check_disk
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.reader import Checkpoint
@@ -38,7 +37,7 @@ from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import Answer, Opened
 from finwhale.distributed.workers import SpawnedProcesses, Workers
 from finwhale.engine.ranks.devices import choose_device, choose_devices
-from finwhale.engine.ranks.memory_checks import check_host_memory
+from finwhale.engine.ranks.memory_checks import check_disk, check_host_memory
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.config_json import config_of
@@ -227,7 +226,7 @@ def _check_room(
         check_host_memory(int(stored), "the page cache, which holds all files,", remedy)
     elif args.model is None:
         remedy = "set TMPDIR to a folder on a larger disk, or use fewer --layers"
-        check_disk(directory, stored, "the checkpoint of random weights", remedy)
+        check_disk(directory, stored, "random weights", remedy)
 
 
 def measure(args: argparse.Namespace, config: DeepseekV4Config, loaders: Loaders) -> dict[str, Any]:

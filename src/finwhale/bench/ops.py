@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from finwhale.bench.arguments import new_parser
-from finwhale.bench.preflight import check_gpu_memory
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, warm_up
+from finwhale.engine.ranks.memory_checks import check_room
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import CONFIGS, READ_RATE, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
@@ -169,7 +169,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--batches and --context must be at least 1")
     sizes = CONFIGS[args.config].of_rank(args.tensor_parallel_size)
     needed = least_bytes(sizes, ModelDraw("cuda"), args)
-    check_gpu_memory(needed, "the largest case", "choose other --operators or smaller --batches")
+    free, _ = torch.cuda.mem_get_info()
+    remedy = "choose other --operators or smaller --batches"
+    check_room(needed, free, "the tensors of the largest case", "the GPU are free", remedy)
     ops = load_ops(PLATFORMS[args.table], batch_invariant=args.batch_invariant)
     with torch.inference_mode():
         lines = run_timing(sizes, ops, args.operators, args.batches, args.context)

@@ -127,20 +127,12 @@ def stub_executor(
     )
     description = RankDescription(
         device="cpu",
-        num_ranks=1,
         asynchronous=True,
-        needs_warm_up=False,
         groups=groups,
         num_pages=plan.num_pages,
         max_model_len=max_len,
         sizes=sizes,
-        can_draft=False,
-        device_drafts=None,
         memory=MemoryUse(weights=0, workspace=0, cache=plan.total_bytes),
-        kernels=0,
-        compiled_kernels=0,
-        compiled_layers=0,
-        start_seconds={},
     )
     runner: Any = StubRunner(model_config, groups, max_len, sizes.num_seqs)
     return LocalExecutor(runner, Builds(), description)

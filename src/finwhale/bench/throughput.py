@@ -10,7 +10,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -25,18 +24,6 @@ from finwhale.request import RequestOutput
 # Number of steps between two other requests of each kind, and the tokens that each one generates.
 LONG_EVERY, PREFIX_EVERY, ABORT_EVERY = 64, 16, 32
 OTHER_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Requests that arrive together, all with the same number of tokens."""
-
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.requests} requests of {self.prompt_tokens} in, {self.output_tokens} out"
 
 
 class OtherRequests:
@@ -84,14 +71,20 @@ class OtherRequests:
 
 
 def serve(
-    engine: Engine, draw: np.random.Generator, load: EngineLoad, long_prompt: int | None = None
+    engine: Engine,
+    draw: np.random.Generator,
+    shape: tuple[int, int],
+    output_tokens: int,
+    long_prompt: int | None = None,
 ) -> dict[str, Any]:
-    """Run a load to its end, and measure it. `long_prompt` is the number of tokens of other
-    requests' long prompts; None: there are no other requests.
+    """Run requests that arrive together to their ends, and measure them.
+
+    Args:
+        shape: number of requests, and of tokens of each prompt.
+        long_prompt: number of tokens of other requests' long prompts; None: there are no others.
     """
-    shape = load.requests, load.prompt_tokens
     prompts = draw.integers(engine.model_config.vocab_size, size=shape).tolist()
-    results = [begin(engine, prompt, load.output_tokens) for prompt in prompts]
+    results = [begin(engine, prompt, output_tokens) for prompt in prompts]
     others = None if long_prompt is None else OtherRequests(engine, draw, long_prompt, prompts[0])
     last: dict[str, float] = {}
     between: list[float] = []
@@ -115,7 +108,7 @@ def serve(
     slowest = sorted(range(len(times)), key=times.__getitem__)[-3:]
     found: dict[str, Any] = {
         "seconds": round(seconds, 3),
-        "output_tokens_per_s": round(load.requests * load.output_tokens / seconds),
+        "output_tokens_per_s": round(len(prompts) * output_tokens / seconds),
         "step_ms": steps,
         "slowest_over_median": round(steps["max"] / steps["median"], 2),
         "slowest": {str(number): round(times[number], 3) for number in slowest},
@@ -133,19 +126,19 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.output_tokens < 2:
         parser.error("--output-tokens must be at least 2: the time between tokens is measured")
-    load = EngineLoad(args.requests, args.prompt_tokens, args.output_tokens)
-    longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * OTHER_TOKENS
+    shape, made = (args.requests, args.prompt_tokens), args.output_tokens
+    longest = max(args.long_prompt, args.prompt_tokens + made) + 2 * OTHER_TOKENS
     engine, start_s = open_engine(args, longest)
     draw = np.random.default_rng(0)
-    serve(engine, draw, replace(load, output_tokens=max(2, load.output_tokens // 8)))
-    rows = {"alone": serve(engine, draw, load)}
+    serve(engine, draw, shape, max(2, made // 8))
+    rows = {"alone": serve(engine, draw, shape, made)}
     if args.long_prompt:
-        rows["among others"] = serve(engine, draw, load, args.long_prompt)
+        rows["among others"] = serve(engine, draw, shape, made, args.long_prompt)
     late = dict(engine.metrics().late_compilations)
     print(f"started in {start_s} s; kernels compiled since then: {late}")
     found = {
         **measured(args, engine),
-        "load": str(load),
+        "load": f"{args.requests} requests of {args.prompt_tokens} in, {made} out",
         "at_once": engine.sizes.num_seqs,
         "max_num_batched_tokens": engine.sizes.num_tokens,
         "wo_a_input": args.wo_a_input,

@@ -6,7 +6,7 @@ A conversation is a request of one of three chat protocols, or a list of OpenAI-
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
@@ -91,11 +91,12 @@ def convert(
         if protocol == "responses":
             namespaces = request.namespace_tool_map(options)
             echo = _parse(protocol, echo_body or body).echo()
-        found = _converted(protocol, request.convert(options), echo, namespaces)
-        conversation = schemas.put_back(found.conversation)
+        converted = request.convert(options)
+        parsing = converted.parsing_options
+        conversation = schemas.put_back(_continuing(protocol, converted.conversation, parsing))
         if response_schema is not None:
             conversation = changed(conversation, response_schema=response_schema)
-        return replace(found, conversation=conversation)
+        return ProtocolRequest(protocol, converted, conversation, parsing, echo, namespaces)
     except recipe.ConversionError as error:
         raise RequestError(str(error)) from error
     # The body is not JSON (TypeError), is nested too deeply, has lone surrogates (a ValueError) or
@@ -104,32 +105,23 @@ def convert(
         raise RequestError(f"not a valid request: {error}") from error
 
 
-def _converted(
-    protocol: ProtocolName,
-    request: recipe.ConversationRequest,
-    echo: recipe.ResponsesEcho | None = None,
-    namespaces: dict[str, tuple[str, str]] | None = None,
-) -> ProtocolRequest:
-    conversation, parsing = request.conversation, request.parsing_options
+def _continuing(
+    protocol: ProtocolName, conversation: recipe.Conversation, parsing: recipe.ParsingOptions
+) -> recipe.Conversation:
+    """The conversation of a request. In Anthropic's protocol, the answer continues a final turn of
+    the assistant: this sets the initial stage of its `parsing`."""
     last = conversation.messages[-1] if conversation.messages else None
-    # In Anthropic's protocol, a final turn of the assistant is the beginning of the answer.
-    if protocol == "messages" and last and last.role == "assistant" and not last.tool_calls:
-        conversation = _continued(conversation)
-        if conversation.thinking_mode:
-            stages = recipe.ThinkingInitialStage
-            parsing.thinking_initial_stage = (
-                stages.ReasoningContinuation
-                if last.reasoning_content and not last.content
-                else stages.ContentContinuation
-            )
-    return ProtocolRequest(protocol, request, conversation, parsing, echo, namespaces)
-
-
-def _continued(conversation: recipe.Conversation) -> recipe.Conversation:
-    """The conversation, whose last message, an assistant's, the answer continues."""
-    *messages, last = conversation.messages
+    if protocol != "messages" or not last or last.role != "assistant" or last.tool_calls:
+        return conversation
+    if conversation.thinking_mode:
+        stages = recipe.ThinkingInitialStage
+        parsing.thinking_initial_stage = (
+            stages.ReasoningContinuation
+            if last.reasoning_content and not last.content
+            else stages.ContentContinuation
+        )
     prefix = recipe.AssistantMessage(last.content, last.reasoning_content, prefix=True)
-    return changed(conversation, messages=[*messages, prefix])
+    return changed(conversation, messages=[*conversation.messages[:-1], prefix])
 
 
 def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
@@ -154,33 +146,6 @@ def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
         body = {**body, "tools": tools}
     text = json.dumps({**body, "model": _MODEL}, ensure_ascii=False, allow_nan=False)
     return REQUEST_KINDS[protocol](text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """How to ask the model for the next message.
-
-    Attributes:
-        thinking: let the model think before it answers.
-        reasoning_effort: "low", "high", "xhigh" or "max", only with thinking; None: DeepSeek's
-            default ("high"). chat/effort.py says what each level writes into the prompt.
-        tools: function tools that the model may call, as in OpenAI's Chat Completions.
-        tool_choice: "auto", "none", "required" or a named tool, as in Chat Completions.
-        continue_final: continue the last message, which must be an assistant's, as the answer.
-    """
-
-    thinking: bool = True
-    reasoning_effort: str | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str | Mapping[str, Any] | None = None
-    continue_final: bool = False
-
-    def __post_init__(self) -> None:
-        if self.reasoning_effort is not None and not self.thinking:
-            raise RequestError("reasoning_effort needs thinking, which is off")
-        tools: object = self.tools
-        if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
-            raise RequestError(f"tools must be a list of dicts, got {tools!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,21 +184,29 @@ class ChatTemplate:
         """The token that ends the reasoning."""
         return self._tokenizer.added_id(recipe.SpecialToken.ThinkingEnd.default_str())
 
-    def render(self, messages: ChatMessages, options: ChatOptions | None = None) -> ChatPrompt:
+    def render(
+        self,
+        messages: ChatMessages,
+        *,
+        thinking: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> ChatPrompt:
         """The prompt that asks for the next assistant message.
 
         Args:
             messages: dicts with "role" (see ROLES) and "content": a string, or parts of type
                 "text" except in a latest_reminder. An assistant's message may have
                 "reasoning_content" and "tool_calls"; a tool's message has "tool_call_id". Messages
-                may have the fields of Chat Completions (chat/known_fields.py), and no others.
-            options: None: the default options.
+                may have the fields of Chat Completions (chat/known_fields.py), and no others. The
+                answer continues an assistant's last message that has "prefix".
+            thinking: let the model think before it answers.
+            tools: function tools that the model may call, as in OpenAI's Chat Completions.
 
         Raises:
-            RequestError: the messages or the options are not valid, or have unknown fields.
+            RequestError: the messages or the tools are not valid, or have unknown fields.
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
-        return self.encode(_convert(messages, options or ChatOptions()))
+        return self.encode(_convert(messages, thinking, tools))
 
     def encode(
         self, converted: ProtocolRequest, check_text: Callable[[str], None] | None = None
@@ -273,24 +246,25 @@ class ChatTemplate:
         return token_ids + self._tokenizer.encode(text[done:])
 
 
-def _convert(messages: ChatMessages, options: ChatOptions) -> ProtocolRequest:
+def check_tools(tools: object) -> None:
+    """Raises RequestError if tools are not a list of dicts."""
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) for one in tools):
+        raise RequestError(f"tools must be a list of dicts, got {tools!r}")
+
+
+def _convert(
+    messages: ChatMessages, thinking: bool, tools: Sequence[Mapping[str, Any]]
+) -> ProtocolRequest:
+    check_tools(tools)
     body, left_out = readable("chat", {"messages": messages})
     _check(body["messages"])
     if left_out:
         logger.warning("parts of messages were left out", extra={"fields": left_out[:MAX_NAMED]})
-    body |= {"thinking": {"type": "enabled" if options.thinking else "disabled"}, "stream": True}
-    if options.continue_final:
-        if body["messages"][-1]["role"] != "assistant":
-            raise RequestError("continue_final needs an assistant message at the end")
-        body["messages"][-1]["prefix"] = True
-    if options.tools:
-        body["tools"] = [dict(tool) for tool in options.tools]
-    if options.tool_choice is not None:
-        body["tool_choice"] = options.tool_choice
-    if options.reasoning_effort is not None:
-        body["reasoning_effort"] = options.reasoning_effort
+    body |= {"thinking": {"type": "enabled" if thinking else "disabled"}, "stream": True}
+    if tools:
+        body["tools"] = [dict(tool) for tool in tools]
     check_fields(CHAT_FIELDS, {name: body.get(name) for name in CHAT_FIELDS})
-    return convert("chat", body, default_thinking=options.thinking)
+    return convert("chat", body, default_thinking=thinking)
 
 
 def _check(messages: ChatMessages) -> None:

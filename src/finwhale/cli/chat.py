@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 import finwhale
-from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.chat.template import ChatTemplate
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.cli.options import (
     DIM,
@@ -162,7 +162,7 @@ class Conversation:
         Ctrl-C ends the answer, which is kept as it is; a second one raises KeyboardInterrupt.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = self.template.render(messages, ChatOptions(thinking=self.thinking))
+        prompt = self.template.render(messages, thinking=self.thinking)
         parser = self.template.parser(prompt)
         reasoning = False
         fed = 0

@@ -9,7 +9,6 @@ from types import ModuleType
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
@@ -25,6 +24,7 @@ from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import Ops, load_ops
 from finwhale.options import Parser
 from finwhale.platform import Platform
+from finwhale.printing import print_table
 from finwhale.weights.source import Inventory, inventory_report
 
 SHOWN = 10
@@ -46,21 +46,14 @@ def run(argv: Sequence[str]) -> int:
     specs = architecture.weight_specs(config)
     inventory = inventory_report(checkpoint, specs, architecture.ignored_prefixes(config))
     console.print(f"[bold]{checkpoint.path}[/]")
-    console.print(_config_table(architecture.describe(config)))
-    console.print(_tensor_table(checkpoint, specs))
-    console.print(_memory_table(config, architecture))
+    description = architecture.describe(config).items()
+    print_table(console, "model", ("", ""), description, num_texts=2, show_header=False)
+    _print_tensors(console, checkpoint, specs)
+    _print_memory(console, config, architecture)
     _print_ranks(console, config, architecture, inventory)
     if args.tensors:
-        console.print(_all_tensors(checkpoint))
+        _print_all_tensors(console, checkpoint)
     return _print_verdict(console, inventory)
-
-
-def _table(title: str, *columns: str, numbers: int = 0) -> Table:
-    """A table whose last `numbers` columns are right-aligned."""
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i >= len(columns) - numbers else "left")
-    return table
 
 
 def _size(num_bytes: float) -> str:
@@ -71,15 +64,9 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1024**power:,.2f} {units[power - 1]}"
 
 
-def _config_table(rows: dict[str, str]) -> Table:
-    table = _table("model", "", "")
-    table.show_header = False
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
-
-
-def _tensor_table(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> Table:
+def _print_tensors(
+    console: Console, checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]
+) -> None:
     parts = {name: spec.part for spec in specs.values() for name in (spec.name, spec.scale_name)}
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for info in checkpoint.tensors.values():
@@ -87,35 +74,25 @@ def _tensor_table(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> Ta
         entry = groups[part, str(info.dtype).removeprefix("torch.")]
         entry[0] += 1
         entry[1] += info.num_bytes
-    table = _table("tensors", "part", "dtype", "tensors", "bytes", numbers=2)
     # Parts in order of first appearance, with the dtypes of one part together.
     order = list(dict.fromkeys(part for part, _ in groups))
-    for (part, dtype), (count, num_bytes) in sorted(
-        groups.items(), key=lambda item: order.index(item[0][0])
-    ):
-        table.add_row(part, dtype, f"{count:,}", _size(num_bytes))
-    table.add_section()
-    files = len(checkpoint.shards())
-    table.add_row(
-        f"{files} file{'s' * (files > 1)}",
-        "",
-        f"{len(checkpoint.tensors):,}",
-        _size(checkpoint.total_bytes),
-    )
-    return table
+    found = sorted(groups.items(), key=lambda item: order.index(item[0][0]))
+    rows = [(*names, f"{count:,}", _size(num_bytes)) for names, (count, num_bytes) in found]
+    files, count = len(checkpoint.shards()), f"{len(checkpoint.tensors):,}"
+    last = f"{files} file{'s' * (files > 1)}", "", count, _size(checkpoint.total_bytes)
+    columns = ("part", "dtype", "tensors", "bytes")
+    print_table(console, "tensors", columns, rows, num_texts=2, last=last)
 
 
-def _memory_table(config: ModelConfig, architecture: ModuleType) -> Table:
+def _print_memory(console: Console, config: ModelConfig, architecture: ModuleType) -> None:
     """Memory with values in two dtypes, and packed in FP8 and FP4 as on a Hopper GPU."""
-    names = ("float32", "bfloat16", "packed")
-    table = _table("memory needed, with weights and cache in", "", *names, numbers=3)
     forms = _forms()
     weights = [architecture.weight_bytes(config, *form) for form in forms]
-    table.add_row("weights", *map(_size, weights))
+    rows = {"weights": weights}
     if config.max_draft_tokens:
         without = [architecture.weight_bytes(config.without_draft_head(), *f) for f in forms]
         head = [both - rest for both, rest in zip(weights, without, strict=True)]
-        table.add_row("of which the draft head", *map(_size, head))
+        rows["of which the draft head"] = head
     groups = architecture.cache_groups(config)
 
     def token_bytes(group: CacheGroup, dtype: torch.dtype, ops: Ops) -> float:
@@ -124,13 +101,14 @@ def _memory_table(config: ModelConfig, architecture: ModuleType) -> Table:
         )
 
     per_token = [sum(token_bytes(g, *form) for g in groups if g.keep is None) for form in forms]
-    table.add_row("cache, each token", *map(_size, per_token))
+    rows["cache, each token"] = per_token
     # A sequence also holds up to as many tokens as each of the other groups keeps.
     state = [sum(sum(g.keep) * token_bytes(g, *form) for g in groups if g.keep) for form in forms]
-    table.add_row("cache, each sequence", *map(_size, state))
-    full = [per * config.max_position_embeddings for per in per_token]
-    table.add_row("cache, one full context", *map(_size, full))
-    return table
+    rows["cache, each sequence"] = state
+    rows["cache, one full context"] = [c * config.max_position_embeddings for c in per_token]
+    title = "memory needed, with weights and cache in"
+    cells = ((name, *map(_size, sizes)) for name, sizes in rows.items())
+    print_table(console, title, ("", "float32", "bfloat16", "packed"), cells)
 
 
 def _forms() -> tuple[tuple[torch.dtype, Ops], ...]:
@@ -154,7 +132,7 @@ def _print_ranks(
         gpus[f"this {here.name}"] = here.total_memory
     share = EngineConfig().gpu_memory_utilization
     columns = ("GPUs", "weights of each", *(f"tokens on {name}" for name in gpus))
-    table = _table("context that fits on several GPUs", *columns, numbers=1 + len(gpus))
+    rows: list[tuple[str, ...]] = []
     refusals: list[FinwhaleError] = []
     added: list[int] = []
     for size in RANK_COUNTS:
@@ -162,7 +140,7 @@ def _print_ranks(
             part = architecture.rank_config(config, size, round_activations=True)
         except FinwhaleError as error:
             refusals.append(error)
-            table.add_row(str(size), "cannot divide it")
+            rows.append((str(size), "cannot divide it"))
             continue
         is_packed = not architecture.kernel_obstacles(part, inventory.storages)
         dtype, ops = _forms()[2 if is_packed else 1]
@@ -175,8 +153,8 @@ def _print_ranks(
                     left[i] -= whole
                     added.append(whole)
         tokens = [_capacity_tokens(config, architecture, dtype, ops, size, room) for room in left]
-        table.add_row(str(size), _size(weights), *(f"{n:,}" if n else "no room" for n in tokens))
-    console.print(table)
+        rows.append((str(size), _size(weights), *(f"{n:,}" if n else "no room" for n in tokens)))
+    print_table(console, "context that fits on several GPUs", columns, rows)
     console.print(
         f"tokens of all sequences together, about: with {share:.0%} of the memory in use, of which "
         f"{_size(WORKSPACE_BYTES)} for workspace",
@@ -218,12 +196,12 @@ def _capacity_tokens(
         return 0
 
 
-def _all_tensors(checkpoint: Checkpoint) -> Table:
-    table = _table("every tensor", "name", "dtype", "shape", "file")
-    for info in checkpoint.tensors.values():
-        shape = " x ".join(map(str, info.shape))
-        table.add_row(info.name, str(info.dtype).removeprefix("torch."), shape, info.file)
-    return table
+def _print_all_tensors(console: Console, checkpoint: Checkpoint) -> None:
+    rows = (
+        (i.name, str(i.dtype).removeprefix("torch."), " x ".join(map(str, i.shape)), i.file)
+        for i in checkpoint.tensors.values()
+    )
+    print_table(console, "every tensor", ("name", "dtype", "shape", "file"), rows, num_texts=4)
 
 
 def _print_verdict(console: Console, inventory: Inventory) -> int:

@@ -44,9 +44,6 @@ class Use:
         self.tokens = min(per_minute, self.tokens + (now - self._seen) * per_minute / 60)
         self._seen = now
 
-    def spend(self, num_tokens: int) -> None:
-        self.tokens -= num_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:

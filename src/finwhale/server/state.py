@@ -81,7 +81,8 @@ class ServerState:
         self.turn = asyncio.Lock()  # of the large answers (`in_turns`)
         self.only_batches = False  # whether the engine has no other requests
         self.batch_sequences = Room(lambda: self.max_batch_sequences)
-        client.observer = self.metrics
+        client.on_step = self.metrics.step
+        client.on_compiled = self.metrics.compile_seconds.observe
 
     @property
     def model_name(self) -> str:
@@ -274,7 +275,7 @@ class ServerState:
             log.params = params
             log.prompt_tokens = sum(map(len, prompts))
             if log.key is not None:
-                log.key.use.spend(log.prompt_tokens)
+                log.key.use.tokens -= log.prompt_tokens
             self.metrics.begin(log)
             timer = asyncio.get_running_loop().call_later(self.time_left_s(log), generation.expire)
             try:

@@ -15,12 +15,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.launching import Launcher
 from finwhale.engine.loop.metrics import EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.outputs import Outputs
-from finwhale.engine.loop.request_checks import (
-    checked_prompt,
-    end_tokens,
-    new_filter,
-    new_matcher,
-)
+from finwhale.engine.loop.request_checks import checked_prompt, end_tokens, new_filter, new_matcher
 from finwhale.engine.loop.results import Results
 from finwhale.engine.loop.step_loop import StepLoop
 from finwhale.engine.loop.watchdog import Watchdog

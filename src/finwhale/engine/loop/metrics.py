@@ -2,10 +2,9 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
-from copy import copy
-from dataclasses import InitVar, asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 
 from finwhale.engine.plan.executor import RankState
 from finwhale.engine.plan.prefix_store import StoreCounts
@@ -19,23 +18,25 @@ BOUNDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Histogram:
     """A histogram of times.
 
     Attributes:
-        bounds: upper bounds in seconds of all buckets but the last.
-        counts: number of times in each bucket; it has one more element than bounds.
+        counts: number of times in each bucket, of which all but the last end at one of BOUNDS.
         total: sum of all times in seconds.
     """
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    total: float = 0.0
 
     @property
     def count(self) -> int:
         return sum(self.counts)
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += times
+        self.total += seconds * times
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ class EngineMetrics:
     evicted_blocks: int
     preemptions: int
     endings: Mapping[FinishReason, int]
-    drafts_proposed: tuple[int, ...]
-    drafts_accepted: tuple[int, ...]
+    drafts_proposed: Sequence[int]
+    drafts_accepted: Sequence[int]
     verifications: int
     draft_tokens: int
     time_of_verification: Histogram
@@ -121,21 +122,6 @@ class EngineMetrics:
         if not self.verifications:
             return 0.0
         return 1 + sum(self.drafts_accepted) / self.verifications
-
-
-class Timer:
-    """A histogram of durations in seconds."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(BOUNDS) + 1)
-        self._total = 0.0
-
-    def add(self, seconds: float, times: int = 1) -> None:
-        self._counts[bisect_left(BOUNDS, seconds)] += times
-        self._total += seconds * times
-
-    def read(self) -> Histogram:
-        return Histogram(BOUNDS, tuple(self._counts), self._total)
 
 
 @dataclass(slots=True)
@@ -176,11 +162,11 @@ class Meter:
     drafts_proposed: list[int] = field(init=False)
     drafts_accepted: list[int] = field(init=False)
     verifications: int = 0
-    time_of_verification: Timer = field(default_factory=Timer)
-    time_of_draft: Timer = field(default_factory=Timer)
-    time_to_first_token: Timer = field(default_factory=Timer)
-    time_between_tokens: Timer = field(default_factory=Timer)
-    time_per_output_token: Timer = field(default_factory=Timer)
+    time_of_verification: Histogram = field(default_factory=Histogram)
+    time_of_draft: Histogram = field(default_factory=Histogram)
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    time_between_tokens: Histogram = field(default_factory=Histogram)
+    time_per_output_token: Histogram = field(default_factory=Histogram)
 
     def __post_init__(self, max_draft_tokens: int) -> None:
         self.drafts_proposed = [0] * max_draft_tokens
@@ -234,10 +220,7 @@ class Meter:
 
 
 def read_metrics(
-    scheduler: Scheduler,
-    meter: Meter,
-    step_seconds: float,
-    ranks: tuple[RankState, ...],
+    scheduler: Scheduler, meter: Meter, step_seconds: float, ranks: tuple[RankState, ...]
 ) -> EngineMetrics:
     """Read the current state and the counters.
 
@@ -259,18 +242,11 @@ def read_metrics(
         },
         idle_blocks=0 if prefix is None else prefix.num_idle,
         evicted_blocks=0 if prefix is None else prefix.num_evicted,
-        store=None if stored is None else copy(stored.counts),
+        store=None if stored is None else replace(stored.counts),
         store_off="" if stored is None else stored.off,
         draft_tokens=scheduler.drafting.draft_tokens,
         late_compilations=late,
         ranks=ranks,
         **asdict(scheduler.counts),
-        **{one.name: _read(getattr(meter, one.name)) for one in fields(meter)},
+        **{one.name: deepcopy(getattr(meter, one.name)) for one in fields(meter)},
     )
-
-
-def _read(counter: Any) -> Any:
-    """The value of a counter, which does not change with it."""
-    if isinstance(counter, Timer):
-        return counter.read()
-    return tuple(counter) if isinstance(counter, list) else copy(counter)

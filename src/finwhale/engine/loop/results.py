@@ -178,10 +178,7 @@ class TokenReader:
         self._plain = _PlainTokens()
 
     def read(
-        self,
-        result: StepResult,
-        sequences: Sequence[SequenceState],
-        histories: Sequence[History],
+        self, result: StepResult, sequences: Sequence[SequenceState], histories: Sequence[History]
     ) -> list[SampledToken]:
         """Return the sampled token of each row.
 

@@ -68,6 +68,8 @@ class Admission:
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that ends while it waits, or that `add` was kept from adding."""
+        if self.stored is not None:
+            self.stored.end_load(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             return
@@ -98,11 +100,17 @@ class Admission:
                 needed += self._num_blocks // WATERMARK + sum(
                     map(self._unallocated_blocks, self._running)
                 )
+            if self.stored is not None:
+                needed += self.stored.reserved_from(sequence)
             if needed > self._pages.free_blocks:
-                assert self._running or self.moves_prefixes
-                return None
+                if self._running or self.moves_prefixes:
+                    return None
+                assert self.stored is not None and self.stored.make_room()
+                continue
             if self._try_load(sequence, known, resumable):
                 continue
+            if self.stored is not None:
+                self.stored.end_load(sequence)
             self.waiting.remove(sequence)
             self._count_passed_over(sequence)
             if self._prefix is not None:
@@ -137,7 +145,8 @@ class Admission:
             return False
         keys = sequence.keys[resumable : sequence.num_reusable // self._block_tokens]
         led = next((i for i, key in enumerate(keys) if key in self._leaders), len(keys))
-        load = self.stored.begin_load(sequence, known, resumable, keys[:led])
+        num_blocks = self._blocks(len(sequence.token_ids))
+        load = self.stored.begin_load(sequence, known, resumable, keys[:led], num_blocks)
         if load is None:
             return False
         self._leaders |= dict.fromkeys(load.keys, load)

@@ -5,7 +5,7 @@ An executor runs plans in this process (ranks/local_executor.py), or in this pro
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from finwhale.engine.plan.step_plan import PageCopy, SamplingPlan, StepPlan
@@ -128,20 +128,20 @@ class RankDescription:
     """
 
     device: str
-    num_ranks: int
+    num_ranks: int = 1
     asynchronous: bool
-    needs_warm_up: bool
+    needs_warm_up: bool = False
     groups: "tuple[CacheGroup, ...]"
     num_pages: Mapping[str, int]
     max_model_len: int
     sizes: StepSizes
-    can_draft: bool
-    device_drafts: DeviceDrafts | None
+    can_draft: bool = False
+    device_drafts: DeviceDrafts | None = None
     memory: MemoryUse
-    kernels: int
-    compiled_kernels: int
-    compiled_layers: int
-    start_seconds: Mapping[str, float]
+    kernels: int = 0
+    compiled_kernels: int = 0
+    compiled_layers: int = 0
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
     routed_experts: RoutedExpertsForm | None = None
 
 
@@ -181,7 +181,7 @@ class RankState:
     times: RankTimes = RankTimes()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RowLogprobs:
     """Log-probabilities of a step's rows. They are undefined for rows that did not ask for them.
 

@@ -6,12 +6,13 @@ copied from the device, its pages keep a reference.
 
 A waiting sequence whose next blocks are not in the cache may cause a *load*. To the queue, a load
 is the leader of these blocks (admission.py): the sequence, and others with the same prefix, follow
-it until they can reuse the blocks. If anything fails, they compute the blocks themselves.
+it until they can reuse the blocks. If anything fails, they compute the blocks themselves. Until the
+sequence is admitted, the load keeps the blocks, and the room that the sequence needs besides.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -93,8 +94,10 @@ class Load:
             is known.
         parts: the pages of each block to load, then those of the state after the last key, and
             their transfers.
+        reserved: number of blocks that the sequence will need besides those in `chain` and `parts`.
         deadline: when `found`, or then the parts, must be complete (time.monotonic()).
         failed: the blocks will not be added to the cache.
+        complete: the blocks are in the cache, and in `chain`.
     """
 
     sequence: SequenceState
@@ -102,9 +105,11 @@ class Load:
     first: int
     keys: list[bytes]
     found: "Future[list[bool]] | None"
+    reserved: int
     deadline: float
     parts: list[tuple[State, Transfer]] = field(default_factory=list)
     failed: bool = False
+    complete: bool = False
     priority: float = float("-inf")  # every sequence may follow
 
 
@@ -143,7 +148,7 @@ class StoredPrefixes:
 
     @property
     def busy(self) -> bool:
-        return bool(self.loads or self._saves)
+        return bool(self._saves) or not all(load.complete for load in self.loads)
 
     # --- Saves ------------------------------------------------------------------------------------
 
@@ -214,24 +219,54 @@ class StoredPrefixes:
 
     # --- Loads ------------------------------------------------------------------------------------
 
+    def reserved_from(self, sequence: SequenceState) -> int:
+        """Number of free blocks that other sequences will need when they have been loaded."""
+        return sum(load.reserved for load in self.loads if load.sequence is not sequence)
+
     def begin_load(
-        self, sequence: SequenceState, known: Sequence[Block], resumable: int, keys: list[bytes]
+        self,
+        sequence: SequenceState,
+        known: Sequence[Block],
+        resumable: int,
+        keys: list[bytes],
+        num_blocks: int,
     ) -> Load | None:
         """Look for blocks of a waiting sequence in the store; None: it should compute them.
 
         Args:
             known: the cached blocks, of which it could resume after `resumable`.
             keys: of all blocks after these `resumable`.
+            num_blocks: that the sequence needs in all.
         """
         if self.off or len(keys) < LEAST_BLOCKS or sequence.store_tries >= MOST_TRIES:
             return None
         sequence.store_tries += 1
         found = self._transfers.find(self._records(sequence, keys))
-        load = Load(sequence, [], resumable, keys, found, time.monotonic() + LONGEST_S)
+        reserved, deadline = num_blocks - resumable, time.monotonic() + LONGEST_S
+        load = Load(sequence, [], resumable, keys, found, reserved, deadline)
         for block in known:
             self._prefix.use(load.chain, block)
         self.loads.append(load)
         return load
+
+    def end_load(self, sequence: SequenceState) -> None:
+        """Let go of what was loaded for a sequence, which is admitted now or has ended."""
+        for load in self.loads:
+            if load.sequence is sequence:
+                load.reserved = 0
+        self._release_complete(lambda load: not load.reserved)
+
+    def make_room(self) -> bool:
+        """Let go of what waiting sequences have loaded; returns whether there was any."""
+        return self._release_complete(lambda load: True)
+
+    def _release_complete(self, wanted: Callable[[Load], bool]) -> bool:
+        ended = [load for load in self.loads if load.complete and wanted(load)]
+        for load in ended:
+            self._prefix.release(load.chain)
+            self._moving_states -= 1
+            self.loads.remove(load)
+        return bool(ended)
 
     def _records(self, sequence: SequenceState, keys: Sequence[bytes]) -> list[Record]:
         owner = self._prefix.owner_key(sequence.prefix_owner)
@@ -258,16 +293,15 @@ class StoredPrefixes:
                 self._count(record, -1)
         self._saves = [save for save in self._saves if not save[2].done]
         released = []
-        for load in list(self.loads):
+        for load in [load for load in self.loads if not load.complete]:
             has_room = self._moving_states < MOVING_STATES
             if load.found is not None and self.off:
                 load.found = None
             if load.found is not None and load.found.done() and has_room:
                 released.append((load, self._start(load, load.found.result())))
             if load.found is None and all(transfer.done for _, transfer in load.parts):
-                self.loads.remove(load)
-                self._finish(load)
                 released.append((load, load.keys))
+                self._finish(load)
         return released
 
     def _why_useless(self) -> str:
@@ -294,9 +328,10 @@ class StoredPrefixes:
         """Let no load add blocks to the cache any more; returns the keys that loads lead no longer.
         Their pages are free when their transfers have ended.
         """
+        self.make_room()
         released = []
         for load in self.loads:
-            load.failed = True
+            load.failed, load.reserved = True, 0
             self._prefix.release(load.chain)
             released.append((load, load.keys))
             load.keys = []
@@ -314,6 +349,7 @@ class StoredPrefixes:
         if stored < LEAST_BLOCKS or stored - cached > self._pages.free_blocks or load.failed:
             stored = 0
         missing, load.keys = load.keys[stored:], load.keys[:stored]
+        load.reserved -= stored if load.reserved else 0
         if not stored:
             load.sequence.store_tries = MOST_TRIES
             return missing
@@ -342,18 +378,21 @@ class StoredPrefixes:
 
     def _finish(self, load: Load) -> None:
         """Add the blocks to the prefix cache, unless a transfer failed."""
-        self._moving_states -= bool(load.parts)
         load.failed = load.failed or any(transfer.failed for _, transfer in load.parts)
         if load.failed or not load.parts:
             for pages, _ in load.parts:
                 self._pages.drop(pages)
-        else:
-            load.sequence.store_tries = MOST_TRIES
-            *blocks, (state, _) = load.parts
-            keys = load.keys[len(load.chain) - load.first :]
-            for key, (pages, _) in zip(keys, blocks, strict=True):
-                self._prefix.add_loaded(load.chain, key, pages)
-            self.counts.loads += 1
-            self.counts.loaded_tokens += len(blocks) * self._prefix.block_tokens
-            self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
-        self._prefix.release(load.chain)
+            self._moving_states -= bool(load.parts)
+            self._prefix.release(load.chain)
+            self.loads.remove(load)
+            return
+        load.sequence.store_tries = MOST_TRIES
+        *blocks, (state, _) = load.parts
+        for key, (pages, _) in zip(load.keys[len(load.chain) - load.first :], blocks, strict=True):
+            self._prefix.add_loaded(load.chain, key, pages)
+        self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
+        self.counts.loads += 1
+        self.counts.loaded_tokens += len(blocks) * self._prefix.block_tokens
+        load.keys, load.parts, load.complete = [], [], True
+        if not load.reserved:  # its sequence has ended
+            self.end_load(load.sequence)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from finwhale.errors import ResourceError
+from finwhale.non_owning import DeviceMemory
 
 CHUNK_BYTES = 2**23
 ALIGN = 256
@@ -163,30 +164,18 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class _Pointer:
-    """Lets torch see device memory as a tensor, which keeps this object alive."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 class _CudaChunk:
     """See _CpuChunk."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._range = _Range(num_bytes, index)
-        pointer = _Pointer(self._range.address, self._range.num_bytes)
-        self.bytes = torch.as_tensor(pointer, device=torch.device("cuda", index))
+        memory = DeviceMemory(self._range.address, self._range.num_bytes)
+        self.bytes = torch.as_tensor(memory, device=torch.device("cuda", index))
         assert self.bytes.data_ptr() == self._range.address
         self.unmap, self.map = self._range.unmap, self._range.map
         # The memory lives as long as any tensor on it; at exit, the driver frees it.
-        weakref.finalize(pointer, self._range.free).atexit = False
+        weakref.finalize(memory, self._range.free).atexit = False
 
 
 class _Range:

@@ -1,7 +1,7 @@
 """Chooses how many ranks share a model, and the device and dtype of each."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,10 +32,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
         kind = Platform.detect().device_type
     if kind == "cpu":
         return ("cpu",) * (size or 1)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in indices:
-        if index >= count:
-            raise ResourceError(f"device {given!r} is not available: torch sees {count} GPUs")
+    count = _num_gpus(given, indices)
     if indices:
         if size not in (None, len(indices)):
             raise FinwhaleError(
@@ -48,8 +45,6 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
                 f"{len(indices)}"
             )
         return tuple(f"cuda:{index}" for index in indices)
-    if not count:
-        raise ResourceError(f"device {given!r} is not available: torch sees 0 GPUs")
     size = size or fewest(count)
     if size > count:
         raise ResourceError(f"tensor_parallel_size is {size}, but torch sees {_gpus(count)}")
@@ -150,10 +145,8 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
     kind = kind or Platform.detect().device_type
     if kind == "cpu":
         return Platform.cpu(), torch.device(kind)
+    _num_gpus(name, indices)
     index = indices[0] if indices else 0
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if index >= count:
-        raise ResourceError(f"device {name!r} is not available: torch sees {count} GPUs")
     return Platform.detect(index), torch.device(kind, index)
 
 
@@ -162,6 +155,14 @@ def choose_dtype(name: str | None, platform: Platform) -> torch.dtype:
     if name is None:
         return torch.float32 if platform.vendor == "cpu" else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _num_gpus(name: str | None, indices: Sequence[int]) -> int:
+    """The number of GPUs. Raises ResourceError if there is none, or a named one does not exist."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count <= max(indices, default=0):
+        raise ResourceError(f"device {name!r} is not available: torch sees {count} GPUs")
+    return count
 
 
 def _gpus(count: int) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-import tempfile
+from pathlib import Path
 
 from finwhale.errors import ResourceError
 from finwhale.platform import available_memory
@@ -20,17 +20,16 @@ def check_host_memory(
     """
     free = available_memory()
     if free is not None:
-        _check_room(num_bytes, free, what, "memory are free", remedy)
+        check_room(num_bytes, free, what, "memory are free", remedy)
 
 
-def check_temporary_disk(num_bytes: int, what: str, remedy: str) -> None:
-    """Check that the disk of temporary files has room.
+def check_disk(folder: str | Path, num_bytes: float, what: str, remedy: str) -> None:
+    """Check that a folder's disk has room.
 
     Raises:
         ResourceError: it has not. The message names `what` and the remedy.
     """
-    folder = tempfile.gettempdir()
-    _check_room(num_bytes, shutil.disk_usage(folder).free, what, f"{folder} are free", remedy)
+    check_room(num_bytes, shutil.disk_usage(folder).free, what, f"{folder} are free", remedy)
 
 
 def check_gpu_memory(weights: int, room: int, num_ranks: int) -> None:
@@ -47,7 +46,7 @@ def check_gpu_memory(weights: int, room: int, num_ranks: int) -> None:
         "use more GPUs (tensor_parallel_size), or raise gpu_memory_utilization; `finwhale inspect` "
         "says which GPUs hold the model"
     )
-    _check_room(weights, room, whose, "the GPU may be used", remedy)
+    check_room(weights, room, whose, "the GPU may be used", remedy)
 
 
 def check_cache_memory(num_bytes: int) -> None:
@@ -65,7 +64,8 @@ def check_cache_memory(num_bytes: int) -> None:
         )
 
 
-def _check_room(num_bytes: int, room: int, what: str, location: str, remedy: str) -> None:
+def check_room(num_bytes: float, room: int, what: str, location: str, remedy: str) -> None:
+    """Check that `what` (plural) fits the room (bytes) at a location. Raises ResourceError."""
     if num_bytes > room:
         raise ResourceError(
             f"{what} take {num_bytes / 1e9:,.1f} GB, and {room / 1e9:,.1f} GB of {location}: "

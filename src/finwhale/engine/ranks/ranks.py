@@ -34,7 +34,7 @@ from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.rank_processes import RankProcesses
 from finwhale.engine.steps.executor import StepTransfer
-from finwhale.engine.steps.host_transfer import NoReceiver
+from finwhale.engine.steps.host_transfer import Transfer
 from finwhale.engine.steps.page_copies import Copying
 from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError, first_line
 
@@ -100,42 +100,35 @@ class Ranks:
         return self.local.description
 
     def execute(self, plan: StepPlan) -> "RanksResult | None":
-        try:
-            with self.workers.guard():
-                self.workers.send(_EXECUTE + pickle.dumps(plan, 5))
-                result = self.local.execute(plan)
-        except BaseException as error:
-            raise self._die(error) from error
+        result = self._on_all(_EXECUTE, plan, lambda: self.local.execute(plan))
         return None if result is None else RanksResult(self, result)
 
     def sample(self, plan: SamplingPlan) -> "RanksResult":
-        try:
-            with self.workers.guard():
-                self.workers.send(_SAMPLE + pickle.dumps(plan, 5))
-                return RanksResult(self, self.local.sample(plan))
-        except BaseException as error:
-            raise self._die(error) from error
+        return RanksResult(self, self._on_all(_SAMPLE, plan, lambda: self.local.sample(plan)))
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:
-        try:
-            with self.workers.guard():
-                if loads := [copy for copy in copies if copy.load]:
-                    self.workers.send(_COPY + pickle.dumps(loads, 5))
-                return self.local.copy_pages(copies)
-        except BaseException as error:
-            raise self._die(error) from error
+        loads = [copy for copy in copies if copy.load]
+        return self._on_all(_COPY, loads, lambda: self.local.copy_pages(copies))
 
     def call_ranks_collectively(self, work: Callable[[LocalExecutor], T]) -> list[T]:
         """Call `work` on every rank at once. Any error on any rank is an EngineDeadError."""
+
+        def call() -> list[T]:
+            mine = self.local.call_ranks(work)
+            others = self.workers.wait_answers()
+            return mine + [pickle.loads(answer.pickled) for answer in others]
+
+        return self._on_all(_CALL, work, call)
+
+    def _on_all(self, kind: bytes, content: object, call: Callable[[], T]) -> T:
+        """Send the workers a message, unless its content is empty, and call this rank."""
         try:
             with self.workers.guard():
-                self.workers.send(_CALL + pickle.dumps(work, 5))
-                self.local.runner.use_device()
-                mine = work(self.local)
-                others = self.workers.wait_answers()
+                if content:
+                    self.workers.send(kind + pickle.dumps(content, 5))
+                return call()
         except BaseException as error:
             raise self._die(error) from error
-        return [mine, *(pickle.loads(answer.pickled) for answer in others)]
 
     def call_ranks(self, work: Callable[[LocalExecutor], T]) -> list[T]:
         found = self.call_ranks_collectively(partial(_or_error, work))
@@ -274,7 +267,7 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
     except OtherRankError:
         time.sleep(CAUSE_S)  # that rank tells the cause, and the owner ends this process
         raise
-    executor.receiver = NoReceiver()
+    executor.transfer = lambda tensors: Transfer(())  # the engine reads the results of rank 0
     logger.info("%s holds %s", executor.description.device, executor.description.memory)
     owner.report(Opened(executor.description.memory))
     while True:

@@ -1,12 +1,13 @@
 """Frees a rank's memory while the engine sleeps or for good, and allocates it again."""
 
 import gc
+import tempfile
 from collections.abc import Sequence
 
 import torch
 
 from finwhale.engine.ranks.local_executor import LocalExecutor
-from finwhale.engine.ranks.memory_checks import check_host_memory, check_temporary_disk
+from finwhale.engine.ranks.memory_checks import check_disk, check_host_memory
 from finwhale.ops.host_forms import forget_forms
 from finwhale.weights.tree import tensors_of
 
@@ -20,7 +21,7 @@ def check_can_save(executor: LocalExecutor) -> None:
         check_host_memory(num_bytes, what, f"end other programs, {drop}")
     else:
         what = "the weights, which sleep saves in temporary files,"
-        check_temporary_disk(num_bytes, what, f"set TMPDIR to a larger disk, {drop}")
+        check_disk(tempfile.gettempdir(), num_bytes, what, f"set TMPDIR to a larger disk, {drop}")
 
 
 def free_memory(executor: LocalExecutor, *, tags: Sequence[str], save_weights: bool) -> None:

@@ -39,12 +39,7 @@ class LargestSteps:
         cache: a cache with at least two pages of each group; the second page is overwritten.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        groups: Sequence[CacheGroup],
-        cache: PagedCache,
-    ) -> None:
+    def __init__(self, model: Model, groups: Sequence[CacheGroup], cache: PagedCache) -> None:
         self.model, self.groups, self.cache = model, tuple(groups), cache
         self.device = model.device
         for pages in cache.pages.values():

@@ -207,9 +207,7 @@ class _Start:
             chosen.arenas.get("cache"),
         )
         return ModelRunner(
-            platform=chosen.platform,
             device=self.device,
-            dtype=chosen.dtype,
             ops=chosen.ops,
             groups=chosen.groups,
             model=model,

@@ -13,7 +13,6 @@ hidden, X tokens of this rank's part of the vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.steps.draft_noise import StaticDraftNoise
-from finwhale.engine.steps.graphs import GraphMemory, Recorder
+from finwhale.engine.steps.graphs import Captured, GraphMemory
 from finwhale.engine.steps.host_transfer import send
 from finwhale.engine.steps.inputs import StaticInputs, one_token_each
 from finwhale.engine.steps.slot_tables import SlotTables
@@ -38,23 +37,8 @@ from finwhale.ops.drafts import PlannedTokens, VerifiedStep
 ROOM = 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The graphs of a kind of step, with the tensors that they read and write.
-
-    Attributes:
-        inputs: inputs of the model's forward.
-        logits: [N,X] float32.
-        streams: residual streams [N,H,D].
-        verifying: the graph of `verify`; None: nothing is captured.
-        drafting: the graphs of `draft`, by K; empty: nothing is captured.
-    """
-
-    inputs: StepInputs
-    logits: Tensor
-    streams: Tensor
-    verifying: torch.cuda.CUDAGraph | None = None
-    drafting: Mapping[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
+# A step whose result are logits [N,X] float32 and residual streams [N,H,D].
+Verification = Captured[StepInputs, tuple[Tensor, Tensor]]
 
 
 class VerificationSteps:
@@ -121,8 +105,10 @@ class VerificationSteps:
         self._positions, self._chosen = integers(tokens), integers(tokens)
         self._noise = StaticDraftNoise(rows, longest - 1, device)
         self._ordinal = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._captured: dict[tuple[int, int], _Step] = {}  # by batch size and width
-        self.step: _Step | None = None
+        # The graphs of `verify` by B and N, and those of `draft` by B, N and K.
+        self._verifying: dict[tuple[int, int], Verification] = {}
+        self._drafting: dict[tuple[int, int, int], Captured[int, None]] = {}
+        self.step: Verification | None = None
         self.lengths: tuple[int, ...] = ()
         if memory is not None:
             self._capture_all(memory)
@@ -156,12 +142,11 @@ class VerificationSteps:
             further = 0 if plan.draft.previous_rows is None else self._longest - 1
             max_len = min(self._max_len, further + max(plan.ends))
             inputs = self._inputs(size, num_tokens, max_len)
-            self.step = _Step(inputs, *self._verify(inputs, Inline()))
+            self.step = Captured(inputs, self._verify(inputs, Inline()))
         else:
-            self.step = self._captured[size, width]
-            assert self.step.verifying is not None
-            self.step.verifying.replay()
-        return self.step.logits[: sum(plan.lengths)]
+            self.step = self._verifying[size, num_tokens]
+            self.step.replay()
+        return self.step.out[0][: sum(plan.lengths)]
 
     @torch.inference_mode()
     def tokens_ahead(self) -> Tensor:
@@ -182,7 +167,7 @@ class VerificationSteps:
         assert step is not None
         num_drafts = plan.propose[0]
         _copied(chosen, out=self._chosen[: len(chosen)])
-        graph = step.drafting.get(num_drafts)
+        graph = self._drafting.get((*_sizes(step.inputs), num_drafts))
         if graph is None:
             self._draft(step, num_drafts, Inline())
         else:
@@ -242,11 +227,11 @@ class VerificationSteps:
         )
         self._continue_tokens(planned, self._last, inputs.token_ids, inputs.tokens.positions)
 
-    def _draft(self, step: _Step, num_drafts: int, segments: Segments) -> None:
-        inputs, size = step.inputs, len(step.inputs.tokens.query_start) - 1
-        num_tokens = len(inputs.token_ids)
+    def _draft(self, step: Verification, num_drafts: int, segments: Segments) -> None:
+        inputs, (_, streams) = step.inputs, step.out
+        size, num_tokens = _sizes(inputs)
         chosen = self._chosen[:num_tokens]
-        hidden = self._head(inputs, step.streams, chosen, self._cache, segments)
+        hidden = self._head(inputs, streams, chosen, self._cache, segments)
         last, positions = self._accept(inputs)
         if not num_drafts:
             return
@@ -269,44 +254,45 @@ class VerificationSteps:
         Returns:
             [B] int64: the index and the position of each sequence's last accepted token.
         """
-        size = len(inputs.tokens.query_start) - 1
+        size, num_tokens = _sizes(inputs)
         step = VerifiedStep(
             ids_N=inputs.token_ids,
             positions_N=inputs.tokens.positions,
             first_B=self.first[:size],
             token_indices_BP=self._token_indices[:size],
         )
-        chosen = self._chosen[: len(inputs.token_ids)]
+        chosen = self._chosen[:num_tokens]
         return self._accept_drafts(chosen, step, self._carried[:size], self.advanced[:size])
 
     def _capture_all(self, memory: GraphMemory) -> None:
         for size, width in self.description.captured():
-            inputs = self._inputs(size, size * width, self._max_len)
-            self._captured[size, width] = self._capture(inputs, width, memory)
+            self._capture(self._inputs(size, size * width, self._max_len), width, memory)
         memory.end_captures()
         # No sequence continues from the warm-up's tokens.
         self._carried.zero_()
         self.advanced.zero_()
 
     @torch.inference_mode()
-    def _capture(self, inputs: StepInputs, width: int, memory: GraphMemory) -> _Step:
+    def _capture(self, inputs: StepInputs, width: int, memory: GraphMemory) -> None:
         numbers = [drafts for other, drafts in self.description.kinds if other == width]
+        sizes = _sizes(inputs)
 
         def warm_up() -> None:
-            step = _Step(inputs, *self._verify(inputs, Inline()))
+            step = Captured(inputs, self._verify(inputs, Inline()))
             for drafts in numbers:
                 self._draft(step, drafts, Inline())
 
-        def record() -> _Step:
-            verifying, graphs = Recorder(False, memory.pool), {}
-            step = _Step(inputs, *verifying.record(self._verify, inputs))
+        def record() -> None:
+            step = self._verifying[sizes] = memory.record(self._verify, inputs)
             for drafts in numbers:
-                recorder = Recorder(False, memory.pool)
-                recorder.record(partial(self._draft, step), drafts)
-                graphs[drafts] = recorder.only_graph
-            return replace(step, verifying=verifying.only_graph, drafting=graphs)
+                self._drafting[*sizes, drafts] = memory.record(partial(self._draft, step), drafts)
 
-        return memory.capture(warm_up, record, is_first=not self._captured)
+        memory.capture(warm_up, record, is_first=not self._verifying)
+
+
+def _sizes(inputs: StepInputs) -> tuple[int, int]:
+    """B and N of a step."""
+    return len(inputs.tokens.query_start) - 1, len(inputs.token_ids)
 
 
 def _copied(tensor: Tensor, out: Tensor | None = None) -> Tensor:

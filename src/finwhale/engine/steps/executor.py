@@ -4,15 +4,17 @@ The results go to the host meanwhile. In steps with drafts, the next step's toke
 and the new drafts; in the others, they are the sampled ids (`feed`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from finwhale.engine.plan.executor import RowLogprobs, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.steps.drafter import Forward
-from finwhale.engine.steps.host_transfer import Instant, NoReceiver, Receiver, Transfer
+from finwhale.engine.steps.host_transfer import Instant, Transfer
 from finwhale.engine.steps.prompt_scores import read_scores, score
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.engine.steps.sampler import Sampler
@@ -40,13 +42,14 @@ class StepExecutor:
     """Executes plans on the calling thread. No call waits for the device.
 
     Attributes:
-        receiver: transfers results to the host.
+        transfer: begins the transfer of results to the host.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.sampler = Sampler(runner.model.sample, runner.model.config.vocab_size)
-        self.receiver: Receiver | NoReceiver = Receiver(runner.device)
+        stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
+        self.transfer: Callable[[Sequence[Tensor]], Transfer] = partial(Transfer, stream=stream)
         self._open: _OpenStep | None = None
 
     def execute(self, plan: StepPlan) -> "StepTransfer | None":
@@ -85,7 +88,7 @@ class StepExecutor:
 
     def sample(self, plan: SamplingPlan) -> "StepTransfer":
         """Launch the rest of the step whose forward is launched."""
-        step, runner, receive = self._open, self.runner, self.receiver.begin
+        step, runner, receive = self._open, self.runner, self.transfer
         assert step is not None, "no step waits for sampling"
         logits = step.logits if plan.rows is None else runner.rows(step.logits, plan.rows)
         ahead, steps = None, runner.verification_steps
@@ -160,14 +163,10 @@ class StepTransfer:
             if drafts is not None:
                 draft_seconds = chosen.seconds_to(drafted)
         ids, valid, *found = [part.tolist() for part in parts] if parts else ([], [])
-        logprobs = None
-        if found:
-            token, rank, top, top_ids = found
-            logprobs = RowLogprobs(token=token, rank=rank, top=top, top_ids=top_ids)
         return StepResult(
             token_ids=ids,
             valid=valid,
-            logprobs=logprobs,
+            logprobs=RowLogprobs(*found) if found else None,
             drafts=drafts,
             verify_seconds=verify_seconds,
             draft_seconds=draft_seconds,

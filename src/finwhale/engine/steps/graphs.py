@@ -12,9 +12,9 @@ ends the graph, stores the call and begins the next graph.
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class GraphMemory:
         """Capture a step. Its warm-up allocates memory that outlives the step.
 
         Args:
-            record: runs the step with a Recorder.
+            record: records the step.
             is_first: the step is the largest of several, which use its memory in the pool.
         """
         torch.cuda.synchronize(self.stream.device)
@@ -57,6 +57,14 @@ class GraphMemory:
                 # A capture cannot use memory that torch cached during the warm-up.
                 torch.cuda.empty_cache()
             return record()
+
+    def record(
+        self, forward: Callable[[A, Segments], T], inputs: A, *, breaks: bool = False
+    ) -> "Captured[A, T]":
+        """Record a forward; `breaks`: its eager calls end a graph (Recorder)."""
+        recorder = Recorder(breaks, self.pool)
+        out = recorder.record(forward, inputs)
+        return Captured(inputs, out, recorder.parts)
 
     def end_captures(self) -> None:
         """Free what warm-ups cached on the capture stream: no other stream can use it."""
@@ -71,13 +79,6 @@ class Recorder:
         self.parts: list[torch.cuda.CUDAGraph | tuple[Callable[..., None], Any, Any]] = []
         self._breaks = breaks
         self._pool = pool
-
-    @property
-    def only_graph(self) -> torch.cuda.CUDAGraph:
-        """The only graph, if `eager` ends no graph."""
-        (graph,) = self.parts
-        assert isinstance(graph, torch.cuda.CUDAGraph)
-        return graph
 
     def record(self, forward: Callable[[A, Segments], T], inputs: A) -> T:
         self._open()
@@ -107,12 +108,12 @@ class Recorder:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """A captured step: its inputs, graphs and calls between them, and its result."""
+class Captured(Generic[A, T]):
+    """A captured step: its inputs, its result, and the graphs and the calls between them."""
 
-    inputs: StepInputs
-    parts: list[Any]
-    out: Tensor
+    inputs: A
+    out: T
+    parts: Sequence[Any] = ()
 
     def replay(self, change: Callable[[StepInputs], StepInputs] = lambda inputs: inputs) -> None:
         """Run the step.
@@ -161,16 +162,15 @@ class Graphs:
         self.sizes = list(sizes)
         self.static = static
         self.decode = decode
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[int, Captured[StepInputs, Tensor]] = {}
 
         def whole(inputs: StepInputs, segments: Segments) -> Tensor:
             static.gather_ids(len(inputs.token_ids))
             return forward(inputs, segments)
 
-        def record(inputs: StepInputs) -> Captured:
-            recorder = Recorder(not decode, memory.pool)
-            out = recorder.record(whole, inputs)
-            return Captured(inputs, recorder.parts, non_owning_view(out))
+        def record(inputs: StepInputs) -> Captured[StepInputs, Tensor]:
+            captured = memory.record(whole, inputs, breaks=not decode)
+            return replace(captured, out=non_owning_view(captured.out))
 
         # Capture the largest first: the smaller graphs then fit into its memory in the pool.
         for size in reversed(self.sizes):
@@ -195,6 +195,6 @@ class Graphs:
         captured.replay(partial(with_bounds, plan=plan))
         return captured.out[: plan.num_tokens]
 
-    def captured(self, num_tokens: int) -> Captured:
+    def captured(self, num_tokens: int) -> Captured[StepInputs, Tensor]:
         """The step that runs so many tokens."""
         return self._captured[self.sizes[bisect.bisect_left(self.sizes, num_tokens)]]

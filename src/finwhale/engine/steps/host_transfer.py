@@ -61,6 +61,11 @@ def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     ]
 
 
+def send_named(device: torch.device, **arrays: NDArray[Any]) -> dict[str, Tensor]:
+    """`send`, with the arrays' names."""
+    return dict(zip(arrays, send(device, *arrays.values()), strict=True))
+
+
 class Instant:
     """The point in a device's work at which this object was made.
 
@@ -88,28 +93,12 @@ class Instant:
         return self._event is None or self._event.query()
 
 
-class Receiver:
-    """Transfers tensors to the host on its own CUDA stream, in parallel with later work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def begin(self, tensors: Sequence[Tensor]) -> "Transfer":
-        """Begin the transfer of tensors that the current CUDA stream has computed so far."""
-        return Transfer(tensors, self._stream)
-
-
-class NoReceiver:
-    """Transfers nothing: for all ranks except rank 0, whose results the engine reads."""
-
-    def begin(self, tensors: Sequence[Tensor]) -> "Transfer":
-        return Transfer((), None)
-
-
 class Transfer:
-    """A transfer of tensors to the host. It is done at once if the tensors are on the host."""
+    """A transfer to the host of tensors that the current CUDA stream has computed so far. It runs
+    on its own stream, in parallel with later work. None: the tensors are on the host.
+    """
 
-    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None = None) -> None:
         # Keep the device's tensors alive until the transfer is done.
         self._tensors = tensors
         self._host = tensors

@@ -52,7 +52,6 @@ def read_scores(plan: StepPlan, tensors: Sequence[Tensor]) -> tuple[PromptScores
     parts = [tensor.tolist() for tensor in tensors]
     found = []
     for index, wanted in enumerate(plan.scored):
-        valid, token, rank, top, top_ids = parts[_TENSORS * index :][:_TENSORS]
-        logprobs = RowLogprobs(token=token, rank=rank, top=top, top_ids=top_ids)
-        found.append(PromptScores(wanted.chunk, bool(valid), logprobs))
+        valid, *columns = parts[_TENSORS * index :][:_TENSORS]
+        found.append(PromptScores(wanted.chunk, bool(valid), RowLogprobs(*columns)))
     return tuple(found)

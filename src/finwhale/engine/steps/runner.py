@@ -19,7 +19,6 @@ from finwhale.models.cache import CacheGroup, PagedCache
 from finwhale.models.protocol import BuildableModel
 from finwhale.models.step_inputs import Inline
 from finwhale.ops import Ops
-from finwhale.platform import Platform
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,9 +39,7 @@ class ModelRunner:
         times: measures steps, and the LM head in steps with prefill.
     """
 
-    platform: Platform
     device: torch.device
-    dtype: torch.dtype
     ops: Ops
     groups: tuple[CacheGroup, ...]
     model: BuildableModel

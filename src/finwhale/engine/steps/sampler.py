@@ -16,7 +16,7 @@ from finwhale.engine.plan.step_plan import (
     SamplingSettings,
     SlotAdmission,
 )
-from finwhale.engine.steps.host_transfer import send
+from finwhale.engine.steps.host_transfer import send, send_named
 from finwhale.ops.sampling import (
     AllowedTokens,
     Bias,
@@ -77,10 +77,7 @@ class Sampler:
             self._slot_inputs = _SlotInputs()
 
     def sample(
-        self,
-        plan: SamplingPlan,
-        logits_SX: Tensor,
-        ahead: Callable[[], Tensor] | None = None,
+        self, plan: SamplingPlan, logits_SX: Tensor, ahead: Callable[[], Tensor] | None = None
     ) -> SampledTokens:
         """Launch the sampling of one token for each row.
 
@@ -102,15 +99,14 @@ class Sampler:
             num_top: number of most likely tokens to return for each row.
         """
         count = len(token_ids)
-        rows_N, ids_N, values_N = send(
+        sent = send_named(
             logits_SX.device,
-            np.arange(count),
-            np.array(token_ids, np.int64),
-            np.full(count, CERTAIN, np.float32),
+            rows_N=np.arange(count),
+            ids_N=np.array(token_ids, np.int64),
+            values_N=np.full(count, CERTAIN, np.float32),
         )
-        wanted = LogprobRows(rows_G=rows_N, num_top=min(num_top, self._vocab_size))
-        bias = Bias(rows_N=rows_N, ids_N=ids_N, values_N=values_N)
-        return self.sample_logits(logits_SX, SamplingBatch(bias=bias, logprobs=(wanted,)))
+        wanted = LogprobRows(rows_G=sent["rows_N"], num_top=min(num_top, self._vocab_size))
+        return self.sample_logits(logits_SX, SamplingBatch(bias=Bias(**sent), logprobs=(wanted,)))
 
     def _batch(
         self, plan: SamplingPlan, device: torch.device, ahead: Callable[[], Tensor] | None
@@ -160,23 +156,16 @@ class Sampler:
         def spread(values: Sequence[float], dtype: type) -> NDArray[Any]:
             return np.repeat(np.array(values, dtype), found.lengths)
 
-        rows_N, ids_N, counts_N, repetition_N, frequency_N, presence_N = send(
+        sent = send_named(
             device,
-            spread(found.rows, np.int64),
-            found.token_ids,
-            found.counts,
-            spread([s.repetition_penalty for s in settings], np.float32),
-            spread([s.frequency_penalty for s in settings], np.float32),
-            spread([s.presence_penalty for s in settings], np.float32),
+            rows_N=spread(found.rows, np.int64),
+            ids_N=found.token_ids,
+            counts_N=found.counts,
+            repetition_N=spread([s.repetition_penalty for s in settings], np.float32),
+            frequency_N=spread([s.frequency_penalty for s in settings], np.float32),
+            presence_N=spread([s.presence_penalty for s in settings], np.float32),
         )
-        return Penalties(
-            rows_N=rows_N,
-            ids_N=ids_N,
-            counts_N=counts_N,
-            repetition_N=repetition_N,
-            frequency_N=frequency_N,
-            presence_N=presence_N,
-        )
+        return Penalties(**sent)
 
 
 def _positions(
@@ -228,10 +217,8 @@ def _filters(
     if top_p:
         arrays["top_p_rows_P"] = np.array(list(top_p), np.int64)
         arrays["top_p_P"] = np.array(list(top_p.values()), np.float64)
-    sent = dict(zip(arrays, send(device, *arrays.values()), strict=True))
-    return Filters(
-        rows_R=sent.pop("rows_R", None), max_top_k=max(top_k.values(), default=0), **sent
-    )
+    sent: dict[str, Any] = {"rows_R": None, **send_named(device, **arrays)}
+    return Filters(max_top_k=max(top_k.values(), default=0), **sent)
 
 
 def _bias(settings: Sequence[SamplingSettings], device: torch.device) -> Bias | None:
@@ -243,17 +230,17 @@ def _bias(settings: Sequence[SamplingSettings], device: torch.device) -> Bias | 
     if not entries:
         return None
     rows, ids, values = zip(*entries, strict=True)
-    rows_N, ids_N, values_N = send(
+    sent = send_named(
         device,
-        np.array(rows, np.int64),
-        np.array(ids, np.int64),
-        np.array(values, np.float32),
+        rows_N=np.array(rows, np.int64),
+        ids_N=np.array(ids, np.int64),
+        values_N=np.array(values, np.float32),
     )
-    return Bias(rows_N=rows_N, ids_N=ids_N, values_N=values_N)
+    return Bias(**sent)
 
 
 def _allowed(found: AllowedRows | None, device: torch.device) -> AllowedTokens | None:
     if found is None:
         return None
-    rows_G, words_GW = send(device, np.array(found.rows, np.int64), found.words)
-    return AllowedTokens(rows_G=rows_G, words_GW=words_GW)
+    rows = np.array(found.rows, np.int64)
+    return AllowedTokens(**send_named(device, rows_G=rows, words_GW=found.words))

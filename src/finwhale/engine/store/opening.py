@@ -81,7 +81,7 @@ def attach_store(
     runner = first_rank(executor).runner
     page_bytes = {name: pages.shape[1] for name, pages in runner.cache.pages.items()}
     about = describe(
-        config, model_config, checkpoint, executor.description, page_bytes, runner.dtype
+        config, model_config, checkpoint, executor.description, page_bytes, runner.model.dtype
     )
     counts = StoreCounts()
     own = DirectoryStore(path, fingerprint(about), about, limit, counts)

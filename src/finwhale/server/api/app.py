@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import finwhale
 from finwhale.chat.grammar_limits import GrammarError
@@ -28,7 +28,7 @@ from finwhale.server.api.gate import (
 from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
 from finwhale.server.api.rollouts import Endpoints
 from finwhale.server.batch.batches import Batches
-from finwhale.server.batch.routes import add_batches
+from finwhale.server.batch.routes import add_batches, add_files
 from finwhale.server.batch.store import Store
 from finwhale.server.edge.bodies import BodyParser, max_items
 from finwhale.server.errors import ApiError, error_event, error_response, is_anthropic
@@ -92,9 +92,9 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
     _add_generation(app, state)
     _add_tokens(app, state)
     _add_service(app, state)
-    batches = None if store is None else Batches(app, state, store)
-    app.state.batches = batches
-    add_batches(app, state, batches, _ERRORS)
+    app.state.batches = None if store is None else Batches(app, state, store)
+    add_files(app, state, _ERRORS)
+    add_batches(app, state, _ERRORS)
     Endpoints(app, state, _ERRORS)
     return app
 
@@ -185,7 +185,7 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
     @app.get("/health/live", responses={503: {"model": schemas.Health}})
     async def live() -> Response:
         """Whether the process is healthy: neither it nor its engine has died or stopped."""
-        return _health(health.live(state))
+        return health.health_response(health.live(state))
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -198,7 +198,7 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
     @app.get("/health/ready", responses={503: {"model": schemas.Health}})
     async def ready() -> Response:
         """Whether the server accepts requests: the model is loaded and it is not stopping."""
-        return _health(health.ready(state))
+        return health.health_response(health.ready(state))
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -215,10 +215,6 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         return page_response()
 
     app.mount(PAGE_PATH, PageFiles())
-
-
-def _health(found: schemas.Health) -> Response:
-    return JSONResponse(found.model_dump(), 503 if found.reason else 200)
 
 
 def _size(request: Request) -> int:

@@ -1,25 +1,27 @@
 """Health checks, and a separate port for them that a busy event loop cannot block."""
 
 import asyncio
-import logging
 import math
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6, socket
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from socket import AF_INET, AF_INET6, create_server
+
+import uvicorn
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from finwhale.errors import FinwhaleError
+from finwhale.server.edge.connections import Connection, Connections
 from finwhale.server.observe.metrics import CONTENT_TYPE
 from finwhale.server.protocols.schemas import Health
 from finwhale.server.state import ServerState
 
-logger = logging.getLogger(__name__)
-
 READY_S = 3.0  # the server is not ready if the engine or the event loop is silent for longer
 PULSE_S = 0.1
 MAX_CONNECTIONS = 16
-TIMEOUT_S = 5.0
 
 
 def live(state: ServerState) -> Health:
@@ -64,90 +66,57 @@ async def pulse(state: ServerState) -> None:
         state.metrics.loop_delay.observe(max(0.0, late_s))
 
 
+def health_response(found: Health) -> Response:
+    return JSONResponse(found.model_dump(), 503 if found.reason else 200)
+
+
 class HealthPort:
-    """Serves /health, /health/live, /health/ready and /metrics on threads, without API keys."""
+    """Serves /health, /health/live, /health/ready and /metrics without API keys, on an event loop
+    of its own.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         """Listens, but does not answer yet. Raises FinwhaleError: the server cannot listen on the
         address."""
         try:
-            self._server = _Server((host, port))
+            family = AF_INET6 if ":" in host else AF_INET
+            self._listener = create_server((host, port), family=family)
         except OSError as error:
             raise FinwhaleError(
                 f"cannot listen on {host} port {port}: {error.strerror or error}"
             ) from error
-        self.port: int = self._server.server_address[1]
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
 
     def start(self, state: ServerState) -> None:
-        """Answers until the process ends."""
-        self._server.state = state
-        threading.Thread(target=self._server.serve_forever, name="health-port", daemon=True).start()
+        """Answers until `close`."""
+        answers: dict[str, Callable[[], Response]] = {
+            "/health": lambda: health_response(ready(state)),
+            "/health/ready": lambda: health_response(ready(state)),
+            "/health/live": lambda: health_response(live(state)),
+            "/metrics": lambda: Response(state.metrics.text(), media_type=CONTENT_TYPE),
+        }
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            answer = answers.get(scope["path"], lambda: Response(status_code=404))
+            await answer()(scope, receive, send)
+
+        connect = partial(
+            Connection,
+            Connections(replace(state.config, max_connections=MAX_CONNECTIONS)),
+            config=uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"),
+            server_state=uvicorn.server.ServerState(),
+            app_state={},
+        )
+
+        def run() -> None:
+            server = self._loop.create_server(connect, sock=self._listener)
+            self._loop.run_until_complete(server)
+            self._loop.run_forever()
+
+        threading.Thread(target=run, name="health-port", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the threads. Only after `start`."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    state: ServerState
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        if ":" in address[0]:
-            self.address_family = AF_INET6
-        super().__init__(address, _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        logger.debug("a client of the health port has gone", exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = TIMEOUT_S
-
-    def do_GET(self) -> None:
-        state = self.server.state
-        if self.path == "/metrics":
-            self._answer(200, state.metrics.text(), CONTENT_TYPE)
-        elif self.path == "/health/live":
-            self._health(live(state))
-        elif self.path in ("/health", "/health/ready"):
-            self._health(ready(state))
-        else:
-            self.send_error(404)
-
-    do_HEAD = do_GET
-
-    def _health(self, health: Health) -> None:
-        body = health.model_dump_json().encode()
-        self._answer(503 if health.reason else 200, body, "application/json")
-
-    def _answer(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def version_string(self) -> str:
-        return "finwhale"
+        """Ends the thread. Only after `start`."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._listener.close()

@@ -57,23 +57,16 @@ class BatchBody(Body):
     ) = None
 
 
-def add_batches(
-    app: FastAPI, state: ServerState, batches: Batches | None, responses: dict[int | str, Any]
-) -> None:
-    """Adds the paths; without `batches`, each answers that the server has no batch directory."""
-    _add_files(app, state, batches, responses)
-    _add_batches(app, state, batches, responses)
-
-
-def _add_files(
-    app: FastAPI, state: ServerState, batches: Batches | None, responses: dict[int | str, Any]
-) -> None:
+def add_files(app: FastAPI, state: ServerState, responses: dict[int | str, Any]) -> None:
+    """Adds the paths of files. Without `app.state.batches`, each answers that the server has no
+    batch directory.
+    """
     uploads = Shares("uploads at once", lambda: MAX_UPLOADS, error=state.busy)
     downloads = Shares("downloads at once", lambda: MAX_DOWNLOADS, error=state.busy)
 
     @app.post("/v1/files", responses=responses, openapi_extra=_FORM)
     async def upload_file(request: Request) -> dict[str, Any]:
-        owner, config = _owner(batches, request), state.config
+        owner, config = _owner(request), state.config
         check_origin(request, config.cors_origins)
         if len(owner.files) + owner.uploading >= config.max_files:
             message = f"there are {len(owner.files)} files; this server allows {config.max_files}"
@@ -94,19 +87,18 @@ def _add_files(
         order: Literal["asc", "desc"] = "desc",
         after: After = None,
     ) -> Response:
-        found = [
-            one for one in _owner(batches, request).files.values() if purpose in (None, one.purpose)
-        ]
+        files = _owner(request).files.values()
+        found = [one for one in files if purpose in (None, one.purpose)]
         ordered = found[::-1] if order == "desc" else found
         return json_answer(page_of(ordered, limit, after), state.turn)
 
     @app.get("/v1/files/{file_id}", responses=responses)
     async def get_file(file_id: str, request: Request) -> dict[str, Any]:
-        return _owner(batches, request).find_file(file_id).answer()
+        return _owner(request).find_file(file_id).answer()
 
     @app.get("/v1/files/{file_id}/content", responses=responses, response_class=Response)
     async def get_content(file_id: str, request: Request) -> Response:
-        owner = _owner(batches, request)
+        owner = _owner(request)
         found = owner.find_file(file_id)
         _take(request, downloads)
         return FileResponse(
@@ -115,36 +107,34 @@ def _add_files(
 
     @app.delete("/v1/files/{file_id}", responses=responses)
     async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
-        _owner(batches, request).delete(file_id)
+        _owner(request).delete(file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
 
-def _add_batches(
-    app: FastAPI, state: ServerState, batches: Batches | None, responses: dict[int | str, Any]
-) -> None:
+def add_batches(app: FastAPI, state: ServerState, responses: dict[int | str, Any]) -> None:
+    """Adds the paths of batches, as `add_files` does."""
+
     @app.post("/v1/batches", responses=responses)
     async def create_batch(body: BatchBody, request: Request) -> dict[str, Any]:
-        return (
-            _on(batches)
-            .create(_key(request), body.input_file_id, body.endpoint, body.metadata)
-            .answer()
-        )
+        batches, key = _batches(request), _key(request)
+        return batches.create(key, body.input_file_id, body.endpoint, body.metadata).answer()
 
     @app.get("/v1/batches", responses=responses, response_model=dict[str, Any])
     async def list_batches(request: Request, limit: Limit = 20, after: After = None) -> Response:
-        found = [*_owner(batches, request).batches.values()]
+        found = [*_owner(request).batches.values()]
         return json_answer(page_of(found[::-1], limit, after), state.turn)
 
     @app.get("/v1/batches/{batch_id}", responses=responses)
     async def get_batch(batch_id: str, request: Request) -> dict[str, Any]:
-        return _owner(batches, request).find_batch(batch_id).answer()
+        return _owner(request).find_batch(batch_id).answer()
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=responses)
     async def cancel_batch(batch_id: str, request: Request) -> dict[str, Any]:
-        return _on(batches).cancel(_key(request), batch_id).answer()
+        return _batches(request).cancel(_key(request), batch_id).answer()
 
 
-def _on(batches: Batches | None) -> Batches:
+def _batches(request: Request) -> Batches:
+    batches: Batches | None = request.app.state.batches
     if batches is None:
         raise ApiError(
             404, "this server has no files and batches: start it with --batch-dir",
@@ -164,5 +154,5 @@ def _key(request: Request) -> ApiKey | None:
     return key
 
 
-def _owner(batches: Batches | None, request: Request) -> Owner:
-    return _on(batches).store.owner(_key(request))
+def _owner(request: Request) -> Owner:
+    return _batches(request).store.owner(_key(request))

@@ -93,7 +93,7 @@ class GrammarChecker:
                     env={**os.environ, **single, "PYTHONPATH": os.pathsep.join(paths)},
                 )
 
-    async def check(self, guide: Guide | None, user: str = "") -> None:
+    async def check(self, guide: Guide, user: str = "") -> None:
         """Waits until a grammar of a user is known to be safe.
 
         Raises:
@@ -101,8 +101,6 @@ class GrammarChecker:
             QueueFullError: too many others wait, or the machine is too busy.
             ApiError (503): the process that tries grammars has ended.
         """
-        if guide is None:
-            return
         key = _key(guide, user)
         result = "known"
         if key not in self._known:

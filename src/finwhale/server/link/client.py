@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.errors import EngineDeadError, QueueFullError, RequestError
@@ -27,15 +27,6 @@ logger = logging.getLogger(__name__)
 MAX_TURNS = 1 << 48  # more sequences than a server can ever start
 MAX_TURNS_KEPT = 4096
 CLOSE_S = 5.0
-
-
-class Observer(Protocol):
-    """Receives what the server's metrics count of the engine."""
-
-    def step(self, deltas: Sequence[wire.Delta]) -> None: ...
-    def compiled(self, seconds: float) -> None:
-        """A grammar has been compiled."""
-        ...
 
 
 class Generation:
@@ -111,6 +102,8 @@ class EngineClient:
         metrics: the engine's latest metrics; None before the first ones.
         num_sequences: number of sequences on the engine, waiting or running.
         heartbeat: the signs of life of the engine's process; None: the engine is a thread.
+        on_step: receives what each step has added.
+        on_compiled: receives the seconds in which a grammar was compiled.
     """
 
     def __init__(
@@ -124,7 +117,8 @@ class EngineClient:
         self.ready: wire.Ready | None = None
         self.failure: str | None = None
         self.metrics: EngineMetrics | None = None
-        self.observer: Observer | None = None
+        self.on_step: Callable[[Sequence[wire.Delta]], None] = lambda deltas: None
+        self.on_compiled: Callable[[float], None] = lambda seconds: None
         self.on_failure: Callable[[], None] | None = None
         self._connection = connection
         self._process = process
@@ -321,11 +315,10 @@ class EngineClient:
                 self.metrics = report.metrics
             for delta in report.deltas:
                 self._deliver(delta)
-            if self.observer is not None:
-                self.observer.step(report.deltas)
+            self.on_step(report.deltas)
         elif isinstance(report, wire.Accepted):
-            if report.compile_seconds is not None and self.observer is not None:
-                self.observer.compiled(report.compile_seconds)
+            if report.compile_seconds is not None:
+                self.on_compiled(report.compile_seconds)
             if report.request_id in self._live:
                 self._live[report.request_id].generation._put(report)
         elif isinstance(report, wire.Refused):

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.engine.loop.metrics import BOUNDS, EngineMetrics
 from finwhale.engine.plan.executor import RankState
 from finwhale.platform import process_memory
 from finwhale.server.edge.bodies import Budget
@@ -73,9 +73,9 @@ class Metrics:
             "or busy (try again later), or the reason for the refusal",
             ["result"],
         )
-        self._grammar_seconds = seconds(
+        self.grammar_trial = seconds(
             "finwhale_grammar_trial_seconds", "CPU time of a grammar's trial"
-        )
+        ).observe
         self.compile_seconds = seconds(
             "finwhale_grammar_compile_seconds",
             "time in which the engine's process compiled a request's grammar",
@@ -120,7 +120,7 @@ class Metrics:
             log.last_tokens[continuation] = now
             log.output_tokens += len(delta.token_ids)
             if log.key is not None:
-                log.key.use.spend(len(delta.token_ids))
+                log.key.use.tokens -= len(delta.token_ids)
         if delta.milestone is not None:
             log.cached[delta.request_id] = delta.milestone.cached_tokens
             if delta.milestone.times is not None:
@@ -131,14 +131,6 @@ class Metrics:
     def end(self, log: RequestLog) -> None:
         self._in_flight.dec()
         self._duration.observe(time.monotonic() - log.begin)
-
-    def compiled(self, seconds: float) -> None:
-        """Counts a compiled grammar."""
-        self.compile_seconds.observe(seconds)
-
-    def grammar_trial(self, seconds: float) -> None:
-        """Counts a trial of a grammar, and its CPU time."""
-        self._grammar_seconds.observe(seconds)
 
     def grammar(self, result: str) -> None:
         """Counts a request's grammar as accepted or refused."""
@@ -233,7 +225,7 @@ def engine_families(engine: EngineMetrics) -> Iterator[Metric]:
         ("finwhale_engine_time_of_draft_seconds", "time of the draft head in decode steps",
          engine.time_of_draft),
     ):  # fmt: skip
-        bounds = [*map(str, times.bounds), "+Inf"]
+        bounds = [*map(str, BOUNDS), "+Inf"]
         buckets = list(zip(bounds, accumulate(times.counts), strict=True))
         yield HistogramMetricFamily(name, text, buckets=buckets, sum_value=times.total)
 
