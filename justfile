@@ -64,9 +64,9 @@ long-soak seconds="600":
 long-hostile seconds="600":
     FINWHALE_HOSTILE_SECONDS={{ seconds }} pytest -n0 tests/server/test_hostile_load.py tests/server/test_hostile_schemas.py
 
-# Ranks on two hosts, which are two node agents of torchrun or two nodes of Ray on this machine; prefixes over NIXL.
+# Ranks on two hosts, which are two node agents of torchrun or two nodes of Ray on this machine.
 long-hosts:
-    FINWHALE_LONG=1 pytest -n0 tests/long/test_hosts.py tests/long/test_ray.py tests/long/test_nixl_peers.py
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_hosts.py tests/long/test_ray.py
 
 # Two demo engines behind vllm-router.
 long-replicas:

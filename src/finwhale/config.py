@@ -157,15 +157,14 @@ class EngineConfig:
     prefix_peers: str | None = option(
         None,
         "servers of other hosts (their --prefix-peer-port) that are asked for prefixes which the "
-        "store lacks; needs --prefix-salt, the same on all, and the extra nixl",
+        "store lacks; needs --prefix-salt, the same on all",
         unset="none",
         metavar="HOST:PORT,...",
     )
     prefix_peer_port: str | None = option(
         None,
         "port, of 127.0.0.1 or of HOST, at which other servers may ask for the store's prefixes; "
-        "needs --prefix-salt and the extra nixl. Only for a network without strangers: whoever "
-        "reaches NIXL's own ports can read this server's memory",
+        "needs --prefix-salt. Nothing is encrypted: only for a trusted network",
         unset="nobody may",
         metavar="[HOST:]PORT",
     )

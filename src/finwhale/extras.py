@@ -20,7 +20,6 @@ EXTRAS = {
     "hub": ("downloading checkpoints by name", ("huggingface_hub",)),
     "bench": ("finwhale bench serving", ("aiohttp",)),
     "completion": ("completion in shells", ("shtab",)),
-    "nixl": ("sharing prefixes between hosts", ("nixl_cu13",)),
     "ray": ("placing ranks on a Ray cluster", ("ray",)),
 }  # fmt: skip
 # `finwhale doctor` says more about this one.

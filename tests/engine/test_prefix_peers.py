@@ -1,16 +1,12 @@
-"""Two engines whose stores share no directory: DirectReads stands for NIXL."""
+"""Two engines whose stores share no directory."""
 
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.direct_reads import replace_nixl
 
-from finwhale import LLM
 from finwhale.engine.store import peers
-from finwhale.errors import FinwhaleError
 
 from .test_prefix_store import draft_model, open_llm, tokens
 
@@ -19,8 +15,7 @@ def test_prefixes_of_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The second engine finds both prompts. When the first one has gone, a third one has what the
     second got.
     """
-    reads = replace_nixl(monkeypatch)
-    for name in ("FIND_S", "READ_S", "LEASE_S", "HANDSHAKE_S", "MESSAGE_S", "SLOT_WAIT_S"):
+    for name in ("FIND_S", "READ_S", "TURN_S"):
         monkeypatch.setattr(peers, name, 300.0)
     path = draft_model(tmp_path, "mtp")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -36,18 +31,6 @@ def test_prefixes_of_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ) as second:
             assert tokens(second, prompts, 60) == wanted
             assert second._engine.metrics().cached_tokens == 512 + 768
-        assert len(reads) == 2 and all(one.loopback for one in reads)
     with open_llm(path, tmp_path / "second", prefix_peers=f"localhost:{port}", **common) as third:
         assert tokens(third, prompts, 60) == wanted
         assert third._engine.metrics().cached_tokens == 512 + 768
-
-
-def test_the_extra_is_named_before_weights_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "finwhale.engine.store.nixl_reads", raising=False)
-    monkeypatch.setitem(sys.modules, "nixl_cu13", None)
-    wanted = "sharing prefixes between hosts needs nixl_cu13: pip install 'finwhale[nixl]'"
-    with pytest.raises(FinwhaleError) as caught:
-        LLM(device="cpu", prefix_store=str(tmp_path), prefix_salt="s", prefix_peers="a:5")
-    assert str(caught.value) == wanted

@@ -14,8 +14,8 @@ from finwhale.extras import EXTRAS
 ROOT = Path(__file__).parents[2]
 # Modules that implement an extra; without its packages, importing one names the extra.
 NEED_EXTRAS = re.compile(
-    r"finwhale\.(server(\..*)?|checkpoint\.hub|distributed\.ray_actors|engine\.store\.nixl_reads"
-    r"|bench\.(serving|load_client)|cli\.(serve|run_batch|pages)|ops\..*deepgemm.*)"
+    r"finwhale\.(server(\..*)?|checkpoint\.hub|distributed\.ray_actors|bench\.(serving|load_client)"
+    r"|cli\.(serve|run_batch|pages)|ops\..*deepgemm.*)"
 )
 ARGUMENTS = {
     "generate": ["x", "--model", "somebody/model"],

@@ -1,33 +1,28 @@
-"""Prefixes of other servers: leases, deadlines, who is answered, and failures, which are misses.
+"""Prefixes of other servers: deadlines, who is answered, and failures, which are misses."""
 
-Here DirectReads stands for NIXL; tests/long/test_nixl_peers.py runs the same over NIXL.
-"""
-
-import base64
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.direct_reads import DirectReads
 
 from finwhale.config import EngineConfig
-from finwhale.engine.plan.prefix_store import RecordKind
+from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind
 from finwhale.engine.store import peers
 from finwhale.engine.store.channel import CODE_BYTES, FAILURES, HEAD, MOST_BYTES, NONCE_BYTES
 from finwhale.engine.store.channel import Channel as Connection
 from finwhale.engine.store.directory import DirectoryStore
-from finwhale.engine.store.peers import Peer, PeerServer, PeerStore, Shared, Slots
+from finwhale.engine.store.peers import PeerServer, PeerStore
 from finwhale.errors import FinwhaleError, ResourceError
 
 from .test_directory_store import content, get, put, record
 
 SIZES: dict[RecordKind, int] = {"block": 1000, "state": 3000}
-SLOT, NUM_SLOTS = 4096, 2
 SECRET = b"secret"
 ABOUT = {"dtype": "float32", "device": "x"}
 
@@ -48,15 +43,20 @@ class Host:
         port: int = 0,
     ) -> None:
         self.own = DirectoryStore(path, "f1", about)
-        memory = memoryview(bytearray(2 * NUM_SLOTS * SLOT))
-        self.reads = DirectReads(memory)
-        shared = Shared(secret, about, SIZES, memory, self.reads)
-        middle, end = NUM_SLOTS * SLOT, 2 * NUM_SLOTS * SLOT
-        self.leases = Slots(range(0, middle, SLOT))
-        self.copies = Slots(range(middle, end, SLOT))
-        self.server = PeerServer(("127.0.0.1", port), self.own, shared, self.leases)
-        asked = [Peer(("127.0.0.1", host.server.port), shared, self.copies) for host in others]
-        self.store = PeerStore(self.own, asked, self.server)
+        self.server = PeerServer(("127.0.0.1", port), self.own, secret, about, SIZES)
+        self.store: PrefixStore = self.server
+        for host in others:
+            self.store = self.asking(("127.0.0.1", host.server.port), secret)
+
+    def asking(self, address: tuple[str, int], secret: bytes = SECRET) -> PeerStore:
+        """Its store, which now asks the server at this address, too."""
+        return PeerStore(self.store, address, secret, self.server._about)
+
+    @property
+    def last(self) -> PeerStore:
+        """The part of the store that asks the last of the other hosts."""
+        assert isinstance(self.store, PeerStore)
+        return self.store
 
     def has(self, *numbers: int) -> list[bool]:
         return self.store.contains([record(number) for number in numbers])
@@ -68,15 +68,7 @@ class Host:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Host]]:
     """Makes hosts. No deadline passes on a slow machine unless a test shortens it."""
-    for name in (
-        "FIND_S",
-        "READ_S",
-        "LEASE_S",
-        "HANDSHAKE_S",
-        "MESSAGE_S",
-        "IDLE_S",
-        "SLOT_WAIT_S",
-    ):
+    for name in ("FIND_S", "READ_S", "TURN_S", "IDLE_S"):
         monkeypatch.setattr(peers, name, 300.0)
     made: list[Host] = []
 
@@ -93,7 +85,7 @@ def connect(host: Host, secret: bytes = SECRET) -> Connection:
     """A connection as peers make it, by hand."""
     connection = socket.create_connection(("127.0.0.1", host.server.port))
     made = Connection(connection, secret, ("client", "server"), soon())
-    assert made.receive(soon())["about"] == ABOUT
+    assert made.receive()["about"] == ABOUT
     return made
 
 
@@ -101,10 +93,16 @@ def soon() -> float:
     return time.monotonic() + 300
 
 
-def lease(connection: Connection, number: int) -> int | None:
-    connection.send({"lease": [record(number).key.hex(), "block", ""]}, soon())
-    address: int | None = connection.receive(soon())["address"]
-    return address
+def ask(connection: Connection, number: int) -> bytes | None:
+    """What a peer gets that asks for a block."""
+    connection.send({"read": [record(number).key.hex(), "block", ""]})
+    answer = connection.receive()
+    if answer["checksum"] is None:
+        return None
+    assert answer == {"checksum": zlib.crc32(content(number)), "size": 1000}
+    data = bytearray(1000)
+    connection.receive_bytes(memoryview(data))
+    return bytes(data)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -150,7 +148,6 @@ def test_each_peer_is_asked_for_what_the_ones_before_lack(make: Callable[..., Ho
 
 
 def test_many_threads(make: Callable[..., Host]) -> None:
-    """More threads than slots: each waits for its turn."""
     first = make()
     second = make(first)
     for number in range(40):
@@ -170,52 +167,6 @@ def test_many_threads(make: Callable[..., Host]) -> None:
     assert not wrong
 
 
-# --- Leases ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("end", ["next message", "connection", "deadline"])
-def test_the_end_of_a_lease(
-    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    """With one slot, another peer waits until the lease ends."""
-    monkeypatch.setattr(peers, "LEASE_S", 0.05 if end == "deadline" else 300.0)
-    host = make()
-    host.leases.take(0)
-    for number in (1, 2):
-        put(host.own, record(number), content(number))
-    holder, other = connect(host), connect(host)
-    address = lease(holder, 1)
-    assert address is not None
-    wait_for(lambda: host.reads.advances > 0)
-    if end == "next message":
-        holder.send({"done": True}, soon())
-    if end == "connection":
-        holder.close()
-    assert lease(other, 2) == address
-    place = address - host.reads.address
-    assert host.reads.memory[place : place + 1000] == content(2)
-    if end == "deadline":  # the holder is still a peer
-        assert lease(holder, 1) == address
-
-
-def test_a_server_without_a_free_slot(
-    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The record is missed, and the peer is not left alone."""
-    monkeypatch.setattr(peers, "SLOT_WAIT_S", 0.0)
-    first = make()
-    second = make(first)
-    first.leases.take(0)
-    put(first.own, record(1), content(1))
-    holder = connect(first)
-    assert lease(holder, 1) is not None
-    assert second.has(1) == [True] and second.read(1) is None
-    holder.send({"done": True}, soon())
-    assert lease(holder, 1) is not None  # the lease before has ended
-    holder.send({"done": True}, soon())
-    wait_for(lambda: second.read(1) == content(1))
-
-
 # --- Who is answered ------------------------------------------------------------------------------
 
 
@@ -233,7 +184,7 @@ def test_a_stranger_learns_and_holds_nothing(
             assert len(stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
             stranger.sendall(data)
             assert is_closed(stranger)
-    monkeypatch.setattr(peers, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(peers, "TURN_S", 0.05)
     with socket.create_connection(address) as silent:
         silent.recv(NONCE_BYTES, socket.MSG_WAITALL)
         assert is_closed(silent)
@@ -256,8 +207,7 @@ def test_a_proof_serves_once_and_on_one_side(
 
         thread = threading.Thread(target=reflect)
         thread.start()
-        peer = Peer(listener.getsockname(), host.server._shared, host.copies)
-        assert peer.contains([record(1)]) == [False]
+        assert host.asking(listener.getsockname()).contains([record(1)]) == [False]
         thread.join()
     assert "it has another prefix_salt" in caplog.text and len(heard) == NONCE_BYTES + CODE_BYTES
     with socket.create_connection(("127.0.0.1", host.server.port)) as replay:
@@ -281,9 +231,9 @@ def test_connections_beyond_the_limit_are_closed(
         with socket.create_connection(("127.0.0.1", host.server.port)) as more:
             assert is_closed(more)
     assert threading.active_count() <= threads
-    assert lease(peer, 1) is not None
+    assert ask(peer, 1) == content(1)
     strangers[0].close()
-    wait_for(lambda: len(host.server._sockets) == 2)
+    wait_for(lambda: len(host.server._connections) == 2)
     wait_for(lambda: _connects(host))
     strangers[1].close()
 
@@ -312,8 +262,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed(
         thread = threading.Thread(target=pretend)
         thread.start()
         host = make()
-        shared = host.server._shared
-        store = PeerStore(host.own, [Peer(listener.getsockname(), shared, host.copies)], None)
+        store = host.asking(listener.getsockname())
         assert store.contains([record(1)]) == [False]
         thread.join()
     assert len(b"".join(heard)) == NONCE_BYTES + CODE_BYTES
@@ -354,8 +303,10 @@ def test_another_fingerprint_is_said_once_and_not_asked(
         {"find": [["00", "block", "/"]]},
         {"find": [["00", "block"]]},
         {"find": 5},
-        {"lease": None},
-        {"lease": {"a": 1, "b": 2, "c": 3}},
+        {"read": None},
+        {"read": {"a": 1, "b": 2, "c": 3}},
+        {"read": ["00", "../../../etc/passwd", ""]},
+        {"write": ["00", "block", ""]},
     ],
 )
 def test_a_wrong_question_ends_the_connection(
@@ -363,10 +314,10 @@ def test_a_wrong_question_ends_the_connection(
 ) -> None:
     host = make()
     connection = connect(host)
-    connection.send(message, soon())
+    connection.send(message)
     assert is_closed(connection._connection)
-    wait_for(lambda: not host.server._sockets)
-    assert lease(connect(host), 1) is None
+    wait_for(lambda: not host.server._connections)
+    assert ask(connect(host), 1) is None
 
 
 def test_a_long_or_changed_message_ends_the_connection(make: Callable[..., Host]) -> None:
@@ -378,7 +329,7 @@ def test_a_long_or_changed_message_ends_the_connection(make: Callable[..., Host]
     changed._connection.sendall(HEAD.pack(len(text), code) + text.replace(b"f", b"g"))
     right = HEAD.pack(len(text), again._code("client", bytes(8) + text)) + text
     again._connection.sendall(right)
-    assert again.receive(soon()) == {"found": []}
+    assert again.receive() == {"found": []}
     again._connection.sendall(right)  # the same once more
     for connection in (long, changed, again):
         assert is_closed(connection._connection)
@@ -396,9 +347,9 @@ def test_a_dead_peer_is_asked_again_after_a_pause(
     assert second.has(1) == [True]
     port = first.server.port
     first.store.close()
-    wait_for(lambda: not first.server._sockets)
+    wait_for(lambda: not first.server._connections)
     assert second.has(1) == [False] and second.read(1) is None
-    peer = second.store._peers[0]
+    peer = second.last
     assert peer._pause == peers.FIRST_PAUSE_S and len(caplog.records) == 1
     third = make(port=port)
     put(third.own, record(1), content(1))
@@ -412,7 +363,7 @@ def test_pauses_become_longer(make: Callable[..., Host], caplog: pytest.LogCaptu
     first = make()
     second = make(first)
     first.store.close()
-    peer, pauses = second.store._peers[0], []
+    peer, pauses = second.last, []
     for _ in range(10):
         peer._asked_from = 0.0
         second.has(1)
@@ -427,50 +378,33 @@ def test_a_peer_that_restarts_is_no_failure(make: Callable[..., Host]) -> None:
     assert second.has(1) == [False]
     port = first.server.port
     first.store.close()
-    wait_for(lambda: not first.server._sockets)
+    wait_for(lambda: not first.server._connections)
     third = make(port=port)
     put(third.own, record(1), content(1))
     assert second.has(1) == [True] and second.read(1) == content(1)
 
 
-@pytest.mark.parametrize("failure", ["fails", "damages"])
-def test_a_transfer_that_fails(
-    make: Callable[..., Host], caplog: pytest.LogCaptureFixture, failure: str
-) -> None:
-    first = make()
-    second = make(first)
-    put(first.own, record(1), content(1))
-    setattr(second.reads, failure, True)
-    assert second.read(1) is None and second.own.contains([record(1)]) == [False]
-    assert ("a transfer failed" if failure == "fails" else "damaged on the way") in caplog.text
-    setattr(second.reads, failure, False)
-    second.store._peers[0]._asked_from = 0.0
-    assert second.read(1) == content(1)
+@contextmanager
+def answering(answer: Callable[[Connection], None]) -> Iterator[tuple[str, int]]:
+    """The address of a server that knows the secret, and answers each question as it is told."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
+        def serve(connection: socket.socket) -> None:
+            with connection, suppress(*FAILURES):
+                channel = Connection(connection, SECRET, ("server", "client"), soon())
+                channel.send({"about": ABOUT})
+                while True:
+                    channel.receive()
+                    answer(channel)
 
-def test_a_transfer_that_is_late(
-    make: Callable[..., Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is a miss. It may write for long, but to no memory that something else uses."""
-    first = make()
-    second = make(first)
-    for number in range(4):
-        put(first.own, record(number), content(number))
-    assert second.has(1) == [True]
-    second.reads.before = lambda address: True
-    monkeypatch.setattr(peers, "READ_S", 0.05)
-    into = bytearray(1000)
-    for _ in range(NUM_SLOTS):
-        second.store._peers[0]._asked_from = 0.0
-        assert not second.store.read(record(1), memoryview(into))
-    assert second.copies._late.qsize() == NUM_SLOTS
-    second.store._peers[0]._asked_from = 0.0
-    assert second.read(2) is None and "earlier transfers have not ended" in caplog.text
-    second.reads.before = lambda address: False
-    monkeypatch.setattr(peers, "READ_S", 300.0)
-    second.store._peers[0]._asked_from = 0.0
-    assert [second.read(number) for number in range(4)] == [content(n) for n in range(4)]
-    assert not any(into) and second.copies._late.qsize() == 0
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=listener.accept()[:1], daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_silent_server(
@@ -478,71 +412,114 @@ def test_a_silent_server(
 ) -> None:
     """One that accepts connections and says nothing costs one deadline."""
     monkeypatch.setattr(peers, "FIND_S", 0.05)
-    host = make()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        peer = Peer(listener.getsockname(), host.server._shared, host.copies)
+        store = make().asking(listener.getsockname())
         for _ in range(3):
-            assert peer.contains([record(1)]) == [False]
+            assert store.contains([record(1)]) == [False]
     assert len(caplog.records) == 1 and "timed out" in caplog.text
+
+
+RIGHT = {"checksum": zlib.crc32(content(1)), "size": 1000}
+
+
+@pytest.mark.parametrize("how", ["late", "in the middle", "ended", "damaged"])
+def test_a_record_that_does_not_arrive_whole(
+    make: Callable[..., Host],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    """It is a miss and is not kept. After the pause, the peer is asked over a new connection."""
+    failing = True
+
+    def answer(channel: Connection) -> None:
+        channel.send(RIGHT)
+        data = content(1)
+        if not failing:
+            channel.send_bytes(data)
+        elif how == "damaged":
+            channel.send_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
+        elif how != "late":
+            channel.send_bytes(data[:500])
+        if failing and how == "ended":
+            raise ConnectionError
+
+    host = make()
+    if how in ("late", "in the middle"):
+        monkeypatch.setattr(peers, "READ_S", 0.2)
+    with answering(answer) as address:
+        host.store = store = host.asking(address)
+        assert host.read(1) is None and host.own.contains([record(1)]) == [False]
+        wanted = {"ended": "it ended the connection", "damaged": "a record was damaged on the way"}
+        assert wanted.get(how, "timed out") in caplog.text and not store._idle
+        monkeypatch.setattr(peers, "READ_S", 300.0)
+        assert host.read(1) is None  # it is left alone
+        failing, store._asked_from = False, 0.0
+        assert host.read(1) == content(1) and host.own.contains([record(1)]) == [True]
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
     "answer",
     [
         {},
-        {"address": "x", "checksum": 5},
-        {"address": [1], "checksum": 5},
-        {"address": 1000},
-        {"address": 1000, "checksum": 5},
+        {"checksum": 5},
+        {"checksum": RIGHT["checksum"], "size": 999},
+        {"checksum": RIGHT["checksum"], "size": 10**12},
+        {"checksum": "x", "size": 1000},
+        {"checksum": [1], "size": 1000},
         {"found": []},
         {"found": [True, True]},
         {"found": 5},
-        {"found": ["yes"], "address": None},
+        {"found": ["yes"], "checksum": None},
     ],
 )
 def test_a_server_that_answers_nonsense(make: Callable[..., Host], answer: dict[str, Any]) -> None:
     """Even if it knows the secret, its answers are misses."""
-    host = make()
-    hello = {"about": ABOUT, "metadata": base64.b64encode(host.reads.metadata).decode()}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def pretend() -> None:
-            for _ in range(2):
-                connection, _ = listener.accept()
-                with connection, suppress(*FAILURES):
-                    channel = Connection(connection, SECRET, ("server", "client"), soon())
-                    channel.send(hello, soon())
-                    while True:
-                        channel.receive(soon())
-                        channel.send(answer, soon())
+    def give(channel: Connection) -> None:
+        channel.send(answer)
+        channel.send_bytes(content(1))
 
-        thread = threading.Thread(target=pretend, daemon=True)
-        thread.start()
-        peer = Peer(listener.getsockname(), host.server._shared, host.copies)
-        assert peer.contains([record(1)]) == [False]
-        peer.close()
-        peer._asked_from = 0.0
-        assert not peer.read(record(1), memoryview(bytearray(1000)))
-        peer.close()
-        thread.join()
-    assert host.copies._late.empty() and host.copies._free.qsize() == NUM_SLOTS
+    with answering(give) as address:
+        store = make().asking(address)
+        assert store.contains([record(1)]) == [False]
+        store._asked_from = 0.0
+        assert not store.read(record(1), memoryview(bytearray(1000)))
+        assert store._store.contains([record(1)]) == [False]
 
 
-def test_a_lease_that_was_overwritten_is_a_miss(
-    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("about", [5, None, "x", [1], {"dtype": 1}, {}])
+def test_a_server_that_introduces_itself_with_nonsense(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, about: object
 ) -> None:
-    """The checksum tells."""
+    monkeypatch.setitem(globals(), "ABOUT", about)
+    with answering(lambda channel: None) as address:
+        store = make(about={"dtype": "float32"}).asking(address)
+        assert store.contains([record(1)]) == [False] and store._pause > 0
+
+
+@pytest.mark.parametrize("taken", [0, 100_000])
+def test_a_client_that_does_not_read(
+    make: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """It holds a thread of the server until a deadline, and nobody else waits for it."""
+    monkeypatch.setitem(SIZES, "state", 2**25)  # more than the system buffers
     first = make()
     second = make(first)
     put(first.own, record(1), content(1))
-
-    def overwrite(address: int) -> bool:
-        place = address - first.reads.address
-        first.reads.memory[place : place + 1000] = content(2)
-        return False
-
-    second.reads.before = overwrite
-    assert second.read(1) is None and second.own.contains([record(1)]) == [False]
+    assert second.has(1) == [True]
+    assert first.own.write(record(2, "state"), memoryview(bytearray(2**25)))
+    slow = connect(first)
+    monkeypatch.setattr(peers, "TURN_S", 1.0)
+    slow.send({"read": [record(2).key.hex(), "state", ""]})
+    assert slow.receive()["size"] == 2**25
+    monkeypatch.setattr(peers, "TURN_S", 300.0)  # the server has begun to wait
+    slow.receive_bytes(memoryview(bytearray(taken)))
+    assert second.read(1) == content(1)
+    wait_for(lambda: len(first.server._connections) == 1)  # that of the second host
+    with pytest.raises(ConnectionError):
+        slow.receive_bytes(memoryview(bytearray(2**25)))
 
 
 # --- Options --------------------------------------------------------------------------------------
@@ -579,3 +556,8 @@ def test_a_port_that_is_taken(make: Callable[..., Host]) -> None:
     port = make().server.port
     with pytest.raises(ResourceError, match=f"prefix_peer_port 127.0.0.1:{port} cannot be used"):
         make(port=port)
+
+
+def test_an_address_that_is_no_name(make: Callable[..., Host]) -> None:
+    with pytest.raises(ResourceError, match=r"prefix_peer_port a\.\.b:5 cannot be used"):
+        PeerServer(("a..b", 5), make().own, SECRET, ABOUT, SIZES)

@@ -11,7 +11,6 @@ from finwhale.engine.loop.warmup import warm_up
 from finwhale.engine.start.startup import open_executor
 from finwhale.engine.store.directory import salt_of
 from finwhale.engine.store.opening import attach_store, parse
-from finwhale.extras import import_extra
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.weight_sources import Weights
 
@@ -36,8 +35,6 @@ def start_engine(
     if config.prefix_store is not None:
         directory, _ = parse(config.prefix_store)
         config = replace(config, prefix_salt=config.prefix_salt or salt_of(directory))
-    if config.prefix_peers or config.prefix_peer_port:
-        import_extra("finwhale.engine.store.nixl_reads")  # a missing package is told at once
     unused_head = model_config.draft_head if config.draft_tokens == 0 else None
     if unused_head == "dspark":
         # The head has three whole layers, and every forward would compute its context.
