@@ -61,16 +61,16 @@ def test_an_engine_whose_peer_is_killed(
         port = free.getsockname()[1]
     with first_engine(tmp_path, port) as (process, wanted):
         asked: list[Record] = []
-        fetch = PeerStore._fetch
+        read = PeerStore.read
 
-        def fetch_or_kill(store: PeerStore, record: Record, into: memoryview) -> bool:
+        def read_or_kill(store: PeerStore, record: Record, into: memoryview) -> bool:
             asked.append(record)
             if len(asked) > moment:
                 process.kill()
                 process.wait()
-            return fetch(store, record, into)
+            return read(store, record, into)
 
-        monkeypatch.setattr(PeerStore, "_fetch", fetch_or_kill)
+        monkeypatch.setattr(PeerStore, "read", read_or_kill)
         options = {"prefix_salt": "salt", "prefix_peers": f"127.0.0.1:{port}"}
         with open_llm(tmp_path / "model", tmp_path / "second", **options) as second:
             assert tokens(second, PROMPTS, 20) == wanted

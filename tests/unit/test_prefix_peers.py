@@ -1,10 +1,11 @@
-"""Prefixes of other servers: deadlines, who is answered, and failures, which are misses."""
+"""Prefixes of other servers: who is answered, and deadlines and failures, which are misses."""
 
 import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ import pytest
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind
 from finwhale.engine.store import peers
-from finwhale.engine.store.channel import CODE_BYTES, FAILURES, HEAD, MOST_BYTES, NONCE_BYTES
+from finwhale.engine.store.channel import (
+    CODE_BYTES,
+    FAILURES,
+    HEAD,
+    MOST_BYTES,
+    MOST_FIRST_BYTES,
+    NONCE_BYTES,
+)
 from finwhale.engine.store.channel import Channel as Connection
 from finwhale.engine.store.directory import DirectoryStore
 from finwhale.engine.store.peers import PeerServer, PeerStore
@@ -24,6 +32,9 @@ from .test_directory_store import content, get, put, record
 
 SIZES: dict[RecordKind, int] = {"block": 1000, "state": 3000}
 SECRET = b"secret"
+# What a client sends first, and a message with a wrong code.
+FIRST_BYTES = NONCE_BYTES + HEAD.size + 2
+WRONG = HEAD.pack(2, b"c" * CODE_BYTES) + b"{}"
 ABOUT = {"dtype": "float32", "device": "x"}
 
 
@@ -44,9 +55,10 @@ class Host:
     ) -> None:
         self.own = DirectoryStore(path, "f1", about)
         self.server = PeerServer(("127.0.0.1", port), self.own, secret, about, SIZES)
+        self.port: int = self.server._listener.getsockname()[1]
         self.store: PrefixStore = self.server
         for host in others:
-            self.store = self.asking(("127.0.0.1", host.server.port), secret)
+            self.store = self.asking(("127.0.0.1", host.port), secret)
 
     def asking(self, address: tuple[str, int], secret: bytes = SECRET) -> PeerStore:
         """Its store, which now asks the server at this address, too."""
@@ -83,8 +95,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def connect(host: Host, secret: bytes = SECRET) -> Connection:
     """A connection as peers make it, by hand."""
-    connection = socket.create_connection(("127.0.0.1", host.server.port))
+    connection = socket.create_connection(("127.0.0.1", host.port))
     made = Connection(connection, secret, ("client", "server"), soon())
+    made.send({})
     assert made.receive()["about"] == ABOUT
     return made
 
@@ -152,19 +165,12 @@ def test_many_threads(make: Callable[..., Host]) -> None:
     second = make(first)
     for number in range(40):
         put(first.own, record(number), content(number))
-    wrong = []
 
-    def work(numbers: Sequence[int]) -> None:
-        for number in numbers:
-            if second.has(number) != [True] or second.read(number) != content(number):
-                wrong.append(number)
+    def works(number: int) -> bool:
+        return second.has(number) == [True] and second.read(number) == content(number)
 
-    threads = [threading.Thread(target=work, args=(range(i, 40, 8),)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(works, range(40)))
 
 
 # --- Who is answered ------------------------------------------------------------------------------
@@ -175,11 +181,15 @@ def test_a_stranger_learns_and_holds_nothing(
 ) -> None:
     """Before it has proved that it knows the secret, it gets random bytes alone."""
     host = make()
-    address = ("127.0.0.1", host.server.port)
+    address = ("127.0.0.1", host.port)
     with pytest.raises(FAILURES, match="another prefix_salt"):
         connect(host, b"guess")
-    sent = b"\xff" * (NONCE_BYTES + CODE_BYTES)
-    for data in (sent, b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: somebody\r\n\r\n"):
+    nonce = b"n" * NONCE_BYTES
+    for data in (
+        nonce + WRONG,
+        nonce + HEAD.pack(MOST_FIRST_BYTES + 1, bytes(CODE_BYTES)),
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: somebody\r\n\r\n",
+    ):
         with socket.create_connection(address) as stranger:
             assert len(stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
             stranger.sendall(data)
@@ -201,7 +211,7 @@ def test_a_proof_serves_once_and_on_one_side(
             connection, _ = listener.accept()
             with connection:
                 connection.sendall(b"n" * NONCE_BYTES)
-                heard.extend(connection.recv(NONCE_BYTES + CODE_BYTES, socket.MSG_WAITALL))
+                heard.extend(connection.recv(FIRST_BYTES, socket.MSG_WAITALL))
                 connection.sendall(heard[NONCE_BYTES:])
                 assert is_closed(connection)
 
@@ -209,8 +219,8 @@ def test_a_proof_serves_once_and_on_one_side(
         thread.start()
         assert host.asking(listener.getsockname()).contains([record(1)]) == [False]
         thread.join()
-    assert "it has another prefix_salt" in caplog.text and len(heard) == NONCE_BYTES + CODE_BYTES
-    with socket.create_connection(("127.0.0.1", host.server.port)) as replay:
+    assert "has it another prefix_salt?" in caplog.text and len(heard) == FIRST_BYTES
+    with socket.create_connection(("127.0.0.1", host.port)) as replay:
         replay.recv(NONCE_BYTES, socket.MSG_WAITALL)
         replay.sendall(heard)
         assert is_closed(replay)
@@ -223,12 +233,12 @@ def test_connections_beyond_the_limit_are_closed(
     host = make()
     put(host.own, record(1), content(1))
     peer = connect(host)
-    strangers = [socket.create_connection(("127.0.0.1", host.server.port)) for _ in range(2)]
+    strangers = [socket.create_connection(("127.0.0.1", host.port)) for _ in range(2)]
     for stranger in strangers:
         stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)
     threads = threading.active_count()
     for _ in range(20):
-        with socket.create_connection(("127.0.0.1", host.server.port)) as more:
+        with socket.create_connection(("127.0.0.1", host.port)) as more:
             assert is_closed(more)
     assert threading.active_count() <= threads
     assert ask(peer, 1) == content(1)
@@ -255,7 +265,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed(
 
         def pretend() -> None:
             connection, _ = listener.accept()
-            connection.sendall(b"n" * NONCE_BYTES + b"c" * CODE_BYTES)
+            connection.sendall(b"n" * NONCE_BYTES + WRONG)
             while data := connection.recv(10_000):
                 heard.append(data)
 
@@ -265,8 +275,8 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed(
         store = host.asking(listener.getsockname())
         assert store.contains([record(1)]) == [False]
         thread.join()
-    assert len(b"".join(heard)) == NONCE_BYTES + CODE_BYTES
-    assert "it has another prefix_salt" in caplog.text
+    assert len(b"".join(heard)) == FIRST_BYTES
+    assert "has it another prefix_salt?" in caplog.text
     store.close()
 
 
@@ -280,7 +290,7 @@ def test_another_salt_is_said_once(
     for _ in range(3):
         assert second.has(1) == [False] and second.read(1) is None
     assert len(caplog.records) == 1
-    assert "has it another prefix_salt?" in caplog.text
+    assert "has it another prefix_salt" in caplog.text
 
 
 def test_another_fingerprint_is_said_once_and_not_asked(
@@ -325,9 +335,10 @@ def test_a_long_or_changed_message_ends_the_connection(make: Callable[..., Host]
     long, changed, again = (connect(host) for _ in range(3))
     long._connection.sendall(HEAD.pack(MOST_BYTES + 1, bytes(CODE_BYTES)))
     text = b'{"find": []}'
-    code = changed._code("client", bytes(8) + text)
+    second = (1).to_bytes(8, "big")
+    code = changed._code("client", second + text)
     changed._connection.sendall(HEAD.pack(len(text), code) + text.replace(b"f", b"g"))
-    right = HEAD.pack(len(text), again._code("client", bytes(8) + text)) + text
+    right = HEAD.pack(len(text), again._code("client", second + text)) + text
     again._connection.sendall(right)
     assert again.receive() == {"found": []}
     again._connection.sendall(right)  # the same once more
@@ -345,7 +356,7 @@ def test_a_dead_peer_is_asked_again_after_a_pause(
     second = make(first)
     put(first.own, record(1), content(1))
     assert second.has(1) == [True]
-    port = first.server.port
+    port = first.port
     first.store.close()
     wait_for(lambda: not first.server._connections)
     assert second.has(1) == [False] and second.read(1) is None
@@ -376,7 +387,7 @@ def test_a_peer_that_restarts_is_no_failure(make: Callable[..., Host]) -> None:
     first = make()
     second = make(first)
     assert second.has(1) == [False]
-    port = first.server.port
+    port = first.port
     first.store.close()
     wait_for(lambda: not first.server._connections)
     third = make(port=port)
@@ -392,6 +403,7 @@ def answering(answer: Callable[[Connection], None]) -> Iterator[tuple[str, int]]
         def serve(connection: socket.socket) -> None:
             with connection, suppress(*FAILURES):
                 channel = Connection(connection, SECRET, ("server", "client"), soon())
+                channel.receive()
                 channel.send({"about": ABOUT})
                 while True:
                     channel.receive()
@@ -410,12 +422,16 @@ def answering(answer: Callable[[Connection], None]) -> Iterator[tuple[str, int]]
 def test_a_silent_server(
     make: Callable[..., Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that accepts connections and says nothing costs one deadline."""
-    monkeypatch.setattr(peers, "FIND_S", 0.05)
+    """One that accepts connections and says nothing costs one deadline, and for several threads
+    one pause.
+    """
+    monkeypatch.setattr(peers, "FIND_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         store = make().asking(listener.getsockname())
-        for _ in range(3):
-            assert store.contains([record(1)]) == [False]
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(store.contains, [[record(1)]] * 20)) == [[False]] * 20
+        assert store.contains([record(1)]) == [False]
+    assert store._pause == peers.FIRST_PAUSE_S
     assert len(caplog.records) == 1 and "timed out" in caplog.text
 
 
@@ -553,11 +569,6 @@ def test_wrong_options(options: dict[str, object], message: str) -> None:
 
 
 def test_a_port_that_is_taken(make: Callable[..., Host]) -> None:
-    port = make().server.port
+    port = make().port
     with pytest.raises(ResourceError, match=f"prefix_peer_port 127.0.0.1:{port} cannot be used"):
         make(port=port)
-
-
-def test_an_address_that_is_no_name(make: Callable[..., Host]) -> None:
-    with pytest.raises(ResourceError, match=r"prefix_peer_port a\.\.b:5 cannot be used"):
-        PeerServer(("a..b", 5), make().own, SECRET, ABOUT, SIZES)

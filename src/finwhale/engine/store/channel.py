@@ -1,9 +1,9 @@
 """Messages and bytes between two processes that know one secret, over TCP. Nothing is encrypted.
 
-Both sides first prove that they know the secret, the one that connects before the other: whoever
-connects learns nothing that depends on it. Then each message is its length, a code that depends on
-its place in the conversation, and JSON. It is read up to a limit, and parsed only if its code is
-right. Bytes that follow a message have no code.
+A message is its length, a code, and JSON. The code depends on the secret, on random numbers of both
+sides, and on the message's place in the conversation. Whoever connects sends the first message, and
+learns nothing that depends on the secret unless its code is right. A message is read up to a limit,
+and parsed only if its code is right. Bytes that follow a message have no code.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any
 
 NONCE_BYTES, CODE_BYTES = 16, 32
 HEAD = struct.Struct(f"<I{CODE_BYTES}s")  # length and code of a message
-MOST_BYTES = 2**22  # of a message
+MOST_BYTES, MOST_FIRST_BYTES = 2**22, 2**12  # of a message; of the first one, from a stranger
 # What a method of Channel raises, or what is raised by using the content of a message.
 FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError)
 
@@ -31,7 +31,6 @@ class Channel:
 
     Args:
         sides: the names of this side and the other one; "client" has connected to "server".
-        deadline: until when the other side must prove that it knows the secret.
 
     Attributes:
         deadline: until when methods may wait for the other side (time.monotonic()).
@@ -44,21 +43,10 @@ class Channel:
         self._sent = self._received = 0
         self.deadline = deadline
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce, is_client = secrets.token_bytes(NONCE_BYTES), sides[0] == "client"
+        nonce = secrets.token_bytes(NONCE_BYTES)
         self.send_bytes(nonce)
         other = self._receive(NONCE_BYTES)
-        nonces = nonce + other if is_client else other + nonce
-        if is_client:
-            self.send_bytes(self._code("client", nonces))
-        try:
-            proof = self._receive(CODE_BYTES)
-        except ConnectionError:
-            raise ConnectionError("it ended the connection: has it another prefix_salt?") from None
-        if not hmac.compare_digest(proof, self._code(sides[1], nonces)):
-            raise ValueError("it has another prefix_salt")
-        if not is_client:
-            self.send_bytes(self._code("server", nonces))
-        self._key = self._code("messages", nonces)
+        self._key = self._code("key", nonce + other if sides[0] == "client" else other + nonce)
 
     def send(self, message: dict[str, Any]) -> None:
         text = json.dumps(message).encode()
@@ -68,12 +56,12 @@ class Channel:
 
     def receive(self) -> dict[str, Any]:
         size, code = HEAD.unpack(self._receive(HEAD.size))
-        if size > MOST_BYTES:
+        if size > (MOST_BYTES if self._received else MOST_FIRST_BYTES):
             raise ValueError(f"it sends a message of {size} bytes")
         text = self._receive(size)
         wanted = self._code(self._sides[1], self._received.to_bytes(8, "big") + text)
         if not hmac.compare_digest(code, wanted):
-            raise ValueError("its message was changed on the way")
+            raise ValueError("its message has a wrong code: has it another prefix_salt?")
         self._received += 1
         return dict(json.loads(text))
 
@@ -87,7 +75,8 @@ class Channel:
             self._connection.settimeout(self._left())
             count = self._connection.recv_into(into)
             if not count:
-                raise ConnectionError("it ended the connection")
+                reason = "" if self._received else ": has it another prefix_salt, or many peers?"
+                raise ConnectionError(f"it ended the connection{reason}")
             into = into[count:]
 
     def readable(self, seconds: float) -> bool:

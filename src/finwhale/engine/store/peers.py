@@ -1,8 +1,8 @@
 """A prefix store that asks the servers of other hosts for the records that its own store lacks.
 
-A server answers its peers over TCP (channel.py). First it says what decides the bytes of its
-records. Then the peer asks:
+A server answers its peers over TCP (channel.py):
 
+    {}                               ->  {"about": what decides the bytes of its records}
     {"find": [[key, kind, owner], ...]}  ->  {"found": [bool, ...]}
     {"read": [key, kind, owner]}         ->  {"checksum": CRC-32, "size": bytes} and the record, or
                                              {"checksum": null}
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 # A peer has this long to say which records it has, and to give one.
 FIND_S, READ_S = 1.0, 2.0
-# A server waits this long for each of these: a proof of the secret, the rest of a question, and
-# until an answer is taken. A connection without questions ends after IDLE_S.
+# A server waits this long for each of these: the first message, the rest of a question, and until
+# an answer is taken. A connection without questions ends after IDLE_S.
 TURN_S, IDLE_S = 2.0, 10.0
 # Of one server. Each has a thread and room for one record: 200 MB for Flash's states of 5 MB.
 MOST_CONNECTIONS = 40
@@ -68,10 +68,9 @@ class PeerServer:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
             self._listener = socket.create_server(address, family=family)
-        except (OSError, UnicodeError) as error:
+        except OSError as error:
             name = f"{address[0]}:{address[1]}"
             raise ResourceError(f"prefix_peer_port {name} cannot be used: {error}") from None
-        self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="prefix-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -99,6 +98,7 @@ class PeerServer:
         try:
             deadline = time.monotonic() + TURN_S
             channel = Channel(connection, self._secret, ("server", "client"), deadline)
+            channel.receive()
             channel.send({"about": self._about})
             buffer = memoryview(bytearray(max(self._sizes.values())))
             while not self._closed and channel.readable(IDLE_S):
@@ -151,8 +151,7 @@ class PeerStore:
         self.write = store.write
         self._mutex = threading.Lock()
         self._idle: list[Channel] = []
-        self._pause, self._asked_from = 0.0, 0.0
-        self._told = ""
+        self._pause, self._asked_from, self._told = 0.0, 0.0, ""
 
     def contains(self, records: Sequence[Record]) -> list[bool]:
         found = self._store.contains(records)
@@ -168,12 +167,6 @@ class PeerStore:
     def read(self, record: Record, into: memoryview) -> bool:
         if self._store.read(record, into):
             return True
-        found = self._fetch(record, into)
-        if found:
-            self.write(record, into)
-        return found
-
-    def _fetch(self, record: Record, into: memoryview) -> bool:
         with suppress(*FAILURES), self._channel(READ_S) as channel:
             channel.send({"read": _words(record)})
             answer = channel.receive()
@@ -184,6 +177,7 @@ class PeerStore:
             channel.receive_bytes(into)
             if zlib.crc32(into) != answer["checksum"]:
                 raise ValueError("a record was damaged on the way")
+            self.write(record, into)
             return True
         return False
 
@@ -220,6 +214,7 @@ class PeerStore:
         connection = socket.create_connection(self._address, left)
         try:
             channel = Channel(connection, self._secret, ("client", "server"), deadline)
+            channel.send({})
             if names := differing(self._about, dict(channel.receive()["about"])):
                 raise ValueError(f"its prefixes are of no use here: other {', '.join(names)}")
             return channel
@@ -234,9 +229,11 @@ class PeerStore:
                 return  # another thread has seen the same
             self._pause = min(2 * self._pause or FIRST_PAUSE_S, LONGEST_PAUSE_S)
             self._asked_from = time.monotonic() + self._pause
-            told, self._told = self._told, str(error)
-        if told != str(error):
-            logger.warning("the prefix store does not ask peer %s:%d: %s", *self._address, error)
+            if self._told != str(error):
+                self._told = str(error)
+                logger.warning(
+                    "the prefix store does not ask peer %s:%d: %s", *self._address, error
+                )
 
     def _close_idle(self) -> None:
         while self._idle:
