@@ -148,6 +148,7 @@ class Engine:
         matcher: TokenMatcher | None = None,
         prefix_owner: str = "",
         filter: TokenFilter | None = None,
+        saves_first: bool = False,
     ) -> RequestOutput:
         """Begin a request; `step` fills the returned object.
 
@@ -158,6 +159,7 @@ class Engine:
             stop_after: look for stop strings only after this token, which ends the reasoning.
             priority: requests with a lower value run first; equal values in order of arrival.
             prefix_owner: only requests of the same owner share cached prefixes.
+            saves_first: when it ends, `is_flushing` says whether the store still saves its prompt.
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary, or the
@@ -195,6 +197,7 @@ class Engine:
                     params=params,
                     priority=priority,
                     prefix_owner=prefix_owner,
+                    saves_first=saves_first,
                     sampling=RequestSampling(
                         params, prompt_token_ids, vocab_size, index, matcher, filter, ends
                     ),
@@ -203,6 +206,11 @@ class Engine:
             )
             self.outputs.add(output, sequences, ends, stop_after)
             return output
+
+    def is_flushing(self, request_id: str) -> bool:
+        """Whether an ended request waits until the prefix store has its blocks."""
+        stored = self.scheduler.admission.stored
+        return stored is not None and stored.is_flushing(request_id)
 
     def _check_accepts(self) -> None:
         """Raise an error if the engine accepts no requests now."""
