@@ -154,6 +154,12 @@ class EngineConfig:
         "and the rest of such a request when it ends. `shared` writes little if most prompts come "
         "only once",
     )
+    role: Literal["both", "prefill"] = option(
+        "both",
+        "prefill: save the prompt of every request before its answer is sent, for the decode "
+        "server that continues it, and capture no decode steps; needs --prefix-store. A decode "
+        "server is an ordinary server with the same store",
+    )
     enable_sleep_mode: bool = option(
         False,
         "allocate weights and cache so that `sleep` can free their memory and `wake` can allocate "
@@ -233,6 +239,8 @@ class EngineConfig:
                 raise FinwhaleError(f"{name} must be a string, got {type(given).__name__}")
         if self.prefix_store is None and self.prefix_store_saves != "all":
             raise FinwhaleError("prefix_store_saves needs prefix_store")
+        if self.prefix_store is None and self.role == "prefill":
+            raise FinwhaleError('role "prefill" needs prefix_store')
         if self.prefix_store is not None and not self.enable_prefix_caching:
             raise FinwhaleError("prefix_store needs enable_prefix_caching: leave out one of them")
         if salt == "":

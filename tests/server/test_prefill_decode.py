@@ -11,6 +11,7 @@ import pytest
 from finwhale import LLM
 from finwhale.engine.plan import stored_prefixes
 from finwhale.engine.plan.stored_prefixes import StoredPrefixes
+from finwhale.errors import FinwhaleError
 
 from .conftest import SharedServer
 from .running import MODEL, RunningServer, check_idle
@@ -53,7 +54,7 @@ class Pair:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.prefill = open_server(path)
+        self.prefill = open_server(path, role="prefill")
         self.decode = open_server(path)
 
     @property
@@ -126,6 +127,7 @@ def test_a_decode_server_continues_what_a_prefill_server_has_read(
     said, cached = decode(pair.decode, path, path, params)
     assert cached == 256 * len(blocks)
     assert decode(shared_server.get(), path, path, None) == (said, 0)
+    assert pair.prefill.engine.metrics().ordinary_requests == 0
 
 
 def test_every_block_is_saved_although_few_may_be_on_their_way(
@@ -174,6 +176,19 @@ def test_another_store_is_told_once_with_the_field_that_differs(
     close_server(other)
 
 
+def test_ordinary_requests_of_a_prefill_server_are_answered_and_counted(pair: Pair) -> None:
+    before = len(pair.files())
+    assert decode(pair.prefill, COMPLETIONS, "ordinary", None)[1] == 0
+    # Its prompt is saved before the answer, too.
+    assert len(pair.files()) >= before + 3
+    assert pair.prefill.engine.metrics().ordinary_requests == 1
+    wait_until(
+        lambda: (
+            "finwhale_ordinary_requests_total 1.0" in httpx.get(f"{pair.prefill.url}/metrics").text
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("params", "why"),
     [
@@ -195,3 +210,5 @@ def test_what_a_server_cannot_do_is_refused(pair: Pair, shared_server: SharedSer
     assert answer.status_code == 400 and "not available in streams" in answer.text
     answer = post(shared_server.get(), COMPLETIONS, **asked)
     assert answer.status_code == 400 and "needs a server with --prefix-store" in answer.text
+    with pytest.raises(FinwhaleError, match='role "prefill" needs prefix_store'):
+        LLM(device="cpu", role="prefill")

@@ -58,6 +58,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
         ["--prefix-store", "/somewhere", "--prefix-store-saves", "shared"],
         "shared",
     ),
+    "role": (["--role", "prefill", "--prefix-store", "/somewhere"], "prefill"),
     "enable_sleep_mode": (["--enable-sleep-mode"], True),
     "enable_return_routed_experts": (["--enable-return-routed-experts"], True),
     "compile": (["--compile"], True),
@@ -100,6 +101,7 @@ SET_BY = {
 NEEDS: dict[str, dict[str, Any]] = {
     "graph_sizes": {"max_num_seqs": 8},
     "prefix_store_saves": {"prefix_store": "/somewhere"},
+    "role": {"prefix_store": "/somewhere"},
 }
 
 

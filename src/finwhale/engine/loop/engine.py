@@ -197,13 +197,14 @@ class Engine:
                     params=params,
                     priority=priority,
                     prefix_owner=prefix_owner,
-                    saves_first=saves_first,
+                    saves_first=saves_first or self.config.role == "prefill",
                     sampling=RequestSampling(
                         params, prompt_token_ids, vocab_size, index, matcher, filter, ends
                     ),
                 )
                 for index in range(params.n)
             )
+            self._meter.ordinary_requests += self.config.role == "prefill" and not saves_first
             self.outputs.add(output, sequences, ends, stop_after)
             return output
 

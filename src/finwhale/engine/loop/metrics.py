@@ -58,6 +58,8 @@ class EngineMetrics:
         pages: page use by cache group (window, c4, c128, c4_state, c128_state).
         idle_blocks: cached blocks of prompts and outputs that no sequence uses.
         requests: number of accepted requests.
+        ordinary_requests: how many of them a prefill server (`role`) answered although no decode
+            server continues them.
         steps: number of forwards.
         prompt_tokens: prompt tokens of admitted sequences.
         cached_tokens: how many of the prompt tokens were in the prefix cache.
@@ -88,6 +90,7 @@ class EngineMetrics:
     pages: Mapping[str, PageUse]
     idle_blocks: int
     requests: int
+    ordinary_requests: int
     steps: int
     prompt_tokens: int
     cached_tokens: int
@@ -154,6 +157,7 @@ class Meter:
 
     max_draft_tokens: InitVar[int] = 0
     requests: int = 0
+    ordinary_requests: int = 0
     steps: int = 0
     output_tokens: int = 0
     endings: dict[FinishReason, int] = field(
