@@ -59,6 +59,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
         "shared",
     ),
     "role": (["--role", "prefill", "--prefix-store", "/somewhere"], "prefill"),
+    "kv_events": (["--kv-events", "5557"], "5557"),
     "enable_sleep_mode": (["--enable-sleep-mode"], True),
     "enable_return_routed_experts": (["--enable-return-routed-experts"], True),
     "compile": (["--compile"], True),

@@ -360,6 +360,9 @@ class Engine:
                     self.drain("abort")
             if self.scheduler.admission.stored is not None:
                 self.scheduler.admission.stored.close()
+            if self.scheduler.prefix is not None and self.scheduler.prefix.events is not None:
+                self.scheduler.prefix.events.close()
+                self.scheduler.prefix.events = None
             healthy, self._dead = self._dead is None, self._dead or "the engine is closed"
             self.executor.close()
             if healthy:

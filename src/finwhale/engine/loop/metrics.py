@@ -81,6 +81,7 @@ class EngineMetrics:
             from the cache after the engine was ready. Each one delays a request. Should be 0.
         ranks: the state of each rank.
         store: what the prefix store has done; None: there is none.
+        dropped_events: KV events that were lost, because too many were waiting.
         store_off: why the store was switched off; empty: it is used.
     """
 
@@ -112,6 +113,7 @@ class EngineMetrics:
     ranks: tuple[RankState, ...] = ()
     store: StoreCounts | None = None
     store_off: str = ""
+    dropped_events: int = 0
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -248,6 +250,7 @@ def read_metrics(
         evicted_blocks=0 if prefix is None else prefix.num_evicted,
         store=None if stored is None else replace(stored.counts),
         store_off="" if stored is None else stored.off,
+        dropped_events=0 if prefix is None or prefix.events is None else prefix.events.dropped,
         draft_tokens=scheduler.drafting.draft_tokens,
         late_compilations=late,
         ranks=ranks,

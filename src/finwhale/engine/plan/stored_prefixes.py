@@ -462,7 +462,7 @@ class StoredPrefixes:
         load.sequence.store_tries = MOST_TRIES
         *blocks, (state, _) = load.parts
         for key, (pages, _) in zip(load.keys[len(load.chain) - load.first :], blocks, strict=True):
-            self._prefix.add_loaded(load.chain, key, pages)
+            self._prefix.add_loaded(load.chain, key, pages, load.sequence.token_ids)
         self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
         self.counts.loads += 1
         self.counts.loaded_tokens += len(blocks) * self._prefix.block_tokens

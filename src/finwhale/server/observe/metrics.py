@@ -238,6 +238,8 @@ def _of_engine(engine: EngineMetrics) -> Iterator[_Row]:
         (gauge, "finwhale_idle_blocks", "cached blocks that no running sequence uses",
          engine.idle_blocks),
         (counter, "finwhale_steps", "forward passes", engine.steps),
+        (counter, "finwhale_dropped_kv_events", "events of --kv-events that were not sent",
+         engine.dropped_events),
         (counter, "finwhale_ordinary_requests",
          "requests to a prefill server that no decode server continues", engine.ordinary_requests),
         (counter, "finwhale_prefill_tokens", "tokens of admitted prompts", engine.prompt_tokens),
