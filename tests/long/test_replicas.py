@@ -34,7 +34,7 @@ class Replicas:
             for port in self.ports
         ]
         wait_for(lambda: all(map(is_ready, self.ports)), 120, self.engines)
-        words = documented_command()
+        words = documented_commands()[0]
         words = [word.replace("replica1:8000", f"127.0.0.1:{self.ports[0]}") for word in words]
         words = [word.replace("replica2:8000", f"127.0.0.1:{self.ports[1]}") for word in words]
         words = [word.replace("0.0.0.0", "127.0.0.1") for word in words]
@@ -52,11 +52,11 @@ class Replicas:
             program.close()
 
 
-def documented_command() -> list[str]:
-    """The words of the router's command in the documentation."""
+def documented_commands() -> list[list[str]]:
+    """The words of the routers' commands in the documentation."""
     text = (ROOT / "docs/replicas.md").read_text()
-    (command,) = re.findall(r"^vllm-router .*?[^\\]$", text, re.MULTILINE | re.DOTALL)
-    return command.replace("\\\n", " ").split()
+    commands = re.findall(r"^vllm-router .*?[^\\]$", text, re.MULTILINE | re.DOTALL)
+    return [command.replace("\\\n", " ").split() for command in commands]
 
 
 def finished(port: int) -> int:
