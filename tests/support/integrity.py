@@ -26,7 +26,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         blocks = scheduler.prefix.blocks.values()
         held = [part for block in blocks for part in (block.pages, block.state or {})]
         if (stored := scheduler.admission.stored) is not None:
-            chains += [load.chain for load in stored.loads]
+            chains += [one.chain for one in (*stored.loads, *stored.flushes)]
             held += [pages for _, pages, _ in stored._saves]
             held += [pages for load in stored.loads for pages, _ in load.parts]
         for part in held:

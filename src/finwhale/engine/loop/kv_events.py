@@ -8,7 +8,7 @@ A message has three frames: the topic, a sequence number (8 bytes, big-endian) a
 import logging
 import time
 from collections.abc import Sequence
-from queue import Empty, Full, Queue
+from queue import Full, Queue
 from threading import Thread
 from typing import Any
 
@@ -91,17 +91,14 @@ class KvEvents:
             self.dropped += 1
 
     def _run(self) -> None:
-        number, told = 0, 0
-        while (event := self._queue.get()) is not None:
-            batch = [event]
-            try:
-                while len(batch) < MOST_IN_BATCH and self._queue.queue[0] is not None:
-                    batch.append(self._queue.get_nowait())  # type: ignore[arg-type]
-            except (Empty, IndexError):
-                pass
+        number, told, batch = 0, 0, list[dict[str, Any] | None]()
+        while not batch or batch[-1] is not None:
+            batch = [self._queue.get()]
+            batch += [self._queue.get() for _ in range(min(self._queue.qsize(), MOST_IN_BATCH))]
             dropped = self.dropped
             number, told = number + (dropped > told), dropped
-            payload = msgspec.msgpack.encode([time.time(), batch, 0])
+            events = [event for event in batch if event is not None]
+            payload = msgspec.msgpack.encode([time.time(), events, 0])
             self._socket.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
             number += 1
 

@@ -125,7 +125,6 @@ class Flush:
 
     Attributes:
         keys: of all blocks of the chain.
-        unsaved: those whose save, or that of their state, has not begun.
         deadline: when the answer waits no longer (time.monotonic()).
     """
 
@@ -133,7 +132,6 @@ class Flush:
     owner: str
     chain: list[Block]
     keys: frozenset[bytes]
-    unsaved: list[Block]
     deadline: float
 
 
@@ -211,7 +209,7 @@ class StoredPrefixes:
         if sequence.saves_first:
             until = time.monotonic() + LONGEST_FLUSH_S
             keys = frozenset(block.key for block in blocks)
-            flush = Flush(sequence.request_id, owner, [], keys, list(blocks), until)
+            flush = Flush(sequence.request_id, owner, [], keys, until)
             for block in blocks:
                 self._prefix.use(flush.chain, block)
             self.flushes.append(flush)
@@ -221,20 +219,18 @@ class StoredPrefixes:
 
     def _flush(self, flush: Flush) -> bool:
         """Save what is left of a flush; returns whether it has ended."""
-        skipped = self.counts.skipped
-        for block in flush.unsaved:
-            self._save_block(block, flush.owner)
         # A sequence with the same prompt resumes after one of the last two.
-        for block in flush.chain[-2:]:
+        skipped, last = self.counts.skipped, flush.chain[-2:]
+        for block in flush.chain:
+            self._save_block(block, flush.owner)
+        for block in last:
             self._save_state(block, flush.owner)
         self.counts.skipped = skipped  # the next call tries again
-        flush.unsaved = [
-            block
-            for block in flush.unsaved
-            if not block.saved
-            or (block in flush.chain[-2:] and block.state is not None and not block.state_saved)
-        ]
-        waits = flush.unsaved or self._transfers.saving(flush.keys)
+        waits = (
+            not all(block.saved for block in flush.chain)
+            or not all(block.state is None or block.state_saved for block in last)
+            or self._transfers.saving(flush.keys)
+        )
         if waits and not self.off:
             if time.monotonic() < flush.deadline:
                 return False
