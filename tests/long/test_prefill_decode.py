@@ -144,6 +144,18 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def test_prompts_go_from_prefill_to_decode_servers(deployment: Deployment) -> None:
     assert [deployment.ask() for _ in range(4)] == [512] * 4
+    # The other endpoints, of which the router makes prefill requests in other ways.
+    for path, prompt in (
+        ("completions", {"prompt": STORY, "max_tokens": 4}),
+        ("responses", {"input": STORY, "max_output_tokens": 4}),
+        ("messages", {"messages": [{"role": "user", "content": STORY}], "max_tokens": 4}),
+    ):
+        answer = httpx.post(
+            f"http://127.0.0.1:{deployment.ports[2]}/v1/{path}",
+            json={"model": "finwhale-demo", **prompt},
+            timeout=SECONDS,
+        )
+        assert answer.status_code == 200, answer.text
     assert not any(s.metric("finwhale_ordinary_requests_total") for s in deployment.some("prefill"))
 
 

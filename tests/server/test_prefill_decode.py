@@ -24,7 +24,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "/v1/chat/completions": ("messages", {"max_tokens": 6}, {"max_tokens": 1, "min_tokens": 1}),
     "/v1/completions": ("prompt", {"max_tokens": 6}, {"max_tokens": 1, "min_tokens": 1}),
     "/v1/responses": ("input", {"max_output_tokens": 6}, {"max_output_tokens": 1}),
-    "/v1/messages": ("messages", {"max_tokens": 6}, {"max_tokens": 1}),
+    "/v1/messages": ("messages", {"max_tokens": 6}, {"max_tokens": 1, "min_tokens": 1}),
 }
 COMPLETIONS = "/v1/completions"
 ASKED = {
