@@ -26,7 +26,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
         blocks = scheduler.prefix.blocks.values()
         held = [part for block in blocks for part in (block.pages, block.state or {})]
         if (stored := scheduler.admission.stored) is not None:
-            chains += [one.chain for one in (*stored.loads, *stored.flushes)]
+            chains += [load.chain for load in stored.loads]
+            chains += [flush.chain for flush in stored.flushes]
             held += [pages for _, pages, _ in stored._saves]
             held += [pages for load in stored.loads for pages, _ in load.parts]
         for part in held:
