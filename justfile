@@ -68,9 +68,9 @@ long-hostile seconds="600":
 long-hosts:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_hosts.py tests/long/test_ray.py
 
-# Two demo engines behind vllm-router.
+# Two demo engines behind vllm-router; two prefill and two decode servers behind it, killed in each phase.
 long-replicas:
-    FINWHALE_LONG=1 pytest -n0 tests/long/test_replicas.py
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_replicas.py tests/long/test_prefill_decode.py
 
 # New weights on two ranks, and the rollout endpoints.
 long-rollouts:

@@ -3,6 +3,7 @@
 `LLM`, the commands and docs/options.md all derive their options from `EngineConfig`.
 """
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,11 @@ Activations = Literal["as-trained", "exact"]
 DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
 WoAInput = Literal["fp8", "bf16"]
+
+# An address of kv_events. PORT 0: any.
+KV_EVENTS = re.compile(
+    r"(?:(?P<host>\*|\[[0-9a-fA-F:]+\]|[\w.-]+):)?(?P<port>[0-9]{1,5})(?:/(?P<topic>.*))?"
+)
 
 # The numbers of ranks that may share a model.
 RANK_COUNTS = (1, 2, 4, 8)
@@ -168,6 +174,20 @@ class EngineConfig:
         unset="nobody may",
         metavar="[HOST:]PORT",
     )
+    role: Literal["both", "prefill"] = option(
+        "both",
+        "prefill: save the prompt of every request before its answer is sent, for the decode "
+        "server that continues it, and capture no decode steps; needs --prefix-store. A decode "
+        "server is an ordinary server with the same store",
+    )
+    kv_events: str | None = option(
+        None,
+        "publish over ZMQ which blocks of 256 tokens are in the cache, in vLLM's format, for "
+        "routers; on a loopback address unless HOST is another one (* for all). The events have "
+        "the token ids of all prompts; needs the extra events",
+        unset="nothing is published",
+        metavar="[HOST:]PORT[/TOPIC]",
+    )
     enable_sleep_mode: bool = option(
         False,
         "allocate weights and cache so that `sleep` can free their memory and `wake` can allocate "
@@ -243,11 +263,22 @@ class EngineConfig:
             )
         salt = self.prefix_salt
         peers = ("prefix_peers", "prefix_peer_port")
-        for name in ("prefix_salt", "prefix_store", *peers):
+        for name in ("prefix_salt", "prefix_store", "kv_events", *peers):
             if (given := getattr(self, name)) is not None and type(given) is not str:
                 raise FinwhaleError(f"{name} must be a string, got {type(given).__name__}")
         if self.prefix_store is None and self.prefix_store_saves != "all":
             raise FinwhaleError("prefix_store_saves needs prefix_store")
+        if self.kv_events is not None:
+            found = KV_EVENTS.fullmatch(self.kv_events)
+            if found is None or int(found["port"]) > 65535:
+                raise FinwhaleError(
+                    f"kv_events must be [HOST:]PORT[/TOPIC] (5557, 10.0.0.1:5557), got "
+                    f"{self.kv_events!r}"
+                )
+            if not self.enable_prefix_caching:
+                raise FinwhaleError("kv_events needs enable_prefix_caching: leave out one of them")
+        if self.prefix_store is None and self.role == "prefill":
+            raise FinwhaleError('role "prefill" needs prefix_store')
         if self.prefix_store is not None and not self.enable_prefix_caching:
             raise FinwhaleError("prefix_store needs enable_prefix_caching: leave out one of them")
         for name in peers:

@@ -17,6 +17,7 @@ EXTRAS = {
         ),
     ),
     "trace": ("sending OpenTelemetry traces", ("opentelemetry.sdk", "opentelemetry.exporter.otlp")),
+    "events": ("publishing KV events", ("zmq", "msgspec")),
     "hub": ("downloading checkpoints by name", ("huggingface_hub",)),
     "bench": ("finwhale bench serving", ("aiohttp",)),
     "completion": ("completion in shells", ("shtab",)),

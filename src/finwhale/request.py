@@ -130,7 +130,7 @@ class SamplingParams(_Given):
         "end the output; a grammar may end it earlier",
         least=0,
         most=2**31 - 1,
-        marks=("vllm",),
+        marks=("all",),
     )
     stop: str | Sequence[str] = option(
         (), "stop before this text; the output does not contain it", metavar="TEXT"

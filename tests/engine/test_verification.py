@@ -447,6 +447,18 @@ def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     assert (inputs.tokens.positions == -1).all()
 
 
+@pytest.mark.parametrize("draft_tokens", [0, "auto", 2])
+def test_a_prefill_server_captures_no_decodes(llm: LLM, draft_tokens: Any) -> None:
+    config = replace(llm._engine.config, draft_tokens=draft_tokens, prefix_store="/somewhere")
+    sizes, model_config = StepSizes.given(100, 2048), llm._engine.model_config
+    both, prefill = (
+        step_limits(replace(config, role=role), sizes, model_config, True, 300)
+        for role in ("both", "prefill")
+    )
+    assert both.captures_decodes and not prefill.captures_decodes
+    assert prefill == replace(both, decode_graphs=(), verify_graphs=())
+
+
 def test_sizes() -> None:
     for most in (1, 3, 64, 100, 1024):
         sizes = verification_sizes(most)

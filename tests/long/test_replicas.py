@@ -34,7 +34,7 @@ class Replicas:
             for port in self.ports
         ]
         wait_for(lambda: all(map(is_ready, self.ports)), 120, self.engines)
-        words = documented_command()
+        words = documented_commands()[0]
         words = [word.replace("replica1:8000", f"127.0.0.1:{self.ports[0]}") for word in words]
         words = [word.replace("replica2:8000", f"127.0.0.1:{self.ports[1]}") for word in words]
         words = [word.replace("0.0.0.0", "127.0.0.1") for word in words]
@@ -52,11 +52,11 @@ class Replicas:
             program.close()
 
 
-def documented_command() -> list[str]:
-    """The words of the router's command in the documentation."""
+def documented_commands() -> list[list[str]]:
+    """The words of the routers' commands in the documentation."""
     text = (ROOT / "docs/replicas.md").read_text()
-    (command,) = re.findall(r"^vllm-router .*?[^\\]$", text, re.MULTILINE | re.DOTALL)
-    return command.replace("\\\n", " ").split()
+    commands = re.findall(r"^vllm-router .*?[^\\]$", text, re.MULTILINE | re.DOTALL)
+    return [command.replace("\\\n", " ").split() for command in commands]
 
 
 def finished(port: int) -> int:
@@ -108,3 +108,38 @@ def test_a_common_prefix_reaches_one_replica_and_a_dead_one_loses_no_request(
     for number in range(12):
         ask(replicas, STORIES[number % 4] + f"And then {number}?")
     assert finished(replicas.ports[1 - dead]) == answered + 12
+
+
+def test_a_router_finds_prefixes_by_kv_events(programs: Path, tmp_path: Path) -> None:
+    """It knows how many tokens of a prompt of token ids the chosen replica has."""
+    *ports, first, second, router, metrics = free_ports(6)
+    events = (first, second)
+    words = ["--host", "127.0.0.1", "--port", str(router), "--prometheus-port", str(metrics)]
+    words += ["--policy", "kv_aware", "--kv-event-block-size", "256", "--log-level", "debug"]
+    words += ["--kv-event-model", "finwhale-demo", "--health-check-endpoint", "/health/ready"]
+    words += ["--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports)]
+    started = []
+    for port, event in zip(ports, events, strict=True):
+        serve = ["serve", "--device", "cpu", "--port", str(port), "--kv-events", str(event)]
+        started.append(Program(python("-m", "finwhale", *serve), tmp_path / f"engine{port}.log"))
+        words += ["--kv-event-source", f"http://127.0.0.1:{port}=tcp://127.0.0.1:{event}"]
+    try:
+        wait_for(lambda: all(map(is_ready, ports)), 120, started)
+        log = tmp_path / "router.log"
+        started.append(Program([str(programs / "vllm-router"), *words], log))
+        wait_for(lambda: is_ready(router), 60, started)
+        ids = [20 + 7 * i * i % 900 for i in range(800)]
+
+        def asked() -> bool:  # again until the router has heard of the prompt's blocks
+            client(router).completions.create(model="finwhale-demo", prompt=ids, max_tokens=1)
+            return "credited_prefix_tokens=768" in plain(log)
+
+        wait_for(asked, 60, started)
+    finally:
+        for program in started:
+            program.close()
+
+
+def plain(log: Path) -> str:
+    """A log without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", log.read_text())

@@ -14,7 +14,7 @@ from finwhale.extras import EXTRAS
 ROOT = Path(__file__).parents[2]
 # Modules that implement an extra; without its packages, importing one names the extra.
 NEED_EXTRAS = re.compile(
-    r"finwhale\.(server(\..*)?|checkpoint\.hub|distributed\.ray_actors|bench\.(serving|load_client)"
+    r"finwhale\.(server(\..*)?|checkpoint\.hub|distributed\.ray_actors|engine\.loop\.kv_events|bench\.(serving|load_client)"
     r"|cli\.(serve|run_batch|pages)|ops\..*deepgemm.*)"
 )
 ARGUMENTS = {
@@ -90,4 +90,5 @@ def test_the_extras_are_those_of_the_package() -> None:
         for requirement in project["optional-dependencies"][extra]:
             package = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
             top = "opentelemetry" if package.startswith("opentelemetry") else package
+            top = "zmq" if top == "pyzmq" else top
             assert top in {module.partition(".")[0] for module in modules}, requirement

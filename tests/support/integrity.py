@@ -27,6 +27,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         held = [part for block in blocks for part in (block.pages, block.state or {})]
         if (stored := scheduler.admission.stored) is not None:
             chains += [load.chain for load in stored.loads]
+            chains += [flush.chain for flush in stored.flushes]
             held += [pages for _, pages, _ in stored._saves]
             held += [pages for load in stored.loads for pages, _ in load.parts]
         for part in held:

@@ -61,6 +61,8 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     ),
     "prefix_peers": ([*STORE, "--prefix-peers", "a:5,b:6"], "a:5,b:6"),
     "prefix_peer_port": ([*STORE, "--prefix-peer-port", "7000"], "7000"),
+    "role": (["--role", "prefill", "--prefix-store", "/somewhere"], "prefill"),
+    "kv_events": (["--kv-events", "5557"], "5557"),
     "enable_sleep_mode": (["--enable-sleep-mode"], True),
     "enable_return_routed_experts": (["--enable-return-routed-experts"], True),
     "compile": (["--compile"], True),
@@ -105,6 +107,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "prefix_store_saves": {"prefix_store": "/somewhere"},
     "prefix_peers": {"prefix_store": "/somewhere", "prefix_salt": "sesame"},
     "prefix_peer_port": {"prefix_store": "/somewhere", "prefix_salt": "sesame"},
+    "role": {"prefix_store": "/somewhere"},
 }
 
 

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from tests.unit.test_scheduler import (
     some_prompt,
 )
 
+from finwhale.engine.plan import stored_prefixes
 from finwhale.engine.plan.prefix_index import State
 from finwhale.engine.plan.prefix_store import Record, StoreCounts
 from finwhale.engine.plan.scheduler import Scheduler
@@ -88,6 +89,9 @@ class Transfers:
         for transfer in [t for t in self._under_way if t.load]:
             transfer.failed = transfer.done = True
             self._under_way.remove(transfer)
+
+    def saving(self, keys: Collection[bytes]) -> bool:
+        return any(not t.load and t.record.key in keys for t in self._under_way)
 
     def close(self) -> None:
         raise AssertionError("the scheduler does not close it")
@@ -188,6 +192,59 @@ def test_a_conversation_goes_on_after_a_restart() -> None:
     answer = first.token_ids
     assert len(answer) == 900
     assert run(contents, [*answer, 5, 6])[0] == 768
+
+
+def flushing(**options: Any) -> tuple[Driver, Transfers, StoredPrefixes]:
+    """A server on which a request that waits for the store has just ended."""
+    driver, transfers = with_store(new(), {}, **options)
+    sequence = make_sequence("s", text(1024), 3)
+    sequence.saves_first = True
+    driver.add(sequence)
+    driver.run()
+    assert driver.scheduler.admission.stored is not None
+    return driver, transfers, driver.scheduler.admission.stored
+
+
+def test_a_request_waits_until_the_store_has_its_blocks() -> None:
+    """Also the blocks for which there was no room at first, and both states that may be needed."""
+    driver, transfers, stored = flushing(pace=0.0, crowded=0.9)
+    assert stored.is_flushing("s") and stored.busy and not transfers.contents
+    transfers.crowded = 0.5
+    for _ in range(100):
+        driver.scheduler.admission.advance_loads()
+    assert stored.is_flushing("s")
+    transfers.pace = 1.0
+    settle(driver)
+    assert not stored.is_flushing("s") and not stored.busy
+    kinds = [record.kind for record in transfers.contents]
+    assert kinds.count("block") == 4 and kinds.count("state") >= 2
+    # The last token of the prompt is computed, so a state before it is needed.
+    assert run(transfers.contents, text(1024)) == (768, 3)
+
+
+def test_a_request_waits_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, waits in ((1000.0, True), (0.0, False)):
+        monkeypatch.setattr(stored_prefixes, "LONGEST_FLUSH_S", seconds)
+        driver, _, stored = flushing(pace=0.0)
+        driver.scheduler.admission.advance_loads()
+        assert stored.is_flushing("s") is waits
+        assert stored.busy  # the pages are still being copied
+
+
+def test_a_request_waits_for_no_store_that_fails_or_is_off_and_no_cache_that_is_reset() -> None:
+    driver, _, stored = flushing(failing=1.0)
+    settle(driver)
+    assert not stored.is_flushing("s")
+    driver, transfers, stored = flushing(pace=0.0)
+    stored.off = "it is slow"
+    driver.scheduler.admission.advance_loads()
+    assert not stored.is_flushing("s")
+    driver, transfers, stored = flushing(pace=0.0)
+    driver.scheduler.reset_prefix_cache()
+    assert not stored.is_flushing("s")
+    transfers.pace = 1.0
+    settle(driver)
+    assert_empty(driver.scheduler)
 
 
 def test_few_blocks_are_computed() -> None:
@@ -425,7 +482,9 @@ def test_random_traffic(data: st.DataObject) -> None:
                 if draw.random() < 0.5:  # again, or further
                     whole = draw.choice(texts)[: longest - output - 1]
                     prompt = [*whole, draw.randrange(40)]
-                driver.add(make_sequence(f"s{count}", prompt, output, draw.choice(priorities)))
+                sequence = make_sequence(f"s{count}", prompt, output, draw.choice(priorities))
+                sequence.saves_first = draw.random() < 0.3
+                driver.add(sequence)
                 count += 1
             driver.step()
             if draw.random() < 0.01 and scheduler.has_work:

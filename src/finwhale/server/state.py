@@ -79,6 +79,7 @@ class ServerState:
         self.loop_seen = 0.0
         self.traces: Traces | None = None
         self.turn = asyncio.Lock()  # of the large answers (`in_turns`)
+        self.told_of_other_store = False  # see protocols/prefill_decode.py
         self.only_batches = False  # whether the engine has no other requests
         self.batch_sequences = Room(lambda: self.max_batch_sequences)
         client.on_step = self.metrics.step
@@ -268,7 +269,16 @@ class ServerState:
                 owner += f"/{log.cache_salt}"
             grammar_bytes = self.grammars.bytes_of(params.guide, log.user)
             request = Add(
-                "", (), params, stop_after, priority, owner, log.user, grammar_bytes, filter
+                "",
+                (),
+                params,
+                stop_after,
+                priority,
+                owner,
+                log.user,
+                grammar_bytes,
+                filter,
+                log.saves_first,
             )
             generation = self.client.submit(prompts, request)
             # Count the request only now: a dead or stopping engine makes `submit` raise.

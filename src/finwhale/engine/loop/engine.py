@@ -148,6 +148,7 @@ class Engine:
         matcher: TokenMatcher | None = None,
         prefix_owner: str = "",
         filter: TokenFilter | None = None,
+        saves_first: bool = False,
     ) -> RequestOutput:
         """Begin a request; `step` fills the returned object.
 
@@ -158,6 +159,7 @@ class Engine:
             stop_after: look for stop strings only after this token, which ends the reasoning.
             priority: requests with a lower value run first; equal values in order of arrival.
             prefix_owner: only requests of the same owner share cached prefixes.
+            saves_first: when it ends, `is_flushing` says whether the store still saves its prompt.
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary, or the
@@ -195,14 +197,21 @@ class Engine:
                     params=params,
                     priority=priority,
                     prefix_owner=prefix_owner,
+                    saves_first=saves_first or self.config.role == "prefill",
                     sampling=RequestSampling(
                         params, prompt_token_ids, vocab_size, index, matcher, filter, ends
                     ),
                 )
                 for index in range(params.n)
             )
+            self._meter.ordinary_requests += self.config.role == "prefill" and not saves_first
             self.outputs.add(output, sequences, ends, stop_after)
             return output
+
+    def is_flushing(self, request_id: str) -> bool:
+        """Whether an ended request waits until the prefix store has its blocks."""
+        stored = self.scheduler.admission.stored
+        return stored is not None and stored.is_flushing(request_id)
 
     def _check_accepts(self) -> None:
         """Raise an error if the engine accepts no requests now."""
@@ -351,6 +360,9 @@ class Engine:
                     self.drain("abort")
             if self.scheduler.admission.stored is not None:
                 self.scheduler.admission.stored.close()
+            if self.scheduler.prefix is not None and self.scheduler.prefix.events is not None:
+                self.scheduler.prefix.events.close()
+                self.scheduler.prefix.events = None
             healthy, self._dead = self._dead is None, self._dead or "the engine is closed"
             self.executor.close()
             if healthy:

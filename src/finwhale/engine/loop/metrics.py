@@ -58,6 +58,8 @@ class EngineMetrics:
         pages: page use by cache group (window, c4, c128, c4_state, c128_state).
         idle_blocks: cached blocks of prompts and outputs that no sequence uses.
         requests: number of accepted requests.
+        ordinary_requests: how many of them a prefill server (`role`) answered although no decode
+            server continues them.
         steps: number of forwards.
         prompt_tokens: prompt tokens of admitted sequences.
         cached_tokens: how many of the prompt tokens were in the prefix cache.
@@ -79,6 +81,7 @@ class EngineMetrics:
             from the cache after the engine was ready. Each one delays a request. Should be 0.
         ranks: the state of each rank.
         store: what the prefix store has done; None: there is none.
+        dropped_events: KV events that were lost, because too many were waiting.
         store_off: why the store was switched off; empty: it is used.
     """
 
@@ -88,6 +91,7 @@ class EngineMetrics:
     pages: Mapping[str, PageUse]
     idle_blocks: int
     requests: int
+    ordinary_requests: int
     steps: int
     prompt_tokens: int
     cached_tokens: int
@@ -109,6 +113,7 @@ class EngineMetrics:
     ranks: tuple[RankState, ...] = ()
     store: StoreCounts | None = None
     store_off: str = ""
+    dropped_events: int = 0
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -154,6 +159,7 @@ class Meter:
 
     max_draft_tokens: InitVar[int] = 0
     requests: int = 0
+    ordinary_requests: int = 0
     steps: int = 0
     output_tokens: int = 0
     endings: dict[FinishReason, int] = field(
@@ -244,6 +250,7 @@ def read_metrics(
         evicted_blocks=0 if prefix is None else prefix.num_evicted,
         store=None if stored is None else replace(stored.counts),
         store_off="" if stored is None else stored.off,
+        dropped_events=0 if prefix is None or prefix.events is None else prefix.events.dropped,
         draft_tokens=scheduler.drafting.draft_tokens,
         late_compilations=late,
         ranks=ranks,

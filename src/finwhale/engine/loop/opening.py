@@ -11,6 +11,7 @@ from finwhale.engine.loop.warmup import warm_up
 from finwhale.engine.start.startup import open_executor
 from finwhale.engine.store.directory import salt_of
 from finwhale.engine.store.opening import attach_store, parse
+from finwhale.extras import import_extra
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.weight_sources import Weights
 
@@ -35,6 +36,9 @@ def start_engine(
     if config.prefix_store is not None:
         directory, _ = parse(config.prefix_store)
         config = replace(config, prefix_salt=config.prefix_salt or salt_of(directory))
+    events = None
+    if config.kv_events is not None:
+        events = import_extra("finwhale.engine.loop.kv_events").KvEvents(config.kv_events)
     unused_head = model_config.draft_head if config.draft_tokens == 0 else None
     if unused_head == "dspark":
         # The head has three whole layers, and every forward would compute its context.
@@ -49,5 +53,7 @@ def start_engine(
         engine.start_seconds["warm-up"] = time.monotonic() - began
     # After the warm-up, whose requests are not worth saving.
     attach_store(config, model_config, weights.checkpoint, executor, engine.scheduler)
+    if engine.scheduler.prefix is not None:
+        engine.scheduler.prefix.events = events
     executor.mark_ready()
     return engine

@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from finwhale.engine.plan.pages import BlockTable, BlockTables, PageManager
 
@@ -48,6 +48,24 @@ class Block:
     state_saved: bool = False
 
 
+class CacheEvents(Protocol):
+    """Is told which blocks are cached. No method may wait.
+
+    Attributes:
+        dropped: number of events that were lost.
+    """
+
+    dropped: int
+
+    def stored(self, block: Block, token_ids: Sequence[int]) -> None:
+        """Called with the block's own tokens."""
+        ...
+
+    def removed(self, block: Block) -> None: ...
+    def cleared(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class PrefixIndex:
     """All cached blocks. Their pages stay cached until running sequences need the memory.
 
@@ -60,6 +78,7 @@ class PrefixIndex:
 
     Attributes:
         blocks: the cached blocks by key.
+        events: is told of the changes; None: nobody is.
         num_evicted: number of blocks that were evicted because others needed their pages.
         num_saving: number of blocks whose pages are being copied, so eviction does not free them.
     """
@@ -68,6 +87,7 @@ class PrefixIndex:
         self.pages = pages
         self.block_tokens = pages.groups[0].block_tokens
         self.blocks: dict[bytes, Block] = {}
+        self.events: CacheEvents | None = None
         self.num_evicted = self.num_saving = 0
         # The salt prevents an attacker from searching for two prompts with the same key.
         self.set_salt(salt)
@@ -149,13 +169,21 @@ class PrefixIndex:
         self.pages.renew(tables)
         self._keep(last, lasting=True)
 
-    def add(self, chain: list[Block], key: bytes, tables: BlockTables) -> Block:
-        """Append the block that a sequence has computed after `chain`, or its cached copy."""
+    def add(
+        self,
+        chain: list[Block],
+        key: bytes,
+        tables: BlockTables,
+        token_ids: Sequence[int] = (),
+    ) -> Block:
+        """Append the block that a sequence has computed after `chain`, or its cached copy.
+
+        Args:
+            token_ids: of the sequence.
+        """
         block = self.blocks.get(key)
         if block is None:
-            pages = self._pages_of(len(chain), tables)
-            block = self.blocks[key] = Block(key, chain[-1] if chain else None, pages)
-            self._idle[key] = block
+            block = self._insert(chain, key, self._pages_of(len(chain), tables), token_ids)
         elif not block.users:
             # Two copies of the same rows exist. Free the copy that no sequence uses.
             pages = self._pages_of(len(chain), tables)
@@ -169,14 +197,26 @@ class PrefixIndex:
         self._use(block)
         chain.append(block)
 
-    def add_loaded(self, chain: list[Block], key: bytes, pages: State) -> None:
+    def _insert(
+        self, chain: list[Block], key: bytes, pages: State, token_ids: Sequence[int]
+    ) -> Block:
+        block = Block(key, chain[-1] if chain else None, pages)
+        self.blocks[key] = self._idle[key] = block
+        if self.events is not None:
+            begin = len(chain) * self.block_tokens
+            self.events.stored(block, token_ids[begin : begin + self.block_tokens])
+        return block
+
+    def add_loaded(
+        self, chain: list[Block], key: bytes, pages: State, token_ids: Sequence[int] = ()
+    ) -> None:
         """Append the block whose pages were loaded to `chain`, or its cached copy. The references
         of the pages become the index's.
         """
         block = self.blocks.get(key)
         if block is None:
-            block = self.blocks[key] = Block(key, chain[-1] if chain else None, pages, saved=True)
-            self._idle[key] = block
+            block = self._insert(chain, key, pages, token_ids)
+            block.saved = True
         else:
             self.pages.drop(pages)
         self.use(chain, block)
@@ -223,9 +263,13 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Evict all blocks. No sequence may be using one."""
+        events, self.events = self.events, None
         while self._idle:
             self._drop(self._idle.popitem(last=False)[1])
         assert not self.blocks
+        self.events = events
+        if events is not None:
+            events.cleared()
 
     def reclaim(self, group: "CacheGroup") -> None:
         pool = self.pages.pools[group.name]
@@ -264,6 +308,8 @@ class PrefixIndex:
 
     def _drop(self, block: Block) -> None:
         del self.blocks[block.key]
+        if self.events is not None:
+            self.events.removed(block)
         self._drop_state(block)
         self.pages.drop(block.pages)
 

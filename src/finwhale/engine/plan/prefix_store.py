@@ -1,6 +1,6 @@
 """The interface to a store that keeps the prefix cache's rows outside the device. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -18,6 +18,21 @@ class Record(NamedTuple):
     key: bytes
     kind: RecordKind
     owner: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreName:
+    """What servers with one store have in common.
+
+    Attributes:
+        path: the directory.
+        fingerprint: only servers with the same one find each other's records.
+        about: what it stands for.
+    """
+
+    path: str
+    fingerprint: str
+    about: Mapping[str, str]
 
 
 @dataclass(slots=True)

@@ -290,7 +290,7 @@ class Scheduler:
         if number == len(sequence.keys):
             prefix.extend_keys(sequence.keys, sequence.token_ids[:end], sequence.prefix_owner)
         key = sequence.keys[number]
-        block = prefix.add(sequence.blocks, key, sequence.tables)
+        block = prefix.add(sequence.blocks, key, sequence.tables, sequence.token_ids)
         # A request with the same prompt computes at least its last token, so it resumes before that
         # token. A longer prompt may contain this one and resume at its end.
         ends_prompt = end <= sequence.num_prompt < end + prefix.block_tokens or (

@@ -43,6 +43,7 @@ class SequenceState:
         sharing: whether the scheduler adds its blocks to the prefix cache.
         shared_until: number of tokens in common with cached blocks, if it could not resume there.
         last_output_block: the last block of output that it completed.
+        saves_first: the answer waits until the store has its blocks (StoredPrefixes.Flush).
         store_tries: number of times that the store was asked for its blocks (stored_prefixes.py).
         prompt_logprobs: number of most likely tokens to return with each prompt token's
             log-probability, while some are missing. Such a sequence computes its whole prompt,
@@ -78,6 +79,7 @@ class SequenceState:
     sharing: bool = True
     shared_until: int = 0
     last_output_block: Block | None = None
+    saves_first: bool = False
     store_tries: int = 0
     prompt_logprobs: int | None = None
     num_routed: int | None = None

@@ -12,14 +12,14 @@ sequence is admitted, the load keeps the blocks, and the room that the sequence 
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex, State
-from finwhale.engine.plan.prefix_store import Record, StoreCounts
+from finwhale.engine.plan.prefix_store import Record, StoreCounts, StoreName
 from finwhale.engine.plan.sequences import SequenceState
 
 if TYPE_CHECKING:  # it imports torch
@@ -37,6 +37,8 @@ MOVING_STATES = 8
 # The store is switched off if it reads fewer than so many times the tokens per second of prefill.
 # Both rates are known after so many seconds of reading, and of prefill.
 LEAST_SPEED, LEAST_SECONDS = 3, 2.0
+# An answer waits at most so long until the store has the blocks of its request.
+LONGEST_FLUSH_S = 1.0
 # It is switched off too if a search, or the records of one load, take longer.
 LONGEST_S = 30.0
 
@@ -66,6 +68,10 @@ class Transfers(Protocol):
 
     def save(self, record: Record, pages: State) -> Transfer | None:
         """Begin to save a record; None: too many others are on their way."""
+        ...
+
+    def saving(self, keys: Collection[bytes]) -> bool:
+        """Whether a record of one of these blocks is being saved."""
         ...
 
     def advance(self) -> None:
@@ -113,6 +119,22 @@ class Load:
     priority: float = float("-inf")  # every sequence may follow
 
 
+@dataclass(slots=True, eq=False)
+class Flush:
+    """Blocks of a sequence that has ended, while its answer waits until the store has them.
+
+    Attributes:
+        keys: of all blocks of the chain.
+        deadline: when the answer waits no longer (time.monotonic()).
+    """
+
+    request_id: str
+    owner: str
+    chain: list[Block]
+    keys: frozenset[bytes]
+    deadline: float
+
+
 class StoredPrefixes:
     """The loads and saves of one engine.
 
@@ -121,7 +143,9 @@ class StoredPrefixes:
             such a sequence ends, the rest of its blocks.
 
     Attributes:
+        name: of the store; None: a test's.
         loads: the loads, oldest first.
+        flushes: the flushes, oldest first.
         off: why the store is not used any more; empty: it is used.
     """
 
@@ -132,12 +156,15 @@ class StoredPrefixes:
         transfers: Transfers,
         *,
         saves_all: bool = True,
+        name: StoreName | None = None,
     ) -> None:
         self._pages, self._prefix, self._transfers = pages, prefix, transfers
-        self._saves_all = saves_all
+        self._saves_all, self.name = saves_all, name
         self.counts = transfers.counts
         self.loads: list[Load] = []
+        self.flushes: list[Flush] = []
         self.off = ""
+        self._told_of_late = False
         self._prefill_tokens, self._prefill_seconds = 0, 0.0
         self._saves: list[tuple[Record, State, Transfer]] = []
         self._moving_states = 0
@@ -148,7 +175,8 @@ class StoredPrefixes:
 
     @property
     def busy(self) -> bool:
-        return bool(self._saves) or not all(load.complete for load in self.loads)
+        moving = not all(load.complete for load in self.loads)
+        return moving or bool(self._saves or self.flushes)
 
     # --- Saves ------------------------------------------------------------------------------------
 
@@ -178,6 +206,43 @@ class StoredPrefixes:
         used = [Record(b.key, "block", key) for b in blocks if b.saved]
         used += [Record(b.key, "state", key) for b in blocks if b.state_saved]
         self._transfers.find(used)
+        if sequence.saves_first:
+            until = time.monotonic() + LONGEST_FLUSH_S
+            keys = frozenset(block.key for block in blocks)
+            flush = Flush(sequence.request_id, owner, [], keys, until)
+            for block in blocks:
+                self._prefix.use(flush.chain, block)
+            self.flushes.append(flush)
+
+    def is_flushing(self, request_id: str) -> bool:
+        return any(flush.request_id == request_id for flush in self.flushes)
+
+    def _flush(self, flush: Flush) -> bool:
+        """Save what is left of a flush; returns whether it has ended."""
+        # A sequence with the same prompt resumes after one of the last two.
+        skipped, last = self.counts.skipped, flush.chain[-2:]
+        for block in flush.chain:
+            self._save_block(block, flush.owner)
+        for block in last:
+            self._save_state(block, flush.owner)
+        self.counts.skipped = skipped  # the next call tries again
+        waits = (
+            not all(block.saved for block in flush.chain)
+            or not all(block.state is None or block.state_saved for block in last)
+            or self._transfers.saving(flush.keys)
+        )
+        if waits and not self.off:
+            if time.monotonic() < flush.deadline:
+                return False
+            if not self._told_of_late:
+                self._told_of_late = True
+                logger.warning(
+                    "the prefix store did not save a prompt within %.0f s: a decode server will "
+                    "compute the prompt again",
+                    LONGEST_FLUSH_S,
+                )
+        self._prefix.release(flush.chain)
+        return True
 
     def preempt(self, sequence: SequenceState) -> None:
         """Save where a sequence can resume if its blocks are evicted. They are not saved here, so
@@ -292,6 +357,7 @@ class StoredPrefixes:
                 self._pages.drop(pages)
                 self._count(record, -1)
         self._saves = [save for save in self._saves if not save[2].done]
+        self.flushes = [flush for flush in self.flushes if not self._flush(flush)]
         released = []
         for load in [load for load in self.loads if not load.complete]:
             has_room = self._moving_states < MOVING_STATES
@@ -325,10 +391,13 @@ class StoredPrefixes:
         )
 
     def cancel(self) -> list[tuple[Load, list[bytes]]]:
-        """Let no load add blocks to the cache any more; returns the keys that loads lead no longer.
-        Their pages are free when their transfers have ended.
+        """Let no load add blocks to the cache any more, and end all flushes; returns the keys that
+        loads lead no longer. Their pages are free when their transfers have ended.
         """
         self.make_room()
+        for flush in self.flushes:
+            self._prefix.release(flush.chain)
+        self.flushes = []
         released = []
         for load in self.loads:
             load.failed, load.reserved = True, 0
@@ -389,7 +458,7 @@ class StoredPrefixes:
         load.sequence.store_tries = MOST_TRIES
         *blocks, (state, _) = load.parts
         for key, (pages, _) in zip(load.keys[len(load.chain) - load.first :], blocks, strict=True):
-            self._prefix.add_loaded(load.chain, key, pages)
+            self._prefix.add_loaded(load.chain, key, pages, load.sequence.token_ids)
         self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
         self.counts.loads += 1
         self.counts.loaded_tokens += len(blocks) * self._prefix.block_tokens

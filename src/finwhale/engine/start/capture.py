@@ -28,7 +28,7 @@ def add_steps(runner: ModelRunner, config: EngineConfig, largest: StepLimits) ->
     head = runner.model.draft_head
     if config.draft_tokens and head is not None:
         runner.drafter = Drafter(head, runner.model.sample, runner.cache, runner.device)
-        if runner.ops.capabilities.captures_steps and config.enforce_eager:
+        if runner.ops.capabilities.captures_steps and not largest.captures_decodes:
             runner.verification_steps = new_verification_steps(runner, largest, None)
     if not largest.graphs:
         return
@@ -44,11 +44,12 @@ def add_steps(runner: ModelRunner, config: EngineConfig, largest: StepLimits) ->
     if largest.prefill_graphs:
         prefills = largest.prefill_graphs
         runner.prefill_graphs = Graphs(streams, static, prefills, memory, decode=False)
-    if runner.drafter is not None:
+    if runner.drafter is None:
+        runner.sampled = static.sampled
+        if largest.captures_decodes:
+            runner.graphs = Graphs(logits, static, largest.decode_graphs, memory, decode=True)
+    elif largest.captures_decodes:
         runner.verification_steps = new_verification_steps(runner, largest, memory)
-        return
-    runner.graphs = Graphs(logits, static, largest.decode_graphs, memory, decode=True)
-    runner.sampled = static.sampled
 
 
 def new_verification_steps(

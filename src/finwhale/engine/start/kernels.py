@@ -55,12 +55,12 @@ class Kernels:
         return built
 
     def _every_launch(self, model: BuildableModel, max_len: int) -> LaunchEnumerator:
-        chosen = self._chosen
+        chosen, largest = self._chosen, self._chosen.step_limits(max_len)
         return LaunchEnumerator(
             model,
             chosen.groups,
             chosen.ops,
             LargestSteps.alone(model, chosen.groups, chosen.ops).cache,
-            chosen.step_limits(max_len),
-            eager=chosen.config.enforce_eager,
+            largest,
+            eager=not largest.captures_decodes,
         )

@@ -85,6 +85,10 @@ class StepLimits:
         return self.decode_graphs + self.verify_graphs + self.prefill_graphs
 
     @property
+    def captures_decodes(self) -> bool:
+        return bool(self.decode_graphs or self.verify_graphs)
+
+    @property
     def num_graphs(self) -> int:
         """Number of captured graphs. A step of a drafting engine has a verify graph for each width,
         and a draft graph for each kind.
@@ -110,10 +114,11 @@ def step_limits(
     prefills: tuple[int, ...] = ()
     kinds = draft_kinds(config, model_config)
     if can_capture and not config.enforce_eager:
-        if any(width == 1 for width, _ in kinds):
+        captures_decodes = config.role != "prefill"
+        if captures_decodes and any(width == 1 for width, _ in kinds):
             # "auto" pads steps without drafts as an engine that does not draft.
             decodes = config.graph_sizes or decode_sizes(sizes.num_seqs)
-        if config.draft_tokens:
+        if captures_decodes and config.draft_tokens:
             verifies = config.graph_sizes or verification_sizes(sizes.num_seqs)
         if config.graph_sizes is None:
             prefills = tuple(prefill_sizes(sizes.num_tokens, config.tensor_parallel_size or 1))

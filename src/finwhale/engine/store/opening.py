@@ -13,7 +13,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.executor import Executor
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end
-from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind, StoreCounts
+from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind, StoreCounts, StoreName
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.stored_prefixes import MOVING_STATES, StoredPrefixes
 from finwhale.engine.ranks.local_executor import LocalExecutor
@@ -100,6 +100,7 @@ def attach_store(
         scheduler.prefix,
         transfers,
         saves_all=config.prefix_store_saves == "all",
+        name=StoreName(str(path), fingerprint(about), about),
     )
 
 

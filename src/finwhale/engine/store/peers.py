@@ -2,7 +2,7 @@
 
 A server answers its peers over TCP (channel.py):
 
-    {}                               ->  {"about": what decides the bytes of its records}
+    {}                                   ->  {"about": what decides the bytes of its records}
     {"find": [[key, kind, owner], ...]}  ->  {"found": [bool, ...]}
     {"read": [key, kind, owner]}         ->  {"checksum": CRC-32, "size": bytes} and the record, or
                                              {"checksum": null}

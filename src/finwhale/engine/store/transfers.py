@@ -8,7 +8,7 @@ after the other, in the order of the groups.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -92,6 +92,11 @@ class StoreTransfers:
         transfer = RecordTransfer(record, pages, load=False, offset=free.pop())
         self._to_copy.append(transfer)
         return transfer
+
+    def saving(self, keys: Collection[bytes]) -> bool:
+        copied = (transfer for _, transfers in self._copies for transfer in transfers)
+        moving = (*self._to_copy, *copied, *self._files)
+        return any(not transfer.load and transfer.record.key in keys for transfer in moving)
 
     def advance(self) -> None:
         for pending, transfers in self._copies:

@@ -37,6 +37,7 @@ from finwhale.server.observe.metrics import CONTENT_TYPE
 from finwhale.server.protocols import chat_answers, chat_requests, completions, schemas
 from finwhale.server.protocols.body_route import BodyRoute, note_ignored
 from finwhale.server.protocols.json_answer import json_answer
+from finwhale.server.protocols.prefill_decode import take_transfer, transfer_fields
 from finwhale.server.protocols.validation_errors import validation_error
 from finwhale.server.sse import COMMENT, NO_BUFFER, ClientGone, Stream, event, unless_disconnected
 from finwhale.server.state import ServerState
@@ -127,6 +128,7 @@ async def _generated(
             the request times out.
     """
     log = _begin(state, request, body)
+    take_transfer(state, body, log)
     async with asyncio.timeout(state.time_left_s(log)):
         prepared = await unless_disconnected(request, requests.prepare(state, body, log))
     if prepared.ignored:
@@ -134,7 +136,7 @@ async def _generated(
     if body.stream:
         return await _stream(request, state, answers.stream(state, prepared, log))
     whole = await unless_disconnected(request, answers.complete(state, prepared, log))
-    return json_answer(whole, state.turn)
+    return json_answer({**whole, **transfer_fields(state, log)}, state.turn)
 
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any, Self
 
 from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.engine.plan.prefix_store import StoreName
 from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.request import ExpertIds, FinishReason, Logprob, RequestTimes, SamplingParams
 
@@ -18,6 +19,7 @@ class Add:
 
     Attributes:
         grammar_bytes: memory that the grammar takes, as its trial measured.
+        saves_first: the answer waits until the prefix store has the prompt.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class Add:
     user: str = ""
     grammar_bytes: int = 0
     filter: TokenFilter | None = None
+    saves_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Ready:
         ranks: the number of ranks and the device of the first, such as "2 ranks, cuda:0".
         unused_draft_head: the draft head that the engine does not use, as the engine says.
         tool_grammar: whether calls hold their tools' schemas even if a request does not ask for it.
+        prefix_store: the name of the engine's store; None: it has none.
         phases: seconds of each phase of the start, from the start of the process.
     """
 
@@ -87,6 +91,7 @@ class Ready:
     ranks: str = ""
     unused_draft_head: str | None = None
     tool_grammar: bool = False
+    prefix_store: StoreName | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
 
 

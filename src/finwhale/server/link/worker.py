@@ -71,6 +71,7 @@ class EngineLoop:
         tokenizer = engine.tokenizer
         self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer)
         self._sent: dict[str, list[_Sent]] = {}
+        self._flushing: list[RequestOutput] = []  # ended requests that the prefix store saves
         self._metrics_due = 0.0
         self._last_metrics: EngineMetrics | None = None
 
@@ -80,6 +81,7 @@ class EngineLoop:
         An exception of the engine is reported as `EngineFailed` and raised again.
         """
         config, rank = self._engine.model_config, self._engine.executor.description
+        stored = self._engine.scheduler.admission.stored
         try:
             self._send(
                 wire.Ready(
@@ -91,6 +93,7 @@ class EngineLoop:
                     ranks=f"{rank.num_ranks} rank{'s' * (rank.num_ranks > 1)}, {rank.device}",
                     unused_draft_head=self._engine.unused_draft_head,
                     tool_grammar=self._engine.config.tool_grammar == "auto",
+                    prefix_store=None if stored is None else stored.name,
                     phases=self._phases,
                 )
             )
@@ -169,6 +172,7 @@ class EngineLoop:
                 matcher=matcher,
                 prefix_owner=command.prefix_owner,
                 filter=command.filter,
+                saves_first=command.saves_first,
             )
         except (RequestError, QueueFullError) as error:
             full = isinstance(error, QueueFullError)
@@ -184,10 +188,20 @@ class EngineLoop:
             with self._in_step():
                 touched = self._engine.step()
         with self._engine.lock:
-            deltas = [delta for request in touched for delta in self._deltas(request)]
+            ready = self._flushed(touched)
+            deltas = [delta for request in ready for delta in self._deltas(request)]
         metrics = self._due_metrics()
         if deltas or metrics is not None:
             self._send(wire.Step(deltas, metrics))
+
+    def _flushed(self, touched: list[RequestOutput]) -> list[RequestOutput]:
+        """Those of the requests, and of those held back before, that wait for no store."""
+        ready: list[RequestOutput] = []
+        touched, self._flushing = self._flushing + touched, []
+        for one in touched:
+            waits = one.finished and self._engine.is_flushing(one.request_id)
+            (self._flushing if waits else ready).append(one)
+        return ready
 
     def _deltas(self, request: RequestOutput) -> list[wire.Delta]:
         sent = self._sent.get(request.request_id)

@@ -132,6 +132,7 @@ class RequestLog:
         user: whose shares it takes; see `server/edge/shares.py`.
         batch: whether it belongs to a batch, which runs after all other requests.
         cache_salt: only requests with the same value share cached prefixes; None: any.
+        saves_first: whether the answer waits until the prefix store has the prompt.
         finish: the finish reason of each continuation that has ended.
         model: the name by which the request calls the model.
         params: the sampling parameters; None: the request was refused before it reached the engine.
@@ -145,6 +146,7 @@ class RequestLog:
     key: ApiKey | None = None
     user: str = ""
     cache_salt: str | None = None
+    saves_first: bool = False
     begin: float = field(default_factory=time.monotonic)
     prompt_tokens: int = 0
     cached: dict[str, int] = field(default_factory=dict)

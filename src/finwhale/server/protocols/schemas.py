@@ -81,6 +81,24 @@ class UsageStreamOptions(StreamOptions):
     )
 
 
+class KvTransferParams(Body):
+    """What a router passes from a prefill server to a decode server, in vLLM's form."""
+
+    do_remote_decode: bool = described(
+        "true: the answer waits until --prefix-store has the prompt, and names the store", False
+    )
+    do_remote_prefill: bool = described(
+        "no effect: every request looks for its prompt in the store", False
+    )
+    prefix_store: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = described(
+        "the store that the prefill server's answer names; another one is logged"
+    )
+    remote_engine_id: None = described("must be null")
+    remote_block_ids: None = described("must be null")
+    remote_host: None = described("must be null")
+    remote_port: None = described("must be null")
+
+
 class StructuredOutputs(Body):
     """One format of an answer, as in vLLM: exactly one field is set."""
 
@@ -131,6 +149,9 @@ class SamplingBody(_extensions(Body, all="extension")):  # type: ignore[misc]
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = described(
         "extension: only requests with the same value share cached prefixes"
+    )
+    kv_transfer_params: KvTransferParams | None = described(
+        f"{_VLLM}: routers send it to prefill and decode servers; needs --prefix-store"
     )
 
     def sampling_params(
