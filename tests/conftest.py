@@ -148,6 +148,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    # For a benchmark that frees an engine: the next full collections would take as long again.
+    gc.unfreeze = lambda: None
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:

@@ -231,7 +231,9 @@ def measure(
                 row["step_over_plain"] = round(step_ms / other_ms, 3)
                 row["speed_over_plain"] = round(row["tokens_per_s"] / other["tokens_per_s"], 3)
                 rows.append(row)
-        engine.close()  # the memory is too small for two engines
+        # The memory is too small for two engines, so free this one before the next.
+        gc.unfreeze()
+        engine.close()
     return rows
 
 
