@@ -268,11 +268,11 @@ def _attend_kernel(
         position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
         stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
     )  # fmt: skip
-    keys = (
-        words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
-        window_first, entry_ptr, entry_rows_ptr, entry_first, stride_window_page,
-        stride_entry_page,
+    rows = (
+        position, num_entries, window_ptr, window_pages_ptr, window_first, entry_ptr,
+        entry_rows_ptr, entry_first, stride_window_page, stride_entry_page,
     )  # fmt: skip
+    keys = words, ready, free, begin, end, rows
     # fmt: off
     if ROWS == 64:
         gl.warp_specialize(

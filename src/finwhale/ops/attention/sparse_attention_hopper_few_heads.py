@@ -137,46 +137,20 @@ def produce_half(
 
     WAIT: wait for the previous kernel before the first rows, but not before their page numbers.
     """
-    # fmt: off
-    (
-        words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
-        window_first, entry_ptr, entry_rows_ptr, entry_first, stride_window_page,
-        stride_entry_page,
-    ) = work
-    # fmt: on
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
-    HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    words, ready, free, begin, end, rows = work
     K: gl.constexpr = BLOCK_K // 2
     key0 = begin * BLOCK_K + HALF_TILE * K
-    found = find_rows(
-        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
-        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
-    )  # fmt: skip
+    found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
     wait_for_last(WAIT)
-    wide, half, narrow, rope, low, high = load_found(
-        found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
-        stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
-    )  # fmt: skip
+    loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
     key0 += BLOCK_K
-    found = find_rows(
-        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
-        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
-    )  # fmt: skip
+    found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
     for tile in range(begin, end):
         buffer = (tile - begin) & 1
         mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
-        rows = words.index(buffer).slice(HALF_TILE * K, K, dim=0)
-        store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
+        store_rows(words.index(buffer).slice(HALF_TILE * K, K, dim=0), loaded)
         fence_async_shared()
         mbarrier.arrive(ready.index(buffer), count=1)
-        wide, half, narrow, rope, low, high = load_found(
-            found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
-            stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
-        )  # fmt: skip
+        loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
         key0 += BLOCK_K
-        found = find_rows(
-            key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr,
-            entry_first, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
-        )  # fmt: skip
+        found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
