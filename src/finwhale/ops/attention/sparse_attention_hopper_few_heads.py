@@ -50,20 +50,17 @@ def consume_few_heads(
     WAIT: wait for the previous kernel first.
     """
     wait_for_last(WAIT)
-    # fmt: off
-    (
-        q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
-        position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
-    ) = work
-    # fmt: on
+    shared, tokens, heads, query, out_at, parts = work
+    q_shared, buffers, p_shared, ready, free = shared
+    token, split, begin, end, position, num_entries, scale_log2 = tokens
+    head0, num_heads, sink_ptr = heads
     H: gl.constexpr = q_shared.shape[0]
     C: gl.constexpr = 512
     # Layout of the scores [BLOCK_K,H] and of the output [C,H].
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, H, 16]
     )
-    prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
+    prepare_query(q_shared, head0, num_heads, query)
 
     stat_head = head0 + gl.arange(0, H, gl.SliceLayout(0, MMA))
     is_stat = stat_head < num_heads
@@ -110,10 +107,9 @@ def consume_few_heads(
         lift = gl.where(column < 448, UP, 1.0)
         out = out * gl.expand_dims(1.0 / total, 0) * lift
         q_shared.permute((1, 0)).store(out.to(gl.bfloat16))
-        store_heads(
-            q_shared, head0, num_heads, rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss, ROUND
-        )
+        store_heads(q_shared, head0, num_heads, out_at, ROUND)
     else:
+        part_ptr, stats_ptr, A = parts
         stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head
         gl.store(stats, maximum, mask=is_stat)
         gl.store(stats + A, total, mask=is_stat)

@@ -203,8 +203,9 @@ def _round_heads(x):
 
 
 @gluon.jit
-def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa):
+def prepare_query(q_shared, head0, num_heads, query):
     """Write the query to q_shared: RMSNorm per head without weight, nope times 2^64, then rope."""
+    q_ptr, rotary_ptr, eps, stride_qa = query
     H: gl.constexpr = q_shared.shape[0]
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -227,18 +228,9 @@ def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
 
 
 @gluon.jit
-def store_heads(
-    out_shared,
-    head0,
-    num_heads,
-    rotary_ptr,
-    out_ptr,
-    scales_ptr,
-    stride_oa,
-    stride_ss,
-    ROUND: gl.constexpr,
-):
+def store_heads(out_shared, head0, num_heads, out_at, ROUND: gl.constexpr):
     """Rotate a token's heads [H,512] back, round them if ROUND, and store them."""
+    rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss = out_at
     H: gl.constexpr = out_shared.shape[0]
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -255,8 +247,8 @@ def store_heads(
         is_scale = gl.expand_dims(scale_head < num_heads, 1)
         gl.store(scales_ptr + scale * stride_ss, scales, mask=is_scale)
         out = gl.convert_layout(out, HEADS)
-    out_at = out_ptr + gl.expand_dims(head, 1) * stride_oa + gl.expand_dims(column, 0)
-    gl.store(out_at, out, mask=gl.expand_dims(head < num_heads, 1))
+    target = out_ptr + gl.expand_dims(head, 1) * stride_oa + gl.expand_dims(column, 0)
+    gl.store(target, out, mask=gl.expand_dims(head < num_heads, 1))
 
 
 @gluon.jit
