@@ -29,12 +29,8 @@ def _reciprocal(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _reciprocals(a, b, c, d, COMPILED: tl.constexpr):
-    return (
-        _reciprocal(a, COMPILED),
-        _reciprocal(b, COMPILED),
-        _reciprocal(c, COMPILED),
-        _reciprocal(d, COMPILED),
-    )
+    a, b = _reciprocal(a, COMPILED), _reciprocal(b, COMPILED)
+    return a, b, _reciprocal(c, COMPILED), _reciprocal(d, COMPILED)
 
 
 @triton.jit
@@ -85,15 +81,13 @@ def _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, SLOTS: tl.constexpr, 
 @triton.jit
 def _mix_row(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, eps, SLOTS: tl.constexpr, ROWS):
     """Mixes M to M + 3 -> softmax + eps."""
-    a = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, SLOTS, ROWS)
-    b = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 1, SLOTS, ROWS)
-    c = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 2, SLOTS, ROWS)
-    d = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 3, SLOTS, ROWS)
+    mixes = ()
+    for i in tl.static_range(4):
+        mix = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + i, SLOTS, ROWS)
+        mixes += (mix,)  # type: ignore[assignment]
+    a, b, c, d = mixes
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a = tl.exp(a - top)
-    b = tl.exp(b - top)
-    c = tl.exp(c - top)
-    d = tl.exp(d - top)
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
     inverse = 1.0 / (a + b + c + d)
     return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
 
@@ -264,14 +258,13 @@ def block_input_kernel(
             pre = _parts(parts, 0, four, BLOCK_S, ROWS)
             squares = _parts(parts, M, tl.arange(0, 1), BLOCK_S, ROWS)
         source = streams_ptr + token * stride_n + d
-        x0 = tl.load(source, mask=mask, other=0.0)
-        x1 = tl.load(source + stride_h, mask=mask, other=0.0)
-        x2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
-        x3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
+        x = ()
+        for i in tl.static_range(4):
+            x += (tl.load(source + i * stride_h, mask=mask, other=0.0),)  # type: ignore[assignment]
         if KIND != "given":
             rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
             pre = _sigmoid(tl.sum(pre, axis=0) * rstd * scale + base) + eps
-        y = _pick(pre, four, 0) * x0.to(tl.float32) + _pick(pre, four, 1) * x1.to(tl.float32)
-        y += _pick(pre, four, 2) * x2.to(tl.float32) + _pick(pre, four, 3) * x3.to(tl.float32)
+        y = _pick(pre, four, 0) * x[0].to(tl.float32) + _pick(pre, four, 1) * x[1].to(tl.float32)
+        y += _pick(pre, four, 2) * x[2].to(tl.float32) + _pick(pre, four, 3) * x[3].to(tl.float32)
         y = y * tl.rsqrt(tl.sum(y * y) / D + rms_eps) * norm
         tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=mask)
