@@ -33,6 +33,7 @@ from torch import Tensor
 from finwhale.checkpoint.formats import E8M0_NAN, fault, not_finite
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import CheckpointError
+from finwhale.platform import usable_cores
 from finwhale.weights.destinations import Destinations
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -474,5 +475,4 @@ def _name_at(reads: Sequence[Read], done: int) -> str:
 
 
 def num_threads(most: int = THREADS) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(most, cores or 1))
+    return max(1, min(most, usable_cores() or 1))
