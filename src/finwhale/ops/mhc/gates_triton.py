@@ -10,6 +10,8 @@ Legend: N tokens, D hidden, ROWS values of a part: GEMM results, the sum of squa
 import triton
 import triton.language as tl
 
+from finwhale.ops.launch.early_launch import start_next, wait_for_last
+
 
 @triton.jit
 def _sigmoid(x):
@@ -175,8 +177,7 @@ def _one_token_gates(
     mixes_base = tl.load(base_ptr + 8 + index)
     post_scale = tl.load(scale_ptr + 4 + four)
     post_base = tl.load(base_ptr + 4 + four)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     mixes = _parts(parts, 8, index, BLOCK_S, ROWS)
     squares = _parts(parts, 24, tl.arange(0, 1), BLOCK_S, ROWS)
     post = _parts(parts, 4, four, BLOCK_S, ROWS)
@@ -233,8 +234,7 @@ def block_input_kernel(
         parts_ptr += token * stride_t
     parts = parts_ptr, stride_r, slots
     if tl.program_id(1) == 1:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+        start_next(PDL)
         weights, outputs = (scale_ptr, base_ptr), (post_ptr + token * 4, res_ptr + token * 16)
         # fmt: off
         _one_token_gates(parts, weights, outputs, D, eps, rms_eps, ITERS, COMPILED, BLOCK_S, ROWS,
@@ -249,9 +249,8 @@ def block_input_kernel(
             M: tl.constexpr = 24 if KIND == "block" else 4
             scale = tl.load(scale_ptr + four * (1 if KIND == "block" else 0))
             base = tl.load(base_ptr + four)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        start_next(PDL)
+        wait_for_last(PDL)
         if KIND == "given":
             pre = tl.load(pre_ptr + token * 4 + four)
         else:

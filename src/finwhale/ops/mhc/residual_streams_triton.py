@@ -11,6 +11,7 @@ Legend: N tokens, D hidden, M rows of fn, ROWS M + 1 and padding, S parts over D
 import triton
 import triton.language as tl
 
+from finwhale.ops.launch.early_launch import start_next, wait_for_last
 from finwhale.ops.ranks_triton import receive, send, sum_values
 
 
@@ -237,12 +238,10 @@ def streams_few_kernel(
     row = tl.arange(0, ROWS)
     is_token = token < N
     SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     if M > 0:
         fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     mask = is_token[:, None] & (d < D)[None, :]
     streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
     if POST:
@@ -328,12 +327,10 @@ def sum_streams_few_kernel(
     column = tl.program_id(0) * WIDE + i % WIDE
     is_word = (n < N) & (column < width)
     SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     if (M > 0) & (LAST == 1):
         fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     epoch = tl.load(epochs_ptr + program) + 1
     mask = is_token[:, None] & (d < D)[None, :]
     if K > 0:

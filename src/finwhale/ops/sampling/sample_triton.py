@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
 from finwhale.ops.sampling import SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, find_kept, finite, order
@@ -59,9 +59,8 @@ def _best_kernel(
 
     The row's first logit belongs to token `first`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     offsets = tl.arange(0, BLOCK_V)
@@ -88,9 +87,8 @@ def _best_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def _pick_kernel(best_ptr, ids_ptr, valid_ptr, parts, BLOCK_P: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)
     keys = tl.load(best_ptr + row * parts + part, mask=part < parts, other=-0x8000000000000000)
