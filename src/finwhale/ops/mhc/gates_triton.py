@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from finwhale.ops.launch.early_launch import start_next, wait_for_last
+from finwhale.ops.mhc.residual_streams_triton import load_four
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def _mix_row(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, eps, SLOTS: tl.co
     for i in tl.static_range(4):
         mix = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + i, SLOTS, ROWS)
         mixes += (mix,)  # type: ignore[assignment]
-    a, b, c, d = mixes
+    a, b, c, d = mixes  # type: ignore[misc]
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
     inverse = 1.0 / (a + b + c + d)
@@ -257,9 +258,7 @@ def block_input_kernel(
             pre = _parts(parts, 0, four, BLOCK_S, ROWS)
             squares = _parts(parts, M, tl.arange(0, 1), BLOCK_S, ROWS)
         source = streams_ptr + token * stride_n + d
-        x = ()
-        for i in tl.static_range(4):
-            x += (tl.load(source + i * stride_h, mask=mask, other=0.0),)  # type: ignore[assignment]
+        x = load_four(source, stride_h, mask)
         if KIND != "given":
             rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
             pre = _sigmoid(tl.sum(pre, axis=0) * rstd * scale + base) + eps

@@ -124,7 +124,7 @@ def _fn_tile(
 
 
 @triton.jit
-def _four(source, stride, mask):
+def load_four(source, stride, mask):
     """Load the values of all four residual streams, or of fn's columns for them."""
     values = ()
     for i in tl.static_range(4):
@@ -135,7 +135,7 @@ def _four(source, stride, mask):
 @triton.jit
 def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
     """Load the values at columns d of all four residual streams of a block of tokens."""
-    return _four(streams_ptr + token[:, None] * stride_n + d[None, :], stride_h, mask)
+    return load_four(streams_ptr + token[:, None] * stride_n + d[None, :], stride_h, mask)
 
 
 @triton.jit
@@ -363,7 +363,7 @@ def planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr)
     row = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
-    f0, f1, f2, f3 = _four(fn_ptr + row * (4 * D) + d, D, mask)
+    f0, f1, f2, f3 = load_four(fn_ptr + row * (4 * D) + d, D, mask)
     fn = tl.reshape(tl.join(tl.join(f0, f2), tl.join(f1, f3)), [4 * BLOCK_D])
     column = tl.program_id(0) * (4 * BLOCK_D) + tl.arange(0, 4 * BLOCK_D)
     target = planes_ptr + row * (4 * D) + column
@@ -421,7 +421,7 @@ def streams_many_kernel(
         start = (step * tl.num_programs(0) + slot) * BLOCK_D
         d = start + tl.arange(0, BLOCK_D)
         mask = is_token[:, None] if EVEN else is_token[:, None] & (d < D)[None, :]
-        streams = _four(streams_ptr + (n * stride_n)[:, None] + d[None, :], stride_h, mask)
+        streams = load_four(streams_ptr + (n * stride_n)[:, None] + d[None, :], stride_h, mask)
         if M > 0:
             column = start * 4 + tl.arange(0, 4 * BLOCK_D)
             planes = planes_ptr + (row * (4 * D))[:, None] + column[None, :]
