@@ -1,11 +1,10 @@
-"""Reads and writes config.json, in the official form or in transformers'.
+"""Reads config.json, in the official form or in transformers'.
 
 Sources: the config.json files of deepseek-ai/DeepSeek-V4-Flash and -Pro; for the second form,
 transformers 5.23 `models/deepseek_v4/configuration_deepseek_v4.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from finwhale.errors import CheckpointError
@@ -24,7 +23,7 @@ from finwhale.models.deepseek_v4.config_checks import check_fixed, require, show
 from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 
 # The code supports only these values. A config may omit the key or repeat the value.
-_FIXED: dict[str, object] = {
+FIXED: dict[str, object] = {
     "num_key_value_heads": 1,
     "n_shared_experts": 1,
     "hc_mult": 4,
@@ -36,7 +35,7 @@ _FIXED: dict[str, object] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-_FIXED_QUANTISATION: dict[str, object] = {
+FIXED_QUANTISATION: dict[str, object] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
@@ -55,7 +54,7 @@ def config_of(raw: Mapping[str, Any]) -> DeepseekV4Config:
         CheckpointError: the architecture or a value is not supported, or a field is missing.
     """
     _check_architecture(raw)
-    for name, wanted in _FIXED.items():
+    for name, wanted in FIXED.items():
         if name in raw:
             check_fixed(name, raw[name], wanted)
     ratios, drafts, draft_head = _layers(raw)
@@ -77,33 +76,6 @@ def config_of(raw: Mapping[str, Any]) -> DeepseekV4Config:
         expert_dtype=expert_dtype,
         scale_format=scale_format,
     )
-
-
-def config_json(config: DeepseekV4Config) -> dict[str, Any]:
-    """The contents of an official config.json, from which `config_of` makes an equal object."""
-    eos = config.eos_token_ids
-    out: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
-    out.update({name: getattr(config, name) for name in (*POSITIVE, *POSITIVE_FLOATS)})
-    out.update(_FIXED)
-    out.update(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=eos[0] if len(eos) == 1 else list(eos),
-        compress_ratios=list(config.compress_ratios),
-        num_hash_layers=config.num_hash_layers,
-        num_nextn_predict_layers=config.num_nextn_predict_layers,
-        torch_dtype="bfloat16",
-    )
-    if config.dspark is not None:
-        out.update(config.dspark.to_dict())
-    if config.rope_scaling is not None:
-        out["rope_scaling"] = {"type": "yarn", **asdict(config.rope_scaling)}
-    if config.quantised:
-        out["expert_dtype"] = config.expert_dtype
-        block = list(config.weight_block_size)
-        out["quantization_config"] = _FIXED_QUANTISATION | {"weight_block_size": block}
-        if config.scale_format == "ue8m0":
-            out["quantization_config"]["scale_fmt"] = "ue8m0"
-    return out
 
 
 def _get(raw: Mapping[str, Any], name: str) -> Any:
@@ -215,7 +187,7 @@ def _quantisation(raw: Mapping[str, Any]) -> tuple[bool, ExpertDtype, ScaleForma
     quantisation = _typed(raw, "quantization_config", dict)
     if not quantisation:
         return False, "fp4", "ue8m0"
-    for name, wanted in _FIXED_QUANTISATION.items():
+    for name, wanted in FIXED_QUANTISATION.items():
         check_fixed(f"quantization_config.{name}", quantisation.get(name, wanted), wanted)
     scale_format = quantisation.get("scale_fmt")
     require(

@@ -92,7 +92,7 @@ class DsparkConfig:
         """Read the contents of a config.json. Raises CheckpointError: a key is missing."""
         values: dict[str, Any] = {}
         for field in fields(cls):
-            key = _key(field.name)
+            key = key_of(field.name)
             if raw.get(key) is not None:
                 values[field.name] = raw[key]
             elif field.name not in (*_OPTIONAL_SIZES, *_FLAGS):
@@ -100,12 +100,6 @@ class DsparkConfig:
         ids = values["target_layer_ids"]
         require(isinstance(ids, list), f"dspark_target_layer_ids must be a list, got {ids!r}")
         return cls(**values | {"target_layer_ids": tuple(ids)})
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys and values of a config.json."""
-        values = {_key(field.name): getattr(self, field.name) for field in fields(self)}
-        values["dspark_target_layer_ids"] = list(self.target_layer_ids)
-        return {key: value for key, value in values.items() if value is not None}
 
     def within(self, num_layers: int, cut_to: int) -> tuple[int, ...]:
         """The target layers after a model of `num_layers` layers is cut to its first `cut_to`.
@@ -121,7 +115,8 @@ class DsparkConfig:
         return moved
 
 
-def _key(field: str) -> str:
+def key_of(field: str) -> str:
+    """The key of a field in config.json."""
     return field if field in _FLAGS else f"dspark_{field}"
 
 
