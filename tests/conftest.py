@@ -1,9 +1,11 @@
 """Shared fixtures: a tiny checkpoint with a tokenizer, an engine on it; skips, and random seeds."""
 
 import gc
+import json
 import os
 import random
 import re
+import shutil
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,15 @@ import pytest
 import tokenizers
 import torch
 from hypothesis import settings
+from safetensors.torch import save_file
 from tests.support.integrity import check_engine
+from tests.support.tensors import read_tensors
 from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from finwhale import LLM
+from finwhale.checkpoint.reader import read_config
+from finwhale.demo import DEMO_PATH
 
 # Before any kernel's module is imported. Without a GPU, this process runs Triton kernels in
 # Triton's interpreter; what compiles them does so in a process of its own (tests/ops/conftest.py).
@@ -51,11 +57,15 @@ MAY_SKIP = (
     "root may write everywhere",
 )
 
+# torch.manual_seed takes 0.4 ms without a GPU: it notes the stack, to seed a GPU later.
+SEED_TORCH = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 GPU_TESTS = Path(__file__).parent / "gpu"
 CONTROL = [
     getattr(recipe.SpecialToken, name).default_str()
     for name in ("Bos", "Eos", "User", "Assistant", "ThinkingStart", "ThinkingEnd", "Dsml")
 ]
+# A sliding window, C4, C128, and C4; the first two with experts by hash.
+SHORT_DEMO_LAYERS = (0, 1, 2, 5)
 CORPUS = [
     "The fin whale is the second longest animal on Earth after the blue whale.",
     "It can swim as fast as a small ship, and sings notes too low for people to hear.",
@@ -123,7 +133,7 @@ def seeded() -> None:
     """The same random numbers for a test in every run. Most tests have generators of their own."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    SEED_TORCH(0)
 
 
 def pytest_collection() -> None:
@@ -139,6 +149,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    # For a benchmark that frees an engine: the next full collections would take as long again.
+    gc.unfreeze = lambda: None
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -188,6 +200,27 @@ def no_tokenizer_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory)
     path.mkdir()
     for name in ("config.json", "model.safetensors"):
         (path / name).symlink_to(tiny_path / name)
+    return path
+
+
+@pytest.fixture(scope="session")
+def short_demo_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with four of its six layers. A step takes two thirds of the time, and
+    texts still end, though they make less sense. Not to be written to.
+    """
+    path = tmp_path_factory.mktemp("short") / "demo"
+    shutil.copytree(DEMO_PATH, path, ignore=shutil.ignore_patterns("*.safetensors*", "__*"))
+    config = read_config(DEMO_PATH)
+    ratios = [config["compress_ratios"][layer] for layer in (*SHORT_DEMO_LAYERS, -1)]
+    config |= {"num_hidden_layers": 4, "num_hash_layers": 2, "compress_ratios": ratios}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = read_tensors(DEMO_PATH)
+    for name in [name for name in tensors if name.startswith("layers.")]:
+        _, layer, rest = name.split(".", 2)
+        tensor = tensors.pop(name)
+        if int(layer) in SHORT_DEMO_LAYERS:
+            tensors[f"layers.{SHORT_DEMO_LAYERS.index(int(layer))}.{rest}"] = tensor
+    save_file(tensors, path / "model.safetensors")
     return path
 
 

@@ -17,7 +17,7 @@ from tests.support.tiny import random_weights, tiny_config, with_dspark, write_p
 
 from finwhale import SamplingParams
 from finwhale.chat.grammar import regex_guide
-from finwhale.demo import DEMO_PATH, DSPARK_PATH
+from finwhale.demo import DSPARK_PATH
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.engine.ranks.ranks import first_rank
@@ -323,8 +323,8 @@ def test_random_schedules(
 
 
 @pytest.mark.parametrize("size", FEWER_SIZES)
-def test_demo_model(processes: RankProcesses, size: int) -> None:
-    case = given(DEMO_PATH, "as-trained", max_model_len=1024), [text(200, 0)], [greedy(16)]
+def test_demo_model(processes: RankProcesses, short_demo_path: Path, size: int) -> None:
+    case = given(short_demo_path, "as-trained", max_model_len=1024), [text(200, 0)], [greedy(16)]
     assert_equal(processes, size, *case)
 
 

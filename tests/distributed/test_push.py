@@ -69,7 +69,7 @@ class Memories:
 def ranks(size: int, sizes: PushSizes = SIZES) -> list[Push]:
     memories = Memories(size)
     pushes = [
-        Push(Rank(i, size), CPU, memories.of(i), lambda: None, Nothing(), early=False, sizes=sizes)
+        Push(Rank(i, size), CPU, memories.of(i), lambda: None, Nothing(), sizes=sizes)
         for i in range(size)
     ]
     for push in pushes:
@@ -355,7 +355,7 @@ def test_the_benchmark_measures_mhc_s_own_sum(monkeypatch: pytest.MonkeyPatch) -
     memories = Memories(2)
 
     def make_push(rank: Rank, device: torch.device, *_: Any, **options: Any) -> Push:
-        return Push(rank, device, memories.of(0), lambda: None, Nothing(), early=False, **options)
+        return Push(rank, device, memories.of(0), lambda: None, Nothing(), **options)
 
     monkeypatch.setattr(collectives, "Nccl", lambda *_, **__: Nothing())
     monkeypatch.setattr("finwhale.distributed.connect.make_push", make_push)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def demo_llm() -> Iterator[LLM]:
-    with LLM(device="cpu", max_model_len=256) as llm:
+def demo_llm(short_demo_path: Path) -> Iterator[LLM]:
+    with LLM(short_demo_path, device="cpu", max_model_len=256) as llm:
         yield llm
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tests.models.test_sharded_loading import tensors
+from tests.support.official_config import config_json
 
 from finwhale.bench.load import Loader, Loaders
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_stored
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config_json import config_json
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights import joint_ranks

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.test_sharded_loading import QUANTISED, loaded, opened, tensors
+from tests.support.official_config import config_json
 from tests.support.tiny import random_weights
 
 from finwhale.checkpoint.reader import Checkpoint
@@ -22,7 +23,6 @@ from finwhale.checkpoint.stored import StoredWeight
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError, OtherRankError
-from finwhale.models.deepseek_v4.config_json import config_json
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.destinations import Destinations

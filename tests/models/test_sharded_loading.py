@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.official_config import config_json
 from tests.unit.test_sharding import MODELS, packed_ops, wanted_axis
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.config_json import config_json, config_of
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.ops import load_ops

@@ -142,7 +142,7 @@ def test_random_weights_fail(
     tiny_path: Path, one_thread: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("finwhale.validation.language.MAX_TOKENS", 40)
-    options = ("--device", "cpu", "--draft-tokens", "0", "--recall-tokens", "400")
+    options = ("--device", "cpu", "--draft-tokens", "0", "--recall-tokens", "128")
     assert main(["validate", str(tiny_path), *options]) == 1
     out = capsys.readouterr().out
     assert "failed" in out and "lm_eval" in out and "model card" in out

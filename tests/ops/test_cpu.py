@@ -15,12 +15,13 @@ from tests.support.cases import linear as linear_cases
 from tests.support.cases import mhc as mhc_cases
 from tests.support.cases import moe as moe_cases
 from tests.support.cases import norm as norm_cases
+from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import results, take_tokens
 from tests.support.packing import WINDOW_WRITERS
 from torch import Tensor
 
 from finwhale.ops import Ops, compressor, cpu_gemm, cpu_math, load_ops
-from finwhale.ops.case import Args, Draw, OpCase, entry_rows, step_tokens
+from finwhale.ops.case import Args, Draw, entry_rows, step_tokens
 from finwhale.ops.compressor.cases import compress_args, first_kept
 from finwhale.ops.host_forms import _FORMS, forget_forms
 from finwhale.ops.indexer import cpu as indexer
@@ -45,7 +46,7 @@ FAMILIES = (
 )
 
 
-def _as_stored(case: OpCase) -> OpCase:
+def _as_stored(case: CheckedCase) -> CheckedCase:
     """The same with weights as checkpoints store them."""
 
     def args() -> Args:
@@ -87,7 +88,7 @@ def _prepared(ops: Ops, arg: Any) -> Any:
     return arg
 
 
-def run(ops: Ops, case: OpCase, args: Args) -> list[Tensor]:
+def run(ops: Ops, case: CheckedCase, args: Args) -> list[Tensor]:
     with torch.inference_mode():
         found = results(getattr(ops, case.operator), args, case.written)
     if case.operator == "select_entries":  # narrower where no token has that many entries
@@ -95,7 +96,7 @@ def run(ops: Ops, case: OpCase, args: Args) -> list[Tensor]:
     return found
 
 
-def assert_close(found: Tensor, wanted: Tensor, case: OpCase) -> None:
+def assert_close(found: Tensor, wanted: Tensor, case: CheckedCase) -> None:
     assert found.dtype == wanted.dtype and found.shape == wanted.shape
     if not found.dtype.is_floating_point:
         assert torch.equal(found, wanted)
@@ -110,7 +111,7 @@ def assert_close(found: Tensor, wanted: Tensor, case: OpCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_the_reference(case: OpCase) -> None:
+def test_against_the_reference(case: CheckedCase) -> None:
     args = case.args()
     found = run(CPU, case, lay_out(CPU, args))
     wanted = run(REFERENCE, case, args)
@@ -120,7 +121,7 @@ def test_against_the_reference(case: OpCase) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.operator == "experts"], ids=str)
-def test_pairs_are_dispatched_by_expert(case: OpCase) -> None:
+def test_pairs_are_dispatched_by_expert(case: CheckedCase) -> None:
     """Every pair that is not skipped once, those of an expert together, by k and then by token."""
     x, ids, weights, w, limit, *_ = lay_out(CPU, case.args())
     pairs = CPU.experts_dispatch(ids, len(w.w2))
@@ -136,7 +137,7 @@ def test_pairs_are_dispatched_by_expert(case: OpCase) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.by_token], ids=str)
-def test_a_token_s_bits_do_not_depend_on_other_tokens(case: OpCase) -> None:
+def test_a_token_s_bits_do_not_depend_on_other_tokens(case: CheckedCase) -> None:
     """Alone, in batches of other sizes and at other offsets."""
     args = lay_out(CPU, case.args())
     num_tokens = args[case.by_token[0]].shape[0]
@@ -311,12 +312,12 @@ def test_a_blas_that_breaks_the_promise_is_found(
     cpu_math.blas_keeps_bits.cache_clear()
 
 
-def _is_small(case: OpCase) -> bool:
+def _is_small(case: CheckedCase) -> bool:
     return sum(arg.numel() for arg in case.args() if isinstance(arg, Tensor)) < 2**17
 
 
 @pytest.mark.parametrize("case", [c for c in CASES[::3] if c.by_token and _is_small(c)], ids=str)
-def test_the_table_s_own_gemms(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_s_own_gemms(case: CheckedCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither library keeps the promise: right values, and bits that are a token's own."""
     monkeypatch.setattr(cpu_math, "blas_keeps_bits", lambda: False)
     monkeypatch.setattr(cpu_gemm, "_rows_are_independent", lambda: False)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support import operator_checks
+from tests.support.checked_case import CheckedCase, checked
 from tests.support.op_arguments import take_tokens
 from tests.support.packing import ACTIVATIONS, WINDOW_WRITERS, plain_args
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from finwhale.bench.ops import model_cases
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.attention.layout import pack_rows
-from finwhale.ops.case import CONFIGS, Args, ModelDraw, OpCase
+from finwhale.ops.case import CONFIGS, Args, ModelDraw
 from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.moe import Dispatched
 from finwhale.ops.paging import Tokens
@@ -28,7 +29,7 @@ from finwhale.platform import Platform
 REFERENCE = load_ops(Platform.cpu(), reference=True)
 SIZES = replace(CONFIGS["demo"], vocab_size=300)
 DRAW = ModelDraw("cpu")
-CASES = tuple(model_cases(SIZES, DRAW, ()))
+CASES = tuple(checked(case, DRAW.dtype) for case in model_cases(SIZES, DRAW, ()))
 OPERATORS = sorted({case.operator for case in CASES})
 
 
@@ -79,7 +80,7 @@ def pack(name: str, args: Args, plain: Args) -> None:
             part.entries.pool.copy_(packed)
 
 
-def token_by_token(case: OpCase) -> Callable[..., Any]:
+def token_by_token(case: CheckedCase) -> Callable[..., Any]:
     """A reference called for one token at a time: its bits then do not depend on the batch."""
     definition = getattr(REFERENCE, case.operator)
 

@@ -21,12 +21,13 @@ from tests.support.cases import linear as linear_cases
 from tests.support.cases import mhc as mhc_cases
 from tests.support.cases import moe as moe_cases
 from tests.support.cases import norm as norm_cases
+from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import results
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
-from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
+from finwhale.ops.case import Args, Chunks, Draw, entry_rows, step_tokens
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import CacheRows, PageTable, Tokens
@@ -468,7 +469,7 @@ def f64(x: Tensor) -> Floats:
     return array
 
 
-def size(case: OpCase, args: Args) -> int:
+def size(case: CheckedCase, args: Args) -> int:
     """Multiplications, roughly: values of the arguments that have a row for each token."""
     total = 0
     for arg in args:
@@ -480,7 +481,7 @@ def size(case: OpCase, args: Args) -> int:
     return total
 
 
-def is_small(case: OpCase) -> bool:
+def is_small(case: CheckedCase) -> bool:
     args = case.args()
     rows = args[0][0].projected if isinstance(args[0], tuple) else args[0]
     return len(rows) > 0 and size(case, args) < LARGE
@@ -490,7 +491,7 @@ SMALL = [case for case in CASES if is_small(case)]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_against_plain_formulas(case: OpCase) -> None:
+def test_against_plain_formulas(case: CheckedCase) -> None:
     naive = globals()[f"naive_{case.operator}"]
     wanted = naive(*(f64(arg) if isinstance(arg, Tensor) else arg for arg in case.args()))
     returned = results(getattr(REFERENCE, case.operator), case.args(), case.written)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.checked_case import CheckedCase
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import OpCase
 from finwhale.platform import Platform
 
 from .kernels_support import assert_close
@@ -40,7 +40,7 @@ def covered() -> list[Any]:
     return params
 
 
-def results(fn: Callable[..., Any], case: OpCase) -> list[Tensor]:
+def results(fn: Callable[..., Any], case: CheckedCase) -> list[Tensor]:
     args = case.args()
     returned = fn(*args)
     if not isinstance(returned, tuple):
@@ -49,7 +49,7 @@ def results(fn: Callable[..., Any], case: OpCase) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case, kernel", covered())
-def test_against_the_reference(case: OpCase, kernel: Callable[..., Any]) -> None:
+def test_against_the_reference(case: CheckedCase, kernel: Callable[..., Any]) -> None:
     found, wanted = results(kernel, case), results(getattr(REFERENCE, case.operator), case)
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.support.cases.compressor import VERIFICATIONS
+from tests.support.checked_case import E4M3_FLIP, FP4_FLIP
 from tests.support.op_arguments import strided
 from tests.support.packing import unpack_keys, unpack_rows
 from torch import Tensor
 
 from finwhale.ops.attention.layout import pack_rows
-from finwhale.ops.case import E4M3_FLIP, FP4_FLIP, Chunks, Draw
+from finwhale.ops.case import Chunks, Draw
 from finwhale.ops.compressor import CompressPart, Rounding, ref
 from finwhale.ops.compressor import compress_triton as kernels
 from finwhale.ops.compressor.cases import EPS, compress_args

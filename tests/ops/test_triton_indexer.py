@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from tests.support.cases.indexer import CASES
+from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import strided
 from tests.support.packing import unpack_keys
 from torch import Tensor
 
 from finwhale.distributed.rank import Rank
 from finwhale.ops.attention.ref import apply_rope
-from finwhale.ops.case import Args, Draw, OpCase
+from finwhale.ops.case import Args, Draw
 from finwhale.ops.indexer import IndexQueries, ref, topk_few_triton, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.layout import pack_keys
@@ -69,7 +70,7 @@ SELECTING = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS
 
 
 @pytest.mark.parametrize("case", SELECTING, ids=str)
-def test_shared_cases(case: OpCase) -> None:
+def test_shared_cases(case: CheckedCase) -> None:
     assert agree(*selected(case.args()))
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,13 @@ def no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def demo_llm() -> LLM:
+def whole_demo_llm() -> LLM:
     return LLM(device="cpu", max_num_seqs=8, max_model_len=2048)
+
+
+@pytest.fixture(scope="session")
+def demo_llm(short_demo_path: Path) -> LLM:
+    return LLM(short_demo_path, device="cpu", max_num_seqs=8, max_model_len=2048)
 
 
 class SharedServer:

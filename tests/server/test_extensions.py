@@ -23,6 +23,12 @@ from .test_openai import ANSWER, QUESTION
 TEXT = "Once upon a time, there was a fox who lived"
 
 
+@pytest.fixture(scope="module")
+def demo_llm(whole_demo_llm: LLM) -> LLM:
+    """Here, the embedded model's texts are known."""
+    return whole_demo_llm
+
+
 def post(server: RunningServer, path: str, **body: Any) -> httpx.Response:
     return httpx.post(f"{server.url}{path}", json={"model": MODEL, **body}, timeout=100)
 

@@ -8,12 +8,19 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from finwhale import LLM
 from finwhale.chat.history import unpack_reasoning
 
 from .running import MODEL, RunningServer
 from .test_openai import ANSWER, QUESTION
 
 TEXT = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def demo_llm(whole_demo_llm: LLM) -> LLM:
+    """Here, the embedded model's texts are known."""
+    return whole_demo_llm
 
 
 @pytest.mark.parametrize("thinking", [False, True])

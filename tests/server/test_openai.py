@@ -20,6 +20,12 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 
 
+@pytest.fixture(scope="module")
+def demo_llm(whole_demo_llm: LLM) -> LLM:
+    """Here, the embedded model's texts are known."""
+    return whole_demo_llm
+
+
 def test_models(server: RunningServer) -> None:
     client = server.openai()
     assert [model.id for model in client.models.list()] == [MODEL]

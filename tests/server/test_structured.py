@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -347,9 +348,10 @@ def test_a_call_that_max_tokens_cuts(server: RunningServer, path: str) -> None:
         assert "invoke name" not in text and "parameter name" not in text
 
 
-def test_a_server_with_tool_grammar_auto() -> None:
+def test_a_server_with_tool_grammar_auto(short_demo_path: Path) -> None:
     """The server holds calls that no request forces, and its grammar refuses no request."""
-    llm = LLM(device="cpu", max_num_seqs=8, max_model_len=2048, tool_grammar="auto")
+    options = {"max_num_seqs": 8, "max_model_len": 2048, "tool_grammar": "auto"}
+    llm = LLM(short_demo_path, device="cpu", **options)
     server = RunningServer(llm._engine)
     dsml = llm.get_tokenizer().added_ids[recipe.SpecialToken.Dsml.default_str()]
     begin = {dsml: 100} | dict.fromkeys(llm.get_tokenizer().encode("<"), 50)

@@ -228,8 +228,12 @@ def test_status_of_refused_and_aborted_requests(
 def test_a_collector_that_does_not_answer(
     start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue holds less than all spans, so that the exporter would have to wait if it could."""
+    """The queue holds less than all spans, so that the exporter would have to wait if it could. Its
+    thread ends with the server, after the last attempts.
+    """
     monkeypatch.setattr(tracing, "FLUSH_S", 0.05)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    before = {*threading.enumerate()}
     for name, value in {
         "SCHEDULE_DELAY": "1", "MAX_QUEUE_SIZE": "8", "MAX_EXPORT_BATCH_SIZE": "4"
     }.items():  # fmt: skip
@@ -241,6 +245,9 @@ def test_a_collector_that_does_not_answer(
         for _ in range(10):
             assert post(server, "/v1/completions", ASK)[0] == 200
         server.close()
+        for thread in {*threading.enumerate()} - before:
+            thread.join(120)
+            assert not thread.is_alive(), thread
     exporter = logging.getLogger(tracing._EXPORT_LOGGERS[0])
     record = logging.LogRecord("name", logging.ERROR, "", 0, "no collector: %s", ("reason",), None)
     assert exporter.filter(record) and not exporter.filter(record)

@@ -11,6 +11,13 @@ from itertools import chain
 from typing import Any
 
 import torch
+from tests.support.checked_case import (
+    E4M3_FLIP,
+    HIDDEN_TOLERANCE,
+    MODEL_TOLERANCE,
+    CheckedCase,
+    checked,
+)
 from tests.support.op_arguments import results, take_tokens, written_tensors
 from tests.support.packing import (
     ACTIVATIONS,
@@ -32,18 +39,8 @@ from finwhale.bench.ops import (
     ready,
 )
 from finwhale.ops import Ops
-from finwhale.ops.case import (
-    E4M3_FLIP,
-    MODEL_TOLERANCE,
-    Args,
-    Chunks,
-    ModelDraw,
-    OpCase,
-    OpSizes,
-    to_device,
-)
+from finwhale.ops.case import Args, Chunks, ModelDraw, OpSizes, to_device
 from finwhale.ops.moe import ExpertWeight
-from finwhale.ops.moe.cases import HIDDEN_TOLERANCE
 from finwhale.ops.slots import write_slots
 
 PLAIN_BYTES = 40 * 10**9  # Weights that take more in float32 are not compared.
@@ -65,12 +62,15 @@ PAGED = {
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 
-AtStep = Callable[[Chunks], OpCase]  # makes a case for a step
+AtStep = Callable[[Chunks], CheckedCase]  # makes a case for a step
 
 
-def model_case(sizes: OpSizes, draw: ModelDraw, operator: str, name: str, chunks: Chunks) -> OpCase:
+def model_case(
+    sizes: OpSizes, draw: ModelDraw, operator: str, name: str, chunks: Chunks
+) -> CheckedCase:
     cases = model_cases(sizes, draw, chunks)
-    return next(case for case in cases if (case.operator, case.name) == (operator, name))
+    found = next(case for case in cases if (case.operator, case.name) == (operator, name))
+    return checked(found, draw.dtype)
 
 
 def at_steps(sizes: OpSizes, draw: ModelDraw, operator: str) -> list[AtStep]:
@@ -79,7 +79,7 @@ def at_steps(sizes: OpSizes, draw: ModelDraw, operator: str) -> list[AtStep]:
     return [partial(model_case, sizes, draw, operator, name) for name in names]
 
 
-def shared_cases(operator: str) -> tuple[OpCase, ...]:
+def shared_cases(operator: str) -> tuple[CheckedCase, ...]:
     """The small cases of an operator, which tests run too."""
     modules = (importlib.import_module(f"tests.support.cases.{family}") for family in FAMILIES)
     cases = chain.from_iterable(module.CASES for module in modules)
@@ -99,13 +99,13 @@ class Weights:
     plain: Any
 
 
-def make_weight(case: OpCase, ops: Ops) -> Weights:
+def make_weight(case: CheckedCase, ops: Ops) -> Weights:
     stored = case.weight() if case.weight else None
     plain = None if _is_large(stored) else plain_weight(stored)
     return Weights(ready(ops, stored), plain)
 
 
-def make_args(case: OpCase, weight: Weights) -> Args:
+def make_args(case: CheckedCase, weight: Weights) -> Args:
     return case.args(weight.ready) if case.weight else case.args()
 
 
@@ -116,14 +116,14 @@ def _is_large(stored: Any) -> bool:
     return isinstance(stored, ExpertWeight) and 12 * stored.w13.numel() > PLAIN_BYTES
 
 
-def reference_args(case: OpCase, args: Args, weight: Weights) -> Args:
+def reference_args(case: CheckedCase, args: Args, weight: Weights) -> Args:
     """Convert packed arguments to the reference's."""
     if weight.ready is not None:
         args = tuple(weight.plain if arg is weight.ready else arg for arg in args)
     return plain_args(case.operator, args)
 
 
-def kernel_results(case: OpCase, kernel: Kernel, args: Args) -> list[Tensor]:
+def kernel_results(case: CheckedCase, kernel: Kernel, args: Args) -> list[Tensor]:
     """Call a kernel of a packed table; returns its results in the reference's form."""
     return plain_results(case.operator, args, results(kernel, args, case.written))
 
@@ -182,7 +182,7 @@ def compare(
 
 
 def same_alone(
-    case: OpCase, kernel: Kernel, args: Args, parts: Sequence[tuple[int, int]]
+    case: CheckedCase, kernel: Kernel, args: Args, parts: Sequence[tuple[int, int]]
 ) -> str | None:
     """Check that tokens have the same bits alone, in other batches and in the whole batch."""
     count = max(end for _, end in parts)
@@ -208,7 +208,7 @@ def mixed_step(count: int) -> Chunks:
     return (*decodes, (61, 61 + chunk)) if chunk else decodes
 
 
-def check_case(case: OpCase, ops: Ops, reference: Ops, device: str) -> Verdict | None:
+def check_case(case: CheckedCase, ops: Ops, reference: Ops, device: str) -> Verdict | None:
     """Check a shared case; None: packing or the table does not support its arguments."""
     given = to_device(case.args(), device)
     packed = ops.capabilities.packed_cache
@@ -270,7 +270,7 @@ def check_model_case(
         yield Verdict(f"{case.name} far pages", check_far_pages(at_step(mixed_step(9)), kernel))
 
 
-def check_padding(case: OpCase, kernel: Kernel) -> str | None:
+def check_padding(case: CheckedCase, kernel: Kernel) -> str | None:
     """Check that padding tokens after a decode give finite values and change no other result."""
     args = case.args()
     alone = kernel_results(case, kernel, args)
@@ -284,7 +284,7 @@ def check_padding(case: OpCase, kernel: Kernel) -> str | None:
     return compare(found, alone, case.flips, case.tolerance, case.flip)
 
 
-def check_far_pages(case: OpCase, kernel: Kernel) -> str | None:
+def check_far_pages(case: CheckedCase, kernel: Kernel) -> str | None:
     """Check that pages past 2^31 bytes give the same bits."""
     args = case.args()
     near = kernel_results(case, kernel, args)

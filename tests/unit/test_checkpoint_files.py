@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.official_config import config_json
 from tests.support.tiny import tiny_config
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.writer import write_checkpoint, write_stored, write_zeros
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config_json import config_json, config_of
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.weights.dummy import DummySource
 

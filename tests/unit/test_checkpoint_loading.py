@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.support.official_config import config_json
 from torch import Tensor
 
 from finwhale.checkpoint.formats import quantise_fp8_block
@@ -17,7 +18,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
-from finwhale.models.deepseek_v4.config_json import config_json, config_of
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.weights.dummy import DummySource
 from finwhale.weights.incoming import Incoming

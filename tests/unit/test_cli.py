@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.official_config import config_json
 
 import finwhale
 from finwhale.cli.main import COMMANDS, main
 from finwhale.cli.options import add_engine_options, engine_config
 from finwhale.config import EngineConfig
-from finwhale.models.deepseek_v4.config_json import config_json
 from finwhale.models.deepseek_v4.presets import published
 
 Capture = pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.official_config import config_json
 
 from finwhale.chat.effort import effort_ladder
 from finwhale.chat.tokenizer import Tokenizer
@@ -17,7 +18,6 @@ from finwhale.checkpoint.reader import INDEX_FILE, Checkpoint, read_config
 from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config_json import config_json
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.registry import parse_config
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.support.official_config import config_json
 
 from finwhale.checkpoint.spec import Slice
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import YarnScaling
-from finwhale.models.deepseek_v4.config_json import config_json, config_of
+from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.weights import weight_specs

@@ -6,6 +6,7 @@ import re
 import shutil
 import typing
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 import finwhale
 from finwhale import LLM, AsyncLLM
+from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.generation_config import SAMPLING as OF_CHECKPOINT
 from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
@@ -133,6 +135,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig
     for module in ("loaded_model", "bench.engine"):
         monkeypatch.setattr(f"finwhale.{module}.start_engine", engine)
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
+
+    monkeypatch.setattr(Tokenizer, "open", cache(Tokenizer.open))  # each command opens it again
 
     def spawn(load: Any) -> int:
         return serve(ServerConfig(model_names=("m",)), None, None, load, None)

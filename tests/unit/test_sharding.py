@@ -266,7 +266,7 @@ def test_inspect_leaves_room_for_whole_attention(monkeypatch: pytest.MonkeyPatch
     for fits in (False, True):
         console = Console(record=True, width=160, file=io.StringIO())
         monkeypatch.setattr(architecture, "fits_whole_attention", partial(bool_of, fits))
-        inspect._print_ranks(console, config, architecture, Inventory((), (), (), (), storages))
+        inspect._print_ranks(console, config, architecture, Inventory((), (), (), (), storages, {}))
         shown.append(console.export_text())
     rows = [re.findall(r"^│ (\d) +│ +([\d.]+ GiB) │ +([\d,]+) ", text, re.M) for text in shown]
     tokens = [{int(row[0]): int(row[2].replace(",", "")) for row in found} for found in rows]

@@ -233,10 +233,7 @@ def measure(
                 rows.append(row)
         # The memory is too small for two engines, so free this one before the next.
         gc.unfreeze()
-        del engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        engine.close()
     return rows
 
 

@@ -8,7 +8,6 @@ time that it takes on an idle machine; the table also shows its wall-clock time.
 """
 
 import argparse
-import gc
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -163,7 +162,6 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         engine.step()
         times.append(1e6 * (time.thread_time() - used))
         clock.append(1e6 * (time.perf_counter() - start))
-    gc.unfreeze()
     assert len(engine.scheduler.running) == batch, "a request has ended"
     for number in range(batch):
         engine.abort(str(number))

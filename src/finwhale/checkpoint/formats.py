@@ -171,19 +171,11 @@ def dequantise_fp8_block(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
 def _block_amax(part: Tensor) -> Tensor:
     """The largest magnitude of each 128x128 block of float32 [rows, columns]; NaN stays NaN."""
     rows, columns = part.shape
-    by_column = torch.empty(rows, ceil_div(columns, FP8_BLOCK), device=part.device)
-    whole = columns // FP8_BLOCK
-    if whole:
-        split = part[:, : whole * FP8_BLOCK].view(rows, whole, FP8_BLOCK)
-        low, high = torch.aminmax(split, dim=2)
-        by_column[:, :whole] = torch.maximum(high, -low)
-    if columns % FP8_BLOCK:
-        low, high = torch.aminmax(part[:, whole * FP8_BLOCK :], dim=1)
-        by_column[:, whole] = torch.maximum(high, -low)
-    missing = -rows % FP8_BLOCK
-    if missing:
-        by_column = torch.nn.functional.pad(by_column, (0, 0, 0, missing))
-    return by_column.view(-1, FP8_BLOCK, by_column.shape[1]).amax(1)
+    if rows % FP8_BLOCK or columns % FP8_BLOCK:
+        missing = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
+        part = torch.nn.functional.pad(part, missing)
+    low, high = torch.aminmax(part.view(len(part), -1, FP8_BLOCK), dim=2)
+    return torch.maximum(high, -low).view(-1, FP8_BLOCK, low.shape[1]).amax(1)
 
 
 def _multiply_blocks(part: Tensor, factors: Tensor) -> None:

@@ -6,9 +6,8 @@ a layer, and the experts after them, because what they compute depends on the se
 on the chosen experts.
 """
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,36 +25,10 @@ from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens, contiguous_rows
 from finwhale.ops.slots import write_slots
-from finwhale.weights.tree import tensors_of
+from finwhale.weights.tree import leaves, tensors_of, with_leaves
 
-T = TypeVar("T")
 # Sample values of a graph's dynamic sizes. All differ, so that the tracer does not merge any two.
 SAMPLE_TOKENS, SAMPLE_SEQUENCES, SAMPLE_PAGES = 6, 4, 3
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """All values in nested tuples and data classes, in order."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from leaves(item)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from leaves(getattr(value, field.name))
-    else:
-        yield value
-
-
-def with_tensors(value: T, tensors: Iterator[Tensor]) -> T:
-    """`value` with its tensors replaced, in the order of `tensors_of`."""
-    changed: Any = value
-    if isinstance(value, Tensor):
-        changed = next(tensors)
-    elif isinstance(value, tuple):
-        changed = tuple(with_tensors(item, tensors) for item in value)
-    elif is_dataclass(value):
-        found = {f.name: with_tensors(getattr(value, f.name), tensors) for f in fields(value)}
-        changed = replace(changed, **found)
-    return cast(T, changed)
 
 
 class LayerTracer:
@@ -127,7 +100,7 @@ class LayerTracer:
             tokens, table, rotary = self._step_of([next(given) for _ in range(counts[1])])
             pools = {"window": {self.layer.attn.layer: next(given)}}
             cache = PagedCache(pools, {"window": "window"})
-            hc, attn = with_tensors(weights, given)
+            hc, attn = with_leaves(weights, Tensor, lambda _: next(given))
             layer = self._layer(replace(w, hc_attn=hc, attn=attn))
             x, post, res, residual = layer.attention_input(x, *mixes)
             inputs = StepInputs(token_ids=tokens.positions, tokens=tokens, tables={"window": table})
@@ -152,7 +125,7 @@ class LayerTracer:
         def fn(flat: list[Tensor]) -> tuple[Tensor, ...]:
             given = iter(flat)
             o_NAC, post, res, residual, positions, token_ids = (next(given) for _ in range(6))
-            wo_a, wo_b, hc, ffn = with_tensors(weights, given)
+            wo_a, wo_b, hc, ffn = with_leaves(weights, Tensor, lambda _: next(given))
             attn = replace(w.attn, heads=replace(w.attn.heads, wo_a=wo_a, wo_b=wo_b))
             layer = self._layer(replace(w, attn=attn, hc_ffn=hc, ffn=ffn))
             x = layer.attn.heads.output(o_NAC, None)

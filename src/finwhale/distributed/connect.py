@@ -38,7 +38,6 @@ NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-HOPPER = (9, 0)
 T = TypeVar("T")
 # Sends this rank's value of a name; returns the values of all ranks.
 Exchange = Callable[[str, str], list[str]]
@@ -188,7 +187,6 @@ def _on_one_gpu(
         barrier,
         gloo,
         ordered=ordered,
-        early=torch.cuda.get_device_capability(device) >= HOPPER,
         # Captured steps need kernels for every size.
         sizes=replace(SIZES[rank.size], nccl=2**62, gather=2**24),
     )
@@ -247,7 +245,6 @@ def make_push(
         barrier,
         nccl,
         ordered=ordered,
-        early=torch.cuda.get_device_capability(device) >= HOPPER,
         sizes=sizes,
         timeout_seconds=timeout_seconds,
     )

@@ -32,6 +32,7 @@ from finwhale.ops.ranks_triton import POISON
 POLLS_PER_SECOND = 2_000_000
 TIMEOUT_SECONDS = 60.0
 WORD_BYTES = 4
+HOPPER = (9, 0)
 
 # Allocates bytes that all ranks can write; returns them and the addresses of all ranks' bytes.
 Allocate = Callable[[int], tuple[Tensor, list[int]]]
@@ -47,7 +48,6 @@ class Push(Collectives):
         barrier: waits for all ranks on the host.
         nccl: the collectives of messages that the kernels do not handle.
         ordered: never use NCCL's order of summation.
-        early: kernels start while the previous kernel ends (Hopper and later).
         timeout_seconds: time for which a kernel waits for a rank; `check` then raises.
     """
 
@@ -60,13 +60,14 @@ class Push(Collectives):
         nccl: Collectives,
         *,
         ordered: bool = False,
-        early: bool = True,
         sizes: PushSizes | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.rank = rank
         self.sizes = SIZES[rank.size] if sizes is None else sizes
-        self._nccl, self._ordered, self._early = nccl, ordered, early
+        self._nccl, self._ordered = nccl, ordered
+        # Kernels start while the previous kernel ends.
+        self._early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
         self._device, self._allocate = device, allocate  # which may hold memory of other ranks
         self._limit = torch.empty(1, dtype=torch.int32, device=device)
         self._faults = torch.zeros(rank.size, dtype=torch.int32, pin_memory=device.type == "cuda")

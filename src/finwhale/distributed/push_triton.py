@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.ranks import Channel, Phases
 from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_words
 
@@ -24,9 +24,8 @@ from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_wo
 @triton.jit
 def _begin(PDL: tl.constexpr):
     """Start early, and wait for the previous kernel to end before anything is read."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
 
 
 # In the kernels below, phases FIRST to LAST run. A launch runs all of them; a test without several

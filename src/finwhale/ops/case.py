@@ -22,21 +22,15 @@ from finwhale.ops.paging import PageTable, Tokens
 
 Args = tuple[Any, ...]
 Chunks = Sequence[tuple[int, int]]  # (start, end) of each sequence's tokens
-# The largest step between neighbouring rounded values, in units of the largest value. A step of
-# E4M3 is at most 2^-3 of the value. FP4 steps from 4 to 6 times the scale, and the largest value
-# before rounding may be just above 5 times the scale.
-E4M3_FLIP, FP4_FLIP = 2.0**-3, 0.4
 # Measured on an H200.
 READ_RATE = 4.39e12  # bytes per second
 FP8_RATE, BF16_RATE = 1.42e15, 0.79e15  # operations per second; a multiply-add is two operations
 WEIGHT_BLOCK = 128  # rows and columns of an E4M3 weight that share a scale
-# At the models' sizes, sums in float32 have up to 2^15 terms.
-MODEL_TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:
-    """The arguments of one call, its tolerance, and its minimum bytes and operations.
+    """The arguments of one call, and its minimum bytes and operations.
 
     Attributes:
         operator: name of the operator's field in Ops, or "experts" for the three operators of the
@@ -45,16 +39,6 @@ class OpCase:
         args: makes the arguments. In small cases they are float32 on the CPU, and every call makes
             the same values. If `weight` is set, `args` takes the weight that loading has prepared.
         weight: makes the weight of the projection or the experts, as a checkpoint stores it.
-        by_token: positions of the arguments that have rows for each token or its sequence. Empty
-            if a token's result depends on other tokens' rows.
-        written: positions of the arguments that the operator writes.
-        tolerance: the largest difference of float results, in units of the largest value. The
-            default is for implementations that add the same terms in another order: they differ by
-            a few units of 2^-24 of the largest term, times at most the root of the number of terms
-            (2^6 here).
-        flips: fraction of the values that may differ by up to `flip` units. A value close to a
-            rounding boundary may be rounded the other way, and then differs by one step.
-        batch_invariant: whether a token's bits must not depend on the rest of the batch.
         bytes: the bytes that any implementation must move: each input once (once for each chunk, if
             several of its tokens read the same row) and each result once. 0 in small cases, which
             are not timed.
@@ -66,12 +50,6 @@ class OpCase:
     name: str = ""
     args: Callable[..., Args]
     weight: Callable[[], Any] | None = None
-    by_token: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
-    tolerance: float = 8e-6
-    flips: float = 0.0
-    flip: float = E4M3_FLIP
-    batch_invariant: bool = True
     bytes: float = 0.0
     operations: float = 0.0
     rate: float = FP8_RATE

@@ -99,15 +99,14 @@ def _half(weight_MK: Tensor) -> Gemm | None:
     """The GEMM in float16; None if float16 cannot hold every value or FBGEMM is not usable."""
     if weight_MK.numel() == 0 or not _rows_are_independent():
         return None
-    weight: F32 = np.ascontiguousarray(weight_MK.numpy())
-    _, top = math.frexp(max(weight.max(), -weight.min()))
+    weight = weight_MK.contiguous()
+    low, high = weight.aminmax()
+    _, top = math.frexp(max(float(high), -float(low)))
     for shift in (0, min(_TOP - top, 100)):  # Inputs scaled by 2^-100 stay normal float32.
-        shifted = np.ldexp(weight, shift)
-        with np.errstate(over="ignore"):
-            exact = np.array_equal(shifted.astype(np.float16), shifted)
-        if exact:
+        shifted = weight * 2.0**shift if shift else weight
+        if torch.equal(shifted.half().float(), shifted):
             scale = cpu_math.constant(2.0**-shift) if shift else None
-            return _Half(_packed(torch.from_numpy(shifted)), weight.size, len(weight), scale)
+            return _Half(_packed(shifted), weight.numel(), len(weight), scale)
     return None
 
 

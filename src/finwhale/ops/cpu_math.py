@@ -31,6 +31,7 @@ from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.host_forms import once_per_tensor
 from finwhale.ops.paging import contiguous_rows
 from finwhale.ops.rounding import MIN_AMAX
+from finwhale.platform import usable_cores
 
 F32 = NDArray[np.float32]
 C64 = NDArray[np.complex64]
@@ -38,9 +39,7 @@ F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 
-NUM_WORKERS = (
-    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-)
+NUM_WORKERS = usable_cores() or 1
 # The least number of multiplications that is worth another thread: about a millisecond of work.
 # Waking a thread takes microseconds on an idle machine and milliseconds on a busy one.
 PARALLEL_WORK = 2**25

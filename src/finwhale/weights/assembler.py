@@ -4,7 +4,6 @@ A start and an update use the same code, an update on a copy in host memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from finwhale.weights.allocation import Allocation, Target, WeightForm
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.joint_ranks import JointRanks
 from finwhale.weights.table import WeightList
-from finwhale.weights.tree import routed_experts, tensors_of, with_routed_experts
+from finwhale.weights.tree import routed_experts, tensors_of, with_leaves, with_routed_experts
 
 W = TypeVar("W")
 
@@ -195,7 +194,8 @@ class Assembler(Allocation, Generic[W]):
                     raise CheckpointError("the update has only some matrices of a layer's experts")
                 return known
             home = experts.w13.device
-            done = _moved(self._ops.finish_experts(_moved(experts, device)), home)
+            there = with_leaves(experts, Tensor, lambda t: t.to(device))
+            done = with_leaves(self._ops.finish_experts(there), Tensor, lambda t: t.to(home))
             complete.update(map(id, tensors_of(done)))
             return done
 
@@ -206,12 +206,3 @@ class Assembler(Allocation, Generic[W]):
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _moved(experts: ExpertWeight, device: torch.device) -> ExpertWeight:
-    tensors = {
-        field.name: getattr(experts, field.name).to(device)
-        for field in fields(experts)
-        if isinstance(getattr(experts, field.name), Tensor)
-    }
-    return replace(experts, **tensors)

@@ -50,6 +50,7 @@ class Inventory:
         mismatched: tensors with a wrong shape or dtype.
         ignored: names that the loader ignores on purpose.
         storages: the stored format of each matching weight.
+        matches: how each weight that the checkpoint has matches its spec.
     """
 
     missing: tuple[str, ...]
@@ -57,6 +58,7 @@ class Inventory:
     mismatched: tuple[Mismatch, ...]
     ignored: tuple[str, ...]
     storages: Mapping[str, Storage]
+    matches: Mapping[str, "Match"]
 
     @property
     def complete(self) -> bool:
@@ -80,28 +82,15 @@ def inventory_report(
         specs: the model's weights by name.
         ignored: prefixes of names to ignore, with the reason.
     """
-    return _compare(checkpoint, specs, ignored)[0]
-
-
-def _compare(
-    checkpoint: Checkpoint,
-    specs: Mapping[str, WeightSpec],
-    ignored: Mapping[str, str] | None,
-) -> tuple[Inventory, "dict[str, _Match]"]:
-    """Compare a checkpoint's headers with a model's weights.
-
-    Returns:
-        The inventory, and by name how each weight that the checkpoint has matches its spec.
-    """
     tensors = checkpoint.tensors
     missing: list[str] = []
     mismatched: list[Mismatch] = []
     storages: dict[str, Storage] = {}
-    matches: dict[str, _Match] = {}
+    matches: dict[str, Match] = {}
     scale_names: set[str] = set()
     # Thousands of experts differ only in their names, so they share a match. Faults are not shared,
     # because they name the tensor.
-    known: dict[object, _Match] = {}
+    known: dict[object, Match] = {}
     for name, spec in specs.items():
         _, shape, spec_storage, part = spec[:4]
         scale_name = name_of_scale(name)
@@ -131,14 +120,14 @@ def _compare(
     rest: list[str] = []
     if len(tensors) != len(matches) + len(scale_names):
         rest = [name for name in tensors if name not in matches and name not in scale_names]
-    inventory = Inventory(
+    return Inventory(
         missing=tuple(missing),
         unexpected=tuple(n for n in rest if not n.startswith(left_out)),
         mismatched=tuple(mismatched),
         ignored=tuple(n for n in rest if n.startswith(left_out)),
         storages=storages,
+        matches=matches,
     )
-    return inventory, matches
 
 
 class WeightSource:
@@ -176,7 +165,7 @@ class WeightSource:
         self._device = device or torch.device("cpu")
         self._progress = progress
         with no_collection():
-            self.inventory, self._matches = _compare(checkpoint, specs, ignored)
+            self.inventory = inventory_report(checkpoint, specs, ignored)
             _require_complete(checkpoint, specs, self.inventory)
             _log(checkpoint, self.inventory, ignored or {})
             self._specs = specs
@@ -184,11 +173,11 @@ class WeightSource:
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of the weights that this process holds, scales included."""
-        return sum(match.num_bytes for match in self._matches.values())
+        return sum(match.num_bytes for match in self.inventory.matches.values())
 
     def _parts(self, name: str) -> list[TensorInfo]:
         """What this process reads of a weight: its scales, if it has any, then its data."""
-        match, tensors = self._matches[name], self._checkpoint.tensors
+        match, tensors = self.inventory.matches[name], self._checkpoint.tensors
         data = tensors[name]
         data = data if match.data is None else data.sliced(match.data)
         if not has_scale(self.storages[name]):
@@ -226,7 +215,7 @@ class WeightSource:
         done = 0
         for spec, stored in weights:
             yield spec, stored
-            done += self._matches[spec.name].num_bytes
+            done += self.inventory.matches[spec.name].num_bytes
             self._progress(done, self.total_bytes)
 
     def _mapped(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
@@ -355,7 +344,7 @@ class WeightSource:
 # --- One tensor -----------------------------------------------------------------------------------
 
 
-class _Match(NamedTuple):
+class Match(NamedTuple):
     """How a weight and its scales match a spec.
 
     Attributes:
@@ -375,25 +364,25 @@ class _Match(NamedTuple):
     may_have_scale: bool = True
 
 
-def _match(spec: WeightSpec, data: TensorInfo, scale: TensorInfo | None) -> _Match:
+def _match(spec: WeightSpec, data: TensorInfo, scale: TensorInfo | None) -> Match:
     """Match a weight with its spec. Scales that the stored format does not have are ignored."""
     storage = storage_of(spec, data)
     if isinstance(storage, Mismatch):
-        return _Match(None, fault=storage)
+        return Match(None, fault=storage)
     scaled = has_scale(storage)
     if not scaled:
         scale = None
     fault = None if scale is None else scale_mismatch(spec, scale, storage)
     part = spec.slice
     if fault is not None:
-        return _Match(storage, fault=fault)
+        return Match(storage, fault=fault)
     if part is None:
         num_bytes = data.num_bytes + (scale.num_bytes if scale else 0)
-        return _Match(storage, num_bytes=num_bytes, may_have_scale=scaled)
+        return Match(storage, num_bytes=num_bytes, may_have_scale=scaled)
     data_layout = data.layout_of(data_slice(part, storage))
     scale_layout = None if scale is None else scale.layout_of(scale_slice(part, storage))
     num_bytes = data_layout.num_bytes + (scale_layout.num_bytes if scale_layout else 0)
-    return _Match(storage, data_layout, scale_layout, num_bytes, None, scaled)
+    return Match(storage, data_layout, scale_layout, num_bytes, None, scaled)
 
 
 def _log(checkpoint: Checkpoint, found: Inventory, ignored: Mapping[str, str]) -> None:

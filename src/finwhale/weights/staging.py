@@ -33,6 +33,7 @@ from torch import Tensor
 from finwhale.checkpoint.formats import E8M0_NAN, fault, not_finite
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import CheckpointError
+from finwhale.platform import usable_cores
 from finwhale.weights.destinations import Destinations
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -145,8 +146,7 @@ class Staging:
         self._directory, self._device, self._piece_bytes = directory, device, piece_bytes
         self._num_threads = num_threads(threads)
         self._destinations = Destinations() if destinations is None else destinations
-        self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._stopped = threading.Event()
         self._room = threading.Semaphore(GROUPS_AHEAD)
         self._ready: Queue[_Arrived | TransferGroup | BaseException | None] = Queue()
@@ -188,7 +188,7 @@ class Staging:
                 for name, tensor in arrived.tensors(by_name):
                     faults.add([by_name[name]], not_finite(tensor))
                     yield by_name[name], tensor
-                arrived.release()
+                del arrived.memory
                 self._room.release()
         finally:
             self._stopped.set()
@@ -231,7 +231,7 @@ class Staging:
                 reading.append(pool.submit(_read_piece, piece, files, pinned))
 
         for _ in range(PINNED_PIECES * self._num_threads):
-            ask(_Pinned(self._piece_bytes, self._cuda))
+            ask(_Pinned(self._piece_bytes, pinned=self._stream is not None))
         while asked:
             group = asked.popleft()
             if not group.have_destinations:
@@ -244,24 +244,19 @@ class Staging:
                 if arrived is None:
                     self._copy_to_destinations(pinned, piece)
                 else:
-                    self._copy_to_group(pinned, piece, arrived)
+                    begin = piece[0].group_offset
+                    size = piece[-1].group_offset + piece[-1].num_bytes - begin
+                    target = arrived.memory[begin : begin + size]
+                    self._send(pinned, [target], [pinned.memory[:size]])
                 ask(pinned)
-            if arrived is None:
-                self._ready.put(group)
-            else:
-                arrived.sent(self._stream)
-                self._ready.put(arrived)
+            if arrived is not None and self._stream is not None:
+                arrived.event = self._stream.record_event()
+            self._ready.put(arrived or group)
 
     def _new(self, group: TransferGroup) -> "_Arrived":
         size = max(ALIGN, group.num_bytes)  # so that an empty tensor has a view of any dtype
-        if self._stream is None:
-            return _Arrived(group, torch.empty(size, dtype=torch.uint8, device=self._device))
         with torch.cuda.stream(self._stream):
             return _Arrived(group, torch.empty(size, dtype=torch.uint8, device=self._device))
-
-    def _copy_to_group(self, pinned: "_Pinned", piece: Sequence[Read], arrived: "_Arrived") -> None:
-        begin, end = piece[0].group_offset, piece[-1].group_offset + piece[-1].num_bytes
-        self._send(pinned, [arrived.memory[begin:end]], [pinned.memory[: end - begin]])
 
     def _copy_to_destinations(self, pinned: "_Pinned", piece: Sequence[Read]) -> None:
         targets, sources, first = [], [], piece[0].group_offset
@@ -275,12 +270,10 @@ class Staging:
         self._send(pinned, targets, sources)
 
     def _send(self, pinned: "_Pinned", targets: list[Tensor], sources: list[Tensor]) -> None:
-        if self._stream is None:
-            torch._foreach_copy_(targets, sources)
-            return
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        pinned.event = self._stream.record_event()
+        if self._stream is not None:
+            pinned.event = self._stream.record_event()
 
 
 class _Arrived:
@@ -288,16 +281,12 @@ class _Arrived:
 
     def __init__(self, group: TransferGroup, memory: Tensor) -> None:
         self.group, self.memory = group, memory
-        self._event: torch.cuda.Event | None = None
-
-    def sent(self, stream: torch.cuda.Stream | None) -> None:
-        if stream is not None:
-            self._event = stream.record_event()
+        self.event: torch.cuda.Event | None = None
 
     def tensors(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-        if self._event is not None:
+        if self.event is not None:
             current = torch.cuda.current_stream(self.memory.device)
-            current.wait_event(self._event)
+            current.wait_event(self.event)
             # torch reuses the memory only after the current CUDA stream's work with it is done.
             self.memory.record_stream(current)
         typed: dict[torch.dtype, Tensor] = {}
@@ -307,9 +296,6 @@ class _Arrived:
                 typed[info.dtype] = self.memory.view(info.dtype)
             start, size = offset // info.dtype.itemsize, info.num_bytes // info.dtype.itemsize
             yield name, typed[info.dtype].narrow(0, start, size).view(info.shape)
-
-    def release(self) -> None:
-        del self.memory
 
 
 # Tensors, and their values: those of one tensor in its dtype, or E8M0 scales as rows of bytes.
@@ -489,5 +475,4 @@ def _name_at(reads: Sequence[Read], done: int) -> str:
 
 
 def num_threads(most: int = THREADS) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(most, cores or 1))
+    return max(1, min(most, usable_cores() or 1))

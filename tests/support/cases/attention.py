@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 
 import torch
+from tests.support.checked_case import ROUNDED_FLIPS, CheckedCase
 from tests.support.op_arguments import strided
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
-from finwhale.ops.attention.cases import EPS, ROUNDED_FLIPS, prepare_args
+from finwhale.ops.attention.cases import EPS, prepare_args
 from finwhale.ops.case import (
     Args,
     Chunks,
     Draw,
-    OpCase,
     entry_rows,
     num_tokens,
     rounded_heads,
@@ -86,7 +86,7 @@ SIZES = (
 )
 
 
-def _attend(size: Size) -> OpCase:
+def _attend(size: Size) -> CheckedCase:
     """With a number of entries, the first token has selected none and the last one all of them."""
 
     def args() -> Args:
@@ -108,7 +108,7 @@ def _attend(size: Size) -> OpCase:
             *(rounded_heads(N, A, C) if size.rounded else (torch.full((N, A, C), torch.nan),)),
         )
 
-    return OpCase(
+    return CheckedCase(
         operator="sparse_attention",
         name=str(size),
         args=args,
@@ -150,7 +150,7 @@ def _prepare(
     rows_per_page: int,
     round_nope: bool,
     with_query: bool,
-) -> OpCase:
+) -> CheckedCase:
     def args() -> Args:
         draw, N = Draw(), num_tokens(chunks)
 
@@ -160,7 +160,7 @@ def _prepare(
         found = prepare_args(draw, chunks, fused, (Q, C, R), rows_per_page, round_nope)
         return found if with_query else found[2:]
 
-    return OpCase(
+    return CheckedCase(
         operator="prepare_qkv" if with_query else "store_window_rows",
         name=f"{chunks} {(Q, C, R)}{' rounded' * round_nope}",
         args=args,

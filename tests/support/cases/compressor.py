@@ -2,13 +2,9 @@
 
 from typing import Literal
 
-from finwhale.ops.case import (
-    E4M3_FLIP,
-    FP4_FLIP,
-    Chunks,
-    Draw,
-    OpCase,
-)
+from tests.support.checked_case import E4M3_FLIP, FP4_FLIP, CheckedCase
+
+from finwhale.ops.case import Chunks, Draw
 from finwhale.ops.compressor import Rounding
 from finwhale.ops.compressor.cases import MAX_VERIFY_TOKENS, compress_args
 from finwhale.ops.rounding import is_power_of_two
@@ -49,10 +45,10 @@ def _case(
     rope: int,
     rounding: Rounding,
     max_verify_tokens: int = MAX_VERIFY_TOKENS,
-) -> OpCase:
+) -> CheckedCase:
     # A layer's second part holds the indexer's keys.
     roundings: tuple[Rounding, ...] = (rounding, "none" if rounding == "none" else "key")
-    return OpCase(
+    return CheckedCase(
         operator="compress",
         name=f"{ratio} {chunks} {(*widths, rope)} {rounding}",
         args=lambda: compress_args(

@@ -6,9 +6,10 @@ and the scale is a power of two. A rotated query is a vector of exact integer su
 constant, and after rounding to FP4 its values again have few bits.
 """
 
+from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import strided
 
-from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
+from finwhale.ops.case import Args, Chunks, Draw, entry_rows, step_tokens
 from finwhale.ops.indexer.cases import ROWS_PER_PAGE
 from finwhale.ops.paging import CacheRows
 from finwhale.ops.rounding import is_power_of_two
@@ -36,7 +37,7 @@ STEPS: tuple[tuple[Chunks, int, int, int, int], ...] = (
 
 def _select(
     chunks: Chunks, topk: int, heads: int, width: int, rope: int, round_query: bool
-) -> OpCase:
+) -> CheckedCase:
     def args() -> Args:
         draw = Draw()
         tokens = step_tokens(chunks)
@@ -54,7 +55,7 @@ def _select(
             round_query,
         )
 
-    return OpCase(
+    return CheckedCase(
         operator="select_entries",
         name=f"{chunks} {topk} {(heads, width, rope)}{' rounded' * round_query}",
         args=args,

@@ -6,9 +6,10 @@ sums.
 
 from dataclasses import replace
 
+from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import strided
 
-from finwhale.ops.case import Args, Draw, OpCase
+from finwhale.ops.case import Args, Draw
 from finwhale.ops.linear import LinearWeight
 
 # N, K, M: no rows, the embedded model's sizes, odd sizes, numbers of rows around which BLAS changes
@@ -29,27 +30,27 @@ STRIDED = ((1, 256, 128), (5, 320, 200), (33, 200, 33))
 GROUPED = ((0, 2, 64, 16), (1, 2, 512, 128), (3, 1, 130, 7), (17, 8, 64, 16), (5, 1, 512, 128))
 
 
-def _linear(N: int, K: int, M: int, round_input: bool) -> OpCase:
+def _linear(N: int, K: int, M: int, round_input: bool) -> CheckedCase:
     def args() -> Args:
         draw = Draw()
         w = LinearWeight(draw.normal(M, K, scale=K**-0.5), round_input)
         return draw.outliers(N, K), w
 
     name = f"{(N, K, M)} rounded" if round_input else str((N, K, M))
-    return OpCase(operator="linear", name=name, args=args, by_token=(0,))
+    return CheckedCase(operator="linear", name=name, args=args, by_token=(0,))
 
 
-def _grouped(N: int, G: int, K: int, M: int, round_input: bool) -> OpCase:
+def _grouped(N: int, G: int, K: int, M: int, round_input: bool) -> CheckedCase:
     def args() -> Args:
         draw = Draw()
         w = LinearWeight(draw.normal(G, M, K, scale=K**-0.5), round_input)
         return draw.outliers(N, G, K), w
 
     name = f"{(N, G, K, M)} rounded" if round_input else str((N, G, K, M))
-    return OpCase(operator="grouped_linear", name=name, args=args, by_token=(0,))
+    return CheckedCase(operator="grouped_linear", name=name, args=args, by_token=(0,))
 
 
-def _strided(N: int, K: int, M: int, round_input: bool) -> OpCase:
+def _strided(N: int, K: int, M: int, round_input: bool) -> CheckedCase:
     """Rows that lie in a wider tensor."""
     case = _linear(N, K, M, round_input)
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.checked_case import CheckedCase
 from torch import Tensor
 
-from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.case import Draw
 from finwhale.ops.mhc import HcHeadWeight
 from finwhale.ops.mhc.cases import PARAMS, weight
 
@@ -34,7 +35,7 @@ def state(draw: Draw, num_tokens: int, width: int) -> tuple[Tensor, ...]:
     )
 
 
-def _cases(N: int, D: int, scale: float) -> tuple[OpCase, ...]:
+def _cases(N: int, D: int, scale: float) -> tuple[CheckedCase, ...]:
     def post_pre() -> tuple[Any, ...]:
         draw = Draw()
         return *state(draw, N, D), weight(draw, D, scale), PARAMS
@@ -53,9 +54,9 @@ def _cases(N: int, D: int, scale: float) -> tuple[OpCase, ...]:
         streams, w, params = pre()
         return streams, HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm), params
 
-    def case(operator: str, args: Args, num_by_token: int, name: str = "") -> OpCase:
+    def case(operator: str, args: Args, num_by_token: int, name: str = "") -> CheckedCase:
         by_token = tuple(range(num_by_token))
-        return OpCase(operator=operator, name=f"{(N, D)} {name}", args=args, by_token=by_token)
+        return CheckedCase(operator=operator, name=f"{(N, D)} {name}", args=args, by_token=by_token)
 
     return (
         case("mhc_pre", pre, 1),

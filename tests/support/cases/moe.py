@@ -6,12 +6,9 @@ of the first, so some of its values may be on the other side of a rounding bound
 """
 
 import torch
+from tests.support.checked_case import CheckedCase
 
-from finwhale.ops.case import (
-    Args,
-    Draw,
-    OpCase,
-)
+from finwhale.ops.case import Args, Draw
 from finwhale.ops.moe import ExpertWeight
 
 LIMIT = 0.7
@@ -27,7 +24,7 @@ SIZES = (
 )
 
 
-def _route(N: int, D: int, E: int, K: int, I: int) -> tuple[OpCase, ...]:  # noqa: E741
+def _route(N: int, D: int, E: int, K: int, I: int) -> tuple[CheckedCase, ...]:  # noqa: E741
     def by_score() -> Args:
         draw = Draw()
         x, gate = draw.normal(N, D), draw.normal(E, D, scale=3 * D**-0.5)
@@ -41,12 +38,12 @@ def _route(N: int, D: int, E: int, K: int, I: int) -> tuple[OpCase, ...]:  # noq
 
     name = str((N, D, E, K))
     return (
-        OpCase(operator="route_by_score", name=name, args=by_score, by_token=(0, 5)),
-        OpCase(operator="route_by_hash", name=name, args=by_hash, by_token=(0, 3, 5)),
+        CheckedCase(operator="route_by_score", name=name, args=by_score, by_token=(0, 5)),
+        CheckedCase(operator="route_by_hash", name=name, args=by_hash, by_token=(0, 3, 5)),
     )
 
 
-def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpCase, ...]:  # noqa: E741
+def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[CheckedCase, ...]:  # noqa: E741
     def experts() -> Args:
         draw = Draw()
         w13 = draw.normal(E, 2 * I, D, scale=D**-0.5)
@@ -67,18 +64,20 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpC
         return x, ExpertWeight(w.w13[0], w.w2[0], rounded), limit
 
     name = f"{(N, D, E, K, I)}{' rounded' * rounded}"
-    combine_case = OpCase(operator="experts_combine", name=name, args=combine, by_token=(0, 1, 2))
+    combine_case = CheckedCase(
+        operator="experts_combine", name=name, args=combine, by_token=(0, 1, 2)
+    )
     flips = 0.05 if rounded else 0.0
     return (
-        OpCase(operator="experts", name=name, args=experts, by_token=(0, 1, 2), flips=flips),
-        OpCase(
+        CheckedCase(operator="experts", name=name, args=experts, by_token=(0, 1, 2), flips=flips),
+        CheckedCase(
             operator="experts",
             name=f"{name} with the shared expert's",
             args=with_shared,
             by_token=(0, 1, 2, 5),
             flips=flips,
         ),
-        OpCase(operator="swiglu_mlp", name=name, args=shared, by_token=(0,), flips=flips),
+        CheckedCase(operator="swiglu_mlp", name=name, args=shared, by_token=(0,), flips=flips),
         *(() if rounded else (combine_case,)),
     )
 

@@ -2,18 +2,20 @@
 
 from typing import Any
 
-from finwhale.ops.case import Draw, OpCase
+from tests.support.checked_case import CheckedCase
+
+from finwhale.ops.case import Draw
 from finwhale.ops.norm.cases import EPS
 
 SHAPES = ((0, 64), (1, 1), (1, 256), (3, 100), (2, 3, 7), (5, 130), (33, 128), (2, 4096))
 
 
-def _case(shape: tuple[int, ...]) -> OpCase:
+def _case(shape: tuple[int, ...]) -> CheckedCase:
     def args() -> tuple[Any, ...]:
         draw = Draw()
         return draw.outliers(*shape), draw.normal(shape[-1]), EPS
 
-    return OpCase(operator="rms_norm", name=str(shape), args=args, by_token=(0,))
+    return CheckedCase(operator="rms_norm", name=str(shape), args=args, by_token=(0,))
 
 
 CASES = tuple(_case(shape) for shape in SHAPES)

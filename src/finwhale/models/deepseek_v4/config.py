@@ -1,10 +1,16 @@
 """The model's configuration, with the checks of its values."""
 
-import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v4.config_checks import (
+    check_fixed,
+    check_multiple,
+    check_positive,
+    require,
+    shown,
+)
 from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -16,26 +22,6 @@ DraftHead = Literal["mtp", "dspark"]
 MTP_DRAFT_TOKENS = 3
 ExpertDtype = Literal["fp4", "fp8"]
 ScaleFormat = Literal["ue8m0", "float32"]
-
-# Limits far above any DeepSeek-V4. They refuse a broken or hostile config.json before it causes
-# large allocations or loops.
-_MAX_SIZE = 1 << 20
-_MAX_NUMBER = 1e9
-_MAX = {
-    "vocab_size": 1 << 24,
-    "num_hidden_layers": 1 << 10,
-    "n_routed_experts": 1 << 14,
-    "num_experts_per_tok": 1 << 10,
-    "sliding_window": 1 << 16,
-    "index_topk": 1 << 16,
-    "head_dim": 1 << 14,
-    "index_head_dim": 1 << 14,
-    "num_attention_heads": 1 << 14,
-    "index_n_heads": 1 << 14,
-    "hc_sinkhorn_iters": 1000,
-    "max_position_embeddings": 1 << 30,
-    "rope_scaling original_max_position_embeddings": 1 << 30,
-}
 
 # Integers with their own checks; every other number of a DeepseekV4Config must be positive.
 _OWN_CHECK = (
@@ -58,7 +44,7 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _check_positive(f"rope_scaling {field.name}", getattr(self, field.name), int, float)
+            check_positive(f"rope_scaling {field.name}", getattr(self, field.name), int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,102 +106,82 @@ class DeepseekV4Config:
 
     def __post_init__(self) -> None:
         for name in POSITIVE:
-            _check_positive(name, getattr(self, name), int)
+            check_positive(name, getattr(self, name), int)
         for name in POSITIVE_FLOATS:
-            _check_positive(name, getattr(self, name), int, float)
+            check_positive(name, getattr(self, name), int, float)
         self._check_layers()
         self._check_sizes()
-        self._check_quantisation()
 
     def _check_layers(self) -> None:
         layers, drafts = self.num_hidden_layers, self.num_nextn_predict_layers
-        if type(drafts) is not int or drafts not in (0, 1):
-            raise CheckpointError(
-                f"config: num_nextn_predict_layers must be 0 or 1, got {shown(drafts)}"
-            )
-        if (self.draft_head == "dspark") != (self.dspark is not None):
-            raise CheckpointError(f"config: draft_head {self.draft_head!r} does not fit its sizes")
-        wanted = layers + self.num_draft_layers
-        if len(self.compress_ratios) != wanted:
-            kind = "DSpark stages" if self.dspark else "MTP layers"
-            raise CheckpointError(
-                f"config: compress_ratios has {len(self.compress_ratios)} entries, wanted "
-                f"{wanted}: one for each of {layers} layers and {self.num_draft_layers} {kind}"
-            )
-        unknown = sorted(
-            {str(r) for r in self.compress_ratios if not isinstance(r, int) or r not in RATIOS}
+        require(
+            type(drafts) is int and drafts in (0, 1),
+            f"num_nextn_predict_layers must be 0 or 1, got {shown(drafts)}",
         )
-        if unknown:
-            raise CheckpointError(
-                f"config: compress_ratios may hold 0, 4 and 128, got {', '.join(unknown)}"
-            )
-        if any(self.compress_ratios[layers:]):
-            what = "the MTP layer's entry of compress_ratios (the last)"
-            if self.dspark:
-                what = "the DSpark stages' entries of compress_ratios (the last three)"
-            raise CheckpointError(
-                f"config: {what} must be 0, got "
-                f"{', '.join(map(str, self.compress_ratios[layers:]))}"
-            )
-        if not isinstance(self.num_hash_layers, int) or not 0 <= self.num_hash_layers <= layers:
-            raise CheckpointError(
-                f"config: num_hash_layers must be between 0 and {layers} (num_hidden_layers), got "
-                f"{self.num_hash_layers!r}"
-            )
-        if (self.draft_head == "mtp") != (drafts > 0):
-            raise CheckpointError(
-                f"config: draft_head {self.draft_head!r} does not fit {drafts} MTP layers"
-            )
+        fits = (self.draft_head == "dspark") == (self.dspark is not None)
+        require(fits, f"draft_head {self.draft_head!r} does not fit its sizes")
+        ratios, wanted = self.compress_ratios, layers + self.num_draft_layers
+        kind = "DSpark stages" if self.dspark else "MTP layers"
+        require(
+            len(ratios) == wanted,
+            f"compress_ratios has {len(ratios)} entries, wanted {wanted}: one for each of {layers} "
+            f"layers and {self.num_draft_layers} {kind}",
+        )
+        unknown = sorted({str(r) for r in ratios if not isinstance(r, int) or r not in RATIOS})
+        require(not unknown, f"compress_ratios may hold 0, 4 and 128, got {', '.join(unknown)}")
+        what = "the MTP layer's entry of compress_ratios (the last)"
+        if self.dspark:
+            what = "the DSpark stages' entries of compress_ratios (the last three)"
+        of_head = ratios[layers:]
+        require(not any(of_head), f"{what} must be 0, got {', '.join(map(str, of_head))}")
+        require(
+            isinstance(self.num_hash_layers, int) and 0 <= self.num_hash_layers <= layers,
+            f"num_hash_layers must be between 0 and {layers} (num_hidden_layers), got "
+            f"{self.num_hash_layers!r}",
+        )
+        fits = (self.draft_head == "mtp") == (drafts > 0)
+        require(fits, f"draft_head {self.draft_head!r} does not fit {drafts} MTP layers")
         if self.dspark is not None:
             self.dspark.check(layers, self.vocab_size)
 
     def _check_sizes(self) -> None:
-        _check_multiple("num_attention_heads", self.num_attention_heads, "o_groups", self.o_groups)
+        check_multiple("num_attention_heads", self.num_attention_heads, "o_groups", self.o_groups)
+        rope, (top, experts) = self.qk_rope_head_dim, self.stage_experts
         for name in ("head_dim", "index_head_dim"):
-            if getattr(self, name) < self.qk_rope_head_dim:
-                raise CheckpointError(
-                    f"config: {name} {getattr(self, name)} must be at least qk_rope_head_dim "
-                    f"{self.qk_rope_head_dim}"
-                )
-        if self.qk_rope_head_dim % 2:
-            raise CheckpointError(
-                f"config: qk_rope_head_dim must be even, got {self.qk_rope_head_dim}"
-            )
-        if self.num_experts_per_tok > self.n_routed_experts:
-            raise CheckpointError(
-                f"config: num_experts_per_tok {self.num_experts_per_tok} is more than "
-                f"n_routed_experts {self.n_routed_experts}"
-            )
-        top, experts = self.stage_experts
-        if top > experts:
-            raise CheckpointError(
-                f"config: {top} experts per token of the DSpark stages are more than their "
-                f"{experts} routed experts"
-            )
-        if not self.eos_token_ids:
-            raise CheckpointError("config: eos_token_id is an empty list")
+            width = getattr(self, name)
+            require(width >= rope, f"{name} {width} must be at least qk_rope_head_dim {rope}")
+        require(rope % 2 == 0, f"qk_rope_head_dim must be even, got {rope}")
+        require(
+            self.num_experts_per_tok <= self.n_routed_experts,
+            f"num_experts_per_tok {self.num_experts_per_tok} is more than n_routed_experts "
+            f"{self.n_routed_experts}",
+        )
+        require(
+            top <= experts,
+            f"{top} experts per token of the DSpark stages are more than their {experts} routed "
+            "experts",
+        )
+        require(self.eos_token_ids, "eos_token_id is an empty list")
         for token in (self.bos_token_id, *self.eos_token_ids):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise CheckpointError(
-                    f"config: token id {token!r} is outside the vocabulary of {self.vocab_size}"
-                )
+            require(
+                type(token) is int and 0 <= token < self.vocab_size,
+                f"token id {token!r} is outside the vocabulary of {self.vocab_size}",
+            )
         for name, fixed in (("n_shared_experts", 1), ("hc_mult", 4)):
             check_fixed(name, getattr(self, name), fixed)
+        if self.quantised and self.expert_dtype == "fp4":
+            for name in ("hidden_size", "moe_intermediate_size"):
+                check_multiple(name, getattr(self, name), "the FP4 block", 32)
 
     def check_index_rotation(self) -> None:
         """Raise CheckpointError if the indexer cannot round as trained at this width."""
         width = self.index_head_dim
-        if 4 in self.compress_ratios and width & (width - 1):
-            raise CheckpointError(
-                f"config: index_head_dim {width} must be a power of two where activations are "
-                "as-trained, since the indexer's keys are rotated by a Hadamard matrix: use "
-                'activations "exact"'
-            )
-
-    def _check_quantisation(self) -> None:
-        if self.quantised and self.expert_dtype == "fp4":
-            for name in ("hidden_size", "moe_intermediate_size"):
-                _check_multiple(name, getattr(self, name), "the FP4 block", 32)
+        require(
+            4 not in self.compress_ratios or width & (width - 1) == 0,
+            f"index_head_dim {width} must be a power of two where activations are as-trained, "
+            "since the indexer's keys are rotated by a Hadamard matrix: use activations "
+            '"exact"',
+        )
 
     @property
     def model_type(self) -> str:
@@ -302,31 +268,3 @@ class DeepseekV4Config:
 
 POSITIVE = [f.name for f in fields(DeepseekV4Config) if f.type is int and f.name not in _OWN_CHECK]
 POSITIVE_FLOATS = [f.name for f in fields(DeepseekV4Config) if f.type is float]
-
-
-def check_fixed(name: str, found: object, wanted: object) -> None:
-    if found != wanted or isinstance(found, bool) != isinstance(wanted, bool):
-        raise CheckpointError(f"config: {name} {found!r} is not supported, only {wanted!r} is")
-
-
-def _check_positive(name: str, value: Any, *kinds: type) -> None:
-    number: Any = value if type(value) in kinds else 0  # a bool does not count as a number
-    if not 0 < number < math.inf:
-        what = "number" if float in kinds else "integer"
-        raise CheckpointError(f"config: {name} must be a positive {what}, got {shown(value)}")
-    limit = _MAX.get(name, _MAX_SIZE if float not in kinds else _MAX_NUMBER)
-    if number > limit:
-        raise CheckpointError(f"config: {name} must be at most {limit}, got {shown(value)}")
-
-
-def shown(value: Any) -> str:
-    """A value for an error message, shortened."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
-    if value % divisor:
-        raise CheckpointError(
-            f"config: {name} {value} must be a multiple of {divisor_name} {divisor}"
-        )

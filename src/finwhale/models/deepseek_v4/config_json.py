@@ -1,4 +1,4 @@
-"""Reads and writes config.json, in the official form or in transformers'.
+"""Reads config.json, in the official form or in transformers'.
 
 Sources: the config.json files of deepseek-ai/DeepSeek-V4-Flash and -Pro; for the second form,
 transformers 5.23 `models/deepseek_v4/configuration_deepseek_v4.py`.
@@ -9,6 +9,7 @@ from typing import Any
 
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import (
+    ARCHITECTURE,
     MODEL_TYPE,
     POSITIVE,
     POSITIVE_FLOATS,
@@ -17,14 +18,12 @@ from finwhale.models.deepseek_v4.config import (
     ExpertDtype,
     ScaleFormat,
     YarnScaling,
-    check_fixed,
-    shown,
 )
+from finwhale.models.deepseek_v4.config_checks import check_fixed, require, shown
 from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 
-ARCHITECTURE = "DeepseekV4ForCausalLM"
 # The code supports only these values. A config may omit the key or repeat the value.
-_FIXED: dict[str, object] = {
+FIXED: dict[str, object] = {
     "num_key_value_heads": 1,
     "n_shared_experts": 1,
     "hc_mult": 4,
@@ -35,6 +34,11 @@ _FIXED: dict[str, object] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
+}
+FIXED_QUANTISATION: dict[str, object] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
 }
 _LAYER_TYPES = {
     "sliding_attention": 0,
@@ -50,7 +54,7 @@ def config_of(raw: Mapping[str, Any]) -> DeepseekV4Config:
         CheckpointError: the architecture or a value is not supported, or a field is missing.
     """
     _check_architecture(raw)
-    for name, wanted in _FIXED.items():
+    for name, wanted in FIXED.items():
         if name in raw:
             check_fixed(name, raw[name], wanted)
     ratios, drafts, draft_head = _layers(raw)
@@ -74,44 +78,6 @@ def config_of(raw: Mapping[str, Any]) -> DeepseekV4Config:
     )
 
 
-def config_json(config: DeepseekV4Config) -> dict[str, Any]:
-    """The contents of an official config.json, from which `config_of` makes an equal object."""
-    eos = config.eos_token_ids
-    out: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
-    out.update({name: getattr(config, name) for name in (*POSITIVE, *POSITIVE_FLOATS)})
-    out.update(_FIXED)
-    out.update(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=eos[0] if len(eos) == 1 else list(eos),
-        compress_ratios=list(config.compress_ratios),
-        num_hash_layers=config.num_hash_layers,
-        num_nextn_predict_layers=config.num_nextn_predict_layers,
-        torch_dtype="bfloat16",
-    )
-    if config.dspark is not None:
-        out.update(config.dspark.to_dict())
-    if config.rope_scaling is not None:
-        yarn = config.rope_scaling
-        out["rope_scaling"] = {
-            "type": "yarn",
-            "factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_position_embeddings,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-        }
-    if config.quantised:
-        out["expert_dtype"] = config.expert_dtype
-        out["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(config.weight_block_size),
-        }
-        if config.scale_format == "ue8m0":
-            out["quantization_config"]["scale_fmt"] = "ue8m0"
-    return out
-
-
 def _get(raw: Mapping[str, Any], name: str) -> Any:
     if raw.get(name) is None:
         raise CheckpointError(f"config.json has no {name}")
@@ -120,10 +86,9 @@ def _get(raw: Mapping[str, Any], name: str) -> Any:
 
 def _typed(raw: Mapping[str, Any], name: str, *kinds: type) -> Any:
     """A value that is absent, null or of one of the types `kinds`."""
-    value = raw.get(name)
-    if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise CheckpointError(f"config: {name} must be a {wanted}, got {value!r}")
+    value, wanted = raw.get(name), " or ".join(kind.__name__ for kind in kinds)
+    fits = value is None or (isinstance(value, kinds) and not isinstance(value, bool))
+    require(fits, f"{name} must be a {wanted}, got {value!r}")
     return value
 
 
@@ -149,11 +114,10 @@ def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | N
     # DSpark has three stages instead of one MTP layer.
     longer = isinstance(layers, int) and len(ratios) == layers + NUM_STAGES and drafts in (0, 1, 3)
     if longer or any(key.startswith("dspark_") for key in raw):
-        if drafts not in (0, 1, NUM_STAGES):
-            raise CheckpointError(
-                "config: num_nextn_predict_layers must be 0, 1 or 3 beside a DSpark head, got "
-                f"{shown(drafts)}"
-            )
+        require(
+            drafts in (0, 1, NUM_STAGES),
+            f"num_nextn_predict_layers must be 0, 1 or 3 beside a DSpark head, got {shown(drafts)}",
+        )
         return ratios, 0, "dspark"
     return ratios, drafts, "mtp" if drafts else None
 
@@ -164,8 +128,7 @@ def _ratios_of_layer_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
     if names is None:
         raise CheckpointError("config.json has no compress_ratios (nor transformers' layer_types)")
     unknown = sorted({str(name) for name in names if name not in _LAYER_TYPES})
-    if unknown:
-        raise CheckpointError(f"config: unknown layer_types {', '.join(unknown)}")
+    require(not unknown, f"unknown layer_types {', '.join(unknown)}")
     return tuple(rates[name] for name in names)
 
 
@@ -176,11 +139,10 @@ def _num_hash_layers(raw: Mapping[str, Any]) -> int:
     if kinds is None:
         raise CheckpointError("config.json has no num_hash_layers (nor mlp_layer_types)")
     count = sum(1 for kind in kinds if kind == "hash_moe")
-    if list(kinds) != ["hash_moe"] * count + ["moe"] * (len(kinds) - count):
-        raise CheckpointError(
-            'config: mlp_layer_types must be "hash_moe" for the first layers, then "moe", got '
-            f"{list(kinds)}"
-        )
+    require(
+        list(kinds) == ["hash_moe"] * count + ["moe"] * (len(kinds) - count),
+        f'mlp_layer_types must be "hash_moe" for the first layers, then "moe", got {list(kinds)}',
+    )
     return count
 
 
@@ -198,20 +160,17 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(nested.get("main"), dict) and isinstance(nested.get("compress"), dict):
         main, compress = nested["main"], nested["compress"]
         kind = main.get("rope_type", "default")
-        if kind != "default":
-            raise CheckpointError(f'config: rope_type of "main" must be "default", got {kind!r}')
+        require(kind == "default", f'rope_type of "main" must be "default", got {kind!r}')
         theta, compress_theta = _get(main, "rope_theta"), _get(compress, "rope_theta")
     else:
         compress = _typed(raw, "rope_scaling", dict) or nested
         theta, compress_theta = _get(raw, "rope_theta"), _get(raw, "compress_rope_theta")
     kind = compress.get("rope_type", compress.get("type", "default"))
-    if kind not in ("default", "yarn"):
-        raise CheckpointError(f'config: rope scaling must be of type "yarn", got {kind!r}')
-    if compress.get("attention_factor") not in (None, 1, 1.0):
-        raise CheckpointError(
-            "config: an attention_factor of rope scaling is not supported, got "
-            f"{compress['attention_factor']!r}"
-        )
+    require(kind in ("default", "yarn"), f'rope scaling must be of type "yarn", got {kind!r}')
+    factor = compress.get("attention_factor")
+    require(
+        factor in (None, 1), f"an attention_factor of rope scaling is not supported, got {factor!r}"
+    )
     yarn = None
     if kind == "yarn":
         yarn = YarnScaling(
@@ -220,35 +179,25 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
             beta_fast=compress.get("beta_fast", 32),
             beta_slow=compress.get("beta_slow", 1),
         )
-    return {
-        "rope_theta": theta,
-        "compress_rope_theta": compress_theta,
-        "rope_scaling": yarn,
-    }
+    return {"rope_theta": theta, "compress_rope_theta": compress_theta, "rope_scaling": yarn}
 
 
-def _quantisation(
-    raw: Mapping[str, Any],
-) -> tuple[bool, ExpertDtype, ScaleFormat]:
+def _quantisation(raw: Mapping[str, Any]) -> tuple[bool, ExpertDtype, ScaleFormat]:
     """quantised, expert_dtype, scale_format."""
     quantisation = _typed(raw, "quantization_config", dict)
     if not quantisation:
         return False, "fp4", "ue8m0"
-    for name, wanted in (
-        ("quant_method", "fp8"),
-        ("fmt", "e4m3"),
-        ("activation_scheme", "dynamic"),
-    ):
+    for name, wanted in FIXED_QUANTISATION.items():
         check_fixed(f"quantization_config.{name}", quantisation.get(name, wanted), wanted)
     scale_format = quantisation.get("scale_fmt")
-    if scale_format not in (None, "ue8m0", "float32", "fp32"):
-        raise CheckpointError(
-            f'config: scale_fmt must be "ue8m0" or absent (float32), got {scale_format!r}'
-        )
+    require(
+        scale_format in (None, "ue8m0", "float32", "fp32"),
+        f'scale_fmt must be "ue8m0" or absent (float32), got {scale_format!r}',
+    )
     expert_dtype: Any = raw.get("expert_dtype") or quantisation.get("expert_dtype") or "fp4"
-    if expert_dtype not in ("fp4", "fp8"):
-        raise CheckpointError(f'config: expert_dtype must be "fp4" or "fp8", got {expert_dtype!r}')
-    block = tuple(_typed(quantisation, "weight_block_size", list) or (128, 128))
-    if block != (128, 128):
-        raise CheckpointError(f"config: weight_block_size must be [128, 128], got {list(block)}")
+    require(
+        expert_dtype in ("fp4", "fp8"), f'expert_dtype must be "fp4" or "fp8", got {expert_dtype!r}'
+    )
+    block = _typed(quantisation, "weight_block_size", list) or [128, 128]
+    require(block == [128, 128], f"weight_block_size must be [128, 128], got {block}")
     return True, expert_dtype, "ue8m0" if scale_format == "ue8m0" else "float32"

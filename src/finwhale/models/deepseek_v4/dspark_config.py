@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v4.config_checks import require
 
 NUM_STAGES = 3
 # A limit far above any DeepSeek-V4. It refuses a hostile config.json before large allocations.
@@ -53,62 +54,52 @@ class DsparkConfig:
 
     def check(self, num_layers: int, vocab_size: int) -> None:
         """Raise CheckpointError if a value is impossible in a model of these sizes."""
-        sizes = ("block_size", "markov_rank", *_OPTIONAL_SIZES)
-        for name in sizes:
+        for name in ("block_size", "markov_rank", *_OPTIONAL_SIZES):
             value = getattr(self, name)
-            if not (value is None and name in _OPTIONAL_SIZES) and not _is_int(value, 1):
-                raise CheckpointError(
-                    f"config: dspark_{name} must be a positive integer, got {str(value)[:60]}"
+            if value is not None or name not in _OPTIONAL_SIZES:
+                require(
+                    _is_int(value, 1),
+                    f"dspark_{name} must be a positive integer, got {str(value)[:60]}",
                 )
-            if value is not None and value > MAX_SIZE:
-                raise CheckpointError(
-                    f"config: dspark_{name} must be at most {MAX_SIZE}, got {str(value)[:60]}"
+                require(
+                    value <= MAX_SIZE,
+                    f"dspark_{name} must be at most {MAX_SIZE}, got {str(value)[:60]}",
                 )
-        if self.block_size > MAX_BLOCK_SIZE:
-            raise CheckpointError(
-                f"config: dspark_block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}"
-            )
-        if not _is_int(self.noise_token_id, 0) or self.noise_token_id >= vocab_size:
-            raise CheckpointError(
-                f"config: dspark_noise_token_id must be a token id below {vocab_size} "
-                f"(vocab_size), got {self.noise_token_id!r}"
-            )
-        ids = self.target_layer_ids
-        if not ids or not all(_is_int(i, 0) and i < num_layers for i in ids):
-            raise CheckpointError(
-                f"config: dspark_target_layer_ids must be layers from 0 to {num_layers - 1}, got "
-                f"{list(ids)}"
-            )
-        if list(ids) != sorted(set(ids)):
-            raise CheckpointError(
-                f"config: dspark_target_layer_ids must be different and ascend, got {list(ids)}"
-            )
+        require(
+            self.block_size <= MAX_BLOCK_SIZE,
+            f"dspark_block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}",
+        )
+        require(
+            _is_int(self.noise_token_id, 0) and self.noise_token_id < vocab_size,
+            f"dspark_noise_token_id must be a token id below {vocab_size} (vocab_size), got "
+            f"{self.noise_token_id!r}",
+        )
+        ids = list(self.target_layer_ids)
+        require(
+            ids and all(_is_int(i, 0) and i < num_layers for i in ids),
+            f"dspark_target_layer_ids must be layers from 0 to {num_layers - 1}, got {ids}",
+        )
+        require(
+            ids == sorted(set(ids)),
+            f"dspark_target_layer_ids must be different and ascend, got {ids}",
+        )
         for name in _FLAGS:
-            if type(getattr(self, name)) is not bool:
-                raise CheckpointError(
-                    f"config: {name} must be true or false, got {getattr(self, name)!r}"
-                )
+            value = getattr(self, name)
+            require(type(value) is bool, f"{name} must be true or false, got {value!r}")
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "DsparkConfig":
         """Read the contents of a config.json. Raises CheckpointError: a key is missing."""
         values: dict[str, Any] = {}
         for field in fields(cls):
-            key = _key(field.name)
+            key = key_of(field.name)
             if raw.get(key) is not None:
                 values[field.name] = raw[key]
             elif field.name not in (*_OPTIONAL_SIZES, *_FLAGS):
                 raise CheckpointError(f"config.json describes a DSpark draft head without {key}")
         ids = values["target_layer_ids"]
-        if not isinstance(ids, list):
-            raise CheckpointError(f"config: dspark_target_layer_ids must be a list, got {ids!r}")
+        require(isinstance(ids, list), f"dspark_target_layer_ids must be a list, got {ids!r}")
         return cls(**values | {"target_layer_ids": tuple(ids)})
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys and values of a config.json."""
-        values = {_key(field.name): getattr(self, field.name) for field in fields(self)}
-        values["dspark_target_layer_ids"] = list(self.target_layer_ids)
-        return {key: value for key, value in values.items() if value is not None}
 
     def within(self, num_layers: int, cut_to: int) -> tuple[int, ...]:
         """The target layers after a model of `num_layers` layers is cut to its first `cut_to`.
@@ -124,7 +115,8 @@ class DsparkConfig:
         return moved
 
 
-def _key(field: str) -> str:
+def key_of(field: str) -> str:
+    """The key of a field in config.json."""
     return field if field in _FLAGS else f"dspark_{field}"
 
 

@@ -19,7 +19,7 @@ from finwhale.ops.attention import NOPE_GROUP, RowForm
 from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses, up_to
 from finwhale.ops.paging import CacheRows, Tokens
 
@@ -65,16 +65,13 @@ def _prepare_qkv_kernel(
     NEXT_FIRST: let the next kernel start before this one waits for the previous kernel.
     """
     token = tl.program_id(0).to(tl.int64)
-    if PDL and NEXT_FIRST:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL and NEXT_FIRST)
     if tl.program_id(1) == 1:
         q_columns = tl.arange(0, BLOCK_Q)
         mask = q_columns < Q
         norm = tl.load(q_norm_ptr + q_columns, mask=mask, other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            if not NEXT_FIRST:
-                tl.extra.cuda.gdc_launch_dependents()
+        wait_for_last(PDL)
+        start_next(PDL and not NEXT_FIRST)
         q = tl.load(q_ptr + token * stride_q + q_columns, mask=mask, other=0.0).to(tl.float32)
         q = q * tl.rsqrt(tl.sum(q * q) / Q + eps) * norm
         tl.store(q_out_ptr + token * Q + q_columns, q.to(q_out_ptr.dtype.element_ty), mask=mask)
@@ -89,10 +86,8 @@ def _prepare_qkv_kernel(
     page_at = pages_ptr + sequence * stride_pages + page_index
     page = tl.load(page_at, mask=position >= 0, other=0).to(tl.int64)
     cos, sin = rotation(rotary_ptr + tl.maximum(position, 0) * R, 0, C, R, BLOCK_C)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        if not NEXT_FIRST:
-            tl.extra.cuda.gdc_launch_dependents()
+    wait_for_last(PDL)
+    start_next(PDL and not NEXT_FIRST)
     if position < 0:
         return
     kv = tl.load(kv_ptr + token * stride_kv + columns, mask=mask, other=0.0).to(tl.float32)

@@ -84,13 +84,10 @@ def _consume(
     WAIT: wait for the previous kernel first.
     """
     wait_for_last(WAIT)
-    # fmt: off
-    (
-        q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
-        position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
-    ) = work
-    # fmt: on
+    shared, tokens, heads, query, out_at, parts = work
+    q_shared, buffers, p_shared, ready, free = shared
+    token, split, begin, end, position, num_entries, scale_log2 = tokens
+    head0, num_heads, sink_ptr = heads
     H: gl.constexpr = 64
     C: gl.constexpr = 512
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -99,7 +96,7 @@ def _consume(
     OUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16]
     )
-    prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
+    prepare_query(q_shared, head0, num_heads, query)
 
     stat_head = head0 + gl.arange(0, H, gl.SliceLayout(1, SCORES))
     is_stat = stat_head < num_heads
@@ -147,10 +144,9 @@ def _consume(
         share_of = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))
         out = out * gl.expand_dims(share_of, 1) * gl.expand_dims(lift, 0)
         q_shared.store(out.to(gl.bfloat16))
-        store_heads(
-            q_shared, head0, num_heads, rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss, ROUND
-        )
+        store_heads(q_shared, head0, num_heads, out_at, ROUND)
     else:
+        part_ptr, stats_ptr, A = parts
         stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head
         gl.store(stats, maximum, mask=is_stat)
         gl.store(stats + A, total, mask=is_stat)
@@ -264,15 +260,18 @@ def _attend_kernel(
         mbarrier.init(ready.index(buffer), count=PRODUCERS)
         mbarrier.init(free.index(buffer), count=1)
     heads = (
-        q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
-        position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
+        (q_shared, buffers, p_shared, ready, free),
+        (token, split, begin, end, position, num_entries, scale_log2),
+        (head0, num_heads, sink_ptr),
+        (q_ptr, rotary_ptr, eps, stride_qa),
+        (rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss),
+        (part_ptr, stats_ptr, A),
+    )
+    rows = (
+        position, num_entries, window_ptr, window_pages_ptr, window_first, entry_ptr,
+        entry_rows_ptr, entry_first, stride_window_page, stride_entry_page,
     )  # fmt: skip
-    keys = (
-        words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
-        window_first, entry_ptr, entry_rows_ptr, entry_first, stride_window_page,
-        stride_entry_page,
-    )  # fmt: skip
+    keys = words, ready, free, begin, end, rows
     # fmt: off
     if ROWS == 64:
         gl.warp_specialize(

@@ -50,20 +50,17 @@ def consume_few_heads(
     WAIT: wait for the previous kernel first.
     """
     wait_for_last(WAIT)
-    # fmt: off
-    (
-        q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
-        position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
-        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
-    ) = work
-    # fmt: on
+    shared, tokens, heads, query, out_at, parts = work
+    q_shared, buffers, p_shared, ready, free = shared
+    token, split, begin, end, position, num_entries, scale_log2 = tokens
+    head0, num_heads, sink_ptr = heads
     H: gl.constexpr = q_shared.shape[0]
     C: gl.constexpr = 512
     # Layout of the scores [BLOCK_K,H] and of the output [C,H].
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, H, 16]
     )
-    prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
+    prepare_query(q_shared, head0, num_heads, query)
 
     stat_head = head0 + gl.arange(0, H, gl.SliceLayout(0, MMA))
     is_stat = stat_head < num_heads
@@ -110,10 +107,9 @@ def consume_few_heads(
         lift = gl.where(column < 448, UP, 1.0)
         out = out * gl.expand_dims(1.0 / total, 0) * lift
         q_shared.permute((1, 0)).store(out.to(gl.bfloat16))
-        store_heads(
-            q_shared, head0, num_heads, rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss, ROUND
-        )
+        store_heads(q_shared, head0, num_heads, out_at, ROUND)
     else:
+        part_ptr, stats_ptr, A = parts
         stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head
         gl.store(stats, maximum, mask=is_stat)
         gl.store(stats + A, total, mask=is_stat)
@@ -137,46 +133,20 @@ def produce_half(
 
     WAIT: wait for the previous kernel before the first rows, but not before their page numbers.
     """
-    # fmt: off
-    (
-        words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
-        window_first, entry_ptr, entry_rows_ptr, entry_first, stride_window_page,
-        stride_entry_page,
-    ) = work
-    # fmt: on
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
-    HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    words, ready, free, begin, end, rows = work
     K: gl.constexpr = BLOCK_K // 2
     key0 = begin * BLOCK_K + HALF_TILE * K
-    found = find_rows(
-        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
-        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
-    )  # fmt: skip
+    found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
     wait_for_last(WAIT)
-    wide, half, narrow, rope, low, high = load_found(
-        found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
-        stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
-    )  # fmt: skip
+    loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
     key0 += BLOCK_K
-    found = find_rows(
-        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
-        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
-    )  # fmt: skip
+    found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
     for tile in range(begin, end):
         buffer = (tile - begin) & 1
         mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
-        rows = words.index(buffer).slice(HALF_TILE * K, K, dim=0)
-        store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
+        store_rows(words.index(buffer).slice(HALF_TILE * K, K, dim=0), loaded)
         fence_async_shared()
         mbarrier.arrive(ready.index(buffer), count=1)
-        wide, half, narrow, rope, low, high = load_found(
-            found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
-            stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
-        )  # fmt: skip
+        loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
         key0 += BLOCK_K
-        found = find_rows(
-            key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr,
-            entry_first, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
-        )  # fmt: skip
+        found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)

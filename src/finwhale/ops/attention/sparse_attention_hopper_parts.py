@@ -20,14 +20,21 @@ def _log2(x):
     return x.bit_length() - 1
 
 
+@gluon.constexpr_function
+def _rows_layout(words, warps):
+    """The layout of rows of which each thread holds `words` adjacent words at a time."""
+    return gl.BlockedLayout([1, words], [2, 16], [warps, 1], [1, 0])
+
+
 @gluon.jit
-def _dequantise(x, scales, layout: gl.constexpr, GROUP0: gl.constexpr):
+def _dequantise(x, scales, GROUP0: gl.constexpr):
     """Convert words of four E4M3 bytes, x [K,X] int32, to their values times 2^-64.
 
     scales [K] int32: four exponent bytes of each row; x begins at group GROUP0 of them. Returns
     [K,2X] int32 words of two bfloat16.
     """
     X: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = x.type.layout
     scales = gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)
     group = GROUP0 + gl.arange(0, X, gl.SliceLayout(0, layout)) // 16
     exponent = (gl.expand_dims(scales, 1) >> gl.expand_dims(8 * group, 0)) & 255
@@ -59,8 +66,9 @@ def _dequantise(x, scales, layout: gl.constexpr, GROUP0: gl.constexpr):
 
 
 @gluon.jit
-def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, layout: gl.constexpr):
-    """Load X words of each row, from word FIRST on."""
+def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, WORDS: gl.constexpr):
+    """Load X words of each row, from word FIRST on; a thread loads WORDS at a time."""
+    layout: gl.constexpr = _rows_layout(WORDS, gl.num_warps())
     column = FIRST + gl.arange(0, X, gl.SliceLayout(0, layout))
     row_ptr = gl.convert_layout(row_ptr, gl.SliceLayout(1, layout), assert_trivial=True)
     valid = gl.convert_layout(valid, gl.SliceLayout(1, layout), assert_trivial=True)
@@ -69,39 +77,40 @@ def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, layout: gl.cons
 
 
 @gluon.jit
-def _load_words(
-    row_ptr, word_ptr, valid, WIDE: gl.constexpr, HALF: gl.constexpr, NARROW: gl.constexpr
-):
+def _load_words(row_ptr, word_ptr, valid):
     """Load the words of rows: 256, 128 and 64 nope bytes, the rope, and the scales' two halves."""
     row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
     word = gl.load(word_ptr.to(gl.pointer_type(gl.int64)), mask=valid, other=0)
     low, high = word.to(gl.int32), (word >> 32).to(gl.int32)
-    wide = _piece(row_ptr, valid, 0, 64, WIDE)
-    half = _piece(row_ptr, valid, 64, 32, HALF)
-    narrow = _piece(row_ptr, valid, 96, 16, NARROW)
-    rope = _piece(row_ptr, valid, 112, 32, HALF)
+    wide = _piece(row_ptr, valid, 0, 64, 4)
+    half = _piece(row_ptr, valid, 64, 32, 2)
+    narrow = _piece(row_ptr, valid, 96, 16, 1)
+    rope = _piece(row_ptr, valid, 112, 32, 2)
     return wide, half, narrow, rope, low, high
 
 
 @gluon.jit
+def _keys(rows, key0, W: gl.constexpr, K: gl.constexpr):
+    """The numbers of K keys from key0 on, and whether the token sees each one."""
+    position, num_entries = rows[0], rows[1]
+    layout: gl.constexpr = gl.SliceLayout(1, _rows_layout(4, gl.num_warps()))
+    key = key0 + gl.arange(0, K, layout)
+    return key, (key >= W - 1 - position) & (key < W + num_entries)
+
+
+@gluon.jit
 def find_rows(
+    rows,
     key0,
-    position,
-    num_entries,
-    window_pages_ptr,
-    window_first,
-    entry_rows_ptr,
-    entry_first,
     W: gl.constexpr,
     WINDOW_ROWS: gl.constexpr,
     ENTRY_ROWS: gl.constexpr,
     ENTRIES: gl.constexpr,
     K: gl.constexpr,
-    WIDE: gl.constexpr,
 ):
     """Load the page numbers of K keys from key0 on, or the slots of selected entries."""
-    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
-    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    position, _, _, window_pages_ptr, window_first, _, entry_rows_ptr, entry_first, _, _ = rows
+    key, valid = _keys(rows, key0, W, K)
     if ENTRIES == 0 or key0 < W:
         row = position - (W - 1) + key
         source_ptr = window_pages_ptr + ((row >> _log2(WINDOW_ROWS)) - window_first)
@@ -114,26 +123,18 @@ def find_rows(
 
 @gluon.jit
 def load_found(
+    rows,
     found,
     key0,
-    position,
-    num_entries,
-    window_ptr,
-    entry_ptr,
-    stride_window_page,
-    stride_entry_page,
     W: gl.constexpr,
     WINDOW_ROWS: gl.constexpr,
     ENTRY_ROWS: gl.constexpr,
     ENTRIES: gl.constexpr,
     K: gl.constexpr,
-    WIDE: gl.constexpr,
-    HALF: gl.constexpr,
-    NARROW: gl.constexpr,
 ):
     """Load the words of the rows that `find_rows` found."""
-    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
-    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    position, _, window_ptr, _, _, entry_ptr, _, _, stride_window_page, stride_entry_page = rows
+    key, valid = _keys(rows, key0, W, K)
     if ENTRIES == 0 or key0 < W:
         offset = (position - (W - 1) + key) & (WINDOW_ROWS - 1)
         page_ptr = window_ptr + found.to(gl.int64) * stride_window_page
@@ -146,15 +147,16 @@ def load_found(
             offset = found & (ENTRY_ROWS - 1)
         page_ptr = entry_ptr + page.to(gl.int64) * stride_entry_page
         word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
-    return _load_words(page_ptr + offset * 576, word_ptr, valid, WIDE, HALF, NARROW)
+    return _load_words(page_ptr + offset * 576, word_ptr, valid)
 
 
 @gluon.jit
-def store_rows(words, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW):
+def store_rows(words, loaded):
     """Dequantise K rows and store them as bfloat16 in shared memory: words [K,256] int32."""
-    words.slice(0, 128, dim=1).store(_dequantise(wide, low, WIDE, 0))
-    words.slice(128, 64, dim=1).store(_dequantise(half, high, HALF, 0))
-    words.slice(192, 32, dim=1).store(_dequantise(narrow, high, NARROW, 2))
+    wide, half, narrow, rope, low, high = loaded
+    words.slice(0, 128, dim=1).store(_dequantise(wide, low, 0))
+    words.slice(128, 64, dim=1).store(_dequantise(half, high, 0))
+    words.slice(192, 32, dim=1).store(_dequantise(narrow, high, 2))
     words.slice(224, 32, dim=1).store(rope)
 
 
@@ -169,15 +171,7 @@ def _rotate(x, rotary_ptr, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def _rope_words(
-    q_ptr,
-    rstd,
-    head0,
-    num_heads,
-    stride_qa,
-    rotary_ptr,
-    PAIRS: gl.constexpr,
-):
+def _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS: gl.constexpr):
     """The rope part of a token's heads times rstd [H,1], rotated: [H,32] words of one pair each."""
     head = gl.expand_dims(head0 + gl.arange(0, rstd.shape[0], gl.SliceLayout(1, PAIRS)), 1)
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
@@ -209,8 +203,9 @@ def _round_heads(x):
 
 
 @gluon.jit
-def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa):
+def prepare_query(q_shared, head0, num_heads, query):
     """Write the query to q_shared: RMSNorm per head without weight, nope times 2^64, then rope."""
+    q_ptr, rotary_ptr, eps, stride_qa = query
     H: gl.constexpr = q_shared.shape[0]
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -233,18 +228,9 @@ def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
 
 
 @gluon.jit
-def store_heads(
-    out_shared,
-    head0,
-    num_heads,
-    rotary_ptr,
-    out_ptr,
-    scales_ptr,
-    stride_oa,
-    stride_ss,
-    ROUND: gl.constexpr,
-):
+def store_heads(out_shared, head0, num_heads, out_at, ROUND: gl.constexpr):
     """Rotate a token's heads [H,512] back, round them if ROUND, and store them."""
+    rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss = out_at
     H: gl.constexpr = out_shared.shape[0]
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -261,8 +247,8 @@ def store_heads(
         is_scale = gl.expand_dims(scale_head < num_heads, 1)
         gl.store(scales_ptr + scale * stride_ss, scales, mask=is_scale)
         out = gl.convert_layout(out, HEADS)
-    out_at = out_ptr + gl.expand_dims(head, 1) * stride_oa + gl.expand_dims(column, 0)
-    gl.store(out_at, out, mask=gl.expand_dims(head < num_heads, 1))
+    target = out_ptr + gl.expand_dims(head, 1) * stride_oa + gl.expand_dims(column, 0)
+    gl.store(target, out, mask=gl.expand_dims(head < num_heads, 1))
 
 
 @gluon.jit
@@ -280,42 +266,19 @@ def produce(
 
     WAIT: wait for the previous kernel before the first rows, but not before their page numbers.
     """
-    # fmt: off
-    (
-        words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
-        window_first, entry_ptr, entry_rows_ptr, entry_first, stride_window_page,
-        stride_entry_page,
-    ) = work
-    # fmt: on
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
-    HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    words, ready, free, begin, end, rows = work
     STEPS: gl.constexpr = BLOCK_K // STEP
     key0 = begin * BLOCK_K
-    found = find_rows(
-        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
-        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE,
-    )  # fmt: skip
+    found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
     wait_for_last(WAIT)
-    wide, half, narrow, rope, low, high = load_found(
-        found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
-        stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
-    )  # fmt: skip
+    loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
     for tile in range(begin, end):
         buffer = (tile - begin) & 1
         mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
         for step in gl.static_range(STEPS):
-            rows = words.index(buffer).slice(step * STEP, STEP, dim=0)
-            store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
+            store_rows(words.index(buffer).slice(step * STEP, STEP, dim=0), loaded)
             key0 = tile * BLOCK_K + (step + 1) * STEP
-            found = find_rows(
-                key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr,
-                entry_first, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE,
-            )  # fmt: skip
-            wide, half, narrow, rope, low, high = load_found(
-                found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
-                stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
-            )  # fmt: skip
+            found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
+            loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
         fence_async_shared()
         mbarrier.arrive(ready.index(buffer), count=1)

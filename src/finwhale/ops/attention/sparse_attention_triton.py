@@ -37,7 +37,7 @@ from torch import Tensor
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.attention.rotary_triton import rotation
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import round_e4m3
@@ -217,9 +217,8 @@ def _attend_kernel(
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     NOPE: tl.constexpr = C - R
     WINDOW_TILES: tl.constexpr = (W + BLOCK_K - 1) // BLOCK_K
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     position = tl.load(positions_ptr + token).to(tl.int32)
     sequence = tl.load(sequence_ptr + token).to(tl.int64)
     window_pages_ptr += sequence * stride_window
@@ -387,13 +386,11 @@ def _combine_kernel(
     head = tl.program_id(1)
     column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = column < C
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     position = tl.maximum(tl.load(positions_ptr + token), 0)
     first = tl.program_id(2) * BLOCK_C
     cos, sin = rotation(rotary_ptr + position * R, first, C, R, BLOCK_C)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     split = tl.arange(0, ALL_SPLITS)
     stats_ptr += token * SPLITS * 2 * A + head
     maximum = tl.load(stats_ptr + split * 2 * A, mask=split < SPLITS, other=-1e30)

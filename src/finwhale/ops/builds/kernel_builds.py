@@ -2,6 +2,7 @@
 
 import logging
 import platform as python_platform
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +17,10 @@ from finwhale.artefacts import Artefacts, default_directory, digest
 from finwhale.errors import ResourceError
 from finwhale.ops import table_name
 from finwhale.ops.builds import Builds, Built, triton_cache
-from finwhale.ops.builds.inductor import compiled_graphs
 from finwhale.ops.builds.launches import Counter, collect, load
-from finwhale.ops.builds.pool import MAX_WORKERS, Pool, usable_cores
+from finwhale.ops.builds.pool import MAX_WORKERS, Pool
 from finwhale.ops.tables import optional
-from finwhale.platform import Platform
+from finwhale.platform import Platform, usable_cores
 
 HAS_DEEPGEMM = optional.deepgemm() is not None
 if HAS_DEEPGEMM:
@@ -184,7 +184,9 @@ class KernelBuilds(Builds):
             },
             "modules": ["torch", f"finwhale.ops.tables.{self._table}"],
         }
-        return Pool("finwhale.ops.builds.worker", first, min(num_jobs, MAX_WORKERS, usable_cores()))
+        return Pool(
+            "finwhale.ops.builds.worker", first, min(num_jobs, MAX_WORKERS, usable_cores() or 1)
+        )
 
     def _num_gemms(self) -> int:
         return self._deepgemm.num_built() if self._deepgemm is not None else 0
@@ -195,7 +197,7 @@ class KernelBuilds(Builds):
         # Return memory that torch has cached while it loaded the weights.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device_index)
-        size = min(num_jobs, GEMM_WORKERS, usable_cores(), free // GEMM_WORKER_BYTES)
+        size = min(num_jobs, GEMM_WORKERS, usable_cores() or 1, free // GEMM_WORKER_BYTES)
         if size < 1:
             return None
         first = {
@@ -217,7 +219,10 @@ class KernelBuilds(Builds):
         return {name: now - self._at_ready.get(name, 0) for name, now in self._totals().items()}
 
     def _totals(self) -> dict[str, int]:
-        totals = {"triton": self._counter.late, "inductor": compiled_graphs()}
+        totals = {"triton": self._counter.late}
+        # The graphs of torch's compiler, which this does not import.
+        compiler = sys.modules.get("torch._dynamo.utils")
+        totals["inductor"] = int(compiler.counters["stats"]["unique_graphs"]) if compiler else 0
         if self._deepgemm is not None:
             totals["deepgemm"] = self._deepgemm.total
         return totals

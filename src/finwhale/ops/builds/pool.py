@@ -21,12 +21,6 @@ TIMEOUT_S = 900
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); import runpy; "
 
 
-def usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 class Pool:
     """Worker processes that run the same module.
 

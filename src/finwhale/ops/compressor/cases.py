@@ -8,8 +8,6 @@ from torch import Tensor
 
 from finwhale.ops.attention.cases import ENTRY_ROWS, row_bytes
 from finwhale.ops.case import (
-    E4M3_FLIP,
-    FP4_FLIP,
     Args,
     Chunks,
     Draw,
@@ -126,10 +124,6 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
             operator="compress",
             name=f"C{ratio}",
             args=args,
-            written=(0,),
-            tolerance=1e-4,
-            flips=0.01,
-            flip=FP4_FLIP if ratio == 4 else E4M3_FLIP,
             bytes=(num_tokens(chunks) + found + left) * columns * 4 + completed * size,
         )
 

@@ -27,7 +27,7 @@ from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, Tokens
 from finwhale.ops.rounding import fp4_group, is_power_of_two
@@ -238,8 +238,7 @@ def _part(
         within = (far == positions + 8) & (far_sequence == sequence)
         ending = positions % BLOCK_TOKENS >= BLOCK_TOKENS - BEFORE
         if tl.max((complete | (there & (ending | ~within))).to(tl.int32), axis=0) == 0:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
+            wait_for_last(PDL)
             return
     begins = tl.load(query_start_ptr + sequence, mask=there, other=0)
     ends = tl.load(query_start_ptr + sequence + 1, mask=there, other=0)
@@ -256,8 +255,7 @@ def _part(
     number = positions // STATE_ROWS - state_first
     kept_page = tl.load(table_row + number, mask=kept & (number >= 0), other=0)
     kept &= kept_page > 0
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
 
     left = tl.sum(complete.to(tl.int32), axis=0)
     last = -1
@@ -385,8 +383,7 @@ def _compress_kernel(
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     # fmt: off
     part_a = (
         projected_a_ptr, ape_a_ptr, norm_a_ptr, state_a_ptr, entry_a_ptr, stride_projected_a,

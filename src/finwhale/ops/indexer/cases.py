@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from finwhale.ops.case import (
-    MODEL_TOLERANCE,
     Args,
     Chunks,
     ModelDraw,
@@ -50,8 +49,6 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
     yield OpCase(
         operator="select_entries",
         args=args,
-        by_token=(0, 1, 2, 4),
-        tolerance=MODEL_TOLERANCE,
         bytes=N * (2 * I * J + 4 * I + 4 * K) + scored * key_bytes(s),
         operations=float(entries[entries > K].sum()) * 2 * I * J,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finwhale.ops.indexer import RATIO, IndexQueries
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.paging import Tokens
 from finwhale.ops.rounding import FP4_GROUP
 
@@ -67,8 +67,7 @@ def _prepare_queries_kernel(
     out [N,I,C]: E4M3 bytes, with columns in the order of `_unpacked` in select_entries_triton.py.
     factors [N,I]: half of the heads' factors.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     column = tl.arange(0, C)
@@ -80,8 +79,7 @@ def _prepare_queries_kernel(
     cos, sin = tl.split(tl.reshape(angles, [1, C // 2, 2]))
     dtype = q_ptr.dtype.element_ty
     signs = _signs(C).to(dtype)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     if (position + 1) // RATIO <= topk:
         return
 

@@ -32,7 +32,7 @@ from finwhale.ops.indexer.prepare_queries_triton import (
     prepare_index_queries,
 )
 from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, Tokens
 
@@ -241,8 +241,7 @@ def _scores_kernel(
     DECODE: no sequence has more than MAX_QUERY tokens in the step, and BLOCK_Q is 1.
     LARGEST_OF: see `_store_scores`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     # The last tokens of a chunk see the most entries, so process them first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -263,8 +262,7 @@ def _scores_kernel(
         page_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b) + split
         page = tl.load(page_ptr, mask=is_wanted, other=0)
         codes, word = _load_keys(keys_ptr, page, is_complete, stride_page, C, ROWS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     if not is_wanted:
         return
 

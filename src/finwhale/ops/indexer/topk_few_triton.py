@@ -36,7 +36,7 @@ from finwhale.ops.indexer.topk_triton import (
     to_keys,
     token_row,
 )
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.paging import PageTable, Tokens
 
 # Tokens that take this kernel. With more, topk_triton.py has enough programs.
@@ -433,13 +433,11 @@ def _select_few_kernel(
     GROUPS: tl.constexpr = TILE // GROUP
     row = tl.program_id(0).to(tl.int64)
     token = first_token + row
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     row_at = positions_ptr, sequence_ptr, pages_ptr, first_ptr, out_ptr
     visible, table_row_ptr, out_row_ptr = token_row(row_at, token, stride_pages, stride_out, RATIO)
     seen, page = all_pages(table_row_ptr, visible, visible <= topk, ROWS_PER_PAGE, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     if visible <= topk:
         store_all(out_row_ptr, seen, page, K, ROWS_PER_PAGE, BLOCK_K)
         return

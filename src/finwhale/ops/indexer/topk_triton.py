@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 
 # Keys that one program selects from; the counts of a pass are packed in 16 bits.
@@ -214,14 +214,12 @@ def _select_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = first_token + row
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     row_at = positions_ptr, sequence_ptr, pages_ptr, first_ptr, out_ptr
     visible, table_row_ptr, out_row_ptr = token_row(row_at, token, stride_pages, stride_out, RATIO)
     all_wanted = (visible <= topk) & (chunk == 0)
     seen, page = all_pages(table_row_ptr, visible, all_wanted, ROWS_PER_PAGE, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     if (chunk > 0) & (chunk * CHUNK >= visible):
         return
     if visible <= topk:

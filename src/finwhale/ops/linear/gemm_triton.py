@@ -11,6 +11,7 @@ Legend: N tokens, K input width, M output width, G groups.
 import triton
 import triton.language as tl
 
+from finwhale.ops.launch.early_launch import start_next, wait_for_last
 from finwhale.ops.linear.quantise_triton import clamped_swiglu, round_e4m3, round_groups
 
 
@@ -107,8 +108,7 @@ def row_kernel(
     GATED: the SwiGLU of gate rows m and up rows M + m. SCALED: for one token.
     """
     tl.static_assert(TOKENS == 1 or not SCALED)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     first = tl.program_id(0) * BLOCKS * BLOCK_M
     g = tl.program_id(1)
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -127,8 +127,7 @@ def row_kernel(
         scales = _load_scales(at, K, BLOCK_K)
         if GATED:
             scales_up = _load_scales(at + M // 128 * columns, K, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     source = x_ptr + g * stride_xg
     tokens = ()
     for n in tl.static_range(TOKENS):
@@ -193,9 +192,8 @@ def tile_kernel(
     is_row = row < M
     is_token = token < N
     weights = weight_ptr + (g.to(tl.int64) * M + row)[:, None] * K
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     tokens = x_ptr + token.to(tl.int64)[:, None] * stride_xn + g * stride_xg
     columns = (K + 127) // 128
     block = tl.program_id(0) % tiles * BLOCK_M // 128
@@ -270,9 +268,8 @@ def sum_kernel(
 
     GATED: apply SwiGLU to the two halves of the rows.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (row < M)[:, None] & (token < N)[None, :]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.linear import ACTIVATION_GROUP
 
@@ -69,9 +69,8 @@ def _quantise_kernel(
 
     GATED: round the SwiGLU of x's halves. DEQUANTISE: write the rounded values, without scales.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     g = tl.program_id(2)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)

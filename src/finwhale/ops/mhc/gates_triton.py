@@ -10,6 +10,9 @@ Legend: N tokens, D hidden, ROWS values of a part: GEMM results, the sum of squa
 import triton
 import triton.language as tl
 
+from finwhale.ops.launch.early_launch import start_next, wait_for_last
+from finwhale.ops.mhc.residual_streams_triton import load_four
+
 
 @triton.jit
 def _sigmoid(x):
@@ -29,12 +32,8 @@ def _reciprocal(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _reciprocals(a, b, c, d, COMPILED: tl.constexpr):
-    return (
-        _reciprocal(a, COMPILED),
-        _reciprocal(b, COMPILED),
-        _reciprocal(c, COMPILED),
-        _reciprocal(d, COMPILED),
-    )
+    a, b = _reciprocal(a, COMPILED), _reciprocal(b, COMPILED)
+    return a, b, _reciprocal(c, COMPILED), _reciprocal(d, COMPILED)
 
 
 @triton.jit
@@ -85,15 +84,13 @@ def _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, SLOTS: tl.constexpr, 
 @triton.jit
 def _mix_row(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, eps, SLOTS: tl.constexpr, ROWS):
     """Mixes M to M + 3 -> softmax + eps."""
-    a = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, SLOTS, ROWS)
-    b = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 1, SLOTS, ROWS)
-    c = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 2, SLOTS, ROWS)
-    d = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 3, SLOTS, ROWS)
+    mixes = ()
+    for i in tl.static_range(4):
+        mix = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + i, SLOTS, ROWS)
+        mixes += (mix,)  # type: ignore[assignment]
+    a, b, c, d = mixes  # type: ignore[misc]
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a = tl.exp(a - top)
-    b = tl.exp(b - top)
-    c = tl.exp(c - top)
-    d = tl.exp(d - top)
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
     inverse = 1.0 / (a + b + c + d)
     return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
 
@@ -181,8 +178,7 @@ def _one_token_gates(
     mixes_base = tl.load(base_ptr + 8 + index)
     post_scale = tl.load(scale_ptr + 4 + four)
     post_base = tl.load(base_ptr + 4 + four)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     mixes = _parts(parts, 8, index, BLOCK_S, ROWS)
     squares = _parts(parts, 24, tl.arange(0, 1), BLOCK_S, ROWS)
     post = _parts(parts, 4, four, BLOCK_S, ROWS)
@@ -239,8 +235,7 @@ def block_input_kernel(
         parts_ptr += token * stride_t
     parts = parts_ptr, stride_r, slots
     if tl.program_id(1) == 1:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+        start_next(PDL)
         weights, outputs = (scale_ptr, base_ptr), (post_ptr + token * 4, res_ptr + token * 16)
         # fmt: off
         _one_token_gates(parts, weights, outputs, D, eps, rms_eps, ITERS, COMPILED, BLOCK_S, ROWS,
@@ -255,23 +250,19 @@ def block_input_kernel(
             M: tl.constexpr = 24 if KIND == "block" else 4
             scale = tl.load(scale_ptr + four * (1 if KIND == "block" else 0))
             base = tl.load(base_ptr + four)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        start_next(PDL)
+        wait_for_last(PDL)
         if KIND == "given":
             pre = tl.load(pre_ptr + token * 4 + four)
         else:
             pre = _parts(parts, 0, four, BLOCK_S, ROWS)
             squares = _parts(parts, M, tl.arange(0, 1), BLOCK_S, ROWS)
         source = streams_ptr + token * stride_n + d
-        x0 = tl.load(source, mask=mask, other=0.0)
-        x1 = tl.load(source + stride_h, mask=mask, other=0.0)
-        x2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
-        x3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
+        x = load_four(source, stride_h, mask)
         if KIND != "given":
             rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
             pre = _sigmoid(tl.sum(pre, axis=0) * rstd * scale + base) + eps
-        y = _pick(pre, four, 0) * x0.to(tl.float32) + _pick(pre, four, 1) * x1.to(tl.float32)
-        y += _pick(pre, four, 2) * x2.to(tl.float32) + _pick(pre, four, 3) * x3.to(tl.float32)
+        y = _pick(pre, four, 0) * x[0].to(tl.float32) + _pick(pre, four, 1) * x[1].to(tl.float32)
+        y += _pick(pre, four, 2) * x[2].to(tl.float32) + _pick(pre, four, 3) * x[3].to(tl.float32)
         y = y * tl.rsqrt(tl.sum(y * y) / D + rms_eps) * norm
         tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
+from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcPost, MhcPre, MhcWeight
 from finwhale.ops.norm.ref import rms_norm
 
 
@@ -53,9 +53,13 @@ def mhc_post_pre(
     residual_NHD: Tensor,
     w: MhcWeight,
     params: MhcParams,
+    *,
+    post: MhcPost = mhc_post,
+    pre: MhcPre = mhc_pre,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams = mhc_post(x_ND, post_NH, res_NHH, residual_NHD)
-    return *mhc_pre(streams, w, params), streams
+    """post, pre: the separate operators of any table."""
+    streams = post(x_ND, post_NH, res_NHH, residual_NHD)
+    return *pre(streams, w, params), streams
 
 
 def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:

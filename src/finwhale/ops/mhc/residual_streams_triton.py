@@ -11,6 +11,7 @@ Legend: N tokens, D hidden, M rows of fn, ROWS M + 1 and padding, S parts over D
 import triton
 import triton.language as tl
 
+from finwhale.ops.launch.early_launch import start_next, wait_for_last
 from finwhale.ops.ranks_triton import receive, send, sum_values
 
 
@@ -123,14 +124,18 @@ def _fn_tile(
 
 
 @triton.jit
+def load_four(source, stride, mask):
+    """Load the values of all four residual streams, or of fn's columns for them."""
+    values = ()
+    for i in tl.static_range(4):
+        values += (tl.load(source + i * stride, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return values
+
+
+@triton.jit
 def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
     """Load the values at columns d of all four residual streams of a block of tokens."""
-    source = streams_ptr + token[:, None] * stride_n + d[None, :]
-    streams = ()
-    for i in tl.static_range(4):
-        part = tl.load(source + i * stride_h, mask=mask, other=0.0)
-        streams += (part,)  # type: ignore[assignment]
-    return streams
+    return load_four(streams_ptr + token[:, None] * stride_n + d[None, :], stride_h, mask)
 
 
 @triton.jit
@@ -233,12 +238,10 @@ def streams_few_kernel(
     row = tl.arange(0, ROWS)
     is_token = token < N
     SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     if M > 0:
         fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     mask = is_token[:, None] & (d < D)[None, :]
     streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
     if POST:
@@ -324,12 +327,10 @@ def sum_streams_few_kernel(
     column = tl.program_id(0) * WIDE + i % WIDE
     is_word = (n < N) & (column < width)
     SPLIT: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     if (M > 0) & (LAST == 1):
         fn = _fn_tile(fn_ptr, row, d, D, M, ROWS, SPLIT, COMPILED, BLOCK_D)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_last(PDL)
     epoch = tl.load(epochs_ptr + program) + 1
     mask = is_token[:, None] & (d < D)[None, :]
     if K > 0:
@@ -362,11 +363,7 @@ def planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr)
     row = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
-    source = fn_ptr + row * (4 * D) + d
-    f0 = tl.load(source, mask=mask, other=0.0)
-    f1 = tl.load(source + D, mask=mask, other=0.0)
-    f2 = tl.load(source + 2 * D, mask=mask, other=0.0)
-    f3 = tl.load(source + 3 * D, mask=mask, other=0.0)
+    f0, f1, f2, f3 = load_four(fn_ptr + row * (4 * D) + d, D, mask)
     fn = tl.reshape(tl.join(tl.join(f0, f2), tl.join(f1, f3)), [4 * BLOCK_D])
     column = tl.program_id(0) * (4 * BLOCK_D) + tl.arange(0, 4 * BLOCK_D)
     target = planes_ptr + row * (4 * D) + column
@@ -424,11 +421,7 @@ def streams_many_kernel(
         start = (step * tl.num_programs(0) + slot) * BLOCK_D
         d = start + tl.arange(0, BLOCK_D)
         mask = is_token[:, None] if EVEN else is_token[:, None] & (d < D)[None, :]
-        source = streams_ptr + (n * stride_n)[:, None] + d[None, :]
-        s0 = tl.load(source, mask=mask, other=0.0)
-        s1 = tl.load(source + stride_h, mask=mask, other=0.0)
-        s2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
-        s3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
+        streams = load_four(streams_ptr + (n * stride_n)[:, None] + d[None, :], stride_h, mask)
         if M > 0:
             column = start * 4 + tl.arange(0, 4 * BLOCK_D)
             planes = planes_ptr + (row * (4 * D))[:, None] + column[None, :]
@@ -441,19 +434,8 @@ def streams_many_kernel(
                 low = tl.load(planes + 2 * plane, mask=is_column, other=0.0)
         if POST:
             x = tl.load(x_ptr + (n * D)[:, None] + d[None, :], mask=mask, other=0.0)
-            old = s0, s1, s2, s3
-            m0 = _mixed(columns[0], old, x)
-            m1 = _mixed(columns[1], old, x)
-            m2 = _mixed(columns[2], old, x)
-            m3 = _mixed(columns[3], old, x)
-            target = out_ptr + (n * 4 * D)[:, None] + d[None, :]
-            tl.store(target, m0, mask=mask)
-            tl.store(target + D, m1, mask=mask)
-            tl.store(target + 2 * D, m2, mask=mask)
-            tl.store(target + 3 * D, m3, mask=mask)
-            s0, s1, s2, s3 = m0, m1, m2, m3
+            streams = _post_tile(out_ptr, columns, streams, x, n, d, D, mask)
         if M > 0:
-            streams = s0, s1, s2, s3
             squares += _squares(streams)
             turns = _settle(_take_turns(streams, BLOCK_N, BLOCK_D), COMPILED)
             if planes_ptr.dtype.element_ty == tl.bfloat16:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 
 MAX_COLUMNS = 1024  # of a program
 
@@ -30,9 +30,8 @@ def _sum_kernel(
 ):
     """Add BLOCK_D columns of a token's pairs, in order of k."""
     token = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_d = d < D
     total = tl.zeros([BLOCK_D], tl.float32)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.moe import Dispatched
 
 # Up to this number of pairs, every expert's program reads all pairs.
@@ -86,9 +86,8 @@ def _order_few_kernel(
 ):
     """Order one expert's pairs and write its blocks, with consecutive numbers."""
     expert = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     pair = tl.arange(0, BLOCK_P)
     ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
     counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
@@ -112,9 +111,8 @@ def _count_kernel(
     ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
 ):
     """Count each expert's pairs in a chunk: counts [chunks,BLOCK_E]; the last bin is for id -1."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
@@ -133,9 +131,8 @@ def _scan_kernel(
     PDL: tl.constexpr,
 ):
     """Replace each count by the sum over the previous chunks; write the totals [BLOCK_E]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
     for start in tl.range(0, chunks, CHUNKS):
@@ -170,9 +167,8 @@ def _order_many_kernel(
 
     The blocks of expert e start at index first // BLOCK_N + e, which leaves room for all blocks.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     program = tl.program_id(0)
     each = tl.arange(0, BLOCK_E)
     total = tl.load(totals_ptr + each)

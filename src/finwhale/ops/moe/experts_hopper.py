@@ -181,24 +181,9 @@ def _parts(width, groups):
 
 
 @gluon.constexpr_function
-def _num_parts(width, groups):
-    return len(_parts(width, groups))
-
-
-@gluon.constexpr_function
-def _first(width, groups, part):
-    return _parts(width, groups)[part][0]
-
-
-@gluon.constexpr_function
-def _size(width, groups, part):
-    return _parts(width, groups)[part][1]
-
-
-@gluon.constexpr_function
 def _scales_first(width, groups, part):
     """Whether a thread has registers for a part's scales, the sums and the result."""
-    return groups < 4 and (width <= 192 or _size(width, groups, part) <= 32)
+    return groups < 4 and (width <= 192 or part[1] <= 32)
 
 
 @gluon.jit
@@ -219,11 +204,12 @@ def _multiply(
     are added in float32.
     """
     x_ring, scale_ring, w_ring, exponent_bits_ring, full, empty = rings
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma(_size(WIDTH, GROUPS, 0)), 4)
+    PARTS: gl.constexpr = _parts(WIDTH, GROUPS)
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma(PARTS[0][1]), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     totals = ()
-    for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
-        totals += (_zeros(_size(WIDTH, GROUPS, p)),)  # type: ignore[assignment]
+    for p in gl.static_range(len(PARTS)):
+        totals += (_zeros(PARTS[p][1]),)  # type: ignore[assignment]
     for _ in range(blocks):
         mbarrier.wait(full.index(slot), phase)
         weight_slot = slot * GROUPS + GROUP
@@ -232,13 +218,12 @@ def _multiply(
         x = x_ring.index(slot)
         scale = reinterpret(scale_ring.index(slot), gl.float32, [max(COLUMNS, 32)], plain)
         added = ()
-        for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
+        for p in gl.static_range(len(PARTS)):
             # fmt: off
-            added += (_add_part(  # type: ignore[assignment]
-                totals[p], a, x, scale, _first(WIDTH, GROUPS, p), _size(WIDTH, GROUPS, p),
-                _scales_first(WIDTH, GROUPS, p),
-            ),)
+            total = _add_part(totals[p], a, x, scale, PARTS[p][0], PARTS[p][1],
+                              _scales_first(WIDTH, GROUPS, PARTS[p]))
             # fmt: on
+            added += (total,)  # type: ignore[assignment]
         totals = added
         # Loads of the scales may still wait behind loads of other warps. Without the fence, the TMA
         # copy that refills this slot overtook some of them on an H200, in rare cases.
@@ -341,30 +326,18 @@ def _columns(
         tile_row_scale_ptr = row_scale_ptr + step * 64
         end = _opaque(end)
         first = _opaque(first)
-        for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
-            start = first + _first(WIDTH, GROUPS, p)
+        PARTS: gl.constexpr = _parts(WIDTH, GROUPS)
+        for p in gl.static_range(len(PARTS)):
+            start = first + PARTS[p][0]
             STORE(totals[p], results, tile_row_scale_ptr, start, end, row + step, limit)
 
 
 @gluon.constexpr_function
-def _widths(columns, groups):
-    """Numbers of columns, ascending, for which a program for up to `columns` pairs has code."""
-    if columns <= 64:
-        return [columns]
+def _codes(columns, groups):
+    """(most pairs, columns) of the codes of a program for up to `columns` pairs, ascending."""
     steps = (64, 96, 128) if groups == 4 else (64, 128, 160, 192, 224, 256)
-    return [width for width in steps if width <= columns]
-
-
-@gluon.constexpr_function
-def _num_widths(columns, groups):
-    return len(_widths(columns, groups))
-
-
-@gluon.constexpr_function
-def _width(columns, groups, i):
-    """The i-th of `_widths`; 0 before the first, and 2^31 - 1 after the last."""
-    widths = [0, *_widths(columns, groups), 2**31 - 1]
-    return widths[i + 1]
+    *widths, last = [columns] if columns <= 64 else [width for width in steps if width <= columns]
+    return [*((width, width) for width in widths), (2**31 - 1, last)]
 
 
 @gluon.jit
@@ -380,14 +353,12 @@ def _group(
     """The work of four warps: multiply their rows by the columns of the block's pairs."""
     rings, results, row_scale_ptr, first, end, row, blocks, limit = work
     count = end - first
-    last: gl.constexpr = _num_widths(COLUMNS, GROUPS) - 1
+    CODES: gl.constexpr = _codes(COLUMNS, GROUPS)
     # fmt: off
-    for i in gl.static_range(last + 1):
-        if (count > _width(COLUMNS, GROUPS, i - 1)) & (
-            count <= _width(COLUMNS, GROUPS, i + (i == last))
-        ):
+    for i in gl.static_range(len(CODES)):
+        if (count > (CODES[i - 1][0] if i > 0 else 0)) & (count <= CODES[i][0]):
             _columns(rings, results, row_scale_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                     _width(COLUMNS, GROUPS, i), TILES, STAGES, GROUPS, GROUP)
+                     CODES[i][1], TILES, STAGES, GROUPS, GROUP)
     # fmt: on
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_sizes
@@ -42,10 +42,9 @@ def _round_rows_kernel(
 
     The kernel skips rows of -1. Without pair_rows_ptr, K is 1 and row n of x goes to row n.
     """
-    if PDL:
-        # Wait first: the next kernel reads `order` and `blocks` before its own wait.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # Wait first: the next kernel reads `order` and `blocks` before its own wait.
+    wait_for_last(PDL)
+    start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_group = group < D // 128

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.launch.arguments import check_contiguous
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses, up_to
 
 FEW_TOKENS = 128
@@ -74,9 +74,8 @@ def _gate_few_kernel(
         other=0.0,
         eviction_policy="evict_first",
     )
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     x = tl.load(
         x_ptr + token[:, None] * stride_x + d[None, :],
         mask=(token < N)[:, None] & (d < D)[None, :],
@@ -162,9 +161,8 @@ def _choose_kernel(
     is_expert = expert < E
     bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
     is_token = tl.load(positions_ptr + token) >= 0
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_last(PDL)
+    start_next(PDL)
     z = tl.zeros([BLOCK_E], tl.float32)
     for slot in tl.static_range(SLOTS):
         part = parts_ptr + (token * SLOTS + slot) * E + expert
@@ -228,8 +226,7 @@ def _hash_kernel(
             mask = is_chosen[:, None] & (d < D)[None, :]
             gate = tl.load(rows, mask=mask, other=0.0, eviction_policy="evict_first")
             gates = gates + (gate,)  # type: ignore[assignment]  # noqa: RUF005
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        wait_for_last(PDL)
         sums = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
             d = i * BLOCK_D + column
@@ -237,13 +234,11 @@ def _hash_kernel(
             sums += x[None, :] * gates[i].to(tl.float32)
         z = tl.sum(sums, axis=1)
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        wait_for_last(PDL)
         z = tl.load(parts_ptr + token * E + ids, mask=is_chosen, other=0.0)
     score = tl.where(is_chosen & is_token, _score(z), 0.0)
     weights = score / (tl.sum(score, axis=0) + 1e-20) * scaling
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     tl.store(ids_ptr + token * K + k_index, tl.where(is_token, ids, -1), mask=is_chosen)
     tl.store(weights_ptr + token * K + k_index, weights, mask=is_chosen)
 

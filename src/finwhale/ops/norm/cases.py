@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finwhale.ops.case import MODEL_TOLERANCE, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
+from finwhale.ops.case import Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 
 EPS = 1e-6
 
@@ -12,7 +12,5 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
     yield OpCase(
         operator="rms_norm",
         args=lambda: (draw.activation(N, D), draw.normal(D), EPS),
-        by_token=(0,),
-        tolerance=MODEL_TOLERANCE,
         bytes=2 * N * D * draw.dtype.itemsize + 4 * D,
     )

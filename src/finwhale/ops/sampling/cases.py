@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finwhale.ops.case import MODEL_TOLERANCE, Chunks, ModelDraw, OpCase, OpSizes
+from finwhale.ops.case import Chunks, ModelDraw, OpCase, OpSizes
 from finwhale.ops.sampling import (
     SamplingBatch,
 )
@@ -13,6 +13,5 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
         operator="sample",
         name="greedy",
         args=lambda: (draw.normal(max(1, len(chunks)), s.vocab_size), SamplingBatch()),
-        tolerance=MODEL_TOLERANCE,
         bytes=len(chunks) * 4.0 * s.vocab_size,
     )

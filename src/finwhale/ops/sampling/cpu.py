@@ -28,7 +28,3 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         values += logits[rows_R]
         ids[rows_R] = values.argmax(-1)
     return SampledTokens(ids_S=torch.from_numpy(ids), valid_S=torch.from_numpy(finite))
-
-
-def best_candidates(logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-    return ref.best_candidates(logits_SV, batch, first, noise=gumbel)

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.sampling import Filters, SamplingBatch
 from finwhale.ops.sampling.noise import HALF
 
@@ -417,9 +417,8 @@ def _draw_kernel(
     PDL: tl.constexpr,
 ):
     """Find the candidate of a part of a row. The row's first logit belongs to token `first`."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     r = row
     if R > 0:

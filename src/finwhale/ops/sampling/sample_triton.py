@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
-from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch, ref
+from finwhale.ops.sampling import SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, find_kept, finite, order
 from finwhale.ops.sampling.noise import HALF
 
@@ -59,9 +59,8 @@ def _best_kernel(
 
     The row's first logit belongs to token `first`.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     offsets = tl.arange(0, BLOCK_V)
@@ -88,9 +87,8 @@ def _best_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def _pick_kernel(best_ptr, ids_ptr, valid_ptr, parts, BLOCK_P: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start_next(PDL)
+    wait_for_last(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)
     keys = tl.load(best_ptr + row * parts + part, mask=part < parts, other=-0x8000000000000000)
@@ -244,55 +242,32 @@ def _best(
     return best_SP, low_SP
 
 
-def _penalise(x_SV: Tensor, p: Penalties) -> None:
-    N = len(p.rows_N)
-    _penalise_kernel[(triton.cdiv(N, BLOCK_N),)](
-        *(x_SV, p.rows_N, p.ids_N, p.counts_N, p.repetition_N, p.frequency_N, p.presence_N),
-        *(N, x_SV.stride(0)),
-        BLOCK_N=BLOCK_N,
-        num_warps=4,
-        enable_fp_fusion=False,  # round a product before its subtraction
-    )
-
-
-def _add(x_SV: Tensor, b: Bias) -> None:
-    N = len(b.rows_N)
-    _add_kernel[(triton.cdiv(N, BLOCK_N),)](
-        x_SV, b.rows_N, b.ids_N, b.values_N, N, x_SV.stride(0), BLOCK_N=BLOCK_N, num_warps=4
-    )
-
-
-def _restrict(x_SV: Tensor, a: AllowedTokens) -> None:
-    V = x_SV.shape[1]
-    _restrict_kernel[len(a.rows_G), triton.cdiv(V, BLOCK_V)](
-        *(x_SV, a.rows_G, a.words_GW, V, x_SV.stride(0), a.words_GW.stride(0)),
-        BLOCK_V=BLOCK_V,
-        num_warps=4,
-    )
-
-
 def _change(logits_SV: Tensor, batch: SamplingBatch) -> Tensor:
     """Apply penalties, bias and allowed tokens to the logits."""
-    if batch.penalties is None and batch.bias is None and batch.allowed is None:
+    p, b, a = batch.penalties, batch.bias, batch.allowed
+    if p is None and b is None and a is None:
         return logits_SV
     x_SV = logits_SV.clone(memory_format=torch.contiguous_format)
-    if batch.penalties is not None and len(batch.penalties.rows_N):
-        _penalise(x_SV, batch.penalties)
-    if batch.bias is not None and len(batch.bias.rows_N):
-        _add(x_SV, batch.bias)
-    if batch.allowed is not None and len(batch.allowed.rows_G):
-        _restrict(x_SV, batch.allowed)
+    V, stride = x_SV.shape[1], x_SV.stride(0)
+    if p is not None and (N := len(p.rows_N)):
+        _penalise_kernel[(triton.cdiv(N, BLOCK_N),)](
+            *(x_SV, p.rows_N, p.ids_N, p.counts_N, p.repetition_N, p.frequency_N, p.presence_N),
+            *(N, stride),
+            BLOCK_N=BLOCK_N,
+            num_warps=4,
+            enable_fp_fusion=False,  # round a product before its subtraction
+        )
+    if b is not None and (N := len(b.rows_N)):
+        _add_kernel[(triton.cdiv(N, BLOCK_N),)](
+            x_SV, b.rows_N, b.ids_N, b.values_N, N, stride, BLOCK_N=BLOCK_N, num_warps=4
+        )
+    if a is not None and len(a.rows_G):
+        _restrict_kernel[len(a.rows_G), triton.cdiv(V, BLOCK_V)](
+            *(x_SV, a.rows_G, a.words_GW, V, stride, a.words_GW.stride(0)),
+            BLOCK_V=BLOCK_V,
+            num_warps=4,
+        )
     return x_SV
-
-
-def _drawn(x_SV: Tensor, batch: SamplingBatch, early_launch: bool) -> Tensor:
-    """The candidates [S,P] of a batch in which rows draw."""
-    filters, kept = batch.filters, None
-    parts = _parts(*x_SV.shape)
-    if filters is not None and filters.active:
-        best = _best(x_SV, parts, low=True, early_launch=early_launch)
-        kept = find_kept(x_SV, *best, parts, filters)
-    return draw(x_SV, parts, batch, kept, early_launch=early_launch)
 
 
 def sample(logits_SV: Tensor, batch: SamplingBatch, *, early_launch: bool = False) -> SampledTokens:
@@ -301,8 +276,14 @@ def sample(logits_SV: Tensor, batch: SamplingBatch, *, early_launch: bool = Fals
             raise ValueError(f"sampling takes float32 logits, got {logits_SV.dtype}")
         _check(logits_SV)
     x_SV = _change(logits_SV, batch)
-    if batch.filters is not None and len(batch.filters.temperature_R):
-        ids_S, valid_S = _pick(_drawn(x_SV, batch, early_launch), early_launch)
+    filters, kept = batch.filters, None
+    if filters is not None and len(filters.temperature_R):
+        parts = _parts(*x_SV.shape)
+        if filters.active:
+            best = _best(x_SV, parts, low=True, early_launch=early_launch)
+            kept = find_kept(x_SV, *best, parts, filters)
+        drawn_SP = draw(x_SV, parts, batch, kept, early_launch=early_launch)
+        ids_S, valid_S = _pick(drawn_SP, early_launch)
     else:
         ids_S, valid_S = greedy(x_SV, early_launch=early_launch)
     logprobs = ref.measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None

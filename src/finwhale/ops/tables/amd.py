@@ -7,7 +7,7 @@ interpreter and on an NVIDIA GPU, never on AMD hardware: docs/platforms.md.
 from dataclasses import replace
 
 from finwhale.ops.attention import sparse_attention_triton as attention
-from finwhale.ops.mhc.mhc_unfused_triton import mhc_post_pre
+from finwhale.ops.mhc.ref import mhc_post_pre
 from finwhale.ops.moe import experts_triton
 from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.table import Ops
@@ -37,7 +37,7 @@ def table(platform: Platform) -> Ops:
     return replace(
         portable,
         capabilities=replace(portable.capabilities, side_streams=False),
-        mhc_post_pre=mhc_post_pre,
+        mhc_post_pre=bind(mhc_post_pre, post=portable.mhc_post, pre=portable.mhc_pre),
         route_by_score=bind(route_by_score, stages=MAX_STAGES),
         route_by_hash=bind(route_by_hash, stages=MAX_STAGES),
         sparse_attention=bind(attention.sparse_attention, plan=attention_plan),

@@ -13,7 +13,8 @@ from finwhale.ops.linear import cpu as linear
 from finwhale.ops.mhc import cpu as mhc
 from finwhale.ops.moe import cpu as moe
 from finwhale.ops.norm.cpu import rms_norm
-from finwhale.ops.sampling import cpu as sampling
+from finwhale.ops.sampling.cpu import sample
+from finwhale.ops.sampling.noise_cpu import gumbel
 from finwhale.ops.tables import bind, reference
 
 OPS = replace(
@@ -40,7 +41,7 @@ OPS = replace(
     experts_compute=moe.compute,
     experts_combine=moe.combine,
     swiglu_mlp=moe.swiglu_mlp,
-    sample=sampling.sample,
-    best_candidates=sampling.best_candidates,
+    sample=sample,
+    best_candidates=bind(reference.OPS.best_candidates, noise=gumbel),
     markov_logits=bind(markov_logits, linear=linear.linear),
 )

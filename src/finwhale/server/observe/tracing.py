@@ -57,10 +57,9 @@ class Traces:
             logging.getLogger(name).addFilter(
                 lambda record: repeated.left_out(str(record.msg)) is not None
             )
-        self._exporter = OTLPSpanExporter(endpoint)
         # The SDK would wait up to 30 s for a collector when the process ends.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer("finwhale", finwhale.__version__)
 
     def add(
@@ -98,10 +97,9 @@ class Traces:
 
     def close(self) -> None:
         """Sends the last spans, if the collector takes them within FLUSH_S."""
-        flushing = threading.Thread(target=self._provider.force_flush, daemon=True)
-        flushing.start()
-        flushing.join(FLUSH_S)
-        self._exporter.shutdown()
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(FLUSH_S)
 
     def _add_children(self, parent: Span, log: RequestLog, offset_ns: int) -> None:
         """Adds the spans of the engine's work on each prompt that got a token."""
