@@ -37,9 +37,9 @@ ASKED = {
 }
 
 
-def open_server(path: Path | None, **options: Any) -> RunningServer:
-    store = None if path is None else str(path / "store")
-    llm = LLM(device="cpu", max_num_seqs=4, max_model_len=2048, prefix_store=store, **options)
+def open_server(model: Path, path: Path, **options: Any) -> RunningServer:
+    common = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 2048}
+    llm = LLM(model, **common, prefix_store=str(path / "store"), **options)
     return RunningServer(llm._engine)
 
 
@@ -52,10 +52,10 @@ def close_server(server: RunningServer) -> None:
 class Pair:
     """A prefill server and a decode server."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.prefill = open_server(path, role="prefill")
-        self.decode = open_server(path)
+    def __init__(self, model: Path, path: Path) -> None:
+        self.model, self.path = model, path
+        self.prefill = open_server(model, path, role="prefill")
+        self.decode = open_server(model, path)
 
     @property
     def stored(self) -> StoredPrefixes:
@@ -69,8 +69,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("pair"))
+def pair(short_demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(short_demo_path, tmp_path_factory.mktemp("pair"))
     yield pair
     close_server(pair.prefill)
     close_server(pair.decode)
@@ -162,7 +162,7 @@ def test_a_bad_store_delays_no_answer_for_long(
 def test_another_store_is_told_once_with_the_field_that_differs(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = open_server(pair.path, activations="exact")
+    other = open_server(pair.model, pair.path, activations="exact")
     for name in ("other 1", "other 2"):
         params = prefill(other, COMPLETIONS, name)
         assert decode(pair.decode, COMPLETIONS, name, params)[1] == 0

@@ -100,8 +100,10 @@ def test_usage_of_a_cached_prompt(server: RunningServer) -> None:
     assert (opened.input_tokens, opened.cache_read_input_tokens) == (counted, 0)
     assert final.cache_read_input_tokens and final.cache_read_input_tokens > 0
     assert final.input_tokens + final.cache_read_input_tokens == counted
-    with server.openai().responses.stream(model=MODEL, input=TEXT * 12) as responses:
-        usage = responses.get_final_response().usage
+    *_, last = server.openai().responses.create(
+        model=MODEL, input=TEXT * 12, max_output_tokens=1, stream=True
+    )
+    usage = last.response.usage  # type: ignore[union-attr]
     assert usage is not None and usage.input_tokens_details.cached_tokens > 0
 
 
