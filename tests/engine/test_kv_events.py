@@ -220,6 +220,16 @@ def test_an_address_that_is_taken() -> None:
             KvEvents(str(port))
 
 
+def test_a_start_that_fails_gives_the_address_back(tmp_path: Path) -> None:
+    path, before = draft_model(tmp_path, "mtp"), threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(FinwhaleError, match="the cache needs at least"):
+        LLM(path, device="cpu", cache_memory_bytes=1, kv_events=str(port))
+    assert threading.active_count() == before
+    KvEvents(str(port)).close()
+
+
 @pytest.mark.parametrize("given", ["", "here", "1:2:3", "99999", "tcp://*:5557"])
 def test_a_wrong_option(given: str) -> None:
     with pytest.raises(FinwhaleError, match=r"kv_events must be \[HOST:\]PORT"):

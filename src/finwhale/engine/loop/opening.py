@@ -23,7 +23,8 @@ def start_engine(
     tokenizer: Tokenizer | None,
     placement: Placement | None = None,
 ) -> Engine:
-    """Open the ranks, make their engine and warm it up, so that no request waits for a compilation.
+    """Open an engine with its prefix store and its events, and warm it up, so that no request waits
+    for a compilation.
 
     Args:
         model_config: the checkpoint's. An engine that does not draft drops a DSpark head.
@@ -36,9 +37,28 @@ def start_engine(
     if config.prefix_store is not None:
         directory, _ = parse(config.prefix_store)
         config = replace(config, prefix_salt=config.prefix_salt or salt_of(directory))
-    events = None
-    if config.kv_events is not None:
-        events = import_extra("finwhale.engine.loop.kv_events").KvEvents(config.kv_events)
+    if config.kv_events is None:
+        return _open(config, model_config, weights, tokenizer, placement)
+    events = import_extra("finwhale.engine.loop.kv_events").KvEvents(config.kv_events)
+    try:
+        engine = _open(config, model_config, weights, tokenizer, placement)
+    except BaseException:
+        events.close()
+        raise
+    if engine.scheduler.prefix is None:
+        events.close()
+    else:
+        engine.scheduler.prefix.events = events
+    return engine
+
+
+def _open(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    tokenizer: Tokenizer | None,
+    placement: Placement | None,
+) -> Engine:
     unused_head = model_config.draft_head if config.draft_tokens == 0 else None
     if unused_head == "dspark":
         # The head has three whole layers, and every forward would compute its context.
@@ -53,7 +73,5 @@ def start_engine(
         engine.start_seconds["warm-up"] = time.monotonic() - began
     # After the warm-up, whose requests are not worth saving.
     attach_store(config, model_config, weights.checkpoint, executor, engine.scheduler)
-    if engine.scheduler.prefix is not None:
-        engine.scheduler.prefix.events = events
     executor.mark_ready()
     return engine
