@@ -227,7 +227,7 @@ class Scheduler:
                 self.prefix.adopt(known[:resumable], sequence.tables)
                 sequence.blocks.extend(known[:resumable])
                 if self.admission.stored is not None:
-                    self.admission.stored.save_shared(sequence.blocks, sequence.prefix_owner)
+                    self.admission.stored.save_chain(sequence.blocks, sequence.prefix_owner)
             sequence.num_computed = resumable * size
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed

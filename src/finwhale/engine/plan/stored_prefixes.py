@@ -12,7 +12,7 @@ sequence is admitted, the load keeps the blocks, and the room that the sequence 
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -34,8 +34,8 @@ MOST_TRIES = 2
 # The most states on their way. The windowed groups have pages for so many beside those that running
 # sequences need (kv_cache.py).
 MOVING_STATES = 8
-# The store is switched off if it reads fewer than so many times the tokens per second of prefill.
-# Both rates are known after so many seconds of reading, and of prefill.
+# The store is switched off if it reads fewer than LEAST_SPEED times the tokens per second that
+# prefill computes. A rate counts when it was measured for LEAST_SECONDS.
 LEAST_SPEED, LEAST_SECONDS = 3, 2.0
 # An answer waits at most so long until the store has the blocks of its request.
 LONGEST_FLUSH_S = 1.0
@@ -71,7 +71,7 @@ class Transfers(Protocol):
         ...
 
     def saving(self, keys: Collection[bytes]) -> bool:
-        """Whether a record of one of these blocks is being saved."""
+        """Return whether the store still saves a record of one of these blocks."""
         ...
 
     def advance(self) -> None:
@@ -124,14 +124,12 @@ class Flush:
     """Blocks of a sequence that has ended, while its answer waits until the store has them.
 
     Attributes:
-        keys: of all blocks of the chain.
         deadline: when the answer waits no longer (time.monotonic()).
     """
 
     request_id: str
     owner: str
     chain: list[Block]
-    keys: frozenset[bytes]
     deadline: float
 
 
@@ -187,8 +185,8 @@ class StoredPrefixes:
             if state:
                 self._save_state(block, owner)
 
-    def save_shared(self, blocks: Sequence[Block], owner: str) -> None:
-        """Save the blocks that a second sequence uses, which resumes after them."""
+    def save_chain(self, blocks: Sequence[Block], owner: str) -> None:
+        """Save the blocks of a sequence, and the state after the last one."""
         for block in blocks:
             self._save_block(block, owner)
         self._save_state(blocks[-1], owner)
@@ -199,17 +197,14 @@ class StoredPrefixes:
         if not blocks or self.off:
             return
         if self._saves_all or sequence.num_cached:
-            for block in blocks:
-                self._save_block(block, owner)
-            self._save_state(blocks[-1], owner)
+            self.save_chain(blocks, owner)
         key = self._prefix.owner_key(owner)
         used = [Record(b.key, "block", key) for b in blocks if b.saved]
         used += [Record(b.key, "state", key) for b in blocks if b.state_saved]
         self._transfers.find(used)
         if sequence.saves_first:
             until = time.monotonic() + LONGEST_FLUSH_S
-            keys = frozenset(block.key for block in blocks)
-            flush = Flush(sequence.request_id, owner, [], keys, until)
+            flush = Flush(sequence.request_id, owner, [], until)
             for block in blocks:
                 self._prefix.use(flush.chain, block)
             self.flushes.append(flush)
@@ -229,7 +224,7 @@ class StoredPrefixes:
         waits = (
             not all(block.saved for block in flush.chain)
             or not all(block.state is None or block.state_saved for block in last)
-            or self._transfers.saving(flush.keys)
+            or self._transfers.saving({block.key for block in flush.chain})
         )
         if waits and not self.off:
             if time.monotonic() < flush.deadline:
@@ -316,22 +311,23 @@ class StoredPrefixes:
 
     def end_load(self, sequence: SequenceState) -> None:
         """Let go of what was loaded for a sequence, which is admitted now or has ended."""
-        for load in self.loads:
-            if load.sequence is sequence:
-                load.reserved = 0
-        self._release_complete(lambda load: not load.reserved)
+        for load in [load for load in self.loads if load.sequence is sequence]:
+            load.reserved = 0
+            if load.complete:
+                self._release(load)
 
     def make_room(self) -> bool:
         """Let go of what waiting sequences have loaded; returns whether there was any."""
-        return self._release_complete(lambda load: True)
+        complete = [load for load in self.loads if load.complete]
+        for load in complete:
+            self._release(load)
+        return bool(complete)
 
-    def _release_complete(self, wanted: Callable[[Load], bool]) -> bool:
-        ended = [load for load in self.loads if load.complete and wanted(load)]
-        for load in ended:
-            self._prefix.release(load.chain)
-            self._moving_states -= 1
-            self.loads.remove(load)
-        return bool(ended)
+    def _release(self, load: Load) -> None:
+        """Let go of a load's blocks and its state."""
+        self._prefix.release(load.chain)
+        self._moving_states -= 1
+        self.loads.remove(load)
 
     def _records(self, sequence: SequenceState, keys: Sequence[bytes]) -> list[Record]:
         owner = self._prefix.owner_key(sequence.prefix_owner)
@@ -351,7 +347,10 @@ class StoredPrefixes:
             self.off = why
             logger.warning("the prefix store is switched off until the next start: %s", why)
             self._transfers.give_up_loads()
-            return self.cancel()
+            released = self.cancel()
+            for load in self.loads:
+                load.found = None
+            return released
         for record, pages, transfer in self._saves:
             if transfer.done:
                 self._pages.drop(pages)
@@ -361,8 +360,6 @@ class StoredPrefixes:
         released = []
         for load in [load for load in self.loads if not load.complete]:
             has_room = self._moving_states < MOVING_STATES
-            if load.found is not None and self.off:
-                load.found = None
             if load.found is not None and load.found.done() and has_room:
                 released.append((load, self._start(load, load.found.result())))
             if load.found is None and all(transfer.done for _, transfer in load.parts):
@@ -464,4 +461,4 @@ class StoredPrefixes:
         self.counts.loaded_tokens += len(blocks) * self._prefix.block_tokens
         load.keys, load.parts, load.complete = [], [], True
         if not load.reserved:  # its sequence has ended
-            self.end_load(load.sequence)
+            self._release(load)

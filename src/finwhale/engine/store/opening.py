@@ -84,7 +84,8 @@ def attach_store(
         config, model_config, checkpoint, executor.description, page_bytes, runner.model.dtype
     )
     counts = StoreCounts()
-    own = DirectoryStore(path, fingerprint(about), about, limit, counts)
+    name = StoreName(str(path), fingerprint(about), about)
+    own = DirectoryStore(path, name.fingerprint, about, limit, counts)
     sizes = record_bytes(scheduler.pages, page_bytes)
     store = open_peers(config, own, about, sizes)
     transfers = open_transfers(store, executor, sizes, page_bytes, counts)
@@ -100,7 +101,7 @@ def attach_store(
         scheduler.prefix,
         transfers,
         saves_all=config.prefix_store_saves == "all",
-        name=StoreName(str(path), fingerprint(about), about),
+        name=name,
     )
 
 
