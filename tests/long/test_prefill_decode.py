@@ -116,7 +116,9 @@ class Deployment:
         return answer.usage.model_dump()["prompt_cache_hit_tokens"]
 
     def one_busy(self, servers: Sequence[Server]) -> Server:
-        """The server that has a request. Others may have one whose answer nobody awaits."""
+        """Return the server that answers the test's request. Another server may still compute a
+        request whose client has gone.
+        """
         programs = [server.program for server in servers]
         wait_for(lambda: any(server.busy for server in servers), SECONDS, programs)
         return next(server for server in servers if server.busy)

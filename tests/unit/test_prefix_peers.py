@@ -32,7 +32,7 @@ from .test_directory_store import content, get, put, record
 
 SIZES: dict[RecordKind, int] = {"block": 1000, "state": 3000}
 SECRET = b"secret"
-# What a client sends first, and a message with a wrong code.
+# A client's first bytes: its random number, and a message with a wrong code.
 FIRST_BYTES = NONCE_BYTES + HEAD.size + 2
 WRONG = HEAD.pack(2, b"c" * CODE_BYTES) + b"{}"
 ABOUT = {"dtype": "float32", "device": "x"}

@@ -504,7 +504,7 @@ def test_random_traffic(data: st.DataObject) -> None:
 def test_agents_whose_prompts_do_not_fit_the_cache() -> None:
     """64 sessions in turn, with room for 5% of their blocks; then the same after a restart.
 
-    What is loaded for one must not be evicted for another before it is used.
+    The cache must not evict blocks that it has loaded for a session before that session uses them.
     """
     draw, contents = random.Random(0), Contents()
     sessions = [text(1100, 100 + n) for n in range(64)]

@@ -48,7 +48,7 @@ TABLES = {
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = GIB  # NCCL and the ranks' plans take some hundred MiB at most.
 MIN_CACHE_BYTES = GIB  # Compiled kernels of one configuration take about 100 MiB.
-# What is written to a prefix store's directory and read again, to measure it.
+# To measure a prefix store's directory, doctor writes and reads a file of this size, in pieces.
 MEASURED_BYTES, PIECE_BYTES = 2**28, 2**20
 MOUNTS = Path("/proc/mounts")
 PROMPT = "Once upon a time"

@@ -40,7 +40,7 @@ class KvEvents:
             number is left out, by which subscribers notice the loss.
 
     Raises:
-        ResourceError: nobody can listen on the address.
+        ResourceError: the address cannot be used.
     """
 
     def __init__(self, address: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 NONCE_BYTES, CODE_BYTES = 16, 32
 HEAD = struct.Struct(f"<I{CODE_BYTES}s")  # length and code of a message
 MOST_BYTES, MOST_FIRST_BYTES = 2**22, 2**12  # of a message; of the first one, from a stranger
-# What a method of Channel raises, or what is raised by using the content of a message.
+# Methods of Channel raise these errors, and so does code that uses the content of a wrong message.
 FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError)
 
 

@@ -195,7 +195,9 @@ class EngineLoop:
             self._send(wire.Step(deltas, metrics))
 
     def _flushed(self, touched: list[RequestOutput]) -> list[RequestOutput]:
-        """Those of the requests, and of those held back before, that wait for no store."""
+        """Return the requests whose answers can be sent now: the changed ones, and those that the
+        prefix store has delayed until now.
+        """
         ready: list[RequestOutput] = []
         touched, self._flushing = self._flushing + touched, []
         for one in touched:
