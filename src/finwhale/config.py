@@ -149,8 +149,7 @@ class EngineConfig:
     prefix_store: str | None = option(
         None,
         "keep cached prefixes in a directory, so that they survive restarts and evictions, and "
-        "serve other servers; the oldest go when all have more than SIZE bytes (such as 500GB). "
-        "On a CPU alone so far",
+        "serve other servers; the oldest go when all have more than SIZE bytes (such as 500GB)",
         unset="prefixes are kept in the cache alone",
         metavar="DIR[:SIZE]",
     )

@@ -148,7 +148,7 @@ def test_side_streams_are_shared(tiny: Path, monkeypatch: pytest.MonkeyPatch) ->
     made: list[torch.cuda.Stream] = []
     real = torch.cuda.Stream
     # Weights are sent on a stream that ends with loading, and results come to the host on another.
-    others = ("finwhale.weights.staging", "finwhale.engine.steps.host_transfer")
+    others = ("finwhale.weights.staging", "finwhale.engine.steps.executor")
 
     def counting(*args: object, **options: object) -> torch.cuda.Stream:
         stream = real(*args, **options)  # type: ignore[arg-type]

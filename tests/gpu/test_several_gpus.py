@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from tests.support.integrity import check_engine
 from tests.support.processes import importable_tests
 from tests.support.stepping import Stepper
+from tests.support.stored_pages import digests, run, saved
 
 from finwhale import SamplingParams
 from finwhale.bench import accuracy
@@ -32,6 +34,7 @@ from finwhale.engine.ranks.devices import fewest_ranks
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import Ranks
 from finwhale.engine.steps.inputs import with_bounds
+from finwhale.engine.store.opening import attach_store
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.step_inputs import Inline
 from finwhale.models.weight_sources import Weights
@@ -235,6 +238,26 @@ def test_graphs_and_batches_change_no_bit(two: Engine) -> None:
 def test_seeds_decide_the_tokens(two: Engine, wanted: list[list[int]]) -> None:
     """A second run, in other slots and without cached prefixes, gives them again."""
     assert tokens(two) == wanted
+
+
+def test_prefixes_come_back_to_both_ranks(two: Engine, tmp_path: Path) -> None:
+    """The ranks hold equal pages, when they have computed them and when rank 0's were loaded."""
+    two.reset_prefix_cache()
+    config = replace(two.config, prefix_store=str(tmp_path))
+    attach_store(config, two.model_config, None, two.executor, two.scheduler)
+    prompts = [text(seed, length) for seed, length in ((3, 1300), (4, 700), (5, 3900))]
+    found = []
+    for _ in range(2):
+        results = [run(two, prompt, PARAMS[0]) for prompt in prompts]
+        saved(two)
+        pages = [digests(two, prompt) for prompt in prompts]
+        found.append(([result.outputs[0].token_ids for result in results], pages))
+        cached = [result.num_cached_tokens for result in results]
+        two.reset_prefix_cache()
+    stored, two.scheduler.admission.stored = two.scheduler.admission.stored, None
+    assert stored is not None
+    stored.close()
+    assert found[0] == found[1] and cached == [1280, 512, 3840]
 
 
 def test_drafting_changes_no_token(wanted: list[list[int]]) -> None:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,6 +40,8 @@ MOVING_STATES = 8
 LEAST_SPEED, LEAST_SECONDS = 3, 2.0
 # An answer waits at most so long until the store has the blocks of its request.
 LONGEST_FLUSH_S = 1.0
+# Most searches end in this time, and find nothing, so their sequences need not wait for a step.
+FIND_S = 0.002
 # It is switched off too if a search, or the records of one load, take longer.
 LONGEST_S = 30.0
 
@@ -302,6 +305,10 @@ class StoredPrefixes:
             return None
         sequence.store_tries += 1
         found = self._transfers.find(self._records(sequence, keys))
+        with suppress(TimeoutError):
+            if not any(found.result(FIND_S)):
+                sequence.store_tries = MOST_TRIES
+                return None
         reserved, deadline = num_blocks - resumable, time.monotonic() + LONGEST_S
         load = Load(sequence, [], resumable, keys, found, reserved, deadline)
         for block in known:
@@ -365,6 +372,7 @@ class StoredPrefixes:
             if load.found is None and all(transfer.done for _, transfer in load.parts):
                 released.append((load, load.keys))
                 self._finish(load)
+        self._transfers.advance()  # begins what `_start` added
         return released
 
     def _why_useless(self) -> str:

@@ -72,6 +72,8 @@ class LocalExecutor(StepExecutor):
         self._open = None
         for group in self.weights.groups.values():
             group.close()
+        if self.page_copies is not None:
+            self.page_copies.close()
         runner = self.runner
         runner.graphs = runner.prefill_graphs = runner.verification_steps = None
         self.collectives.close()

@@ -62,8 +62,6 @@ class Decisions:
         self.platform, self.device = choose_device(config.device)
         if self.device.index:
             torch.cuda.set_device(self.device)
-        if config.prefix_store is not None and self.device.type != "cpu":
-            raise FinwhaleError("prefix_store works on a CPU alone so far: leave it out on a GPU")
         self.dtype = choose_dtype(config.dtype, self.platform)
         self.round_activations = config.activations == "as-trained"
         self.architecture = architecture_of(model_config)

@@ -60,11 +60,19 @@ class PageCopies:
         self._batches = 0
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            pin = torch.cuda.cudart().cudaHostRegister
-            if int(pin(self._buffer.data_ptr(), self._buffer.nbytes, 0)):
-                raise ResourceError(f"{self._buffer.nbytes:,} bytes of memory cannot be pinned")
+            address, size = self._buffer.data_ptr(), self._buffer.nbytes
+            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+                raise ResourceError(
+                    f"{size:,} bytes of memory cannot be pinned for the prefix store"
+                )
             self._stream = torch.cuda.Stream(device)
             self._count = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def close(self) -> None:
+        """Wait for the copies, and unpin the buffer. No call may follow."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
 
     def begin(self, copies: Sequence[PageCopy]) -> "Copying":
         """Launch copies after all work that was launched before.

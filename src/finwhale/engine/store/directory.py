@@ -12,6 +12,7 @@ The files' modification times say when they were last used. The server that hold
 the oldest files when the directory becomes too large.
 """
 
+import errno
 import fcntl
 import itertools
 import json
@@ -94,7 +95,7 @@ class DirectoryStore:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         known = self._folder / ABOUT
         if not known.exists():
-            self._replace(known, json.dumps(self._about, indent=1).encode())
+            _replace(str(known), json.dumps(self._about, indent=1).encode())
 
     def contains(self, records: Sequence[Record]) -> list[bool]:
         now = time.time_ns()
@@ -116,14 +117,14 @@ class DirectoryStore:
             descriptor = os.open(file, os.O_RDONLY)
         except OSError:
             return False
-        try:
-            whole = _read_all(descriptor, [memoryview(header), into])
+        try:  # a longer file fills the last byte, too
+            count = os.readv(descriptor, [header, into, bytearray(1)])
         except OSError:
             return False
         finally:
             os.close(descriptor)
-        if whole and bytes(header) == HEADER.pack(MAGIC, len(into), zlib.crc32(into)):
-            self._use(file, time.time_ns())
+        whole = count == len(header) + len(into)
+        if whole and header == HEADER.pack(MAGIC, len(into), zlib.crc32(into)):
             return True
         logger.warning("the prefix store removes a damaged file: %s", file)
         with suppress(OSError):
@@ -131,15 +132,18 @@ class DirectoryStore:
         return False
 
     def write(self, record: Record, content: memoryview) -> bool:
-        file = Path(self._file(record))
-        if self._use(str(file), time.time_ns()):
+        file = self._file(record)
+        if self._use(file, time.time_ns()):
             return True
         header = HEADER.pack(MAGIC, len(content), zlib.crc32(content))
         try:
-            self._make_folder()  # `finwhale store` may have removed it
-            for folder in (file.parent.parent, file.parent):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            self._replace(file, header, content)
+            try:
+                _replace(file, header, content)
+            except FileNotFoundError:  # the first of its folder, or `finwhale store` removed it
+                self._make_folder()
+                for folder in Path(file).parents[1::-1]:
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                _replace(file, header, content)
         except OSError as error:
             if not self._failed:
                 self._failed = True
@@ -158,21 +162,6 @@ class DirectoryStore:
         name = record.key.hex()
         owner = record.owner.hex() or EVERYONE
         return f"{self._folder}/{owner}/{name[:2]}/{name}.{record.kind}"
-
-    def _replace(self, file: Path, *parts: bytes | memoryview) -> None:
-        """Write a file that appears when it is whole."""
-        name = file.with_name(f"{TEMPORARY}{os.getpid()}-{next(NUMBERS)}")
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            try:
-                _write_all(descriptor, [memoryview(part) for part in parts])
-            finally:
-                os.close(descriptor)
-            os.rename(name, file)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
 
     def _count(self, written: int) -> None:
         """Count written bytes, and make room when the directory may have become too large."""
@@ -306,21 +295,21 @@ def salt_of(path: Path) -> str:
         raise ResourceError(f"the prefix store {path} cannot be used: {error}") from None
 
 
-def _read_all(descriptor: int, parts: list[memoryview]) -> bool:
-    """Fill all parts; False: the file has fewer bytes or more."""
-    for part in parts:
-        while part:
-            count = os.readv(descriptor, [part])
-            if not count:
-                return False
-            part = part[count:]
-    return not os.read(descriptor, 1)
-
-
-def _write_all(descriptor: int, parts: list[memoryview]) -> None:
-    for part in parts:
-        while part:
-            part = part[os.write(descriptor, part) :]
+def _replace(file: str, *parts: bytes | memoryview) -> None:
+    """Write a file that appears when it is whole."""
+    name = f"{os.path.dirname(file)}/{TEMPORARY}{os.getpid()}-{next(NUMBERS)}"
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        try:
+            if os.writev(descriptor, parts) < sum(map(len, parts)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
+        os.rename(name, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 if __name__ == "__main__":

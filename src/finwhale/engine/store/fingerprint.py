@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from importlib.metadata import version
 
 import torch
 
@@ -33,11 +34,10 @@ def describe(
         checkpoint: None: random weights.
         page_bytes: bytes of a page, by group.
     """
-    device = torch.device(rank.device)
+    device, library = torch.device(rank.device), "numpy"
+    kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
-    else:
-        kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        kind, library = torch.cuda.get_device_name(device), "triton"
     return {
         "weights": "random" if checkpoint is None else weights_digest(checkpoint),
         "model": _digest(repr(model_config)),
@@ -49,6 +49,7 @@ def describe(
         "ranks": "any" if config.batch_invariant else str(rank.num_ranks),
         "batch_invariant": str(config.batch_invariant),
         "device": kind,
+        "libraries": f"torch {torch.__version__}, {library} {version(library)}",
         "numerics": str(NUMERICS_VERSION),
     }
 
