@@ -13,7 +13,7 @@ from finwhale.weights.assembler import Assembler
 
 
 class Kernels:
-    """The kernels of one rank. Rank 0 builds them; the other ranks find them in the cache."""
+    """The kernels of one rank. If some are missing, rank 0 builds them before the others load."""
 
     def __init__(self, decisions: Decisions) -> None:
         self._chosen, self._peers = decisions, decisions.peers
@@ -45,13 +45,13 @@ class Kernels:
 
     def prepare(self, model: BuildableModel, max_len: int) -> Built:
         """Build and load every kernel that a request may use, of sequences up to max_len tokens."""
-        if self._peers.rank.index:
-            self._peers.barrier()
-        built = self.builds.prepare(
-            self._chosen.build_configuration(max_len), self._every_launch(model, max_len)
-        )
-        if not self._peers.rank.index:
-            self._peers.barrier()
+        peers, configuration = self._peers, self._chosen.build_configuration(max_len)
+        missing = not peers.minimum(int(self.builds.is_complete(configuration)))
+        if missing and peers.rank.index:
+            peers.barrier()
+        built = self.builds.prepare(configuration, self._every_launch(model, max_len))
+        if missing and not peers.rank.index:
+            peers.barrier()
         return built
 
     def _every_launch(self, model: BuildableModel, max_len: int) -> LaunchEnumerator:

@@ -33,6 +33,10 @@ class Builds:
     def expect(self, configuration: object) -> None:
         """Start compiler processes now if `prepare` will need them for this configuration."""
 
+    def is_complete(self, configuration: object) -> bool:
+        """Whether the cache has everything that `prepare` needs."""
+        return True
+
     def begin(self, configuration: object, launch_all: Callable[[], None]) -> None:
         """Build what `prepare` will need, while the GPU's memory is still free for compilers.
 

@@ -71,6 +71,9 @@ class KernelBuilds(Builds):
         if not complete and not self._artefacts.known() and self._pool is None:
             self._pool = self._new_pool()
 
+    def is_complete(self, configuration: object) -> bool:
+        return self._artefacts.is_complete(configuration)
+
     def begin(self, configuration: object, launch_all: Callable[[], None]) -> None:
         if self._artefacts.is_complete(configuration) or not self._artefacts.writable:
             return
