@@ -1,12 +1,14 @@
 """Two engines whose stores share no directory."""
 
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from finwhale.engine.store import peers
+from finwhale.errors import ResourceError
 
 from .test_prefix_store import draft_model, open_llm, tokens
 
@@ -34,3 +36,20 @@ def test_prefixes_of_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with open_llm(path, tmp_path / "second", prefix_peers=f"localhost:{port}", **common) as third:
         assert tokens(third, prompts, 60) == wanted
         assert third._engine.metrics().cached_tokens == 512 + 768
+
+
+def test_a_port_in_use_leaves_nothing(tmp_path: Path) -> None:
+    """The start fails when the weights are loaded: the other rank's process ends, also while
+    somebody keeps the exception.
+    """
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    before = children.read_text()
+    with socket.create_server(("localhost", 0)) as taken, pytest.raises(ResourceError) as failure:
+        open_llm(
+            draft_model(tmp_path, "two ranks"),
+            tmp_path / "store",
+            prefix_peer_port=str(taken.getsockname()[1]),
+            prefix_salt="x" * 32,
+            tensor_parallel_size=2,
+        )
+    assert children.read_text() == before, failure

@@ -67,11 +67,15 @@ def _open(
     executor = open_executor(config, model_config, weights, placement)
     engine = Engine(config, model_config, executor, tokenizer)
     engine.unused_draft_head = unused_head
-    if executor.description.needs_warm_up:
-        began = time.monotonic()
-        warm_up(engine)
-        engine.start_seconds["warm-up"] = time.monotonic() - began
-    # After the warm-up, whose requests are not worth saving.
-    attach_store(config, model_config, weights.checkpoint, executor, engine.scheduler)
+    try:
+        if executor.description.needs_warm_up:
+            began = time.monotonic()
+            warm_up(engine)
+            engine.start_seconds["warm-up"] = time.monotonic() - began
+        # After the warm-up, whose requests are not worth saving.
+        attach_store(config, model_config, weights.checkpoint, executor, engine.scheduler)
+    except BaseException:
+        engine.close()
+        raise
     executor.mark_ready()
     return engine
