@@ -1,7 +1,6 @@
 """Two engines whose stores share no directory."""
 
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,20 @@ def test_prefixes_of_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert third._engine.metrics().cached_tokens == 512 + 768
 
 
+def children() -> set[str]:
+    """The process ids of the children of all threads."""
+    return {
+        pid
+        for file in Path("/proc/self/task").glob("*/children")
+        for pid in file.read_text().split()
+    }
+
+
 def test_a_port_in_use_leaves_nothing(tmp_path: Path) -> None:
     """The start fails when the weights are loaded: the other rank's process ends, also while
     somebody keeps the exception.
     """
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
-    before = children.read_text()
+    before = children()
     with socket.create_server(("localhost", 0)) as taken, pytest.raises(ResourceError) as failure:
         open_llm(
             draft_model(tmp_path, "two ranks"),
@@ -52,4 +59,4 @@ def test_a_port_in_use_leaves_nothing(tmp_path: Path) -> None:
             prefix_salt="x" * 32,
             tensor_parallel_size=2,
         )
-    assert children.read_text() == before, failure
+    assert children() == before, failure
