@@ -1,5 +1,6 @@
 """A prefill and a decode server on one directory, asked as vllm-router 0.1.17 asks them."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,10 +38,12 @@ ASKED = {
 }
 
 
-def open_server(model: Path, path: Path, **options: Any) -> RunningServer:
+def open_server(
+    model: Path, path: Path, keys: tuple[str, ...] = (), **options: Any
+) -> RunningServer:
     common = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 2048}
     llm = LLM(model, **common, prefix_store=str(path / "store"), **options)
-    return RunningServer(llm._engine)
+    return RunningServer(llm._engine, api_keys=keys)
 
 
 def close_server(server: RunningServer) -> None:
@@ -76,8 +79,10 @@ def pair(short_demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     close_server(pair.decode)
 
 
-def post(server: RunningServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json={"model": MODEL, **body}, timeout=100)
+def post(server: RunningServer, path: str, key: str = "", **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url, asked = f"{server.url}{path}", {"model": MODEL, **body}
+    return httpx.post(url, json=asked, headers=headers, timeout=100)
 
 
 def prompt(path: str, name: str) -> dict[str, Any]:
@@ -85,17 +90,19 @@ def prompt(path: str, name: str) -> dict[str, Any]:
     return {field: [{"role": "user", "content": text}] if field == "messages" else text}
 
 
-def prefill(server: RunningServer, path: str, name: str) -> Any:
+def prefill(server: RunningServer, path: str, name: str, key: str = "") -> Any:
     asked = {**prompt(path, name), **BODIES[path][2], "kv_transfer_params": ASKED}
-    answer = post(server, path, stream=False, **asked)
+    answer = post(server, path, key, stream=False, **asked)
     assert answer.status_code == 200, answer.text
     return answer.json()["kv_transfer_params"]
 
 
-def decode(server: RunningServer, path: str, name: str, params: Any) -> tuple[Any, int]:
+def decode(
+    server: RunningServer, path: str, name: str, params: Any, key: str = ""
+) -> tuple[Any, int]:
     """What the answer says, and the number of its cached tokens."""
     asked = {**prompt(path, name), **BODIES[path][1], "kv_transfer_params": params}
-    answer = post(server, path, temperature=0, **asked)
+    answer = post(server, path, key, temperature=0, **asked)
     assert answer.status_code == 200, answer.text
     found = answer.json()
     usage = found["usage"]
@@ -128,6 +135,28 @@ def test_a_decode_server_continues_what_a_prefill_server_has_read(
     assert cached == 256 * len(blocks)
     assert decode(shared_server.get(), path, path, None) == (said, 0)
     assert pair.prefill.engine.metrics().ordinary_requests == 0
+
+
+def test_peers_with_keys(short_demo_path: Path, tmp_path: Path) -> None:
+    """Two directories: the decode server asks the prefill server, for one key's prompts alone."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    keys = {"ann": "secret-of-ann", "ben": "secret-of-ben"}
+    common: dict[str, Any] = {"keys": tuple(keys.values()), "prefix_salt": "x" * 32}
+    first = open_server(
+        short_demo_path, tmp_path / "1", role="prefill", prefix_peer_port=str(port), **common
+    )
+    second = open_server(
+        short_demo_path, tmp_path / "2", prefix_peers=f"127.0.0.1:{port}", **common
+    )
+    params = prefill(first, COMPLETIONS, "peers", keys["ann"])
+    assert decode(second, COMPLETIONS, "peers", params, keys["ben"])[1] == 0
+    said, cached = decode(second, COMPLETIONS, "peers", params, keys["ann"])
+    assert cached >= 512
+    close_server(first)  # the second has what it asked for
+    second.engine.reset_prefix_cache()
+    assert decode(second, COMPLETIONS, "peers", params, keys["ann"]) == (said, cached)
+    close_server(second)
 
 
 def test_every_block_is_saved_although_few_may_be_on_their_way(
