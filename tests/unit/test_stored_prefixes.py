@@ -247,6 +247,20 @@ def test_a_request_waits_for_no_store_that_fails_or_is_off_and_no_cache_that_is_
     assert_empty(driver.scheduler)
 
 
+def test_what_found_no_room_is_saved_later() -> None:
+    """Four sequences end together, and the store takes one record in three at first."""
+    driver, transfers = with_store(new(), {}, crowded=0.7)
+    prompts = [text(300, number) for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        driver.add(make_sequence(f"s{number}", prompt, 3))
+    driver.run()
+    assert transfers.counts.skipped
+    settle(driver)
+    kinds = [record.kind for record in transfers.contents]
+    assert kinds.count("block") == kinds.count("state") == 4
+    assert_empty(driver.scheduler)
+
+
 def test_few_blocks_are_computed() -> None:
     contents: Contents = {}
     run(contents, text(300))

@@ -248,6 +248,10 @@ class PrefixIndex:
         if lasting or block.key not in self._lasting:
             self._keep(block, lasting)
 
+    def is_lasting(self, block: Block) -> bool:
+        """Whether a sequence is likely to resume at the end of a block that has a state."""
+        return block.key in self._lasting
+
     def evict_early(self, block: Block) -> None:
         """Make the state of a block one of the first to evict: no sequence is likely to resume."""
         if self._lasting.pop(block.key, None) is not None:

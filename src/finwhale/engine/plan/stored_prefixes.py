@@ -38,7 +38,7 @@ MOVING_STATES = 8
 # The store is switched off if it reads fewer than LEAST_SPEED times the tokens per second that
 # prefill computes. A rate counts when it was measured for LEAST_SECONDS.
 LEAST_SPEED, LEAST_SECONDS = 3, 2.0
-# An answer waits at most so long until the store has the blocks of its request.
+# So long, what a sequence that has ended could not save is tried again, and its answer may wait.
 LONGEST_FLUSH_S = 1.0
 # Most searches end in this time, and find nothing, so their sequences need not wait for a step.
 FIND_S = 0.002
@@ -124,10 +124,11 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Flush:
-    """Blocks of a sequence that has ended, while its answer waits until the store has them.
+    """Blocks of a sequence that has ended, of which some are not saved yet.
 
     Attributes:
-        deadline: when the answer waits no longer (time.monotonic()).
+        request_id: whose answer waits until the store has the blocks; empty: it does not wait.
+        deadline: when the blocks are given up (time.monotonic()).
     """
 
     request_id: str
@@ -188,26 +189,31 @@ class StoredPrefixes:
             if state:
                 self._save_state(block, owner)
 
-    def save_chain(self, blocks: Sequence[Block], owner: str) -> None:
-        """Save the blocks of a sequence, and the state after the last one."""
+    def save_chain(self, blocks: Sequence[Block], owner: str) -> bool:
+        """Save the blocks of a sequence, and the states where another is likely to resume; returns
+        whether there was room for all.
+        """
+        skipped = self.counts.skipped
         for block in blocks:
             self._save_block(block, owner)
-        self._save_state(blocks[-1], owner)
+            if block is blocks[-1] or self._prefix.is_lasting(block):
+                self._save_state(block, owner)
+        return self.counts.skipped == skipped
 
     def end(self, sequence: SequenceState) -> None:
         """Save what a sequence that ends has not saved yet, and note the use of its blocks."""
         blocks, owner = sequence.blocks, sequence.prefix_owner
         if not blocks or self.off:
             return
-        if self._saves_all or sequence.num_cached:
-            self.save_chain(blocks, owner)
+        saves = self._saves_all or bool(sequence.num_cached)
+        complete = not saves or self.save_chain(blocks, owner)
         key = self._prefix.owner_key(owner)
         used = [Record(b.key, "block", key) for b in blocks if b.saved]
         used += [Record(b.key, "state", key) for b in blocks if b.state_saved]
         self._transfers.find(used)
-        if sequence.saves_first:
+        if sequence.saves_first or not complete:
             until = time.monotonic() + LONGEST_FLUSH_S
-            flush = Flush(sequence.request_id, owner, [], until)
+            flush = Flush(sequence.request_id if sequence.saves_first else "", owner, [], until)
             for block in blocks:
                 self._prefix.use(flush.chain, block)
             self.flushes.append(flush)
@@ -217,22 +223,15 @@ class StoredPrefixes:
 
     def _flush(self, flush: Flush) -> bool:
         """Save what is left of a flush; returns whether it has ended."""
-        # A sequence with the same prompt resumes after one of the last two.
-        skipped, last = self.counts.skipped, flush.chain[-2:]
-        for block in flush.chain:
-            self._save_block(block, flush.owner)
-        for block in last:
-            self._save_state(block, flush.owner)
+        skipped = self.counts.skipped
+        complete = self.save_chain(flush.chain, flush.owner)
         self.counts.skipped = skipped  # the next call tries again
-        waits = (
-            not all(block.saved for block in flush.chain)
-            or not all(block.state is None or block.state_saved for block in last)
-            or self._transfers.saving({block.key for block in flush.chain})
-        )
-        if waits and not self.off:
+        if flush.request_id:
+            complete &= not self._transfers.saving({block.key for block in flush.chain})
+        if not complete and not self.off:
             if time.monotonic() < flush.deadline:
                 return False
-            if not self._told_of_late:
+            if flush.request_id and not self._told_of_late:
                 self._told_of_late = True
                 logger.warning(
                     "the prefix store did not save a prompt within %.0f s: a decode server will "
