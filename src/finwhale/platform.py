@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,17 @@ def processor_name() -> str:
 def usable_cores() -> int | None:
     """Number of CPU cores that this process may use; None: the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def max_files(wanted: int) -> int:
+    """The number of files that this process may open, raised to `wanted` if the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(soft, wanted)
 
 
 def existing_folder(path: Path) -> Path:

@@ -67,16 +67,12 @@ class ApiKey:
     use: Use = field(default_factory=Use, compare=False)
 
     @contextmanager
-    def request(self, retry_after_s: int) -> Iterator[None]:
+    def request(self) -> Iterator[None]:
         """Counts a request. Raises ApiError (429) if the key has too many."""
         use = self.use
         if self.concurrent is not None and use.in_flight >= self.concurrent:
-            raise ApiError(
-                429,
-                f"the API key may have {self.concurrent} requests at once; try again",
-                code="key_concurrency",
-                retry_after_s=retry_after_s,
-            )
+            message = f"the API key may have {self.concurrent} requests at once; try again"
+            raise ApiError(429, message, code="key_concurrency")
         use.in_flight += 1
         try:
             yield
@@ -86,24 +82,16 @@ class ApiKey:
     def check(self, priority: int | None) -> None:
         """Checks a request before it runs. Raises ApiError (403, 429)."""
         if priority and not self.priority:
-            raise ApiError(
-                403,
-                "the API key may not set priority",
-                code="priority_not_allowed",
-                param="priority",
-            )
+            message = "the API key may not set priority"
+            raise ApiError(403, message, code="priority_not_allowed", param="priority")
         if self.tokens_per_minute is None:
             return
         self.use.refill(self.tokens_per_minute)
         if self.use.tokens < 1:
             wait_s = math.ceil((1 - self.use.tokens) * 60 / self.tokens_per_minute)
-            raise ApiError(
-                429,
-                f"the API key may use {self.tokens_per_minute} tokens a minute; try again in "
-                f"{wait_s} s",
-                code="key_tokens",
-                retry_after_s=wait_s,
-            )
+            allowed = f"the API key may use {self.tokens_per_minute} tokens a minute"
+            message = f"{allowed}; try again in {wait_s} s"
+            raise ApiError(429, message, code="key_tokens", retry_after_s=wait_s)
 
 
 class Keys:

@@ -142,22 +142,24 @@ async def _generated(
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/messages/count_tokens", responses=_ERRORS)
     async def count_tokens(body: schemas.CountTokensBody, request: Request) -> dict[str, int]:
-        return {"input_tokens": await tokens.count(state, body, _size(request))}
+        return {"input_tokens": await tokens.count(state, body, request.state.body_bytes)}
 
     @app.post("/v1/responses/input_tokens", responses=_ERRORS)
     async def count_input_tokens(
         body: schemas.ResponsesBody, request: Request
     ) -> dict[str, int | str]:
-        counted = await tokens.count(state, body, _size(request))
+        counted = await tokens.count(state, body, request.state.body_bytes)
         return {"object": "response.input_tokens", "input_tokens": counted}
 
     @app.post("/tokenize", responses=_ERRORS, response_model=schemas.TokenizeAnswer)
     async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
-        return json_answer(await tokens.tokenize(state, body, _size(request)), state.turn)
+        found = await tokens.tokenize(state, body, request.state.body_bytes)
+        return json_answer(found, state.turn)
 
     @app.post("/detokenize", responses=_ERRORS, response_model=schemas.DetokenizeAnswer)
     async def detokenize(body: schemas.DetokenizeBody, request: Request) -> Response:
-        return json_answer(await tokens.detokenize(state, body, _size(request)), state.turn)
+        found = await tokens.detokenize(state, body, request.state.body_bytes)
+        return json_answer(found, state.turn)
 
 
 def _add_service(app: FastAPI, state: ServerState) -> None:
@@ -219,26 +221,17 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
     app.mount(PAGE_PATH, PageFiles())
 
 
-def _size(request: Request) -> int:
-    """The number of bytes of the body."""
-    size: int = request.scope["state"]["body_bytes"]
-    return size
-
-
-def _begin(state: ServerState, request: Request, body: schemas.Body) -> RequestLog:
+def _begin(state: ServerState, request: Request, body: schemas.SamplingBody) -> RequestLog:
+    known = request.state
     if state.config.log_prompts:
-        found = {"request_id": request.scope["state"]["request_id"]}
-        logger.info("body", extra=found | {"body": body.model_dump(exclude_unset=True)})
-    key = request.scope["state"].get("key")
-    if key is not None:
-        key.check(getattr(body, "priority", None))
-    log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request), key)
-    log.user = request.scope["state"]["user"]
-    log.cache_salt = getattr(body, "cache_salt", None)
-    log.model = str(getattr(body, "model", None) or "")
-    log.batch = "internal_request" in request.scope["state"]
-    log.stream = bool(getattr(body, "stream", False))
-    request.scope["state"]["log"] = log
+        found = {"request_id": known.request_id, "body": body.model_dump(exclude_unset=True)}
+        logger.info("body", extra=found)
+    if known.key is not None:
+        known.key.check(body.priority)
+    log = RequestLog(known.request_id, request.url.path, known.body_bytes, known.key, known.user)
+    log.cache_salt, log.model = body.cache_salt, body.model
+    log.batch, log.stream = known.batch, bool(body.stream)
+    known.log = log
     return log
 
 
@@ -282,7 +275,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone):
-            request.scope["state"]["client_gone"] = True
+            request.state.client_gone = True
             return Response(status_code=499)  # only for the log: the client has gone
         if isinstance(error, GrammarError):
             state.metrics.grammar(error.reason)

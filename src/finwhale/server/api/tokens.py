@@ -29,11 +29,8 @@ async def tokenize(
 def _encode(state: ServerState, body: schemas.TokenizeBody) -> list[int]:
     if body.prompt is not None:
         return state.encode(body.prompt, with_bos=body.add_special_tokens)
-    fields: dict[str, Any] = {"messages": body.messages}
-    if body.tools:
-        fields["tools"] = body.tools
-    if body.thinking:
-        fields["thinking"] = body.thinking
+    given = {"messages": body.messages, "tools": body.tools, "thinking": body.thinking}
+    fields = {name: value for name, value in given.items() if value}
     converted = convert("chat", fields, default_thinking=state.config.default_thinking)
     return _encode_converted(state, converted)
 

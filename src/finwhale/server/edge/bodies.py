@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,14 +56,9 @@ class Budget(Shares):
     The first SMALL_BYTES of a body do not count, so large bodies cannot keep out small ones.
     """
 
-    def __init__(
-        self, max_bytes: int, retry_after_s: int, largest: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, max_bytes: int, largest: Callable[[], int]) -> None:
         """`largest`: the size of the largest body; on an idle server, it fits."""
-
-        def error(message: str) -> ApiError:
-            return ApiError(503, message, code="overloaded", retry_after_s=retry_after_s)
-
+        error = partial(ApiError, 503, code="overloaded")
         super().__init__("bytes of large requests", lambda: max_bytes, largest, error)
 
     def resize(self, before: int, after: int, user: str = "") -> None:

@@ -176,9 +176,5 @@ def _key(guide: Guide, user: str) -> tuple[str, bytes]:
 
 
 def _gone() -> ApiError:
-    return ApiError(
-        503,
-        "the process that checks grammars has ended; try again",
-        code="grammar_check_failed",
-        retry_after_s=1,
-    )
+    message = "the process that checks grammars has ended; try again"
+    return ApiError(503, message, code="grammar_check_failed", retry_after_s=1)

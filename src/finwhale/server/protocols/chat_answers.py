@@ -165,15 +165,10 @@ class _ChoiceForm:
 def prompt_logprobs(tables: LogprobTables, num_top: int) -> Iterator[dict[str, Any] | None]:
     """The log-probabilities of a prompt in vLLM's form, with the own token's and `num_top` more."""
     for table in tables:
-        yield (
-            None
-            if table is None
-            else {
-                str(token_id): asdict(entry)
-                for index, (token_id, entry) in enumerate(table.items())
-                if index == 0 or entry.rank <= num_top
-            }
-        )
+        entries = enumerate((table or {}).items())
+        yield {
+            str(i): asdict(entry) for n, (i, entry) in entries if n == 0 or entry.rank <= num_top
+        } or None
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

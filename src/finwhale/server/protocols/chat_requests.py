@@ -98,13 +98,9 @@ def convert_body(
     protocol = body.protocol
     fields = plain_fields(body)
     if isinstance(body, schemas.MessagesBody) and body.thread is not None:
-        raise ApiError(
-            400,
-            "thread is not supported: send the whole conversation in messages",
-            code="unsupported_value",
-            param="thread",
-            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
-        )
+        message = "thread is not supported: send the whole conversation in messages"
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise ApiError(400, message, code="unsupported_value", param="thread", details=details)
     if isinstance(body, schemas.CountTokensBody):
         fields["max_tokens"] = 1  # deepseek-recipe needs a value, which no prompt depends on
     if protocol == "responses":  # whose answer repeats these fields

@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,31 +177,32 @@ async def stream(
         else:
             yield from json_pieces(found, "data: ", "\n\n")
 
+    async def chunks(indices: Iterable[int]) -> AsyncGenerator[bytes, None]:
+        for index in indices:
+            async for piece in in_turns(chunk(index), state.turn):
+                yield piece
+
     if job.params is None:
         yield b""
-        for i in range(len(choices)):
-            async for piece in in_turns(chunk(i), state.turn):
-                yield piece
+        async for piece in chunks(range(len(choices))):
+            yield piece
     else:
         async with job.generating(state, log) as generation:
             yield b""
             if job.body.echo and not job.echoes_logprobs:
-                for i in range(len(choices)):
-                    async for piece in in_turns(chunk(i), state.turn):
-                        yield piece
+                async for piece in chunks(range(len(choices))):
+                    yield piece
             async for delta in generation:
                 state.count(log, delta)
-                choice = choices[delta.index]
+                due = []
                 if delta.prompt_logprobs is not None:
                     for i in job.same_prompt(delta.index):
                         choices[i].add_prompt(delta.prompt_logprobs)
-                        if choices[i].started and i != delta.index:
-                            async for piece in in_turns(chunk(i), state.turn):
-                                yield piece
-                choice.add(delta)
-                if choice.complete_prompt:
-                    async for piece in in_turns(chunk(delta.index), state.turn):
-                        yield piece
+                        due += [i] if choices[i].started and i != delta.index else []
+                choices[delta.index].add(delta)
+                due += [delta.index] if choices[delta.index].complete_prompt else []
+                async for piece in chunks(due):
+                    yield piece
     if job.body.wants_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _usage(job, log)}))
     yield event("[DONE]")
