@@ -7,6 +7,7 @@ arguments into the dataclass. `cli/pages.py` writes docs/options.md from the sam
 import argparse
 import difflib
 import math
+import re
 import sys
 import types
 import typing
@@ -215,14 +216,17 @@ def word_or_number(words: Sequence[str], text: str) -> str | int:
     raise argparse.ArgumentTypeError(f"expected a number or {listed}, got {text!r}")
 
 
-def host_and_port(name: str, text: str) -> tuple[str, int]:
-    """The parts of [HOST:]PORT; the default host is 127.0.0.1. Raises FinwhaleError, which names
-    the option.
+_ADDRESS = re.compile(r"(?:(?P<host>\*|\[[0-9a-fA-F:]+\]|[\w.-]+):)?(?P<port>[0-9]{1,5})")
+
+
+def host_and_port(name: str, text: str, least: int = 1) -> tuple[str, int]:
+    """The parts of [HOST:]PORT; the default host is 127.0.0.1, and the lowest port is `least`.
+    Raises FinwhaleError, which names the option.
     """
-    host, _, port = text.strip().rpartition(":")
-    if not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
-        raise FinwhaleError(f"{name} must name a HOST:PORT, got {text!r}")
-    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None or not least <= int(found["port"]) < 65536:
+        raise FinwhaleError(f"{name} must be [HOST:]PORT (5557, 10.0.0.1:5557), got {text!r}")
+    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
 
 
 def _integers(text: str) -> tuple[int, ...]:
