@@ -301,9 +301,7 @@ def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str,
     return {
         "rows": round(1 + sum(proposed) / runs, 3),
         "accepted": round(sum(accepted) / runs, 3),
-        "numbers_of_drafts": {
-            str(drafts): times for drafts, times in enumerate(exactly) if times > 0
-        },
+        "numbers_of_drafts": {str(k): times for k, times in enumerate(exactly) if times > 0},
     }
 
 

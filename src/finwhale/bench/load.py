@@ -119,12 +119,8 @@ class Loader:
 
     def loaded(self, ranks: JointRanks | None = None) -> ModelWeights:
         """Load the weights; `ranks` read together, or if it is None, this rank reads alone."""
-        source = WeightSource(
-            self.checkpoint,
-            weight_specs(self.config, self.rank),
-            ignored=ignored_prefixes(self.config),
-            device=self.device,
-        )
+        specs, ignored = weight_specs(self.config, self.rank), ignored_prefixes(self.config)
+        source = WeightSource(self.checkpoint, specs, ignored=ignored, device=self.device)
         form = WeightForm(
             ops=replace(self.ops, finish_experts=lambda w: w),
             dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,

@@ -149,20 +149,18 @@ class Matcher:
             words[:own] = self._tokenizer.words_but_end[: len(words)]
             return
         if self.error is None:
-            began = thread_time()
+            left, began = self._allowance, thread_time()
             self._compute(words, own)
-            self._allowance.seconds -= thread_time() - began
+            left.seconds -= thread_time() - began
             if self._matcher.is_error():
                 self.error = f"the grammar failed: {_first_line(self._matcher.get_error())}"
-            elif self._allowance.seconds < 0:
+            elif left.seconds < 0:
                 self.error = (
                     "the grammar is too slow: finding the tokens that it allows takes more than "
                     f"{1000 * MASK_SECONDS:g} ms of CPU time a token; use a simpler grammar, with "
                     "fewer alternatives that begin alike"
                 )
-            self._allowance.seconds = min(
-                self._allowance.seconds + MASK_SECONDS, MASK_BURST_SECONDS
-            )
+            left.seconds = min(left.seconds + MASK_SECONDS, MASK_BURST_SECONDS)
         if self.error is not None:
             words[:] = 0
 

@@ -35,11 +35,8 @@ def add_path(parser: argparse.ArgumentParser) -> None:
 
 
 def add_revision(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--revision",
-        metavar="NAME",
-        help="branch, tag or commit of the repository (default: its main branch)",
-    )
+    about = "branch, tag or commit of the repository (default: its main branch)"
+    parser.add_argument("--revision", metavar="NAME", help=about)
 
 
 def add_engine_options(

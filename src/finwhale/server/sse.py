@@ -58,12 +58,8 @@ class Stream(Response):
             await self._source.aclose()
 
     async def _send(self, send: Send) -> None:
-        head = {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
-        await send(head)
+        head = {"type": "http.response.start", "status": self.status_code}
+        await send({**head, "headers": self.raw_headers})
         pinging = asyncio.ensure_future(self._ping_when_silent(send))
         try:
             async for piece in self._source:

@@ -60,6 +60,6 @@ async def count(
     state.check_model(body.model)
 
     def encode() -> list[int]:
-        return _encode_converted(state, convert_body(state, body).converted)
+        return _encode_converted(state, convert_body(state, body)[0])
 
     return len(await state.in_thread(body_bytes, encode))

@@ -43,12 +43,8 @@ def result_of(
 ) -> bytes:
     """The result of a line that was answered. `body` is JSON in one line."""
     assert b"\n" not in body
-    response = (
-        b'{"status_code": %d, "request_id": %s, "body": '
-        % (status, json.dumps(request_id).encode())
-        + body
-        + b"}"
-    )
+    given = status, json.dumps(request_id).encode(), body
+    response = b'{"status_code": %d, "request_id": %s, "body": %s}' % given
     return _result(raw, line, response, None)
 
 

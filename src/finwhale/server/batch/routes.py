@@ -22,6 +22,9 @@ MAX_DOWNLOADS = 32
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 After = Annotated[str | None, Query(max_length=100)]
+# Of the metadata of a batch.
+Key = Annotated[str, Field(max_length=64)]
+Text = Annotated[str, Field(max_length=512)]
 _FORM = {
     "requestBody": {
         "required": True,
@@ -47,13 +50,7 @@ class BatchBody(Body):
     input_file_id: Annotated[str, Field(max_length=100)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Annotated[dict[Key, Text], Field(max_length=16)] | None = None
 
 
 def add_files(app: FastAPI, state: ServerState, responses: dict[int | str, Any]) -> None:

@@ -24,7 +24,6 @@ from finwhale.server.keys import ApiKey
 
 T = TypeVar("T")
 
-EVERYBODY = "everybody"
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
@@ -200,7 +199,7 @@ class Store:
 def owner_name(key: ApiKey | None) -> str:
     """The folder of a key's files. Keys of one name share it, and it does not reveal the key."""
     if key is None:
-        return EVERYBODY
+        return "everybody"
     return hashlib.sha256(f"batches of {key.identity}".encode()).hexdigest()[:32]
 
 

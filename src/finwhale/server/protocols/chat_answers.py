@@ -215,12 +215,9 @@ class _Answers:
             Also what `ServerState.generating` raises.
         """
         request, state = self._request, self._state
+        prompts, priority = [request.token_ids], request.body.priority
         async with state.generating(
-            [request.token_ids],
-            request.params,
-            self._log,
-            request.stop_after,
-            request.body.priority,
+            prompts, request.params, self._log, request.stop_after, priority
         ) as generation:
             yield -1, []
             if self._log.stream:  # it opens now: the first token may come much later
@@ -264,21 +261,17 @@ class _Answers:
         return events
 
     def _new_stream(self, cached_tokens: int) -> AnswerStream:
+        request, tokenizer = self._request, self._state.need_tokenizer()
         return AnswerStream(
-            self._request.converted,
-            self._state.need_tokenizer(),
-            answer_id=self._request.answer_id,
+            request.converted,
+            tokenizer,
+            answer_id=request.answer_id,
             model=self._state.model_name,
-            created=self._request.created,
-            prompt_tokens=len(self._request.token_ids),
+            created=request.created,
+            prompt_tokens=len(request.token_ids),
             cached_tokens=cached_tokens,
-            special_tokens=getattr(self._request.body, "skip_special_tokens", None) is False,
-            gate=new_gate(
-                self._state.need_tokenizer(),
-                self._request.params,
-                self._request.stop,
-                self._request.stop_after,
-            ),
+            special_tokens=getattr(request.body, "skip_special_tokens", None) is False,
+            gate=new_gate(tokenizer, request.params, request.stop, request.stop_after),
         )
 
 
