@@ -199,9 +199,7 @@ class LoadedModel:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> Iterator[PreparedPrompt | RequestOutput]:
-        """Prepare the prompts of `generate` lazily. A prompt that cannot be served gives its
-        finished result.
-        """
+        """Prepare prompts lazily. A prompt that cannot be served gives its finished result."""
         listed = as_prompts(prompts)
         return map(self._prepare, listed, as_params(sampling_params, len(listed)))
 

@@ -200,9 +200,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def similar(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """A question after the name of an unknown option: whether the most similar one was meant. All
-    names begin with `prefix`.
-    """
+    """Asks whether a similar one of `names`, which all begin with `prefix`, was meant."""
     parts = [one.removeprefix(prefix) for one in names]
     close = difflib.get_close_matches(name.removeprefix(prefix), parts, 1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""

@@ -390,9 +390,7 @@ def work(index: int, run: Run, size: int, port: int, args: argparse.Namespace, l
 
 
 def run_ranks(size: int, args: argparse.Namespace, show: Send, run: Run = measure_all) -> None:
-    """Call `run` on every rank until all have ended, one fails, or the time is over. `run` is
-    picklable.
-    """
+    """Call `run`, which is pickled, on every rank until all end, one fails or the time is over."""
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     lines = torch.multiprocessing.get_context("spawn").SimpleQueue()
     given = run, size, store.port, args, lines

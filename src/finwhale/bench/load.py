@@ -58,9 +58,7 @@ STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4
 
 
 def plain_read(checkpoint: Checkpoint, rank: Rank, device: torch.device) -> None:
-    """Copy a rank's part of all bytes of the files to its device, in pieces that overwrite each
-    other there.
-    """
+    """Copy a rank's part of the files to its device, in pieces that overwrite each other there."""
     cuda = device.type == "cuda"
     free: Queue[tuple[torch.Tensor, Any]] = Queue()
     for _ in range(PINNED_PIECES * num_threads()):

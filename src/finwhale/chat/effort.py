@@ -63,9 +63,7 @@ def effort_ladder(directory: Path) -> EffortLadder:
 
 
 def with_ladder(conversation: recipe.Conversation, ladder: EffortLadder) -> recipe.Conversation:
-    """Replace the conversation's reasoning effort so that deepseek-recipe writes the text that
-    `ladder` has for it.
-    """
+    """Change the reasoning effort so that deepseek-recipe writes the text of `ladder` for it."""
     if ladder == "0731" or not conversation.thinking_mode:
         return conversation
     strongest = conversation.reasoning_effort in ("xhigh", "max")

@@ -55,9 +55,7 @@ def add_engine_options(
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine that the arguments of `add_engine_options` describe. Raises FinwhaleError if a
-    value is out of range.
-    """
+    """The engine that the arguments describe. Raises FinwhaleError: a value is out of range."""
     cache_dir = args.cache_dir or default_directory(os.environ.get("XDG_CACHE_HOME"))
     return read_options(args, EngineConfig, cache_dir=str(cache_dir))
 

@@ -91,8 +91,7 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`, and cancels it when the client disconnects. Raises ClientGone: the client has
-    disconnected."""
+    """Awaits `work`. When the client disconnects, cancels it and raises ClientGone."""
     working = asyncio.ensure_future(work)
     try:
         if not await _or_disconnect(working, request.receive):

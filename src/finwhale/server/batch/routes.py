@@ -54,9 +54,7 @@ class BatchBody(Body):
 
 
 def add_files(app: FastAPI, state: ServerState, responses: dict[int | str, Any]) -> None:
-    """Adds the paths of files. Without `app.state.batches`, each answers that the server has no
-    batch directory.
-    """
+    """Adds the paths of files. Without `app.state.batches`, each answers that there are none."""
     uploads = Shares("uploads at once", lambda: MAX_UPLOADS, error=too_many_requests)
     downloads = Shares("downloads at once", lambda: MAX_DOWNLOADS, error=too_many_requests)
 

@@ -147,8 +147,7 @@ class Owner:
         write_whole(self.directory / folder / f"{described.id}.json", text)
 
     def make_room(self, max_batches: int) -> None:
-        """Forgets the oldest batches that have ended. Raises ApiError (429): too many have not
-        ended."""
+        """Forgets the oldest ended batches. Raises ApiError (429): too many have not ended."""
         ended = [batch for batch in self.batches.values() if batch.ended]
         if len(self.batches) - len(ended) >= max_batches:
             message = f"{max_batches} batches wait or run; this server allows no more"

@@ -83,8 +83,7 @@ class Connections:
             return self.make_room(1, None if full else user)
 
     def make_room(self, count: int, user: str | None = None) -> bool:
-        """Closes up to `count` waiting connections, of a user or of all. Returns whether there was
-        one."""
+        """Closes up to `count` waiting connections, of `user` or of all; returns whether it did."""
         oldest = list(islice((c for c in self.waiting if user in (None, c.user)), count))
         for connection in oldest:
             connection.refuse(503, "there are too many connections; try again")

@@ -56,8 +56,7 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
 def stream(
     state: ServerState, request: ChatRequest, log: RequestLog
 ) -> AsyncGenerator[bytes, None]:
-    """The events of an answer. The first item, empty, says that the engine has accepted the
-    request."""
+    """The events of an answer. The first item is empty: the engine has accepted the request."""
     events = _chat_events if isinstance(request.body, ChatBody) else _named_events
     return events(state, request, log)
 
@@ -132,8 +131,7 @@ class _ChoiceForm:
         self._held = ""
 
     def apply(self, choice: dict[str, Any]) -> bool:
-        """Changes a whole choice, or that of a stream's chunk. Returns whether the chunk must be
-        sent."""
+        """Changes a whole choice, or that of a chunk. Returns whether the chunk must be sent."""
         choice["index"] = self._index
         for call in choice.get("message", {}).get("tool_calls") or ():
             call.pop("index", None)  # only chunks of a stream have it

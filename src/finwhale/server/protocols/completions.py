@@ -161,8 +161,7 @@ async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> d
 async def stream(
     state: ServerState, job: CompletionJob, log: RequestLog
 ) -> AsyncGenerator[bytes, None]:
-    """The events of an answer. The first item, empty, says that the engine has accepted the
-    request."""
+    """The events of an answer. The first item is empty: the engine has accepted the request."""
     head = _head(state, job)
     choices = _choices(state, job)
 

@@ -35,6 +35,5 @@ class RoutedExpertFields:
 
 
 def encoded(ids: ExpertIds) -> dict[str, Any]:
-    """An array as an object of JSON: its bytes in C order (`json_pieces` writes base64), with shape
-    and dtype."""
+    """An array as JSON: its bytes in C order (`json_pieces` writes base64), shape and dtype."""
     return {"data": ids.tobytes(), "shape": list(ids.shape), "dtype": ids.dtype.name}
