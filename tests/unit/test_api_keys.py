@@ -67,7 +67,7 @@ def test_find() -> None:
     assert ann is not None and ann.name == "ann" and other is not None and other.name == "key-2"
     for wrong in ("", "ann", "secret-of-an", "ann:secret-of-ann", "other-secret "):
         assert keys.find(wrong) is None
-    assert keys.required and not Keys([]).required
+    assert keys and not Keys([])
 
 
 def test_the_name_of_the_scheme_may_have_any_case() -> None:

@@ -22,6 +22,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.server.errors import ApiError
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_COUNT = re.compile("[1-9][0-9]{0,11}")
 _MIN_KEY = 8
 
 
@@ -95,16 +96,12 @@ class ApiKey:
 
 
 class Keys:
-    """The keys that the server accepts now."""
+    """The keys that the server accepts now; empty: requests need none."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         """Raises FinwhaleError."""
         self._keys: list[ApiKey] = []
         self.replace(lines)
-
-    @property
-    def required(self) -> bool:
-        return bool(self._keys)
 
     def __iter__(self) -> Iterator[ApiKey]:
         return iter(self._keys)
@@ -160,9 +157,7 @@ def _limits(words: Sequence[str], what: str) -> dict[str, Any]:
         name, _, value = word.partition("=")
         if name == "priority" and value in ("yes", "no"):
             found[name] = value == "yes"
-        elif name in ("concurrent", "tokens_per_minute") and re.fullmatch(
-            "[1-9][0-9]{0,11}", value
-        ):
+        elif name in ("concurrent", "tokens_per_minute") and _COUNT.fullmatch(value):
             found[name] = int(value)
         else:
             raise FinwhaleError(

@@ -216,7 +216,7 @@ def reload(
         logger.error("the certificate stays as it was", extra={"reason": str(error)})
     try:
         lines = read()
-        if keys.required and not lines:
+        if keys and not lines:
             raise FinwhaleError("there is no API key left")
         keys.replace(lines)
     except FinwhaleError as error:
