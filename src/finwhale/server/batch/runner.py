@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -13,10 +14,10 @@ from starlette.types import ASGIApp
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.batch.attempts import Attempts
 from finwhale.server.batch.internal_request import InternalAnswer, post
-from finwhale.server.batch.lines import BatchLine, RawLine, Scan, check_line, read_line, read_lines
+from finwhale.server.batch.lines import BatchLine, RawLine, Scan, read_line, read_lines
 from finwhale.server.batch.results import Counts, ResultFile, error_of, result_of
 from finwhale.server.edge.room import Room
-from finwhale.server.errors import ApiError, StoppingError
+from finwhale.server.errors import StoppingError
 from finwhale.server.keys import ApiKey
 
 # Maximum size of all lines that are being answered.
@@ -171,7 +172,9 @@ def _read_some(pending: Iterator[tuple[RawLine, int]]) -> list[tuple[RawLine, in
 async def _run_line(app: Starlette, job: BatchJob, raw: RawLine, attempts: Attempts) -> None:
     deaths = attempts.deaths[raw.number]
     attempts.begin(raw.number)
-    line = await _read(app, job, raw)
+    # As the server reads bodies.
+    read = partial(read_line, raw, job.url, job.max_items)
+    line = await app.state.parser.run(len(raw.text or b""), read)
     if deaths >= _MAX_DEATHS:
         message = f"{deaths} processes have died while they answered this line"
         line = replace(line, error=("line_ended_server", message))
@@ -182,16 +185,6 @@ async def _run_line(app: Starlette, job: BatchJob, raw: RawLine, attempts: Attem
     request_id = answer.headers.get("x-request-id", "")
     result = result_of(raw, line, answer.status, request_id, answer.body)
     job.add(raw, result, ok=answer.status == 200)
-
-
-async def _read(app: Starlette, job: BatchJob, raw: RawLine) -> BatchLine:
-    """Reads a line as the server reads bodies: large ones one at a time, with pauses."""
-    if raw.text is None:
-        return read_line(raw, job.url, job.max_items)
-    try:
-        return check_line(await app.state.parser.parse(raw.text), job.url)
-    except ApiError:
-        return read_line(raw, job.url, job.max_items)
 
 
 async def _ask(app: ASGIApp, line: BatchLine, key: ApiKey | None) -> InternalAnswer:
