@@ -29,6 +29,7 @@ from finwhale.platform import (
     Platform,
     available_memory,
     existing_folder,
+    lines_of,
     processor_name,
     usable_cores,
 )
@@ -238,10 +239,7 @@ def _speed(folder: Path) -> tuple[float, float]:
 
 def _file_system(folder: Path) -> str:
     """The kind of file system that a folder is in; empty: unknown."""
-    try:
-        mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
-    except OSError:
-        return ""
+    mounts = [line.split()[1:3] for line in lines_of(MOUNTS)]
     inside = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
     return max(inside, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
