@@ -11,7 +11,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -83,13 +83,8 @@ def option(default: T, help: str, **given: Any) -> T:
     return field(default=default, metadata={"help": help, **given})
 
 
-def options_of(config: type) -> tuple[Option, ...]:
-    """The options that a dataclass declares, in order."""
-    return _options_of(config)
-
-
-@cache  # mypy refuses `type[T]` as an argument of a cached function
 def _options_of(config: type) -> tuple[Option, ...]:
+    """The options that a dataclass declares, in order."""
     hints = typing.get_type_hints(config)
     found = []
     for declared in fields(config):
@@ -109,6 +104,10 @@ def _options_of(config: type) -> tuple[Option, ...]:
         given = {"metavar": "N", **given} if given["kind"] is int else given
         found.append(Option(name=declared.name, default=declared.default, **given))
     return tuple(found)
+
+
+# mypy would refuse `type[T]` as an argument of a cached function.
+options_of: Callable[[type], tuple[Option, ...]] = cache(_options_of)
 
 
 def marked(config: type, mark: str) -> tuple[str, ...]:

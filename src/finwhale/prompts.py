@@ -71,8 +71,6 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
             f"messages must be a list of dicts or a list of such lists, got "
             f"{type(messages).__name__}"
         )
-    if not messages:
-        raise RequestError("messages must not be empty")
     if all(isinstance(m, Mapping) for m in messages):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]

@@ -71,7 +71,6 @@ class ServerState:
             None if tokenizer is None else tokenizer.path.parent, self.metrics
         )
         self._large = ThreadPoolExecutor(NUM_LARGE, "large-request")
-        self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
         self.started = int(time.time())
         self.draining = False
         self.keys = Keys(config.api_keys)
@@ -183,7 +182,7 @@ class ServerState:
         """Raises ApiError if a text cannot fit into the context, whatever its tokens are."""
         context = self.ready.max_model_len
         # Each token stands for at least one byte, and each character has at least one.
-        least = -(-len(text) // self._longest_token)
+        least = -(-len(text) // self.need_tokenizer().longest_token)
         if least > context:
             raise context_length_error(least, context, exact=False)
 

@@ -60,8 +60,6 @@ class GrammarChecker:
         Args:
             directory: the tokenizer's directory; None: no tokenizer, so no request has a grammar.
             metrics: count grammars and trials; the endpoints count refused grammars.
-            num_trials: number of trials that run at once.
-            max_waiting: number of further grammars that may wait for a trial.
         """
         self._directory = directory
         self._metrics = metrics

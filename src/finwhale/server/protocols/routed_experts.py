@@ -7,11 +7,8 @@ from finwhale.server.link.wire import Delta
 
 
 class RoutedExpertFields:
-    """The routed experts of one prompt's continuations, as fields of an answer.
-
-    Attributes:
-        prompt: the field `prompt_routed_experts`; empty: the request wants none.
-    """
+    """The routed experts of one prompt's continuations, as fields of an answer. `prompt` is the
+    field of the prompt; empty: the request wants none."""
 
     def __init__(self) -> None:
         self.prompt: dict[str, Any] = {}
