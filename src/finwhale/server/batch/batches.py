@@ -133,18 +133,9 @@ class Batches:
             at_once = state.max_batch_sequences + 1
             if key is not None and key.concurrent is not None:
                 at_once = min(at_once, key.concurrent)
+            url, begun = batch.endpoint, owner.begun(batch)
             job = BatchJob(
-                source,
-                found,
-                max_bytes,
-                items,
-                batch.endpoint,
-                good,
-                bad,
-                owner.begun(batch),
-                at_once,
-                key,
-                self._alone,
+                source, found, max_bytes, items, url, good, bad, begun, at_once, key, self._alone
             )
             await asyncio.to_thread(job.recover)
             ended = await self._run_job(owner, batch, job)

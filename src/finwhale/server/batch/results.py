@@ -5,6 +5,7 @@ the last result may be incomplete: it is removed, and its line runs again.
 """
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -81,16 +82,13 @@ class ResultFile:
         file has other lines than the results of this input."""
         end = 0
         with self.path.open("rb") as file:
-            number = 0
-            while head := file.readline(_HEAD_BYTES):
-                number += 1
-                part, size = head, len(head)
+            for number in itertools.count(1):
+                head = part = file.readline(_HEAD_BYTES)
                 while part and not part.endswith(b"\n"):
                     part = file.readline(_HEAD_BYTES)
-                    size += len(part)
                 if not part:
                     break
-                end += size
+                end = file.tell()
                 found = _RESULT.match(head)
                 if found is None:
                     raise FinwhaleError(

@@ -70,6 +70,7 @@ class StoredBatch:
         self.times.setdefault(f"{status}_at", int(time.time()))
 
     def answer(self) -> dict[str, Any]:
+        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling",
                  "cancelled")  # fmt: skip
         return {
@@ -85,11 +86,7 @@ class StoredBatch:
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **{f"{name}_at": self.times.get(f"{name}_at") for name in names},
-            "request_counts": {
-                "total": self.total,
-                "completed": self.completed,
-                "failed": self.failed,
-            },
+            "request_counts": counts,
             "metadata": self.metadata,
         }
 
