@@ -190,12 +190,8 @@ class Artefacts:
         seals = self._seals()
         bad = [entry for entry in self._entries() if not self._is_whole(entry, seals)]
         if bad:
-            logger.warning(
-                "%s: %d damaged artefacts are removed and built again, such as %s",
-                self.path,
-                len(bad),
-                bad[0].name,
-            )
+            text = "%s: %d damaged artefacts are removed and built again, such as %s"
+            logger.warning(text, self.path, len(bad), bad[0].name)
         for entry in bad:
             self._remove(entry)
             seals.pop(self._name(entry), None)

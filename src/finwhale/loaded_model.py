@@ -251,9 +251,8 @@ class LoadedModel:
             except RequestError as error:
                 if alone:
                     raise
-                if prompt is None:
-                    return self._error_result(error, None, [])
-                return self._error_result(error, prompt.text, list(prompt.token_ids))
+                given = (None, []) if prompt is None else (prompt.text, list(prompt.token_ids))
+                return self._error_result(error, *given)
             stop = tuple(params.stop)
             if tools:
                 params = replace(params, stop=())

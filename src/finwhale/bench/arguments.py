@@ -22,11 +22,8 @@ def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentPars
         doc: docstring of the benchmark's module. Its first paragraph becomes the description.
         record: name of a results file, as an example for the help text.
     """
-    parser = Parser(
-        prog=f"finwhale bench {name}",
-        description=(doc or "").split("\n\n", 1)[0],
-        formatter_class=_Formatter,
-    )
+    about = (doc or "").split("\n\n", 1)[0]
+    parser = Parser(prog=f"finwhale bench {name}", description=about, formatter_class=_Formatter)
     about = f"append the results to this JSONL file, for example {RESULTS / record}"
     parser.add_argument("--record", type=record_path, metavar="FILE", help=about)
     return parser

@@ -164,12 +164,11 @@ class Loaders:
 
     def run(self, what: str) -> None:
         """Call a method of every loader at once, and wait for all."""
-        if self._workers is None:
-            getattr(self.own, what)()
-            return
-        self._workers.send(what.encode())
+        if self._workers is not None:
+            self._workers.send(what.encode())
         getattr(self.own, what)()
-        self._workers.wait_answers()
+        if self._workers is not None:
+            self._workers.wait_answers()
 
     def close(self) -> None:
         if self._workers is not None:

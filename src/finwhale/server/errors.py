@@ -184,9 +184,8 @@ def error_body(error: ApiError, path: str) -> dict[str, object]:
         details = {} if error.details is None else {"details": error.details}
         text = error.messages_text or error.message
         return {"type": "error", "error": {"type": kind, "message": text, **details}}
-    param = error.param
-    if error.code == "context_length_exceeded":
-        param = _PROMPT_FIELDS.get(path)
+    is_full = error.code == "context_length_exceeded"
+    param = _PROMPT_FIELDS.get(path) if is_full else error.param
     return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
 
 

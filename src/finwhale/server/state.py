@@ -247,18 +247,9 @@ class ServerState:
             owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
             if log.cache_salt is not None:
                 owner += f"/{log.cache_salt}"
-            grammar_bytes = self.grammars.bytes_of(params.guide, log.user)
+            size = self.grammars.bytes_of(params.guide, log.user)
             request = Add(
-                "",
-                (),
-                params,
-                stop_after,
-                priority,
-                owner,
-                log.user,
-                grammar_bytes,
-                filter,
-                log.saves_first,
+                "", (), params, stop_after, priority, owner, log.user, size, filter, log.saves_first
             )
             generation = self.client.submit(prompts, request)
             # Count the request only now: a dead or stopping engine makes `submit` raise.

@@ -259,16 +259,11 @@ class _Sent:
                 request.prompt_routed_experts if of_prompt else None,
                 output.routed_experts,
             )
+        ids, text = output.token_ids[self.tokens :], output.text[self.text :]
+        logprobs = _columns(output.logprobs and output.logprobs[self.tokens :])
+        reasons = output.finish_reason, output.stop_reason, request.error
         delta = wire.Delta(
-            request.request_id,
-            output.index,
-            output.token_ids[self.tokens :],
-            output.text[self.text :],
-            _columns(output.logprobs and output.logprobs[self.tokens :]),
-            output.finish_reason,
-            output.stop_reason,
-            request.error,
-            milestone,
+            request.request_id, output.index, ids, text, logprobs, *reasons, milestone
         )
         self.tokens, self.text = len(output.token_ids), len(output.text)
         self.done = output.finish_reason is not None

@@ -208,12 +208,8 @@ async def stream(
 
 
 def _head(state: ServerState, job: CompletionJob) -> dict[str, Any]:
-    return {
-        "id": job.answer_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": state.model_name,
-    }
+    found = {"id": job.answer_id, "object": "text_completion", "created": int(time.time())}
+    return {**found, "model": state.model_name}
 
 
 def _usage(job: CompletionJob, log: RequestLog) -> dict[str, Any]:
@@ -275,11 +271,8 @@ class _Choice:
     def new(self) -> dict[str, Any]:
         """The choice with the output that has been added since the last call."""
         body = self._job.body
-        found: dict[str, Any] = {
-            "text": self._text,
-            "logprobs": self._table(),
-            "finish_reason": self._reason,
-        }
+        found: dict[str, Any] = {"text": self._text, "logprobs": self._table()}
+        found["finish_reason"] = self._reason
         if body.return_token_ids:
             found["token_ids"] = self._ids
             if self._first:
