@@ -156,10 +156,8 @@ class Artefacts:
         return self._mark(configuration).exists()
 
     def mark_complete(self, configuration: object, built: Iterable[str] = ()) -> None:
-        """Mark a configuration as complete, and store checksums of the existing artefacts.
-
-        Args:
-            built: names of the artefacts of this configuration; `known` returns them.
+        """Mark a configuration as complete, and store checksums of the existing artefacts. `built`:
+        names of the artefacts of this configuration; `known` returns them.
         """
         if not self.writable:
             return
@@ -192,12 +190,8 @@ class Artefacts:
         seals = self._seals()
         bad = [entry for entry in self._entries() if not self._is_whole(entry, seals)]
         if bad:
-            logger.warning(
-                "%s: %d damaged artefacts are removed and built again, such as %s",
-                self.path,
-                len(bad),
-                bad[0].name,
-            )
+            text = "%s: %d damaged artefacts are removed and built again, such as %s"
+            logger.warning(text, self.path, len(bad), bad[0].name)
         for entry in bad:
             self._remove(entry)
             seals.pop(self._name(entry), None)

@@ -307,10 +307,8 @@ class _Stepper:
         _fail(engine, running, FinwhaleError("this AsyncLLM was closed"))
 
     def _take_commands(self, engine: Engine, running: dict[str, _Running]) -> bool:
-        """Carries out the commands in the queue; waits for one if no request runs.
-
-        Returns:
-            Whether the thread continues.
+        """Carries out the commands in the queue; waits for one if no request runs. Returns whether
+        the thread continues.
         """
         while not running or not self._commands.empty():
             command = self._commands.get()

@@ -3,7 +3,6 @@
 `LLM`, the commands and docs/options.md all derive their options from `EngineConfig`.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,6 @@ Activations = Literal["as-trained", "exact"]
 DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
 WoAInput = Literal["fp8", "bf16"]
-
-# An address of kv_events. PORT 0: any.
-KV_EVENTS = re.compile(
-    r"(?:(?P<host>\*|\[[0-9a-fA-F:]+\]|[\w.-]+):)?(?P<port>[0-9]{1,5})(?:/(?P<topic>.*))?"
-)
 
 # The numbers of ranks that may share a model.
 RANK_COUNTS = (1, 2, 4, 8)
@@ -268,12 +262,7 @@ class EngineConfig:
         if self.prefix_store is None and self.prefix_store_saves != "all":
             raise FinwhaleError("prefix_store_saves needs prefix_store")
         if self.kv_events is not None:
-            found = KV_EVENTS.fullmatch(self.kv_events)
-            if found is None or int(found["port"]) > 65535:
-                raise FinwhaleError(
-                    f"kv_events must be [HOST:]PORT[/TOPIC] (5557, 10.0.0.1:5557), got "
-                    f"{self.kv_events!r}"
-                )
+            host_and_port("kv_events", self.kv_events.partition("/")[0], least=0)
             if not self.enable_prefix_caching:
                 raise FinwhaleError("kv_events needs enable_prefix_caching: leave out one of them")
         if self.prefix_store is None and self.role == "prefill":

@@ -162,10 +162,8 @@ class LoadedModel:
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer, which has `encode` and `decode`.
 
-        `encode` of the tokenizer adds no beginning-of-sequence token; `LLM.encode` does.
-
-        Raises:
-            RequestError: the checkpoint has no tokenizer.
+        `encode` of the tokenizer adds no beginning-of-sequence token; `LLM.encode` does. Raises
+        RequestError: the checkpoint has no tokenizer.
         """
         return self._tokenizer_for("this")
 
@@ -201,9 +199,7 @@ class LoadedModel:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> Iterator[PreparedPrompt | RequestOutput]:
-        """Prepare the prompts of `generate` lazily. A prompt that cannot be served gives its
-        finished result.
-        """
+        """Prepare prompts lazily. A prompt that cannot be served gives its finished result."""
         listed = as_prompts(prompts)
         return map(self._prepare, listed, as_params(sampling_params, len(listed)))
 
@@ -255,9 +251,8 @@ class LoadedModel:
             except RequestError as error:
                 if alone:
                     raise
-                if prompt is None:
-                    return self._error_result(error, None, [])
-                return self._error_result(error, prompt.text, list(prompt.token_ids))
+                given = (None, []) if prompt is None else (prompt.text, list(prompt.token_ids))
+                return self._error_result(error, *given)
             stop = tuple(params.stop)
             if tools:
                 params = replace(params, stop=())
@@ -337,13 +332,9 @@ def open_engine(
     progress: Progress | None = None,
     placement: Placement | None = None,
 ) -> Engine:
-    """Open an engine with the weights and the tokenizer of a checkpoint's directory.
-
-    Args:
-        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
-
-    Raises:
-        CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
+    """Open an engine with the weights and the tokenizer of a checkpoint's directory. `placement`:
+    that of this process, which has rank 0; None: no launcher has placed ranks. Raises
+    CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
     model_config = parse_config(read_config(directory) if checkpoint is None else checkpoint.config)

@@ -7,10 +7,11 @@ arguments into the dataclass. `cli/pages.py` writes docs/options.md from the sam
 import argparse
 import difflib
 import math
+import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -82,13 +83,8 @@ def option(default: T, help: str, **given: Any) -> T:
     return field(default=default, metadata={"help": help, **given})
 
 
-def options_of(config: type) -> tuple[Option, ...]:
-    """The options that a dataclass declares, in order."""
-    return _options_of(config)
-
-
-@cache  # mypy refuses `type[T]` as an argument of a cached function
 def _options_of(config: type) -> tuple[Option, ...]:
+    """The options that a dataclass declares, in order."""
     hints = typing.get_type_hints(config)
     found = []
     for declared in fields(config):
@@ -108,6 +104,10 @@ def _options_of(config: type) -> tuple[Option, ...]:
         given = {"metavar": "N", **given} if given["kind"] is int else given
         found.append(Option(name=declared.name, default=declared.default, **given))
     return tuple(found)
+
+
+# mypy would refuse `type[T]` as an argument of a cached function.
+options_of: Callable[[type], tuple[Option, ...]] = cache(_options_of)
 
 
 def marked(config: type, mark: str) -> tuple[str, ...]:
@@ -199,9 +199,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def similar(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """A question after the name of an unknown option: whether the most similar one was meant. All
-    names begin with `prefix`.
-    """
+    """Asks whether a similar one of `names`, which all begin with `prefix`, was meant."""
     parts = [one.removeprefix(prefix) for one in names]
     close = difflib.get_close_matches(name.removeprefix(prefix), parts, 1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
@@ -215,14 +213,17 @@ def word_or_number(words: Sequence[str], text: str) -> str | int:
     raise argparse.ArgumentTypeError(f"expected a number or {listed}, got {text!r}")
 
 
-def host_and_port(name: str, text: str) -> tuple[str, int]:
-    """The parts of [HOST:]PORT; the default host is 127.0.0.1. Raises FinwhaleError, which names
-    the option.
+_ADDRESS = re.compile(r"(?:(?P<host>\*|\[[0-9a-fA-F:]+\]|[\w.-]+):)?(?P<port>[0-9]{1,5})")
+
+
+def host_and_port(name: str, text: str, least: int = 1) -> tuple[str, int]:
+    """The parts of [HOST:]PORT; the default host is 127.0.0.1, and the lowest port is `least`.
+    Raises FinwhaleError, which names the option.
     """
-    host, _, port = text.strip().rpartition(":")
-    if not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
-        raise FinwhaleError(f"{name} must name a HOST:PORT, got {text!r}")
-    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None or not least <= int(found["port"]) < 65536:
+        raise FinwhaleError(f"{name} must be [HOST:]PORT (5557, 10.0.0.1:5557), got {text!r}")
+    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,25 +54,22 @@ def available_memory(root: Path = Path("/")) -> int | None:
     The limits of its control groups count, for a container may have less than its host has. `root`
     is the directory of proc and sys.
     """
-    free = [*_free_on_host(root / "proc"), *_free_in_control_groups(root)]
-    return min(free, default=None)
+    lines = lines_of(root / "proc/meminfo")
+    host = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*host, *_free_in_control_groups(root)], default=None)
 
 
-def _free_on_host(proc: Path) -> Iterator[int]:
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file of the system; none if the system has no such file."""
     try:
-        lines = (proc / "meminfo").read_text().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return
-    yield from [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        return []
 
 
 def _free_in_control_groups(root: Path) -> Iterator[int]:
     """Yield the bytes that each control group of this process still allows it to allocate."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top, files = root / "sys/fs/cgroup", _VERSION_2
@@ -118,16 +116,26 @@ def process_memory(
 
 def processor_name() -> str:
     """The model of the CPU; where the system does not say, its architecture."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    for line in lines_of(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int | None:
     """Number of CPU cores that this process may use; None: the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def max_files(wanted: int) -> int:
+    """The number of files that this process may open, raised to `wanted` if the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(soft, wanted)
 
 
 def existing_folder(path: Path) -> Path:

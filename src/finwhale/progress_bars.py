@@ -39,12 +39,8 @@ def loading_bar() -> Iterator[Callable[[int, int], None]]:
 
         def progress(done: int, total: int) -> None:
             loaded = total and done >= total
-            bar.update(
-                task,
-                description="preparing kernels and cache" if loaded else "loading weights",
-                completed=done,
-                total=total or None,
-            )
+            about = "preparing kernels and cache" if loaded else "loading weights"
+            bar.update(task, description=about, completed=done, total=total or None)
 
         yield progress
 

@@ -32,10 +32,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
 
 
 def plain_prompt(prompt: Prompt) -> PlainPrompt:
-    """A prompt's text or ids. A mapping has one of them: `prompt` or `prompt_token_ids`.
-
-    Raises:
-        RequestError: a mapping has other keys or values.
+    """A prompt's text or ids. A mapping has one of them: `prompt` or `prompt_token_ids`. Raises
+    RequestError: a mapping has other keys or values.
     """
     if not isinstance(prompt, Mapping):
         return prompt
@@ -73,8 +71,6 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
             f"messages must be a list of dicts or a list of such lists, got "
             f"{type(messages).__name__}"
         )
-    if not messages:
-        raise RequestError("messages must not be empty")
     if all(isinstance(m, Mapping) for m in messages):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]

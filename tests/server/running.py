@@ -10,7 +10,7 @@ import openai
 from tests.support.integrity import check_engine
 
 from finwhale.engine.loop.engine import Engine
-from finwhale.server.batch.store import open_store
+from finwhale.server.batch.store import Store
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.listening import listen, tls_context, url_of
 from finwhale.server.link.client import EngineClient
@@ -37,7 +37,7 @@ class RunningServer:
         self._listener = listen(config)
         self.url = url_of(self._listener, config)
         self.tls = tls_context(config)
-        self.store = open_store(config)
+        self.store = None if config.batch_dir is None else Store(config.batch_dir)
         self._server = Server(self.state, store=self.store, tls=self.tls)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)

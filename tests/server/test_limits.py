@@ -440,7 +440,7 @@ def test_an_application_that_swallows_a_refused_body_answers_nothing() -> None:
 
     sent: list[Message] = []
     config = SimpleNamespace(max_body_bytes=4, batch_dir=None)
-    budget = Budget(1 << 20, 1)
+    budget = Budget(1 << 20, lambda: 1)
     state: Any = SimpleNamespace(config=config, max_body_bytes=4, budget=budget)
     scope = {"path": "/x", "method": "POST", "headers": [], "state": {"user": ""}}
     with pytest.raises(ApiError, match="more than 4 bytes"):

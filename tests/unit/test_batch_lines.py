@@ -48,7 +48,7 @@ class App:
         self._status, self._wait_s = status, wait_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        assert "internal_request" in scope["state"]
+        assert scope["state"] == {"key": None, "user": "batches"}
         self.calls += 1
         status, code = self._status(self.calls)
         self.running += 1
@@ -366,9 +366,7 @@ def test_pages_of_a_list() -> None:
 def test_the_oldest_ended_batches_make_room(tmp_path: Path) -> None:
     owner = Owner(tmp_path / "owner")
     for number, status in enumerate(("completed", "in_progress", "failed", "cancelled")):
-        batch = StoredBatch(
-            f"batch_{number}", "/v1/completions", "in", "good", "bad", number, number
-        )
+        batch = StoredBatch(f"batch_{number}", "/v1/completions", "in", number, created_at=number)
         batch.enter(status)
         owner.save(batch)
     owner.make_room(5)

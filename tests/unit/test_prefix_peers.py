@@ -553,7 +553,7 @@ def test_a_client_that_does_not_read(
         *(
             (
                 {"prefix_peers": given, "prefix_store": "/x", "prefix_salt": "s"},
-                f"prefix_peers must name a HOST:PORT, got {got!r}",
+                f"prefix_peers must be [HOST:]PORT (5557, 10.0.0.1:5557), got {got!r}",
             )
             for given, got in (
                 ("", ""), ("a:5,", ""), ("a", "a"), ("a:0", "a:0"), ("a:99999", "a:99999"),

@@ -24,7 +24,7 @@ PROTOCOL_METHODS = {
 }  # fmt: skip
 CYCLE = {"response_started", "response_complete"}
 CONNECTION = {"their_state", "our_state", "trailing_data"}
-SERVER_METHODS = {"startup", "capture_signals", "handle_exit"}
+SERVER_METHODS = {"startup", "capture_signals"}
 
 
 async def _nothing(scope: object, receive: object, send: object) -> None:

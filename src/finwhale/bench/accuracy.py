@@ -37,6 +37,7 @@ TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the pla
 WHOLE, CHUNKED, DECODED = "whole", "chunked", "decoded"
 # The platform's error may be this many times the error of the bfloat16 references.
 ALLOWED = 4 / 3
+OPTIONS = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
 
 
 @dataclass(slots=True)
@@ -74,10 +75,8 @@ class SampleText:
 
 def compute(text: SampleText, every_way: bool, executor: LocalExecutor) -> Results:
     """Compute the logits of a text at its wanted positions, and those of its tail, on one rank.
-
-    Args:
-        every_way: also prefill the text in chunks, and decode the tail token by token. Otherwise
-            the logits of the whole prefill stand for these ways too.
+    `every_way`: also prefill the text in chunks, and decode the tail token by token. Otherwise the
+    logits of the whole prefill stand for these ways too.
     """
     stepper, results = Stepper(executor), Results()
     ids, wanted, tail = text.token_ids, text.wanted.to(stepper.runner.device), text.tail
@@ -155,17 +154,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     first = f"{kind}:{indices[0]}" if indices else args.device
     one_rank: dict[str, Any] = {"device": first, "tensor_parallel_size": 1, "reference": True}
     computed: dict[str, list[Results]] = {}
-    table = {
-        "device": args.device,
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "batch_invariant": args.batch_invariant,
-    }
-    for name, options in (
+    given = {name: getattr(args, name) for name in OPTIONS}
+    for name, more in (
         (TRUTH, {**one_rank, "dtype": "float32"}),
         (BFLOAT16, one_rank),
-        (TABLE, table),
+        (TABLE, given),
     ):
-        options |= {"wo_a_input": args.wo_a_input, "enforce_eager": True, "max_num_seqs": 1}
+        options = {"wo_a_input": args.wo_a_input, **more, "enforce_eager": True, "max_num_seqs": 1}
         options |= {"max_num_batched_tokens": args.tokens, "max_model_len": args.tokens + 256}
         engine = start_engine(EngineConfig(**options), config, Weights(config), None)
         computed[name] = call_ranks_collectively(
@@ -231,6 +226,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=2560, help="length of the text")
     add("--positions", type=int, default=512, help="number of positions whose logits are compared")
     add("--decodes", type=int, default=16, help="number of last tokens that are decoded one by one")
-    names = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
-    add_options(parser, EngineConfig, names)
+    add_options(parser, EngineConfig, OPTIONS)
     return parser

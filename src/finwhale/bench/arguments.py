@@ -22,17 +22,10 @@ def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentPars
         doc: docstring of the benchmark's module. Its first paragraph becomes the description.
         record: name of a results file, as an example for the help text.
     """
-    parser = Parser(
-        prog=f"finwhale bench {name}",
-        description=(doc or "").split("\n\n", 1)[0],
-        formatter_class=_Formatter,
-    )
-    parser.add_argument(
-        "--record",
-        type=record_path,
-        metavar="FILE",
-        help=f"append the results to this JSONL file, for example {RESULTS / record}",
-    )
+    about = (doc or "").split("\n\n", 1)[0]
+    parser = Parser(prog=f"finwhale bench {name}", description=about, formatter_class=_Formatter)
+    about = f"append the results to this JSONL file, for example {RESULTS / record}"
+    parser.add_argument("--record", type=record_path, metavar="FILE", help=about)
     return parser
 
 
@@ -53,15 +46,9 @@ def record_path(text: str) -> Path:
 
 def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:
     """Add --config and --layers; `layers` is the default number of layers."""
-    parser.add_argument(
-        "--config",
-        choices=("flash", "pro", "flash-0731", "pro-0813"),
-        default="flash",
-        help="sizes of this model",
-    )
-    parser.add_argument(
-        "--layers", type=int, default=layers, metavar="N", help="use only the first N layers"
-    )
+    add, models = parser.add_argument, ("flash", "pro", "flash-0731", "pro-0813")
+    add("--config", choices=models, default="flash", help="sizes of this model")
+    add("--layers", type=int, default=layers, metavar="N", help="use only the first N layers")
 
 
 def add_model_arguments(

@@ -136,8 +136,8 @@ def all_reduces(ranks: BenchRanks) -> Iterator[Implementation]:
     if not isinstance(ranks.collectives, Nccl):
         yield from _pushes(ranks)
         for name in ("one_shot_all_reduce", "two_shot_all_reduce_"):
-            operator = getattr(torch.ops.symm_mem, name)
-            call = functools.partial(_torch_call, operator, world().group_name)
+            operator, group = getattr(torch.ops.symm_mem, name), world().group_name
+            call = functools.partial(operator, reduce_op="sum", group_name=group)
             yield Implementation(f"torch {name}", call, 2**26, False, _symmetric_copy)
 
 
@@ -148,11 +148,6 @@ def by_rows(name: str, collectives: Collectives) -> Implementation:
         return collectives.all_gather_rows(collectives.reduce_scatter_rows(x), len(x))
 
     return Implementation(f"{name} by rows", call, exact=False)
-
-
-def _torch_call(operator: Any, group_name: str, x: Tensor) -> Tensor:
-    total: Tensor = operator(x, "sum", group_name)
-    return total
 
 
 def _symmetric_copy(x: Tensor) -> Tensor:
@@ -168,9 +163,8 @@ def _pushes(ranks: BenchRanks) -> Iterator[Implementation]:
         ("two shots", PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)),
         ("bulk", PushSizes(one_shot=0, two_shot=0, gather=4, nccl=2**62)),
     ):
-        yield Implementation(
-            f"push {name}", make_push(ranks, sizes).all_reduce, sizes.two_shot or 2**62
-        )
+        call = make_push(ranks, sizes).all_reduce
+        yield Implementation(f"push {name}", call, sizes.two_shot or 2**62)
 
 
 def make_push(
@@ -396,9 +390,7 @@ def work(index: int, run: Run, size: int, port: int, args: argparse.Namespace, l
 
 
 def run_ranks(size: int, args: argparse.Namespace, show: Send, run: Run = measure_all) -> None:
-    """Call `run` on every rank until all have ended, one fails, or the time is over. `run` is
-    picklable.
-    """
+    """Call `run`, which is pickled, on every rank until all end, one fails or the time is over."""
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     lines = torch.multiprocessing.get_context("spawn").SimpleQueue()
     given = run, size, store.port, args, lines

@@ -208,9 +208,7 @@ def fastest_transformers(model: Any, vocab_size: int, batch: int, context: int) 
 
 
 def machine_rates() -> tuple[float, float]:
-    """Measure this machine: bytes per second that a sum reads, and float32 operations per second of
-    a GEMM.
-    """
+    """Measure this machine: bytes per second of a sum, float32 operations per second of a GEMM."""
     memory = torch.ones(2**26)
     matrix = torch.ones(1024, 1024)
     reads = [seconds_of(memory.sum) for _ in range(5)]

@@ -287,9 +287,7 @@ def _decode(engine: Engine, batch: int, length: int, steps: int) -> dict[str, An
 
 
 def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str, Any]:
-    """What was verified and accepted between two snapshots, in which sequences were `runs` times
-    part of a step.
-    """
+    """What was verified and accepted between two snapshots, in `runs` decodes of a sequence."""
 
     def difference(name: str) -> list[int]:
         pairs = zip(getattr(found, name), getattr(before, name), strict=True)
@@ -301,9 +299,7 @@ def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str,
     return {
         "rows": round(1 + sum(proposed) / runs, 3),
         "accepted": round(sum(accepted) / runs, 3),
-        "numbers_of_drafts": {
-            str(drafts): times for drafts, times in enumerate(exactly) if times > 0
-        },
+        "numbers_of_drafts": {str(k): times for k, times in enumerate(exactly) if times > 0},
     }
 
 

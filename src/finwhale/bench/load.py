@@ -58,9 +58,7 @@ STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4
 
 
 def plain_read(checkpoint: Checkpoint, rank: Rank, device: torch.device) -> None:
-    """Copy a rank's part of all bytes of the files to its device, in pieces that overwrite each
-    other there.
-    """
+    """Copy a rank's part of the files to its device, in pieces that overwrite each other there."""
     cuda = device.type == "cuda"
     free: Queue[tuple[torch.Tensor, Any]] = Queue()
     for _ in range(PINNED_PIECES * num_threads()):
@@ -119,12 +117,8 @@ class Loader:
 
     def loaded(self, ranks: JointRanks | None = None) -> ModelWeights:
         """Load the weights; `ranks` read together, or if it is None, this rank reads alone."""
-        source = WeightSource(
-            self.checkpoint,
-            weight_specs(self.config, self.rank),
-            ignored=ignored_prefixes(self.config),
-            device=self.device,
-        )
+        specs, ignored = weight_specs(self.config, self.rank), ignored_prefixes(self.config)
+        source = WeightSource(self.checkpoint, specs, ignored=ignored, device=self.device)
         form = WeightForm(
             ops=replace(self.ops, finish_experts=lambda w: w),
             dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,
@@ -170,12 +164,11 @@ class Loaders:
 
     def run(self, what: str) -> None:
         """Call a method of every loader at once, and wait for all."""
-        if self._workers is None:
-            getattr(self.own, what)()
-            return
-        self._workers.send(what.encode())
+        if self._workers is not None:
+            self._workers.send(what.encode())
         getattr(self.own, what)()
-        self._workers.wait_answers()
+        if self._workers is not None:
+            self._workers.wait_answers()
 
     def close(self) -> None:
         if self._workers is not None:

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import resource
 import time
 from dataclasses import dataclass, field
 
 from finwhale.bench.workload import ServerLoad, arrivals, make_sessions
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.extras import named_extras
+from finwhale.platform import max_files
 
 with named_extras():
     import aiohttp
@@ -69,15 +69,11 @@ def check_client(load: ServerLoad) -> None:
     """Raises ResourceError if this process may not open a connection for each request at once."""
     at_once = min(load.concurrency or load.num_requests, load.num_requests)
     wanted = at_once + SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    if (allowed := max_files(wanted)) < wanted:
         raise ResourceError(
             f"{at_once} requests at once need {wanted} open files, and this process may open "
-            f"{hard}: lower --concurrency, or raise the limit (ulimit -n)"
+            f"{allowed}: lower --concurrency, or raise the limit (ulimit -n)"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def check_endpoint(endpoint: Endpoint) -> None:

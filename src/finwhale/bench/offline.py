@@ -9,8 +9,7 @@ Prefill: the benchmark times a request from its arrival to its first token.
 The floor of a decode is the bytes that it reads, divided by the device's read bandwidth: the
 weights, with the experts that the step really uses, and the cached rows. The floor of a prefill is
 its operations, divided by the device's rate in the precision of each. That is FP8 for weights
-stored in FP8 or FP4 and for the indexer, and bfloat16 for the rest. The record also has the floor
-with all operations in FP8.
+stored in FP8 or FP4 and for the indexer, and bfloat16 for the rest.
 """
 
 import argparse
@@ -123,7 +122,6 @@ class Bench:
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
         fp8, bf16 = self._prefill_ops(shape.tokens)
         result["floor_ms"] = round(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE), 4)
-        result["floor_fp8_ms"] = round(1e3 * (fp8 + bf16) / FP8_RATE, 4)
         return result
 
     def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:

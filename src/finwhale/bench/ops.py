@@ -119,18 +119,17 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops) -> dict[str, Any]:
         count = 1 if case.operator == "experts" else turns
         weights = [ready(ops, case.weight()) for _ in range(count)]
         inputs = [case.args(weights[i % count]) for i in range(turns)]
-    ours = time_calls([lambda args=args: kernel(*args) for args in inputs])  # type: ignore[misc]
+    times = time_calls([lambda args=args: kernel(*args) for args in inputs])  # type: ignore[misc]
     return {
         "operator": case.operator,
         "case": case.name,
         "tokens": num_tokens(chunks),
         "last_position": max((end for _, end in chunks), default=0) - 1,
         "kernel": f"{kernel.__module__}.{kernel.__qualname__}",
-        "kernel_us": ours,
+        "kernel_us": times,
         "bytes": round(case.bytes),
         "operations": round(case.operations),
         "floor_us": round(case.floor_us, 3),
-        "share_of_floor": round(case.floor_us / ours["median"], 4),
     }
 
 

@@ -100,8 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("prefix", __doc__, "prefix.jsonl")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of prompts"
-    )
-    parser.add_argument("--repeats", type=int, default=15, help="number of repetitions")
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of prompts")
+    add("--repeats", type=int, default=15, help="number of repetitions")
     return parser

@@ -201,11 +201,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="finwhale bench report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="finwhale bench report", description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("records", nargs="+", type=Path, metavar="RECORDS", help="JSONL files of --record")
     about = "the file to write (default: %(default)s)"

@@ -52,14 +52,10 @@ def starts(args: argparse.Namespace, argv: Sequence[str]) -> list[dict[str, Any]
     with tempfile.TemporaryDirectory(prefix="finwhale-start-") as directory:
         cache = args.cache_dir or directory
         for kind in ("warm" if args.cache_dir else "cold", *["warm"] * args.warm):
-            command = [sys.executable, "-m", "finwhale", "bench", "start", *argv]
+            command = [sys.executable, "-m", "finwhale", "bench", "start", *argv, "--one"]
+            command += ["--cache-dir", cache]
             begin = time.perf_counter()
-            done = subprocess.run(
-                [*command, "--one", "--cache-dir", cache],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             wall = time.perf_counter() - begin
             lines = [x for x in done.stdout.splitlines() if x.startswith(REPORT)]
             if done.returncode or not lines:

@@ -104,14 +104,10 @@ def serve(
     while engine.has_work:
         engine.step()
     times = [1e3 * (after - before) for before, after in pairwise(done)]
-    steps = summary(times)
-    slowest = sorted(range(len(times)), key=times.__getitem__)[-3:]
     found: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "output_tokens_per_s": round(len(prompts) * output_tokens / seconds),
-        "step_ms": steps,
-        "slowest_over_median": round(steps["max"] / steps["median"], 2),
-        "slowest": {str(number): round(times[number], 3) for number in slowest},
+        "step_ms": summary(times),
         "between_tokens_ms": {
             name: percentile(between, part)
             for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
@@ -158,10 +154,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--requests", type=int, default=256, help="number of requests")
     add("--prompt-tokens", type=int, default=1024, help="length of each prompt")
     add("--output-tokens", type=int, default=256, help="length of each output")
-    add(
-        "--long-prompt",
-        type=int,
-        default=65536,
-        help="length of the long prompts among the others; 0 runs no other requests",
-    )
+    about = "length of the long prompts among the others; 0 runs no other requests"
+    add("--long-prompt", type=int, default=65536, help=about)
     return parser

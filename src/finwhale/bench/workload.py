@@ -133,8 +133,5 @@ def _tokens(draw: random.Random, count: int) -> list[int]:
 def arrivals(load: ServerLoad, count: int) -> list[float]:
     """The seconds from the start at which `count` sessions arrive."""
     draw = random.Random(load.seed + 1)
-    gaps = (
-        draw.expovariate(load.request_rate) if math.isfinite(load.request_rate) else 0.0
-        for _ in range(1, count)
-    )
+    gaps = (draw.expovariate(load.request_rate) for _ in range(1, count))
     return list(accumulate(gaps, initial=0.0))

@@ -146,11 +146,7 @@ class CallGuard:
     def _replace(
         self, start: int, end: int, text: bytes, head: re.Match[bytes], *, string: bool
     ) -> bool:
-        """Replaces the held chunks of a parameter if its head must change.
-
-        Returns:
-            False if that is not possible yet.
-        """
+        """Replaces the held chunks of a parameter if its head must change; False: not yet."""
         name = _UNSAFE.sub(lambda char: b"\\u%04x" % char[0][0], head[1])
         kind = b"true" if string else b"false"
         new = _VALUE + name + b'" string="' + kind + b'">'

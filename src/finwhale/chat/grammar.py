@@ -127,9 +127,7 @@ class Matcher:
         """An independent matcher at the beginning of another request of the same grammar.
 
         `self` must not have accepted a token. The two share the automaton, and so its memory.
-
-        Args:
-            guide: has the token after which the grammar begins; None: the same as for `self`.
+        `guide`: has the token after which the grammar begins; None: the same as for `self`.
         """
         other = self.copy()
         other._after = self._after if guide is None else guide.after
@@ -137,32 +135,27 @@ class Matcher:
         return other
 
     def allow(self, words: Words) -> None:
-        """Writes which tokens may come next; none if there is an `error`.
-
-        Args:
-            words: [ceil(V/32)] int32, contiguous; token i is bit i % 32 of word i // 32. Tokens
-                past the tokenizer's vocabulary are not allowed.
-        """
+        """Writes which tokens may come next; none if there is an `error`. `words`: [ceil(V/32)]
+        int32, contiguous; token i is bit i % 32 of word i // 32. Tokens past the tokenizer's
+        vocabulary are not allowed."""
         own = -(-self._tokenizer.vocab_size // 32)
         words[own:] = 0
         if self._after is not None:
             words[:own] = self._tokenizer.words_but_end[: len(words)]
             return
         if self.error is None:
-            began = thread_time()
+            left, began = self._allowance, thread_time()
             self._compute(words, own)
-            self._allowance.seconds -= thread_time() - began
+            left.seconds -= thread_time() - began
             if self._matcher.is_error():
                 self.error = f"the grammar failed: {_first_line(self._matcher.get_error())}"
-            elif self._allowance.seconds < 0:
+            elif left.seconds < 0:
                 self.error = (
                     "the grammar is too slow: finding the tokens that it allows takes more than "
                     f"{1000 * MASK_SECONDS:g} ms of CPU time a token; use a simpler grammar, with "
                     "fewer alternatives that begin alike"
                 )
-            self._allowance.seconds = min(
-                self._allowance.seconds + MASK_SECONDS, MASK_BURST_SECONDS
-            )
+            left.seconds = min(left.seconds + MASK_SECONDS, MASK_BURST_SECONDS)
         if self.error is not None:
             words[:] = 0
 

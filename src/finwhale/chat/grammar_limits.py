@@ -24,11 +24,8 @@ Reason = Literal[
 
 
 class GrammarError(RequestError):
-    """A grammar is refused.
-
-    Attributes:
-        reason: the limit that it exceeds, or what is wrong with it, in one word for the metrics.
-    """
+    """A grammar is refused. `reason`: the limit that it exceeds, or what is wrong with it, in one
+    word for the metrics."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)

@@ -55,20 +55,13 @@ def readable(
         The new body, and the paths of what was left out. `body` stays as it is.
     """
     reader = _Reader("input_text" if protocol == "responses" else "text")
-    name, read = {
-        "chat": ("messages", reader.chat_message),
-        "responses": ("input", reader.item),
-        "messages": ("messages", reader.message),
-    }[protocol]
-    return {**body, **_replaced(body, name, "", read)}, reader.left_out
+    reads = {"chat": reader.chat_message, "responses": reader.item, "messages": reader.message}
+    name = "input" if protocol == "responses" else "messages"
+    return {**body, **_replaced(body, name, "", reads[protocol])}, reader.left_out
 
 
 class _Reader:
-    """Reads the messages of one body, which it may change.
-
-    Attributes:
-        left_out: the paths of what was left out.
-    """
+    """Reads the messages of one body, which it may change. `left_out`: paths of what was."""
 
     def __init__(self, text_type: str) -> None:
         self.left_out: list[str] = []

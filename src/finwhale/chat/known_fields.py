@@ -187,13 +187,10 @@ def _variant(shape: Variants, value: dict[str, Any], path: str) -> Shape:
     where, known = path or shape.tag, ", ".join(shape.shapes)
     if shape.tag != "type":
         raise FieldError(f"{where}: {shape.tag} must be one of {known}", "unsupported_value", where)
-    medium = media_of(kind)
-    media = medium and _MEDIA[medium]
-    reason = (
-        f"type {printable(kind)} is not supported; supported: {known}"
-        if media is None
-        else f"{media} are not supported (type {printable(kind)}): the model reads only text"
-    )
+    reason = f"type {printable(kind)} is not supported; supported: {known}"
+    if (medium := media_of(kind)) is not None:
+        media, kind = _MEDIA[medium], printable(kind)
+        reason = f"{media} are not supported (type {kind}): the model reads only text"
     raise FieldError(f"{where}: {reason}", "unsupported_type", where)
 
 

@@ -64,8 +64,7 @@ class TokenParser(Generic[Event]):
 
     @property
     def finished(self) -> bool:
-        """Whether the answer has ended: it met a stop string or a broken tool call, or `finish` was
-        called."""
+        """Whether the answer has ended: by a stop string, a broken tool call, or `finish`."""
         return self._stream.finished
 
     @property

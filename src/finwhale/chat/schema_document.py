@@ -62,13 +62,8 @@ class SchemaDocument:
 
     def part(self, schema: Any, *, silent: bool = False) -> dict[str, Any]:
         """A schema, complete in itself, of what llguidance enforces of a part of the document.
-
-        Args:
-            silent: do not name what is left out. Otherwise the part is the root.
-
-        Raises:
-            GrammarError: it is too large, which references to parts within each other can cause.
-        """
+        `silent`: do not name what is left out. Otherwise the part is the root. Raises GrammarError:
+        it is too large, which references to parts within each other can cause."""
         references: list[str] = []
         self._references, self._silent = references, silent
         made = self._enforced(schema, ())
@@ -138,8 +133,7 @@ class SchemaDocument:
         return made
 
     def _kept(self, schema: Mapping[str, Any], key: str, value: Any) -> Any | None:
-        """The value for llguidance of a keyword that it enforces in some schemas only; None: not in
-        this one."""
+        """The value for llguidance of a keyword that it enforces in some schemas, or None."""
         if key == "pattern":
             return portable(value) if isinstance(value, str) else value
         if key != "$ref":
@@ -156,8 +150,7 @@ class SchemaDocument:
             self.ignored.append(path)
 
     def _disjoint(self, members: Any) -> bool:
-        """Whether it is certain that no value matches two members of a oneOf, so that it means the
-        same as anyOf."""
+        """Whether a oneOf certainly means the same as anyOf: no value matches two members."""
         try:
             return not isinstance(members, list) or self._members.disjoint(members, self.root)
         except GrammarError:  # that would take too long

@@ -99,8 +99,7 @@ class Tokenizer:
         return self._plain.encode(_checked(text), add_special_tokens=False).ids
 
     def added_id(self, spelling: str) -> int:
-        """The id of a control token. Raises CheckpointError: the vocabulary has no such control
-        token."""
+        """The id of a control token. Raises CheckpointError: the vocabulary has no such token."""
         if spelling not in self.added_ids:
             raise CheckpointError(f"{self.path} has no control token {spelling}")
         return self.added_ids[spelling]

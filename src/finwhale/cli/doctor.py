@@ -29,6 +29,7 @@ from finwhale.platform import (
     Platform,
     available_memory,
     existing_folder,
+    lines_of,
     processor_name,
     usable_cores,
 )
@@ -71,37 +72,28 @@ class Finding:
         return cls(subject, found, "missing", advice) if lacking else cls(subject, found)
 
 
+Findings = Callable[[], Iterator[Finding]]
+
+
 def run(argv: Sequence[str]) -> int:
     """Returns 1 if a check failed, so that no model can run; otherwise 0."""
     args = _parser().parse_args(argv)
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        _software,
-        _processor,
-        _gpus,
-        _peers,
-        _disk,
-        _extras,
-    ]
+    checks: list[Findings] = [_software, _processor, _gpus, _peers, _disk, _extras]
     if args.prefix_store is not None:
         checks.append(partial(_prefix_store, args.prefix_store))
     if not args.no_run:
         checks.append(_demo)
     findings = [finding for check in checks for finding in _attempt(check)]
-    rows = (
-        (
-            one.subject,
-            escape(one.found),
-            f"[{STYLES[one.verdict]}]{one.verdict}[/]",
-            escape(one.advice),
-        )
-        for one in findings
-    )
+    rows = []
+    for one in findings:
+        verdict = f"[{STYLES[one.verdict]}]{one.verdict}[/]"
+        rows.append((one.subject, escape(one.found), verdict, escape(one.advice)))
     columns = ("what", "found", "", "what to do")
     print_table(new_console(160), "finwhale doctor", columns, rows, num_texts=4)
     return int(any(one.verdict == "failed" for one in findings))
 
 
-def _attempt(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _attempt(check: Findings) -> Iterator[Finding]:
     """The findings of a check. A broken driver or package can raise any exception."""
     try:
         yield from check()
@@ -247,10 +239,7 @@ def _speed(folder: Path) -> tuple[float, float]:
 
 def _file_system(folder: Path) -> str:
     """The kind of file system that a folder is in; empty: unknown."""
-    try:
-        mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
-    except OSError:
-        return ""
+    mounts = [line.split()[1:3] for line in lines_of(MOUNTS)]
     inside = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
     return max(inside, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
@@ -286,14 +275,13 @@ def _demo() -> Iterator[Finding]:
         (result,) = llm.generate(
             PROMPT, SamplingParams(max_tokens=8, temperature=0), show_progress=False
         )
+        if result.error is not None:
+            raise FinwhaleError(result.error)
     except FinwhaleError as error:
         yield Finding("embedded model", str(error), "failed")
         return
-    if result.error is not None:
-        yield Finding("embedded model", result.error, "failed")
-    else:
-        text = " ".join((PROMPT + result.outputs[0].text).split())
-        yield Finding("embedded model", f'writes "{text}" on the CPU')
+    text = " ".join((PROMPT + result.outputs[0].text).split())
+    yield Finding("embedded model", f'writes "{text}" on the CPU')
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -302,10 +290,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check software, processor, GPUs, memory, disk and extras, and run the demo "
         "model. `finwhale inspect PATH` says which GPUs a checkpoint needs.",
     )
-    parser.add_argument(
-        "--prefix-store",
-        metavar="DIR[:SIZE]",
-        help="measure the directory of a prefix store with a file of 256 MiB",
-    )
+    about = "measure the directory of a prefix store with a file of 256 MiB"
+    parser.add_argument("--prefix-store", metavar="DIR[:SIZE]", help=about)
     parser.add_argument("--no-run", action="store_true", help="do not run the embedded model")
     return parser

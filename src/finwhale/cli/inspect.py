@@ -96,9 +96,8 @@ def _print_memory(console: Console, config: ModelConfig, architecture: ModuleTyp
     groups = architecture.cache_groups(config)
 
     def token_bytes(group: CacheGroup, dtype: torch.dtype, ops: Ops) -> float:
-        return (
-            group.page_bytes(dtype.itemsize, ops.capabilities.packed_cache) / group.tokens_per_page
-        )
+        page = group.page_bytes(dtype.itemsize, ops.capabilities.packed_cache)
+        return page / group.tokens_per_page
 
     per_token = [sum(token_bytes(g, *form) for g in groups if g.keep is None) for form in forms]
     rows["cache, each token"] = per_token

@@ -32,7 +32,6 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="finwhale ops", description="List the implementation of each operator.")
-    parser.add_argument(
-        "--platform", choices=PLATFORMS, help="show this platform's table instead of this machine's"
-    )
+    about = "show this platform's table instead of this machine's"
+    parser.add_argument("--platform", choices=PLATFORMS, help=about)
     return parser

@@ -35,11 +35,8 @@ def add_path(parser: argparse.ArgumentParser) -> None:
 
 
 def add_revision(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--revision",
-        metavar="NAME",
-        help="branch, tag or commit of the repository (default: its main branch)",
-    )
+    about = "branch, tag or commit of the repository (default: its main branch)"
+    parser.add_argument("--revision", metavar="NAME", help=about)
 
 
 def add_engine_options(
@@ -58,9 +55,7 @@ def add_engine_options(
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine that the arguments of `add_engine_options` describe. Raises FinwhaleError if a
-    value is out of range.
-    """
+    """The engine that the arguments describe. Raises FinwhaleError: a value is out of range."""
     cache_dir = args.cache_dir or default_directory(os.environ.get("XDG_CACHE_HOME"))
     return read_options(args, EngineConfig, cache_dir=str(cache_dir))
 

@@ -108,14 +108,11 @@ def _print(
     checkpoint: Checkpoint, expectations: Expectations, checks: Sequence[Check], command: str
 ) -> None:
     console = new_console(160)
-    rows = (
-        (
-            *(escape(text) for text in (check.name, check.found, check.expected)),
-            f"[{STYLES[check.verdict]}]{check.verdict}[/]",
-            escape(check.reason),
-        )
-        for check in checks
-    )
+    rows = []
+    for check in checks:
+        texts = map(escape, (check.name, check.found, check.expected))
+        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
+        rows.append((*texts, verdict, escape(check.reason)))
     columns = ("check", "found", "expected", "verdict", "reason")
     title = f"{checkpoint.path} ({expectations.model})"
     print_table(console, title, columns, rows, num_texts=5)
@@ -139,12 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_path(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--recall-tokens",
-        type=int,
-        default=16384,
-        metavar="N",
-        help="length of the recall check's prompt, at most the context limit (default: 16384)",
-    )
+    about = "length of the recall check's prompt, at most the context limit (default: 16384)"
+    parser.add_argument("--recall-tokens", type=int, default=16384, metavar="N", help=about)
     add_engine_options(parser, ("generation_config",), draft_tokens=None)
     return parser

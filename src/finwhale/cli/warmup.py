@@ -19,22 +19,16 @@ def run(argv: Sequence[str]) -> int:
     config = engine_config(args)
     began = time.monotonic()
     engine = open_engine(config, checkpoint_directory(args.path, args.revision))
-    console, rank = Console(soft_wrap=True), engine.executor.description
-    console.print(table(whole_start(engine.start_seconds, began)), highlight=False)
+    console, rank = Console(soft_wrap=True, highlight=False), engine.executor.description
+    console.print(table(whole_start(engine.start_seconds, began)))
     if rank.kernels:
-        console.print(
-            f"{rank.kernels} kernels, {rank.compiled_kernels} of them compiled now, are in "
-            f"{config.cache_dir}",
-            highlight=False,
-        )
+        counts = f"{rank.kernels} kernels, {rank.compiled_kernels} of them compiled now"
+        console.print(f"{counts}, are in {config.cache_dir}")
     elif not args.compile:
-        console.print(f"{rank.device} needs no compiled kernels", highlight=False)
+        console.print(f"{rank.device} needs no compiled kernels")
     if args.compile:
-        console.print(
-            f"layers: {rank.compiled_layers} graphs compiled now, the others loaded, in "
-            f"{config.cache_dir}",
-            highlight=False,
-        )
+        graphs = f"{rank.compiled_layers} graphs compiled now, the others loaded"
+        console.print(f"layers: {graphs}, in {config.cache_dir}")
     return 0
 
 

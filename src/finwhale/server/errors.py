@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Literal
 
 from starlette.responses import Response
@@ -57,6 +58,11 @@ ErrorCode = Literal[
     "unsupported_value",
 ]
 
+# With these codes, the client may try again later.
+TRY_AGAIN: tuple[ErrorCode, ...] = (
+    "key_concurrency", "loading", "overloaded", "queue_full", "server_stopping",
+    "too_many_requests",
+)  # fmt: skip
 LENIENT_HINT = "a server that is started with --lenient ignores such fields"
 # The types of errors by status. Any other below 500 is an invalid_request_error.
 _OPENAI_TYPES = {
@@ -93,7 +99,9 @@ class ApiError(Exception):
         param: the field of the request that is wrong, or None.
         messages_text: the message in Anthropic's protocol, if its clients look for other words.
         details: what the error object of Messages says besides, for clients that act on it.
-        headers: further headers of the answer; Retry-After if `retry_after_s` is not None.
+        retry_after_s: seconds after which the client may try again; None: it should not, or if the
+            code is one of TRY_AGAIN, the seconds of --retry-after.
+        headers: further headers of the answer.
     """
 
     status: int
@@ -103,13 +111,15 @@ class ApiError(Exception):
     param: str | None = None
     messages_text: str | None = None
     details: Mapping[str, object] | None = None
-    retry_after_s: InitVar[int | None] = None
+    retry_after_s: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self, retry_after_s: int | None) -> None:
+    def __post_init__(self) -> None:
         super().__init__(self.message)
-        if retry_after_s is not None:
-            self.headers = {**self.headers, "retry-after": str(retry_after_s)}
+
+
+# More than a user's share of requests, uploads or downloads.
+too_many_requests = partial(ApiError, 429, code="too_many_requests")
 
 
 def context_length_error(
@@ -136,15 +146,11 @@ def context_length_error(
             f"resulted in {num_tokens} tokens. Please reduce the length of the messages."
         )
     maximum = context - 1 if max_prompt is None else max_prompt
-    return ApiError(
-        400,
-        text,
-        code="context_length_exceeded",
-        messages_text=f"prompt is too long: {num_tokens} tokens > {maximum} maximum",
-    )
+    other_text = f"prompt is too long: {num_tokens} tokens > {maximum} maximum"
+    return ApiError(400, text, code="context_length_exceeded", messages_text=other_text)
 
 
-def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
+def as_api_error(error: Exception) -> ApiError | None:
     """The error for the client; None: `error` is internal."""
     if isinstance(error, ApiError):
         return error
@@ -154,11 +160,11 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code="invalid_request")
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", retry_after_s=retry_after_s)
+        return ApiError(429, str(error), code="queue_full")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     if isinstance(error, StoppingError):
-        return ApiError(503, str(error), code="server_stopping", retry_after_s=retry_after_s)
+        return ApiError(503, str(error), code="server_stopping")
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than the server allows", code="timeout")
     return None
@@ -178,18 +184,14 @@ def error_body(error: ApiError, path: str) -> dict[str, object]:
         details = {} if error.details is None else {"details": error.details}
         text = error.messages_text or error.message
         return {"type": "error", "error": {"type": kind, "message": text, **details}}
-    param = error.param
-    if error.code == "context_length_exceeded":
-        param = _PROMPT_FIELDS.get(path)
+    is_full = error.code == "context_length_exceeded"
+    param = _PROMPT_FIELDS.get(path) if is_full else error.param
     return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
 
 
 def error_event(error: ApiError, path: str, last: bytes) -> bytes:
-    """The event that ends a stream which has failed.
-
-    Args:
-        last: the stream's last piece. Events of Responses have numbers, and this one gets the next.
-    """
+    """The event that ends a stream which has failed. `last`: the stream's last piece. Events of
+    Responses have numbers, and this one gets the next."""
     body = error_body(error, path)
     if path == "/v1/responses":
         # Clients that read typed events look at the first four. The openai package raises `error`.
@@ -207,10 +209,8 @@ def error_event(error: ApiError, path: str, last: bytes) -> bytes:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    body = error_body(error, path)
-    return Response(
-        json.dumps(body, ensure_ascii=True),
-        status_code=error.status,
-        headers=error.headers,
-        media_type="application/json",
-    )
+    headers = dict(error.headers)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    text = json.dumps(error_body(error, path))
+    return Response(text, error.status, headers, "application/json")

@@ -22,6 +22,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.server.errors import ApiError
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_COUNT = re.compile("[1-9][0-9]{0,11}")
 _MIN_KEY = 8
 
 
@@ -67,16 +68,12 @@ class ApiKey:
     use: Use = field(default_factory=Use, compare=False)
 
     @contextmanager
-    def request(self, retry_after_s: int) -> Iterator[None]:
+    def request(self) -> Iterator[None]:
         """Counts a request. Raises ApiError (429) if the key has too many."""
         use = self.use
         if self.concurrent is not None and use.in_flight >= self.concurrent:
-            raise ApiError(
-                429,
-                f"the API key may have {self.concurrent} requests at once; try again",
-                code="key_concurrency",
-                retry_after_s=retry_after_s,
-            )
+            message = f"the API key may have {self.concurrent} requests at once; try again"
+            raise ApiError(429, message, code="key_concurrency")
         use.in_flight += 1
         try:
             yield
@@ -86,37 +83,25 @@ class ApiKey:
     def check(self, priority: int | None) -> None:
         """Checks a request before it runs. Raises ApiError (403, 429)."""
         if priority and not self.priority:
-            raise ApiError(
-                403,
-                "the API key may not set priority",
-                code="priority_not_allowed",
-                param="priority",
-            )
+            message = "the API key may not set priority"
+            raise ApiError(403, message, code="priority_not_allowed", param="priority")
         if self.tokens_per_minute is None:
             return
         self.use.refill(self.tokens_per_minute)
         if self.use.tokens < 1:
             wait_s = math.ceil((1 - self.use.tokens) * 60 / self.tokens_per_minute)
-            raise ApiError(
-                429,
-                f"the API key may use {self.tokens_per_minute} tokens a minute; try again in "
-                f"{wait_s} s",
-                code="key_tokens",
-                retry_after_s=wait_s,
-            )
+            allowed = f"the API key may use {self.tokens_per_minute} tokens a minute"
+            message = f"{allowed}; try again in {wait_s} s"
+            raise ApiError(429, message, code="key_tokens", retry_after_s=wait_s)
 
 
 class Keys:
-    """The keys that the server accepts now."""
+    """The keys that the server accepts now; empty: requests need none."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         """Raises FinwhaleError."""
         self._keys: list[ApiKey] = []
         self.replace(lines)
-
-    @property
-    def required(self) -> bool:
-        return bool(self._keys)
 
     def __iter__(self) -> Iterator[ApiKey]:
         return iter(self._keys)
@@ -138,14 +123,8 @@ class Keys:
 
 
 def parse_keys(lines: Sequence[str], uses: dict[str, Use] | None = None) -> list[ApiKey]:
-    """The keys that lines of key files describe.
-
-    Args:
-        uses: the current use of each identity.
-
-    Raises:
-        FinwhaleError: a line is wrong. The error does not contain the line, which is a secret.
-    """
+    """The keys that lines of key files describe. `uses`: the current use of each identity. Raises
+    FinwhaleError: a line is wrong. The error does not contain the line, which is a secret."""
     uses = dict(uses or {})
     keys: dict[bytes, ApiKey] = {}
     for number, line in enumerate((line for line in lines if line.strip()), 1):
@@ -178,9 +157,7 @@ def _limits(words: Sequence[str], what: str) -> dict[str, Any]:
         name, _, value = word.partition("=")
         if name == "priority" and value in ("yes", "no"):
             found[name] = value == "yes"
-        elif name in ("concurrent", "tokens_per_minute") and re.fullmatch(
-            "[1-9][0-9]{0,11}", value
-        ):
+        elif name in ("concurrent", "tokens_per_minute") and _COUNT.fullmatch(value):
             found[name] = int(value)
         else:
             raise FinwhaleError(

@@ -23,15 +23,8 @@ def load_engine(
     config: EngineConfig,
     placement: Placement | None = None,
 ) -> Engine:
-    """Opens an engine in the process that will run it, and shows the progress.
-
-    Args:
-        directory: of the checkpoint.
-        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
-
-    Raises:
-        CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
-    """
+    """Opens an engine, as `open_engine` does, in the process that will run it, and shows the
+    progress."""
     logs.configure(log_level, log_format, waits=False)
     with loading_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
         engine = open_engine(config, directory, progress, placement)

@@ -9,7 +9,6 @@ import ssl
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -24,7 +23,7 @@ from finwhale.server.api import health
 from finwhale.server.api.app import create_app
 from finwhale.server.banner import banner
 from finwhale.server.batch.batches import Batches
-from finwhale.server.batch.store import Store, open_store
+from finwhale.server.batch.store import Store
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge import listening
 from finwhale.server.edge.connections import Connection, Connections
@@ -67,7 +66,7 @@ def serve(
     traces = open_traces(config)
     connections = Connections(config)
     listener = listening.listen(config)
-    store = open_store(config)
+    store = None if config.batch_dir is None else Store(config.batch_dir)
     port = None
     if config.health_port is not None:
         port = health.HealthPort(config.host, config.health_port)
@@ -217,7 +216,7 @@ def reload(
         logger.error("the certificate stays as it was", extra={"reason": str(error)})
     try:
         lines = read()
-        if keys.required and not lines:
+        if keys and not lines:
             raise FinwhaleError("there is no API key left")
         keys.replace(lines)
     except FinwhaleError as error:
@@ -272,6 +271,3 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        raise AssertionError("signals are handled by the loop")

@@ -58,12 +58,8 @@ class Stream(Response):
             await self._source.aclose()
 
     async def _send(self, send: Send) -> None:
-        head = {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
-        await send(head)
+        head = {"type": "http.response.start", "status": self.status_code}
+        await send({**head, "headers": self.raw_headers})
         pinging = asyncio.ensure_future(self._ping_when_silent(send))
         try:
             async for piece in self._source:
@@ -95,8 +91,7 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`, and cancels it when the client disconnects. Raises ClientGone: the client has
-    disconnected."""
+    """Awaits `work`. When the client disconnects, cancels it and raises ClientGone."""
     working = asyncio.ensure_future(work)
     try:
         if not await _or_disconnect(working, request.receive):

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,7 @@ from finwhale.server.config import ServerConfig
 from finwhale.server.edge.bodies import SMALL_BYTES, Budget, TooManyItems, max_body_bytes
 from finwhale.server.edge.room import Room
 from finwhale.server.edge.shares import Shares
-from finwhale.server.errors import ApiError, as_api_error, context_length_error
+from finwhale.server.errors import TRY_AGAIN, ApiError, as_api_error, context_length_error
 from finwhale.server.grammars.check import GrammarChecker
 from finwhale.server.keys import Keys
 from finwhale.server.link.client import EngineClient, Generation
@@ -39,6 +40,7 @@ T = TypeVar("T")
 BATCH_PRIORITY = 1 << 32
 BATCH_WINDOW_S = 24 * 3600.0  # time in which a batch ends
 NUM_LARGE = 2  # number of large requests that are converted and encoded at once
+_loading = partial(ApiError, 503, "the model is still loading", code="loading")
 
 
 class ServerState:
@@ -57,9 +59,7 @@ class ServerState:
         self.client = client
         self.tokenizer = tokenizer
         self.template = None if tokenizer is None else ChatTemplate(tokenizer, ladder)
-        self.budget = Budget(
-            config.max_buffered_bytes, config.retry_after_s, lambda: self.max_body_bytes
-        )
+        self.budget = Budget(config.max_buffered_bytes, lambda: self.max_body_bytes)
         # Sequences of requests that are not of batches, from their submission to their answers.
         self.queue = Shares(
             "running and waiting sequences",
@@ -71,7 +71,6 @@ class ServerState:
             None if tokenizer is None else tokenizer.path.parent, self.metrics
         )
         self._large = ThreadPoolExecutor(NUM_LARGE, "large-request")
-        self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
         self.started = int(time.time())
         self.draining = False
         self.keys = Keys(config.api_keys)
@@ -100,20 +99,7 @@ class ServerState:
             return self.client.ready
         if self.client.failure is not None:
             raise EngineDeadError(self.client.failure)
-        raise self._loading()
-
-    def _loading(self) -> ApiError:
-        return ApiError(
-            503,
-            "the model is still loading",
-            code="loading",
-            retry_after_s=self.config.retry_after_s,
-        )
-
-    def busy(self, message: str) -> ApiError:
-        """The error for a request beyond a share of requests."""
-        retry_after_s = self.config.retry_after_s
-        return ApiError(429, message, code="too_many_requests", retry_after_s=retry_after_s)
+        raise _loading()
 
     def unless_loading(self, error: ApiError) -> ApiError:
         """The error for a request above a limit that follows from the context.
@@ -121,28 +107,26 @@ class ServerState:
         While the model loads, the context is not known, and the client may try again.
         """
         loading = self.client.ready is None and self.client.failure is None
-        return self._loading() if loading else error
+        return _loading() if loading else error
 
     def to_api_error(self, error: Exception) -> ApiError:
         """The error for the client, who learns no details of an unexpected one; that is logged."""
         if isinstance(error, TooManyItems):
             error = self.unless_loading(error)
-        told = as_api_error(error, self.config.retry_after_s)
+        told = as_api_error(error)
         if told is None:
             logger.error("unexpected error", exc_info=error)
             told = ApiError(500, "internal error", code="internal_error")
+        if told.code in TRY_AGAIN:
+            told.retry_after_s = self.config.retry_after_s
         return told
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not a name of the model."""
         if name not in self.config.model_names:
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist here; available: "
-                f"{', '.join(self.config.model_names)}",
-                code="model_not_found",
-                param="model",
-            )
+            available = ", ".join(self.config.model_names)
+            message = f"the model {name!r} does not exist here; available: {available}"
+            raise ApiError(404, message, code="model_not_found", param="model")
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -198,7 +182,7 @@ class ServerState:
         """Raises ApiError if a text cannot fit into the context, whatever its tokens are."""
         context = self.ready.max_model_len
         # Each token stands for at least one byte, and each character has at least one.
-        least = -(-len(text) // self._longest_token)
+        least = -(-len(text) // self.need_tokenizer().longest_token)
         if least > context:
             raise context_length_error(least, context, exact=False)
 
@@ -214,12 +198,8 @@ class ServerState:
         """Raises ApiError if a request asks for more continuations than the server allows."""
         allowed = self.config.max_choices
         if num_sequences > allowed:
-            raise ApiError(
-                400,
-                f"prompts times n is {num_sequences}; this server allows {allowed}",
-                code="too_many_choices",
-                param="n",
-            )
+            message = f"prompts times n is {num_sequences}; this server allows {allowed}"
+            raise ApiError(400, message, code="too_many_choices", param="n")
 
     def count(self, log: RequestLog, delta: Delta) -> None:
         """Counts a request's part of a step. Raises ApiError if the engine failed on it."""
@@ -267,18 +247,9 @@ class ServerState:
             owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
             if log.cache_salt is not None:
                 owner += f"/{log.cache_salt}"
-            grammar_bytes = self.grammars.bytes_of(params.guide, log.user)
+            size = self.grammars.bytes_of(params.guide, log.user)
             request = Add(
-                "",
-                (),
-                params,
-                stop_after,
-                priority,
-                owner,
-                log.user,
-                grammar_bytes,
-                filter,
-                log.saves_first,
+                "", (), params, stop_after, priority, owner, log.user, size, filter, log.saves_first
             )
             generation = self.client.submit(prompts, request)
             # Count the request only now: a dead or stopping engine makes `submit` raise.

@@ -10,7 +10,7 @@ from torch import Tensor
 from finwhale.checkpoint.formats import not_finite
 from finwhale.checkpoint.reader import Checkpoint, TensorReader
 from finwhale.ops.moe import EXPONENT_SPREAD
-from finwhale.validation.report import Check
+from finwhale.validation.report import Check, CheckVerdict
 
 _EXPERT = re.compile(r"^(?P<layer>.+)\.ffn\.experts\.(?P<expert>\d+)\.(?P<which>w[123])\.scale$")
 _SHOWN = 5
@@ -38,16 +38,11 @@ def check_weights(checkpoint: Checkpoint) -> list[Check]:
                     experts.add(key)
                     far[key] += _count_far(reader, name, tensor)
             reader.close_all()
-    return [
-        Check(
-            "weights: tensors with NaN or infinity",
-            str(len(bad)),
-            "0",
-            "failed" if bad else "ok",
-            _first(bad),
-        ),
-        _check_exponents(len(experts), {key: count for key, count in far.items() if count}),
-    ]
+    verdict: CheckVerdict = "failed" if bad else "ok"
+    name = "weights: tensors with NaN or infinity"
+    finite = Check(name, str(len(bad)), "0", verdict, _first(bad))
+    far = {key: count for key, count in far.items() if count}
+    return [finite, _check_exponents(len(experts), far)]
 
 
 def count_far_values(codes: Tensor, exponents: Tensor) -> int:

@@ -12,10 +12,10 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any
 
-from finwhale.config import KV_EVENTS
 from finwhale.engine.plan.prefix_index import Block
 from finwhale.errors import ResourceError
 from finwhale.extras import named_extras
+from finwhale.options import host_and_port
 
 with named_extras():
     import msgspec
@@ -44,15 +44,14 @@ class KvEvents:
     """
 
     def __init__(self, address: str) -> None:
-        parts = KV_EVENTS.fullmatch(address)
-        assert parts is not None
-        self._topic = (parts["topic"] or "").encode()
+        where, _, topic = address.partition("/")
+        host, port = host_and_port("kv_events", where, least=0)
+        self._topic = topic.encode()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
-        self._socket.ipv6 = "[" in (parts["host"] or "")
+        self._socket.ipv6 = ":" in host
         try:
-            port = parts["port"] if int(parts["port"]) else "*"
-            self._socket.bind(f"tcp://{parts['host'] or '127.0.0.1'}:{port}")
+            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
         except zmq.ZMQError as error:
             self._context.destroy()
             raise ResourceError(f"kv_events cannot use the address {address}: {error}") from None

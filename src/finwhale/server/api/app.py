@@ -14,9 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import finwhale
-from finwhale.chat.grammar_limits import GrammarError
-from finwhale.errors import FinwhaleError
-from finwhale.server.api import health, tokens
+from finwhale.server.api import health
 from finwhale.server.api.gate import (
     STATIC_PATH,
     Admitted,
@@ -27,11 +25,12 @@ from finwhale.server.api.gate import (
 )
 from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
 from finwhale.server.api.rollouts import Endpoints
+from finwhale.server.api.tokens import add_tokens
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches, add_files
 from finwhale.server.batch.store import Store
 from finwhale.server.edge.bodies import BodyParser, max_items
-from finwhale.server.errors import ApiError, error_event, error_response, is_anthropic
+from finwhale.server.errors import ApiError, error_event, is_anthropic
 from finwhale.server.observe.logs import RequestLog, note_refusal
 from finwhale.server.observe.metrics import CONTENT_TYPE
 from finwhale.server.protocols import chat_answers, chat_requests, completions, schemas
@@ -39,7 +38,7 @@ from finwhale.server.protocols.body_route import BodyRoute, note_ignored
 from finwhale.server.protocols.json_answer import json_answer
 from finwhale.server.protocols.prefill_decode import take_transfer, transfer_fields
 from finwhale.server.protocols.validation_errors import validation_error
-from finwhale.server.sse import COMMENT, NO_BUFFER, ClientGone, Stream, event, unless_disconnected
+from finwhale.server.sse import COMMENT, NO_BUFFER, Stream, event, unless_disconnected
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -89,9 +88,10 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
         app.add_middleware(CORSMiddleware, **cors_options(state.config))
     for layer in (Bounded, Admitted, RefusalAnswers, Reported):  # from the inside outwards
         app.add_middleware(layer, state=state)
-    _add_error_handlers(app, state)
+    for kind in (RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _translated)
     _add_generation(app, state)
-    _add_tokens(app, state)
+    add_tokens(app, state, _ERRORS)
     _add_service(app, state)
     app.state.batches = None if store is None else Batches(app, state, store)
     add_files(app, state, _ERRORS)
@@ -121,12 +121,8 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
 async def _generated(
     state: ServerState, body: schemas.SamplingBody, request: Request, requests: Any, answers: Any
 ) -> Response:
-    """The answer that the engine generates.
-
-    Args:
-        requests, answers: the modules of the protocol. Preparation ends when the client leaves or
-            the request times out.
-    """
+    """The answer that the engine generates. `requests, answers`: the modules of the protocol.
+    Preparation ends when the client leaves or the request times out."""
     log = _begin(state, request, body)
     take_transfer(state, body, log)
     async with asyncio.timeout(state.time_left_s(log)):
@@ -137,27 +133,6 @@ async def _generated(
         return await _stream(request, state, answers.stream(state, prepared, log))
     whole = await unless_disconnected(request, answers.complete(state, prepared, log))
     return json_answer({**whole, **transfer_fields(state, log)}, state.turn)
-
-
-def _add_tokens(app: FastAPI, state: ServerState) -> None:
-    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
-    async def count_tokens(body: schemas.CountTokensBody, request: Request) -> dict[str, int]:
-        return {"input_tokens": await tokens.count(state, body, _size(request))}
-
-    @app.post("/v1/responses/input_tokens", responses=_ERRORS)
-    async def count_input_tokens(
-        body: schemas.ResponsesBody, request: Request
-    ) -> dict[str, int | str]:
-        counted = await tokens.count(state, body, _size(request))
-        return {"object": "response.input_tokens", "input_tokens": counted}
-
-    @app.post("/tokenize", responses=_ERRORS, response_model=schemas.TokenizeAnswer)
-    async def tokenize(body: schemas.TokenizeBody, request: Request) -> Response:
-        return json_answer(await tokens.tokenize(state, body, _size(request)), state.turn)
-
-    @app.post("/detokenize", responses=_ERRORS, response_model=schemas.DetokenizeAnswer)
-    async def detokenize(body: schemas.DetokenizeBody, request: Request) -> Response:
-        return json_answer(await tokens.detokenize(state, body, _size(request)), state.turn)
 
 
 def _add_service(app: FastAPI, state: ServerState) -> None:
@@ -219,26 +194,17 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
     app.mount(PAGE_PATH, PageFiles())
 
 
-def _size(request: Request) -> int:
-    """The number of bytes of the body."""
-    size: int = request.scope["state"]["body_bytes"]
-    return size
-
-
-def _begin(state: ServerState, request: Request, body: schemas.Body) -> RequestLog:
+def _begin(state: ServerState, request: Request, body: schemas.SamplingBody) -> RequestLog:
+    known = request.state
     if state.config.log_prompts:
-        found = {"request_id": request.scope["state"]["request_id"]}
-        logger.info("body", extra=found | {"body": body.model_dump(exclude_unset=True)})
-    key = request.scope["state"].get("key")
-    if key is not None:
-        key.check(getattr(body, "priority", None))
-    log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request), key)
-    log.user = request.scope["state"]["user"]
-    log.cache_salt = getattr(body, "cache_salt", None)
-    log.model = str(getattr(body, "model", None) or "")
-    log.batch = "internal_request" in request.scope["state"]
-    log.stream = bool(getattr(body, "stream", False))
-    request.scope["state"]["log"] = log
+        found = {"request_id": known.request_id, "body": body.model_dump(exclude_unset=True)}
+        logger.info("body", extra=found)
+    if known.key is not None:
+        known.key.check(body.priority)
+    log = RequestLog(known.request_id, request.url.path, known.body_bytes, known.key, known.user)
+    log.cache_salt, log.model = body.cache_salt, body.model
+    log.batch, log.stream = known.batch, bool(body.stream)
+    known.log = log
     return log
 
 
@@ -277,30 +243,15 @@ async def _with_errors(
         await source.aclose()
 
 
-def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
-    """`gate.RefusalAnswers` answers all errors that these handlers do not."""
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, ClientGone):
-            request.scope["state"]["client_gone"] = True
-            return Response(status_code=499)  # only for the log: the client has gone
-        if isinstance(error, GrammarError):
-            state.metrics.grammar(error.reason)
-        if isinstance(error, RequestValidationError):
-            told = validation_error(error)
-        elif isinstance(error, HTTPException):
-            path = request.url.path[:200]
-            reasons = {
-                404: f"this server has no {path}: see /docs for its paths",
-                405: f"{path} does not take {request.method}",
-            }
-            text = reasons.get(error.status_code, str(error.detail))
-            told = ApiError(error.status_code, text, headers=error.headers or {})
-        else:
-            told = state.to_api_error(error)
-        note_refusal(request.scope, told, state.config.log_prompts)
-        return error_response(told, request.url.path)
-
-    for kind in (FinwhaleError, ApiError, TimeoutError, RequestValidationError, HTTPException,
-                 ClientGone):  # fmt: skip
-        app.add_exception_handler(kind, refuse)
+async def _translated(request: Request, error: Exception) -> Response:
+    """Raises the server's error for one of FastAPI or Starlette; `gate.RefusalAnswers` answers."""
+    if isinstance(error, RequestValidationError):
+        raise validation_error(error)
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    reasons = {
+        404: f"this server has no {path}: see /docs for its paths",
+        405: f"{path} does not take {request.method}",
+    }
+    text = reasons.get(error.status_code, str(error.detail))
+    raise ApiError(error.status_code, text, headers=error.headers or {})

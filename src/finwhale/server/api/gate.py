@@ -5,8 +5,9 @@
 - `Admitted` checks its host, its key and its user's share of requests.
 - `Bounded` passes its body on, up to a limit.
 
-`scope["state"]` holds what they know: request_id, user, key (if there is one) and taken, an
-ExitStack of shares that are held until the answer has been sent.
+`scope["state"]` holds what they know: request_id, user, key (None: none is needed), batch (whether
+it is a request of a batch) and taken, an ExitStack of shares that are held until the answer has
+been sent.
 """
 
 import logging
@@ -17,18 +18,20 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from finwhale.chat.grammar_limits import GrammarError
 from finwhale.server.api.page import PAGE_PATH
-from finwhale.server.batch.internal_request import InternalRequest
 from finwhale.server.batch.upload import OVERHEAD_BYTES
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.bodies import Budget
 from finwhale.server.edge.listening import HostCheck, user_of
 from finwhale.server.edge.shares import Shares
-from finwhale.server.errors import ApiError, error_response, is_anthropic
+from finwhale.server.errors import ApiError, error_response, is_anthropic, too_many_requests
 from finwhale.server.keys import ApiKey
 from finwhale.server.observe.logs import note_refusal, printable
+from finwhale.server.sse import ClientGone
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger("finwhale.server.requests")
@@ -117,7 +120,7 @@ class Reported(_Layer):
 
 
 class RefusalAnswers(_Layer):
-    """Answers with the error that the application raises before it has begun to answer.
+    """Answers with the error that is raised before an answer has begun.
 
     Web pages of the allowed origins may read the answer.
     """
@@ -135,13 +138,21 @@ class RefusalAnswers(_Layer):
         except Exception as error:
             if begun:
                 raise
-            told, config = self._state.to_api_error(error), self._state.config
-            note_refusal(scope, told, config.log_prompts)
-            answer: ASGIApp = error_response(told, scope["path"])
+            answer, config = self._answer(scope, error), self._state.config
             # The middleware would accept each OPTIONS request of an allowed origin.
             if config.cors_origins and scope["method"] != "OPTIONS":
                 answer = CORSMiddleware(answer, **cors_options(config))
             await answer(scope, receive, send)
+
+    def _answer(self, scope: Scope, error: Exception) -> ASGIApp:
+        if isinstance(error, ClientGone):
+            scope["state"]["client_gone"] = True
+            return Response(status_code=499)  # only for the log: the client has gone
+        if isinstance(error, GrammarError):
+            self._state.metrics.grammar(error.reason)
+        told = self._state.to_api_error(error)
+        note_refusal(scope, told, self._state.config.log_prompts)
+        return error_response(told, scope["path"])
 
 
 class Admitted(_Layer):
@@ -151,48 +162,38 @@ class Admitted(_Layer):
         super().__init__(app, state)
         self._hosts = HostCheck(state.config.allowed_hosts)
         size = state.config.max_concurrency
-        self._requests = Shares("requests at once", lambda: size, error=state.busy)
+        self._requests = Shares("requests at once", lambda: size, error=too_many_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ApiError."""
         found, path = scope["state"], scope["path"]
         with ExitStack() as taken:
             found["taken"] = taken
-            call: InternalRequest | None = found.get("internal_request")
-            key = self._find_key(scope, path) if call is None else call.key
-            if key is not None:
-                found["key"] = key
-            if call is not None:
-                found["user"] = call.user
-            else:
+            found["batch"] = "user" in found  # as `internal_request.post` calls
+            if not found["batch"]:
+                found["key"] = key = self._find_key(scope, path)
                 found["user"] = user_of(scope["client"][0]) if key is None else key.identity
                 if path not in _ALWAYS:
                     taken.enter_context(self._requests.taken(found["user"]))
                     if key is not None:
-                        taken.enter_context(key.request(self._state.config.retry_after_s))
+                        taken.enter_context(key.request())
             await self._app(scope, receive, send)
 
     def _find_key(self, scope: Scope, path: str) -> ApiKey | None:
         """The request's key; None: it needs none."""
-        headers = Headers(scope=scope)
-        if not self._hosts.allows(headers.get("host", "")) and path not in _HEALTH:
-            raise ApiError(
-                400,
-                "the request's Host is not one of this server's: see --allowed-hosts",
-                code="host_not_allowed",
-            )
+        given = Headers(scope=scope)
+        if not self._hosts.allows(given.get("host", "")) and path not in _HEALTH:
+            message = "the request's Host is not one of this server's: see --allowed-hosts"
+            raise ApiError(400, message, code="host_not_allowed")
         preflight = scope["method"] == "OPTIONS" and self._state.config.cors_origins
         open_to_all = path in _OPEN or path.startswith(_FILES) or preflight
-        if open_to_all or not self._state.keys.required:
+        if open_to_all or not self._state.keys:
             return None
-        key = self._state.keys.find(_given_key(headers))
+        key = self._state.keys.find(_given_key(given))
         if key is None:
-            raise ApiError(
-                401,
-                "a valid API key is needed (Authorization: Bearer KEY, or x-api-key)",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+            message = "a valid API key is needed (Authorization: Bearer KEY, or x-api-key)"
+            headers = {"www-authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
         return key
 
 
@@ -204,11 +205,8 @@ class Bounded(_Layer):
         state, config = self._state, self._state.config
         budget: Budget | None = state.budget
         max_bytes = state.max_body_bytes
-        if (
-            scope["path"] == "/v1/files"
-            and scope["method"] == "POST"
-            and config.batch_dir is not None
-        ):
+        is_upload = (scope["method"], scope["path"]) == ("POST", "/v1/files")
+        if is_upload and config.batch_dir is not None:
             # An upload goes to the disk as it arrives.
             max_bytes, budget = config.max_file_bytes + OVERHEAD_BYTES, None
         text = f"the body has more than {max_bytes} bytes"
@@ -231,13 +229,13 @@ class Bounded(_Layer):
             nonlocal refused
             message = await receive()
             if message["type"] == "http.request":
+                num_bytes = seen + len(message.get("body", b""))
                 try:
-                    if seen + len(message.get("body", b"")) > max_bytes:
+                    if num_bytes > max_bytes:
                         raise too_large
-                    resize(seen + len(message.get("body", b"")))
+                    resize(num_bytes)
                 except ApiError as error:
                     refused = error
-                    resize(0)
                     raise
             return message
 

@@ -71,13 +71,10 @@ def health_response(found: Health) -> Response:
 
 
 class HealthPort:
-    """Serves /health, /health/live, /health/ready and /metrics without API keys, on an event loop
-    of its own.
-    """
+    """Serves health checks and /metrics without API keys, on an event loop of its own."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listens, but does not answer yet. Raises FinwhaleError: the server cannot listen on the
-        address."""
+        """Listens, but does not answer yet. Raises FinwhaleError: it cannot listen there."""
         try:
             family = AF_INET6 if ":" in host else AF_INET
             self._listener = create_server((host, port), family=family)

@@ -202,9 +202,8 @@ class Endpoints:
         known = {one.name for one in request.scope["route"].dependant.query_params}
         for name in request.query_params:
             if name not in known:
-                raise ApiError(
-                    400, f"unknown parameter: {name}", code="unknown_parameter", param=name
-                )
+                message = f"unknown parameter: {name}"
+                raise ApiError(400, message, code="unknown_parameter", param=name)
 
     async def _call(self, method: Callable[..., Any], **arguments: Any) -> Any:
         """Calls a method of RolloutControl. Raises ApiError and what `EngineClient.call` raises."""
@@ -214,10 +213,6 @@ class Endpoints:
             raise
         except FinwhaleError as error:
             raise ApiError(400, str(error), code="rollout_refused") from error
-
-    async def _status(self) -> dict[str, Any]:
-        found: dict[str, Any] = await self._call(RolloutControl.status)
-        return found
 
     # --- Pausing and memory -----------------------------------------------------------------------
 
@@ -236,7 +231,7 @@ class Endpoints:
         return {"status": "resumed"}
 
     async def is_paused(self) -> dict[str, bool]:
-        return {"is_paused": (await self._status())["is_paused"]}
+        return {"is_paused": (await self._call(RolloutControl.status))["is_paused"]}
 
     async def sleep(
         self,
@@ -266,7 +261,7 @@ class Endpoints:
         return await self.wake(body.tags)
 
     async def is_sleeping(self) -> dict[str, bool]:
-        return {"is_sleeping": (await self._status())["is_sleeping"]}
+        return {"is_sleeping": (await self._call(RolloutControl.status))["is_sleeping"]}
 
     async def reset_cache(self) -> dict[str, Any]:
         """Clears the prefix cache: later requests reuse no prefix that is cached now."""
@@ -338,11 +333,11 @@ class Endpoints:
 
     async def version(self) -> dict[str, str]:
         """The version of the current weights."""
-        return {"weight_version": (await self._status())["weight_version"]}
+        return {"weight_version": (await self._call(RolloutControl.status))["weight_version"]}
 
     async def world_size(self) -> dict[str, int]:
         """The number of ranks."""
-        return {"world_size": (await self._status())["world_size"]}
+        return {"world_size": (await self._call(RolloutControl.status))["world_size"]}
 
 
 def _tags(given: list[Tag] | None) -> tuple[MemoryTag, ...]:
@@ -352,8 +347,5 @@ def _tags(given: list[Tag] | None) -> tuple[MemoryTag, ...]:
 
 
 async def _refuse() -> None:
-    raise ApiError(
-        404,
-        "this server has no rollout endpoints: start it with --enable-rollout-endpoints",
-        code="no_rollout_endpoints",
-    )
+    message = "this server has no rollout endpoints: start it with --enable-rollout-endpoints"
+    raise ApiError(404, message, code="no_rollout_endpoints")

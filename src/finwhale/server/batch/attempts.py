@@ -12,12 +12,8 @@ from pathlib import Path
 
 
 class Attempts:
-    """The file of one batch. All methods raise OSError.
-
-    Attributes:
-        deaths: how many processes have died while a line was in flight, by the line's number; only
-            for lines without a result.
-    """
+    """The file of one batch. All methods raise OSError. `deaths`: how many processes have died
+    while a line was in flight, by the line's number; only for lines without a result."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("a+b", buffering=0)

@@ -9,7 +9,6 @@ from typing import Any
 from starlette.applications import Starlette
 
 from finwhale.errors import EngineDeadError, FinwhaleError
-from finwhale.server.batch.internal_request import InternalRequest
 from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
 from finwhale.server.batch.results import ResultFile
 from finwhale.server.batch.runner import MAX_HELD_BYTES, BatchJob, run, run_expired
@@ -69,17 +68,8 @@ class Batches:
         owner = self.store.owner(key)
         owner.find_file(file_id)
         owner.make_room(self._state.config.max_files)
-        now = int(time.time())
-        batch = StoredBatch(
-            new_id("batch_"),
-            endpoint,
-            file_id,
-            new_id("file-"),
-            new_id("file-"),
-            now,
-            now + int(BATCH_WINDOW_S),
-            metadata,
-        )
+        expires_at = int(time.time() + BATCH_WINDOW_S)
+        batch = StoredBatch(new_id("batch_"), endpoint, file_id, expires_at, metadata)
         try:
             owner.save(batch)
         except OSError as error:
@@ -143,18 +133,9 @@ class Batches:
             at_once = state.max_batch_sequences + 1
             if key is not None and key.concurrent is not None:
                 at_once = min(at_once, key.concurrent)
+            url, begun = batch.endpoint, owner.begun(batch)
             job = BatchJob(
-                source,
-                found,
-                max_bytes,
-                items,
-                batch.endpoint,
-                good,
-                bad,
-                owner.begun(batch),
-                at_once,
-                InternalRequest(key),
-                self._alone,
+                source, found, max_bytes, items, url, good, bad, begun, at_once, key, self._alone
             )
             await asyncio.to_thread(job.recover)
             ended = await self._run_job(owner, batch, job)

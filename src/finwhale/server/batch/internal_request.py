@@ -9,22 +9,6 @@ from starlette.types import ASGIApp, Message, Scope
 from finwhale.server.keys import ApiKey
 
 
-@dataclass(frozen=True, slots=True)
-class InternalRequest:
-    """Marks a request of a batch in `scope["state"]`, where no client can put anything.
-
-    Attributes:
-        key: the API key of the batch; None: the server needs none.
-    """
-
-    key: ApiKey | None = None
-
-    @property
-    def user(self) -> str:
-        """Whose shares the request takes: its owner's. Without keys, all batches are one user."""
-        return "batches" if self.key is None else self.key.identity
-
-
 @dataclass(slots=True)
 class InternalAnswer:
     """The status, headers and whole body of an answer."""
@@ -34,8 +18,13 @@ class InternalAnswer:
     body: bytearray = field(default_factory=bytearray)
 
 
-async def post(app: ASGIApp, path: str, body: bytes, call: InternalRequest) -> InternalAnswer:
-    """Posts a JSON body. Host, key and the number of requests at once are not checked again."""
+async def post(app: ASGIApp, path: str, body: bytes, key: ApiKey | None) -> InternalAnswer:
+    """Posts a JSON body. Host, key and the number of requests at once are not checked again.
+
+    The state of the scope, where no client can put anything, has the API key of the batch (None:
+    the server needs none), and whose shares the request takes: without keys, all batches are one
+    user.
+    """
     answer, parts = InternalAnswer(), [body]
     gone = asyncio.Event()  # never set: this client stays
 
@@ -67,7 +56,7 @@ async def post(app: ASGIApp, path: str, body: bytes, call: InternalRequest) -> I
         ],
         "client": None,
         "server": None,
-        "state": {"internal_request": call},
+        "state": {"key": key, "user": "batches" if key is None else key.identity},
     }
     await app(scope, receive, send)
     return answer

@@ -5,6 +5,7 @@ the last result may be incomplete: it is removed, and its line runs again.
 """
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -43,12 +44,8 @@ def result_of(
 ) -> bytes:
     """The result of a line that was answered. `body` is JSON in one line."""
     assert b"\n" not in body
-    response = (
-        b'{"status_code": %d, "request_id": %s, "body": '
-        % (status, json.dumps(request_id).encode())
-        + body
-        + b"}"
-    )
+    given = status, json.dumps(request_id).encode(), body
+    response = b'{"status_code": %d, "request_id": %s, "body": %s}' % given
     return _result(raw, line, response, None)
 
 
@@ -80,26 +77,18 @@ class ResultFile:
             raise FinwhaleError(f"another process writes {path} now") from error
 
     def recover(self, scan: Scan, done: bytearray, counts: Counts) -> None:
-        """Finds the lines that have results, and removes an incomplete result at the end.
-
-        Args:
-            done: is set to 1 for each of these lines: that of line n is at n - 1.
-
-        Raises:
-            FinwhaleError: the file has other lines than the results of this input.
-        """
+        """Finds the lines that have results, and removes an incomplete result at the end. `done`:
+        is set to 1 for each of these lines: that of line n is at n - 1. Raises FinwhaleError: the
+        file has other lines than the results of this input."""
         end = 0
         with self.path.open("rb") as file:
-            number = 0
-            while head := file.readline(_HEAD_BYTES):
-                number += 1
-                part, size = head, len(head)
+            for number in itertools.count(1):
+                head = part = file.readline(_HEAD_BYTES)
                 while part and not part.endswith(b"\n"):
                     part = file.readline(_HEAD_BYTES)
-                    size += len(part)
                 if not part:
                     break
-                end += size
+                end = file.tell()
                 found = _RESULT.match(head)
                 if found is None:
                     raise FinwhaleError(

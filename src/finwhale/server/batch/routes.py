@@ -11,8 +11,7 @@ from finwhale.server.batch.store import Owner, page_of
 from finwhale.server.batch.upload import receive
 from finwhale.server.edge.listening import check_origin
 from finwhale.server.edge.shares import Shares
-from finwhale.server.errors import ApiError
-from finwhale.server.keys import ApiKey
+from finwhale.server.errors import ApiError, too_many_requests
 from finwhale.server.protocols.json_answer import json_answer
 from finwhale.server.protocols.schemas import Body
 from finwhale.server.state import ServerState
@@ -23,6 +22,9 @@ MAX_DOWNLOADS = 32
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 After = Annotated[str | None, Query(max_length=100)]
+# Of the metadata of a batch.
+Key = Annotated[str, Field(max_length=64)]
+Text = Annotated[str, Field(max_length=512)]
 _FORM = {
     "requestBody": {
         "required": True,
@@ -48,21 +50,13 @@ class BatchBody(Body):
     input_file_id: Annotated[str, Field(max_length=100)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Annotated[dict[Key, Text], Field(max_length=16)] | None = None
 
 
 def add_files(app: FastAPI, state: ServerState, responses: dict[int | str, Any]) -> None:
-    """Adds the paths of files. Without `app.state.batches`, each answers that the server has no
-    batch directory.
-    """
-    uploads = Shares("uploads at once", lambda: MAX_UPLOADS, error=state.busy)
-    downloads = Shares("downloads at once", lambda: MAX_DOWNLOADS, error=state.busy)
+    """Adds the paths of files. Without `app.state.batches`, each answers that there are none."""
+    uploads = Shares("uploads at once", lambda: MAX_UPLOADS, error=too_many_requests)
+    downloads = Shares("downloads at once", lambda: MAX_DOWNLOADS, error=too_many_requests)
 
     @app.post("/v1/files", responses=responses, openapi_extra=_FORM)
     async def upload_file(request: Request) -> dict[str, Any]:
@@ -116,7 +110,7 @@ def add_batches(app: FastAPI, state: ServerState, responses: dict[int | str, Any
 
     @app.post("/v1/batches", responses=responses)
     async def create_batch(body: BatchBody, request: Request) -> dict[str, Any]:
-        batches, key = _batches(request), _key(request)
+        batches, key = _batches(request), request.state.key
         return batches.create(key, body.input_file_id, body.endpoint, body.metadata).answer()
 
     @app.get("/v1/batches", responses=responses, response_model=dict[str, Any])
@@ -130,29 +124,21 @@ def add_batches(app: FastAPI, state: ServerState, responses: dict[int | str, Any
 
     @app.post("/v1/batches/{batch_id}/cancel", responses=responses)
     async def cancel_batch(batch_id: str, request: Request) -> dict[str, Any]:
-        return _batches(request).cancel(_key(request), batch_id).answer()
+        return _batches(request).cancel(request.state.key, batch_id).answer()
 
 
 def _batches(request: Request) -> Batches:
     batches: Batches | None = request.app.state.batches
     if batches is None:
-        raise ApiError(
-            404, "this server has no files and batches: start it with --batch-dir",
-            code="no_batch_dir",
-        )  # fmt: skip
+        message = "this server has no files and batches: start it with --batch-dir"
+        raise ApiError(404, message, code="no_batch_dir")
     return batches
 
 
 def _take(request: Request, shares: Shares) -> None:
     """Takes one of the user's units until the answer has been sent. Raises ApiError (429)."""
-    found = request.scope["state"]
-    found["taken"].enter_context(shares.taken(found["user"]))
-
-
-def _key(request: Request) -> ApiKey | None:
-    key: ApiKey | None = request.scope["state"].get("key")
-    return key
+    request.state.taken.enter_context(shares.taken(request.state.user))
 
 
 def _owner(request: Request) -> Owner:
-    return _batches(request).store.owner(_key(request))
+    return _batches(request).store.owner(request.state.key)

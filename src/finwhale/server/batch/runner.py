@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -12,11 +13,12 @@ from starlette.types import ASGIApp
 
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.batch.attempts import Attempts
-from finwhale.server.batch.internal_request import InternalAnswer, InternalRequest, post
-from finwhale.server.batch.lines import BatchLine, RawLine, Scan, check_line, read_line, read_lines
+from finwhale.server.batch.internal_request import InternalAnswer, post
+from finwhale.server.batch.lines import BatchLine, RawLine, Scan, read_line, read_lines
 from finwhale.server.batch.results import Counts, ResultFile, error_of, result_of
 from finwhale.server.edge.room import Room
-from finwhale.server.errors import ApiError, StoppingError
+from finwhale.server.errors import StoppingError
+from finwhale.server.keys import ApiKey
 
 # Maximum size of all lines that are being answered.
 MAX_HELD_BYTES = 256 << 20
@@ -37,6 +39,7 @@ class BatchJob:
         good, bad: files of the results with status 200, and of the others; may be one file.
         begun: the file of lines that have begun; see `attempts.py`.
         in_flight: number of lines at once.
+        key: the batch's API key; None: the server needs none.
         alone: held by the one line that runs again after a death.
         done: 1 for each line that has a result.
     """
@@ -50,7 +53,7 @@ class BatchJob:
     bad: ResultFile
     begun: Path
     in_flight: int
-    call: InternalRequest = field(default_factory=InternalRequest)
+    key: ApiKey | None = None
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
     on_result: Callable[[], None] = lambda: None
     done: bytearray = field(init=False)
@@ -169,35 +172,27 @@ def _read_some(pending: Iterator[tuple[RawLine, int]]) -> list[tuple[RawLine, in
 async def _run_line(app: Starlette, job: BatchJob, raw: RawLine, attempts: Attempts) -> None:
     deaths = attempts.deaths[raw.number]
     attempts.begin(raw.number)
-    line = await _read(app, job, raw)
+    # As the server reads bodies.
+    read = partial(read_line, raw, job.url, job.max_items)
+    line = await app.state.parser.run(len(raw.text or b""), read)
     if deaths >= _MAX_DEATHS:
         message = f"{deaths} processes have died while they answered this line"
         line = replace(line, error=("line_ended_server", message))
     if line.error is not None:
         job.add(raw, error_of(raw, line, *line.error), ok=False)
         return
-    answer = await _ask(app, line, job.call)
+    answer = await _ask(app, line, job.key)
     request_id = answer.headers.get("x-request-id", "")
     result = result_of(raw, line, answer.status, request_id, answer.body)
     job.add(raw, result, ok=answer.status == 200)
 
 
-async def _read(app: Starlette, job: BatchJob, raw: RawLine) -> BatchLine:
-    """Reads a line as the server reads bodies: large ones one at a time, with pauses."""
-    if raw.text is None:
-        return read_line(raw, job.url, job.max_items)
-    try:
-        return check_line(await app.state.parser.parse(raw.text), job.url)
-    except ApiError:
-        return read_line(raw, job.url, job.max_items)
-
-
-async def _ask(app: ASGIApp, line: BatchLine, call: InternalRequest) -> InternalAnswer:
+async def _ask(app: ASGIApp, line: BatchLine, key: ApiKey | None) -> InternalAnswer:
     """The answer to a line; waits while the server is busy."""
     body = json.dumps(line.body).encode()
     wait_s = 0.05
     while True:
-        answer = await post(app, line.url, body, call)
+        answer = await post(app, line.url, body, key)
         if answer.status not in (429, 503):
             return answer
         error = json.loads(answer.body)["error"]

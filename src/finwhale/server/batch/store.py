@@ -19,13 +19,11 @@ from typing import Any, TypeVar
 
 from finwhale.artefacts import open_private, write_whole
 from finwhale.errors import FinwhaleError
-from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError, ErrorCode
 from finwhale.server.keys import ApiKey
 
 T = TypeVar("T")
 
-EVERYBODY = "everybody"
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
@@ -50,11 +48,11 @@ class StoredBatch:
     id: str
     endpoint: str
     input_file_id: str
-    good_file_id: str
-    bad_file_id: str
-    created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
+    good_file_id: str = field(default_factory=lambda: new_id("file-"))
+    bad_file_id: str = field(default_factory=lambda: new_id("file-"))
+    created_at: int = field(default_factory=lambda: int(time.time()))
     status: str = "validating"
     total: int = 0
     completed: int = 0
@@ -72,6 +70,7 @@ class StoredBatch:
         self.times.setdefault(f"{status}_at", int(time.time()))
 
     def answer(self) -> dict[str, Any]:
+        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling",
                  "cancelled")  # fmt: skip
         return {
@@ -87,11 +86,7 @@ class StoredBatch:
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **{f"{name}_at": self.times.get(f"{name}_at") for name in names},
-            "request_counts": {
-                "total": self.total,
-                "completed": self.completed,
-                "failed": self.failed,
-            },
+            "request_counts": counts,
             "metadata": self.metadata,
         }
 
@@ -149,16 +144,11 @@ class Owner:
         write_whole(self.directory / folder / f"{described.id}.json", text)
 
     def make_room(self, max_batches: int) -> None:
-        """Forgets the oldest batches that have ended. Raises ApiError (429): too many have not
-        ended."""
+        """Forgets the oldest ended batches. Raises ApiError (429): too many have not ended."""
         ended = [batch for batch in self.batches.values() if batch.ended]
         if len(self.batches) - len(ended) >= max_batches:
-            raise ApiError(
-                429,
-                f"{max_batches} batches wait or run; this server allows no more",
-                code="too_many_batches",
-                retry_after_s=60,
-            )
+            message = f"{max_batches} batches wait or run; this server allows no more"
+            raise ApiError(429, message, code="too_many_batches", retry_after_s=60)
         for batch in ended[: max(0, len(self.batches) + 1 - max_batches)]:
             (self.directory / "batches" / f"{batch.id}.json").unlink(missing_ok=True)
             del self.batches[batch.id]
@@ -178,9 +168,9 @@ class Owner:
 class Store:
     """The directory of a server. Only one server at a time may use it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, directory: str) -> None:
         """Raises FinwhaleError: the directory cannot be used."""
-        self._root = root
+        self._root = root = Path(directory).expanduser()
         try:
             open_private(root)
             self._lock = (root / "lock").open("a")
@@ -202,15 +192,10 @@ class Store:
         self._lock.close()
 
 
-def open_store(config: ServerConfig) -> Store | None:
-    """The store that the options ask for. Raises FinwhaleError."""
-    return None if config.batch_dir is None else Store(Path(config.batch_dir).expanduser())
-
-
 def owner_name(key: ApiKey | None) -> str:
     """The folder of a key's files. Keys of one name share it, and it does not reveal the key."""
     if key is None:
-        return EVERYBODY
+        return "everybody"
     return hashlib.sha256(f"batches of {key.identity}".encode()).hexdigest()[:32]
 
 

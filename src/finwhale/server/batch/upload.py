@@ -34,7 +34,7 @@ async def receive(request: Request, owner: Owner, max_bytes: int, max_lines: int
             form = _Form(_boundary(request), file, max_bytes, max_lines)
             async for chunk in request.stream():
                 # The parser is slow on hostile bytes: on a thread, it leaves the event loop turns.
-                await asyncio.to_thread(form.write, chunk)
+                await asyncio.to_thread(form.parser.write, chunk)
             found = form.end(file_id)
             await asyncio.to_thread(os.fsync, file.fileno())
         owner.add(found)
@@ -52,11 +52,15 @@ async def receive(request: Request, owner: Owner, max_bytes: int, max_lines: int
 
 
 class _Form:
-    """A form that arrives in pieces: the field `purpose`, and the file."""
+    """A form that arrives in pieces: the field `purpose`, and the file.
+
+    Attributes:
+        parser: takes the pieces (`write`), and raises ApiError, FormParserError, OSError.
+    """
 
     def __init__(self, boundary: bytes, file: Any, max_bytes: int, max_lines: int) -> None:
         self._file, self._max_bytes, self._max_lines = file, max_bytes, max_lines
-        self._parser = MultipartParser(
+        self.parser = MultipartParser(
             boundary,
             {
                 "on_part_begin": self._part_begin,
@@ -77,10 +81,6 @@ class _Form:
         self._fields: dict[str, bytes] = {}
         self._filename: str | None = None
         self._ended = False
-
-    def write(self, chunk: bytes) -> None:
-        """Raises ApiError, FormParserError, OSError."""
-        self._parser.write(chunk)
 
     def end(self, file_id: str) -> StoredFile:
         """The file's description. Raises ApiError."""

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,14 +56,9 @@ class Budget(Shares):
     The first SMALL_BYTES of a body do not count, so large bodies cannot keep out small ones.
     """
 
-    def __init__(
-        self, max_bytes: int, retry_after_s: int, largest: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, max_bytes: int, largest: Callable[[], int]) -> None:
         """`largest`: the size of the largest body; on an idle server, it fits."""
-
-        def error(message: str) -> ApiError:
-            return ApiError(503, message, code="overloaded", retry_after_s=retry_after_s)
-
+        error = partial(ApiError, 503, code="overloaded")
         super().__init__("bytes of large requests", lambda: max_bytes, largest, error)
 
     def resize(self, before: int, after: int, user: str = "") -> None:
@@ -88,13 +84,15 @@ class BodyParser:
         """What `read` makes of a body's JSON value. For a large body, it runs in a thread, too.
         Raises ApiError (400): it is not JSON in UTF-8, has a lone surrogate, or has too many or too
         deep structures."""
-        if len(body) <= SMALL_BYTES:
-            return read(parse_body(body, self._max_items()))
+        return await self.run(len(body), lambda: read(parse_body(body, self._max_items())))
+
+    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """Works on a body of this size: on large ones in a thread, one at a time, with pauses."""
+        if num_bytes <= SMALL_BYTES:
+            return work()
         async with self._free:
             begin = time.monotonic()
-            value = await asyncio.get_running_loop().run_in_executor(
-                self._thread, lambda: read(parse_body(body, self._max_items()))
-            )
+            value = await asyncio.get_running_loop().run_in_executor(self._thread, work)
             # Between large bodies, other requests get at least as much time as a body took.
             await asyncio.sleep(time.monotonic() - begin)
         return value

@@ -15,9 +15,9 @@ import asyncio
 import errno
 import json
 import logging
-import resource
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from itertools import islice
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from finwhale.errors import FinwhaleError, QueueFullError
+from finwhale.platform import max_files
 from finwhale.server.config import UNIX, ServerConfig
 from finwhale.server.edge.listening import plain_address, user_of
 from finwhale.server.edge.repeated import RepeatedMessages
@@ -57,7 +58,8 @@ class Connections:
     def __init__(self, config: ServerConfig) -> None:
         """Raises FinwhaleError: this process may open too few files."""
         self.config = config
-        limit, least = max_files(), RESERVED_FILES + min(MIN_CONNECTIONS, config.max_connections)
+        limit = max_files(1 << 16)
+        least = RESERVED_FILES + min(MIN_CONNECTIONS, config.max_connections)
         if limit < least:
             raise FinwhaleError(
                 f"this process may open {limit} files, and the server needs {least}: raise the "
@@ -81,8 +83,7 @@ class Connections:
             return self.make_room(1, None if full else user)
 
     def make_room(self, count: int, user: str | None = None) -> bool:
-        """Closes up to `count` waiting connections, of a user or of all. Returns whether there was
-        one."""
+        """Closes up to `count` waiting connections, of `user` or of all; returns whether it did."""
         oldest = list(islice((c for c in self.waiting if user in (None, c.user)), count))
         for connection in oldest:
             connection.refuse(503, "there are too many connections; try again")
@@ -167,8 +168,9 @@ class Connection(H11Protocol):
         self._shared.on_refusal("slow_client" if status == 408 else "too_many_connections")
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json.dumps({"error": {"message": message, "type": "server_error"}})
+            reason = HTTPStatus(status).phrase
             head = (
-                f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
+                f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
             )
             self.transport.write((head + body).encode())
@@ -228,18 +230,3 @@ class Connection(H11Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
-
-
-_REASONS = {408: "Request Timeout", 503: "Service Unavailable"}
-
-
-def max_files() -> int:
-    """The number of files that this process may open, raised as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 16
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return min(soft, wanted)

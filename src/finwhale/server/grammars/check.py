@@ -60,8 +60,6 @@ class GrammarChecker:
         Args:
             directory: the tokenizer's directory; None: no tokenizer, so no request has a grammar.
             metrics: count grammars and trials; the endpoints count refused grammars.
-            num_trials: number of trials that run at once.
-            max_waiting: number of further grammars that may wait for a trial.
         """
         self._directory = directory
         self._metrics = metrics
@@ -176,9 +174,5 @@ def _key(guide: Guide, user: str) -> tuple[str, bytes]:
 
 
 def _gone() -> ApiError:
-    return ApiError(
-        503,
-        "the process that checks grammars has ended; try again",
-        code="grammar_check_failed",
-        retry_after_s=1,
-    )
+    message = "the process that checks grammars has ended; try again"
+    return ApiError(503, message, code="grammar_check_failed", retry_after_s=1)

@@ -39,6 +39,7 @@ class Generation:
         self._client = client
         self._request_ids = request_ids
         self._events: asyncio.Queue[wire.Accepted | wire.Delta | Exception] = asyncio.Queue()
+        self._put = self._events.put_nowait
         self._early: deque[wire.Delta] = deque()
         self._first = {request_id: i * n for i, request_id in enumerate(request_ids)}
         self._unfinished = dict.fromkeys(request_ids, n)
@@ -78,10 +79,7 @@ class Generation:
 
     def expire(self) -> None:
         """Makes the iteration raise TimeoutError."""
-        self._events.put_nowait(TimeoutError())
-
-    def _put(self, event: wire.Accepted | wire.Delta | Exception) -> None:
-        self._events.put_nowait(event)
+        self._put(TimeoutError())
 
 
 @dataclass(slots=True)
@@ -171,14 +169,9 @@ class EngineClient:
 
     def submit(self, prompts: Sequence[Sequence[int]], request: wire.Add) -> Generation:
         """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
-
-        Args:
-            request: what the prompts have in common; its id and its prompt do not count. Its user's
-                sequences and grammars take turns with those of other users.
-
-        Raises:
-            EngineDeadError: the engine is not ready or has died.
-        """
+        `request`: what the prompts have in common; its id and its prompt do not count. Its user's
+        sequences and grammars take turns with those of other users. Raises EngineDeadError: the
+        engine is not ready or has died."""
         self._check_alive()
         request_ids = [f"r{next(self._ids)}" for _ in prompts]
         n = request.params.n

@@ -97,11 +97,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The engine has accepted a request.
-
-    Attributes:
-        compile_seconds: time that its grammar took to compile; None: it has no grammar.
-    """
+    """The engine has accepted a request. `compile_seconds`: of its grammar; None: it has none."""
 
     request_id: str
     compile_seconds: float | None = None
@@ -109,11 +105,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine has refused a request; `message` says why.
-
-    Attributes:
-        full: the client may try again.
-    """
+    """The engine has refused a request; `message` says why. `full`: the client may try again."""
 
     request_id: str
     message: str

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from finwhale.chat.grammar import Matcher
@@ -234,25 +235,23 @@ class EngineLoop:
             self._send(report)
 
 
+@dataclass(slots=True)
 class _Sent:
-    """How much of one continuation has been sent."""
+    """How much of one continuation has been sent: numbers of tokens and characters."""
 
-    __slots__ = ("_done", "_output", "_text", "_tokens")
-
-    def __init__(self, output: CompletionOutput) -> None:
-        self._output = output
-        self._tokens = 0
-        self._text = 0
-        self._done = False
+    output: CompletionOutput
+    tokens: int = 0
+    text: int = 0
+    done: bool = False
 
     def delta(self, request: RequestOutput) -> wire.Delta | None:
         """The output since the last call; None if there is none."""
-        output = self._output
-        if self._done or (len(output.token_ids) == self._tokens and output.finish_reason is None):
+        output = self.output
+        if self.done or (len(output.token_ids) == self.tokens and output.finish_reason is None):
             return None
         milestone = None
-        if not self._tokens or output.finish_reason is not None:
-            of_prompt = not self._tokens and not output.index
+        if not self.tokens or output.finish_reason is not None:
+            of_prompt = not self.tokens and not output.index
             milestone = wire.Milestone(
                 request.num_cached_tokens,
                 request.times,
@@ -260,19 +259,14 @@ class _Sent:
                 request.prompt_routed_experts if of_prompt else None,
                 output.routed_experts,
             )
+        ids, text = output.token_ids[self.tokens :], output.text[self.text :]
+        logprobs = _columns(output.logprobs and output.logprobs[self.tokens :])
+        reasons = output.finish_reason, output.stop_reason, request.error
         delta = wire.Delta(
-            request.request_id,
-            output.index,
-            output.token_ids[self._tokens :],
-            output.text[self._text :],
-            _columns(output.logprobs and output.logprobs[self._tokens :]),
-            output.finish_reason,
-            output.stop_reason,
-            request.error,
-            milestone,
+            request.request_id, output.index, ids, text, logprobs, *reasons, milestone
         )
-        self._tokens, self._text = len(output.token_ids), len(output.text)
-        self._done = output.finish_reason is not None
+        self.tokens, self.text = len(output.token_ids), len(output.text)
+        self.done = output.finish_reason is not None
         return delta
 
 

@@ -301,27 +301,15 @@ def _of_tiers(engine: EngineMetrics) -> Iterator[_Row]:
     yield gauge, "finwhale_prefix_store_up", text, (), {(): float(not engine.store_off)}
     for name, text, number in (
         ("finwhale_prefix_store_read_bytes", "bytes read from the prefix store", store.read_bytes),
-        (
-            "finwhale_prefix_store_read_seconds",
-            "time in which the prefix store was being read",
-            store.read_seconds,
-        ),
-        (
-            "finwhale_prefix_store_written_bytes",
-            "bytes written to the prefix store",
-            store.written_bytes,
-        ),
-        (
-            "finwhale_prefix_store_skipped_saves",
-            "saves given up because too many were on their way",
-            store.skipped,
-        ),
-        (
-            "finwhale_prefix_store_failures",
-            "records that could not be read or written",
-            store.failed,
-        ),
-    ):
+        ("finwhale_prefix_store_read_seconds", "time in which the prefix store was being read",
+         store.read_seconds),
+        ("finwhale_prefix_store_written_bytes", "bytes written to the prefix store",
+         store.written_bytes),
+        ("finwhale_prefix_store_skipped_saves", "saves given up because too many were on their way",
+         store.skipped),
+        ("finwhale_prefix_store_failures", "records that could not be read or written",
+         store.failed),
+    ):  # fmt: skip
         yield counter, name, text, (), {(): number}
 
 

@@ -56,8 +56,7 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
 def stream(
     state: ServerState, request: ChatRequest, log: RequestLog
 ) -> AsyncGenerator[bytes, None]:
-    """The events of an answer. The first item, empty, says that the engine has accepted the
-    request."""
+    """The events of an answer. The first item is empty: the engine has accepted the request."""
     events = _chat_events if isinstance(request.body, ChatBody) else _named_events
     return events(state, request, log)
 
@@ -132,8 +131,7 @@ class _ChoiceForm:
         self._held = ""
 
     def apply(self, choice: dict[str, Any]) -> bool:
-        """Changes a whole choice, or that of a stream's chunk. Returns whether the chunk must be
-        sent."""
+        """Changes a whole choice, or that of a chunk. Returns whether the chunk must be sent."""
         choice["index"] = self._index
         for call in choice.get("message", {}).get("tool_calls") or ():
             call.pop("index", None)  # only chunks of a stream have it
@@ -165,15 +163,10 @@ class _ChoiceForm:
 def prompt_logprobs(tables: LogprobTables, num_top: int) -> Iterator[dict[str, Any] | None]:
     """The log-probabilities of a prompt in vLLM's form, with the own token's and `num_top` more."""
     for table in tables:
-        yield (
-            None
-            if table is None
-            else {
-                str(token_id): asdict(entry)
-                for index, (token_id, entry) in enumerate(table.items())
-                if index == 0 or entry.rank <= num_top
-            }
-        )
+        entries = enumerate((table or {}).items())
+        yield {
+            str(i): asdict(entry) for n, (i, entry) in entries if n == 0 or entry.rank <= num_top
+        } or None
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
@@ -220,12 +213,9 @@ class _Answers:
             Also what `ServerState.generating` raises.
         """
         request, state = self._request, self._state
+        prompts, priority = [request.token_ids], request.body.priority
         async with state.generating(
-            [request.token_ids],
-            request.params,
-            self._log,
-            request.stop_after,
-            request.body.priority,
+            prompts, request.params, self._log, request.stop_after, priority
         ) as generation:
             yield -1, []
             if self._log.stream:  # it opens now: the first token may come much later
@@ -269,21 +259,17 @@ class _Answers:
         return events
 
     def _new_stream(self, cached_tokens: int) -> AnswerStream:
+        request, tokenizer = self._request, self._state.need_tokenizer()
         return AnswerStream(
-            self._request.converted,
-            self._state.need_tokenizer(),
-            answer_id=self._request.answer_id,
+            request.converted,
+            tokenizer,
+            answer_id=request.answer_id,
             model=self._state.model_name,
-            created=self._request.created,
-            prompt_tokens=len(self._request.token_ids),
+            created=request.created,
+            prompt_tokens=len(request.token_ids),
             cached_tokens=cached_tokens,
-            special_tokens=getattr(self._request.body, "skip_special_tokens", None) is False,
-            gate=new_gate(
-                self._state.need_tokenizer(),
-                self._request.params,
-                self._request.stop,
-                self._request.stop_after,
-            ),
+            special_tokens=getattr(request.body, "skip_special_tokens", None) is False,
+            gate=new_gate(tokenizer, request.params, request.stop, request.stop_after),
         )
 
 

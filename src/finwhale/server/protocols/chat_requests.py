@@ -77,34 +77,21 @@ async def prepare(state: ServerState, body: ChatProtocolBody, log: RequestLog) -
     return request
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertedBody:
-    """A body as deepseek-recipe reads it, and what the grammar of the answer needs.
-
-    Attributes:
-        converted: the request; its conversation has the tools that the model may call.
-        wanted: the format of the answer.
-    """
-
-    converted: ProtocolRequest
-    wanted: WantedFormat | None
-    choice: ToolChoice
-
-
 def convert_body(
     state: ServerState, body: ChatProtocolBody | schemas.CountTokensBody
-) -> ConvertedBody:
-    """Converts a checked body to a conversation. Raises RequestError and ApiError."""
+) -> tuple[ProtocolRequest, WantedFormat | None, ToolChoice]:
+    """Converts a checked body to a conversation. Raises RequestError and ApiError.
+
+    Returns:
+        The request, whose conversation has the tools that the model may call; the format of the
+        answer; and the calls that it may have.
+    """
     protocol = body.protocol
     fields = plain_fields(body)
     if isinstance(body, schemas.MessagesBody) and body.thread is not None:
-        raise ApiError(
-            400,
-            "thread is not supported: send the whole conversation in messages",
-            code="unsupported_value",
-            param="thread",
-            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
-        )
+        message = "thread is not supported: send the whole conversation in messages"
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise ApiError(400, message, code="unsupported_value", param="thread", details=details)
     if isinstance(body, schemas.CountTokensBody):
         fields["max_tokens"] = 1  # deepseek-recipe needs a value, which no prompt depends on
     if protocol == "responses":  # whose answer repeats these fields
@@ -133,15 +120,14 @@ def convert_body(
     )
     wanted = wanted or answer_formats.recipe_format(converted.conversation)
     named = None if wanted is None else answer_formats.named_format(protocol, original, wanted)
-    return ConvertedBody(converted, named, choice)
+    return converted, named, choice
 
 
 def _prepare(
     state: ServerState, body: ChatProtocolBody
 ) -> tuple[ChatRequest, AnswerGrammar | None]:
     template = state.need_template()
-    read = convert_body(state, body)
-    converted = read.converted
+    converted, wanted, choice = convert_body(state, body)
     asked, conversation = converted.request, converted.conversation
     options = asked.inference_options
     stage = converted.parsing_options.thinking_initial_stage
@@ -150,9 +136,7 @@ def _prepare(
 
     tools = answer_formats.tool_signatures(conversation.tools)
     hold: Literal["possible", "asked"] = "possible" if state.ready.tool_grammar else "asked"
-    form = AnswerForm(
-        state.need_tokenizer(), read.wanted, tools, read.choice, end_of_thinking, hold
-    )
+    form = AnswerForm(state.need_tokenizer(), wanted, tools, choice, end_of_thinking, hold)
     grammar = form.grammar()
     prompt = template.encode(converted, state.check_text)
     state.check_prompt(prompt.token_ids)
@@ -172,14 +156,10 @@ def _prepare(
             **state.sampling_defaults,
         },
     )
+    name = getattr(body, "request_id", None) or uuid.uuid4().hex
+    answer_id = _ID_PREFIXES[body.protocol] + name
     request = ChatRequest(
-        body,
-        converted,
-        prompt.token_ids,
-        params,
-        stop,
-        end_of_thinking,
-        f"{_ID_PREFIXES[body.protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
+        body, converted, prompt.token_ids, params, stop, end_of_thinking, answer_id
     )
     return request, grammar
 
@@ -223,10 +203,8 @@ def _take_extensions(body: schemas.ChatBody, fields: answer_formats.Fields) -> N
 def _default_thinking(fields: answer_formats.Fields, default: bool) -> bool:
     """Whether the model thinks if a Responses request has no reasoning effort.
 
-    deepseek-recipe does not read `thinking` in this protocol.
-
-    Raises:
-        RequestError: `thinking` is not valid, or contradicts the reasoning effort.
+    deepseek-recipe does not read `thinking` in this protocol. Raises RequestError: `thinking` is
+    not valid, or contradicts the reasoning effort.
     """
     if "thinking" not in fields:
         return default

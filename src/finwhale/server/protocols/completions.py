@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -161,8 +161,7 @@ async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> d
 async def stream(
     state: ServerState, job: CompletionJob, log: RequestLog
 ) -> AsyncGenerator[bytes, None]:
-    """The events of an answer. The first item, empty, says that the engine has accepted the
-    request."""
+    """The events of an answer. The first item is empty: the engine has accepted the request."""
     head = _head(state, job)
     choices = _choices(state, job)
 
@@ -177,43 +176,40 @@ async def stream(
         else:
             yield from json_pieces(found, "data: ", "\n\n")
 
+    async def chunks(indices: Iterable[int]) -> AsyncGenerator[bytes, None]:
+        for index in indices:
+            async for piece in in_turns(chunk(index), state.turn):
+                yield piece
+
     if job.params is None:
         yield b""
-        for i in range(len(choices)):
-            async for piece in in_turns(chunk(i), state.turn):
-                yield piece
+        async for piece in chunks(range(len(choices))):
+            yield piece
     else:
         async with job.generating(state, log) as generation:
             yield b""
             if job.body.echo and not job.echoes_logprobs:
-                for i in range(len(choices)):
-                    async for piece in in_turns(chunk(i), state.turn):
-                        yield piece
+                async for piece in chunks(range(len(choices))):
+                    yield piece
             async for delta in generation:
                 state.count(log, delta)
-                choice = choices[delta.index]
+                due = []
                 if delta.prompt_logprobs is not None:
                     for i in job.same_prompt(delta.index):
                         choices[i].add_prompt(delta.prompt_logprobs)
-                        if choices[i].started and i != delta.index:
-                            async for piece in in_turns(chunk(i), state.turn):
-                                yield piece
-                choice.add(delta)
-                if choice.complete_prompt:
-                    async for piece in in_turns(chunk(delta.index), state.turn):
-                        yield piece
+                        due += [i] if choices[i].started and i != delta.index else []
+                choices[delta.index].add(delta)
+                due += [delta.index] if choices[delta.index].complete_prompt else []
+                async for piece in chunks(due):
+                    yield piece
     if job.body.wants_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _usage(job, log)}))
     yield event("[DONE]")
 
 
 def _head(state: ServerState, job: CompletionJob) -> dict[str, Any]:
-    return {
-        "id": job.answer_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": state.model_name,
-    }
+    found = {"id": job.answer_id, "object": "text_completion", "created": int(time.time())}
+    return {**found, "model": state.model_name}
 
 
 def _usage(job: CompletionJob, log: RequestLog) -> dict[str, Any]:
@@ -275,11 +271,8 @@ class _Choice:
     def new(self) -> dict[str, Any]:
         """The choice with the output that has been added since the last call."""
         body = self._job.body
-        found: dict[str, Any] = {
-            "text": self._text,
-            "logprobs": self._table(),
-            "finish_reason": self._reason,
-        }
+        found: dict[str, Any] = {"text": self._text, "logprobs": self._table()}
+        found["finish_reason"] = self._reason
         if body.return_token_ids:
             found["token_ids"] = self._ids
             if self._first:

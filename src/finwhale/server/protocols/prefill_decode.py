@@ -20,11 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def take_transfer(state: ServerState, body: SamplingBody, log: RequestLog) -> None:
-    """Notes what a body asks for. The first one whose prompt is in another store is logged.
-
-    Raises:
-        RequestError: the server has no store, or a prefill request wants a stream.
-    """
+    """Notes what a body asks for. The first one whose prompt is in another store is logged. Raises
+    RequestError: the server has no store, or a prefill request wants a stream."""
     asked = body.kv_transfer_params
     if asked is None:
         return
@@ -50,9 +47,8 @@ def _report(mine: StoreName, theirs: str) -> None:
 
 def transfer_fields(state: ServerState, log: RequestLog) -> dict[str, Any]:
     """The field of a prefill server's answer that the router passes on; empty: no prefill."""
-    if not log.saves_first:
-        return {}
     store = state.ready.prefix_store
-    assert store is not None
+    if store is None or not log.saves_first:
+        return {}
     found = {"do_remote_prefill": True, "do_remote_decode": False}
     return {"kv_transfer_params": {**found, "prefix_store": store.fingerprint}}

@@ -7,11 +7,8 @@ from finwhale.server.link.wire import Delta
 
 
 class RoutedExpertFields:
-    """The routed experts of one prompt's continuations, as fields of an answer.
-
-    Attributes:
-        prompt: the field `prompt_routed_experts`; empty: the request wants none.
-    """
+    """The routed experts of one prompt's continuations, as fields of an answer. `prompt` is the
+    field of the prompt; empty: the request wants none."""
 
     def __init__(self) -> None:
         self.prompt: dict[str, Any] = {}
@@ -27,17 +24,13 @@ class RoutedExpertFields:
             self._outputs[delta.index] = delta.milestone.routed_experts
 
     def choice(self, index: int, num_tokens: int) -> dict[str, Any]:
-        """The field `routed_experts` of a choice; empty: the request wants none.
-
-        Args:
-            num_tokens: number of tokens of the answer. The last one has no experts.
-        """
+        """The field `routed_experts` of a choice; empty: the request wants none. `num_tokens`:
+        number of tokens of the answer. The last one has no experts."""
         if index not in self._outputs:
             return {}
         return {"routed_experts": encoded(self._outputs[index][: max(0, num_tokens - 1)])}
 
 
 def encoded(ids: ExpertIds) -> dict[str, Any]:
-    """An array as an object of JSON: its bytes in C order (`json_pieces` writes base64), with shape
-    and dtype."""
+    """An array as JSON: its bytes in C order (`json_pieces` writes base64), shape and dtype."""
     return {"data": ids.tobytes(), "shape": list(ids.shape), "dtype": ids.dtype.name}
