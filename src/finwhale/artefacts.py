@@ -156,8 +156,10 @@ class Artefacts:
         return self._mark(configuration).exists()
 
     def mark_complete(self, configuration: object, built: Iterable[str] = ()) -> None:
-        """Mark a configuration as complete, and store checksums of the existing artefacts. `built`:
-        names of the artefacts of this configuration; `known` returns them.
+        """Mark a configuration as complete, and store checksums of the existing artefacts.
+
+        Args:
+            built: names of the artefacts of this configuration; `known` returns them.
         """
         if not self.writable:
             return

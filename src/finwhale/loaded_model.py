@@ -162,8 +162,10 @@ class LoadedModel:
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer, which has `encode` and `decode`.
 
-        `encode` of the tokenizer adds no beginning-of-sequence token; `LLM.encode` does. Raises
-        RequestError: the checkpoint has no tokenizer.
+        `encode` of the tokenizer adds no beginning-of-sequence token; `LLM.encode` does.
+
+        Raises:
+            RequestError: the checkpoint has no tokenizer.
         """
         return self._tokenizer_for("this")
 
@@ -332,9 +334,13 @@ def open_engine(
     progress: Progress | None = None,
     placement: Placement | None = None,
 ) -> Engine:
-    """Open an engine with the weights and the tokenizer of a checkpoint's directory. `placement`:
-    that of this process, which has rank 0; None: no launcher has placed ranks. Raises
-    CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
+    """Open an engine with the weights and the tokenizer of a checkpoint's directory.
+
+    Args:
+        placement: that of this process, which has rank 0; None: no launcher has placed ranks.
+
+    Raises:
+        CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
     model_config = parse_config(read_config(directory) if checkpoint is None else checkpoint.config)

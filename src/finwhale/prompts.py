@@ -32,8 +32,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
 
 
 def plain_prompt(prompt: Prompt) -> PlainPrompt:
-    """A prompt's text or ids. A mapping has one of them: `prompt` or `prompt_token_ids`. Raises
-    RequestError: a mapping has other keys or values.
+    """A prompt's text or ids. A mapping has one of them: `prompt` or `prompt_token_ids`.
+
+    Raises:
+        RequestError: a mapping has other keys or values.
     """
     if not isinstance(prompt, Mapping):
         return prompt

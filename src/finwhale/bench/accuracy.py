@@ -75,8 +75,10 @@ class SampleText:
 
 def compute(text: SampleText, every_way: bool, executor: LocalExecutor) -> Results:
     """Compute the logits of a text at its wanted positions, and those of its tail, on one rank.
-    `every_way`: also prefill the text in chunks, and decode the tail token by token. Otherwise the
-    logits of the whole prefill stand for these ways too.
+
+    Args:
+        every_way: also prefill the text in chunks, and decode the tail token by token. Otherwise
+            the logits of the whole prefill stand for these ways too.
     """
     stepper, results = Stepper(executor), Results()
     ids, wanted, tail = text.token_ids, text.wanted.to(stepper.runner.device), text.tail

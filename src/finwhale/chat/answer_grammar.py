@@ -81,9 +81,14 @@ class AnswerForm:
         return self.wanted is not None or choice.required or not choice.parallel or strict
 
     def grammar(self, relaxed: tuple[str, ...] = ()) -> "AnswerGrammar | None":
-        """The grammar of the answer; None: the answer may be anything. `relaxed`: places of the
-        request where only the types of values hold. Raises RequestError: the format is not valid,
-        or the grammar is too large."""
+        """The grammar of the answer; None: the answer may be anything.
+
+        Args:
+            relaxed: places of the request where only the types of values hold.
+
+        Raises:
+            RequestError: the format is not valid, or the grammar is too large.
+        """
         if self.choice.required and not self.tools:
             raise RequestError("tool_choice asks for a tool, but there are no tools")
         if not self.asked and (self.hold == "asked" or not self.tools):
@@ -156,9 +161,15 @@ class AnswerGrammar:
     relaxed: tuple[str, ...] = ()
 
     def relax(self, error: GrammarError) -> "AnswerGrammar | None":
-        """The grammar without the schema that llguidance cannot enforce. `error`: what llguidance
-        says of the grammar. Raises GrammarError: the schema is wrong, or must hold; MAX_RELAXED are
-        left out already; or there is another reason."""
+        """The grammar without the schema that llguidance cannot enforce.
+
+        Args:
+            error: what llguidance says of the grammar.
+
+        Raises:
+            GrammarError: the schema is wrong, or must hold; MAX_RELAXED are left out already; or
+                there is another reason.
+        """
         found = _AT_LINE.search(str(error))
         place = "".join(self.places[int(found[1]) - 1 : int(found[1])]) if found else ""
         if not found or not place or place in self.relaxed or len(self.relaxed) == MAX_RELAXED:

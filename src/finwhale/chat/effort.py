@@ -40,7 +40,10 @@ def effort_ladder(directory: Path) -> EffortLadder:
     run. Without an encoder, the DSpark keys in config.json decide: a checkpoint without them is
     from April, because 0731 and 0813 have them. A checkpoint with them counts as 0731, with a
     warning unless it is the embedded model, because April's Flash-DSpark and Pro-DSpark have the
-    same keys. Raises CheckpointError: one of these files cannot be read.
+    same keys.
+
+    Raises:
+        CheckpointError: one of these files cannot be read.
     """
     encoder = directory / ENCODER
     if is_file(encoder):

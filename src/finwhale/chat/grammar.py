@@ -127,7 +127,9 @@ class Matcher:
         """An independent matcher at the beginning of another request of the same grammar.
 
         `self` must not have accepted a token. The two share the automaton, and so its memory.
-        `guide`: has the token after which the grammar begins; None: the same as for `self`.
+
+        Args:
+            guide: has the token after which the grammar begins; None: the same as for `self`.
         """
         other = self.copy()
         other._after = self._after if guide is None else guide.after
@@ -135,9 +137,12 @@ class Matcher:
         return other
 
     def allow(self, words: Words) -> None:
-        """Writes which tokens may come next; none if there is an `error`. `words`: [ceil(V/32)]
-        int32, contiguous; token i is bit i % 32 of word i // 32. Tokens past the tokenizer's
-        vocabulary are not allowed."""
+        """Writes which tokens may come next; none if there is an `error`.
+
+        Args:
+            words: [ceil(V/32)] int32, contiguous; token i is bit i % 32 of word i // 32. Tokens
+                past the tokenizer's vocabulary are not allowed.
+        """
         own = -(-self._tokenizer.vocab_size // 32)
         words[own:] = 0
         if self._after is not None:

@@ -37,8 +37,13 @@ class SchemaReader:
         """The alternatives, each with the keywords of `_KEPT`; a value matches one of them.
 
         An alternative that no value can match is left out. "not", "if" and references to other
-        documents are taken to allow everything. `root`: the schema that local references start
-        from, such as "#/$defs/Color". Raises GrammarError: this takes more than MAX_WORK steps.
+        documents are taken to allow everything.
+
+        Args:
+            root: the schema that local references start from, such as "#/$defs/Color".
+
+        Raises:
+            GrammarError: this takes more than MAX_WORK steps.
         """
         found: list[Schema] = []
         waiting = [schema]

@@ -62,8 +62,13 @@ class SchemaDocument:
 
     def part(self, schema: Any, *, silent: bool = False) -> dict[str, Any]:
         """A schema, complete in itself, of what llguidance enforces of a part of the document.
-        `silent`: do not name what is left out. Otherwise the part is the root. Raises GrammarError:
-        it is too large, which references to parts within each other can cause."""
+
+        Args:
+            silent: do not name what is left out. Otherwise the part is the root.
+
+        Raises:
+            GrammarError: it is too large, which references to parts within each other can cause.
+        """
         references: list[str] = []
         self._references, self._silent = references, silent
         made = self._enforced(schema, ())

@@ -211,9 +211,14 @@ class ChatTemplate:
     def encode(
         self, converted: ProtocolRequest, check_text: Callable[[str], None] | None = None
     ) -> ChatPrompt:
-        """The prompt of a converted conversation. `check_text`: is called with the prompt's text
-        before it is encoded, and may raise. Raises CheckpointError: the vocabulary lacks a control
-        token that this prompt needs."""
+        """The prompt of a converted conversation.
+
+        Args:
+            check_text: is called with the prompt's text before it is encoded, and may raise.
+
+        Raises:
+            CheckpointError: the vocabulary lacks a control token that this prompt needs.
+        """
         rendered = self._encoding.render_conversation(
             with_ladder(converted.conversation, self._ladder)
         )

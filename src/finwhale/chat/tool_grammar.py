@@ -103,7 +103,10 @@ class ToolGrammar:
 
     def instead_of(self, content: str, place: str = "") -> str:
         """A grammar of answers that match `content` (an item of a Lark rule), or tool calls.
-        `place`: what of the request the content holds."""
+
+        Args:
+            place: what of the request the content holds.
+        """
         calls = f'"\\n\\n<" {self._dsml} block'
         return self._grammar((f"start: content | {calls}", ""), (f"content: {content}", place))
 

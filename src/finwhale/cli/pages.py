@@ -42,8 +42,10 @@ def generated_rows() -> dict[str, dict[str, list[str]]]:
 
 
 def with_rows(page: str, rows: Mapping[str, Iterable[str]]) -> str:
-    """A page of the documentation with new rows in its tables and lists. `rows`: by the line two
-    lines above them: the head of a table, or the sentence before a list.
+    """A page of the documentation with new rows in its tables and lists.
+
+    Args:
+        rows: by the line two lines above them: the head of a table, or the sentence before a list.
     """
     lines, old = [], iter(page.splitlines())
     for line in old:

@@ -190,8 +190,11 @@ def error_body(error: ApiError, path: str) -> dict[str, object]:
 
 
 def error_event(error: ApiError, path: str, last: bytes) -> bytes:
-    """The event that ends a stream which has failed. `last`: the stream's last piece. Events of
-    Responses have numbers, and this one gets the next."""
+    """The event that ends a stream which has failed.
+
+    Args:
+        last: the stream's last piece. Events of Responses have numbers, and this one gets the next.
+    """
     body = error_body(error, path)
     if path == "/v1/responses":
         # Clients that read typed events look at the first four. The openai package raises `error`.

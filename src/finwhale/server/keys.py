@@ -123,8 +123,14 @@ class Keys:
 
 
 def parse_keys(lines: Sequence[str], uses: dict[str, Use] | None = None) -> list[ApiKey]:
-    """The keys that lines of key files describe. `uses`: the current use of each identity. Raises
-    FinwhaleError: a line is wrong. The error does not contain the line, which is a secret."""
+    """The keys that lines of key files describe.
+
+    Args:
+        uses: the current use of each identity.
+
+    Raises:
+        FinwhaleError: a line is wrong. The error does not contain the line, which is a secret.
+    """
     uses = dict(uses or {})
     keys: dict[bytes, ApiKey] = {}
     for number, line in enumerate((line for line in lines if line.strip()), 1):

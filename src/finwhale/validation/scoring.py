@@ -39,9 +39,13 @@ class ForcedTokens:
 def score(
     llm: LLM, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[NDArray[np.float64]]:
-    """The natural log-probability of each token of each continuation. `texts`: pairs of a prompt,
-    at least one token, and the continuation to score. Raises RequestError: a request failed, for
-    example because logits are not finite.
+    """The natural log-probability of each token of each continuation.
+
+    Args:
+        texts: pairs of a prompt, at least one token, and the continuation to score.
+
+    Raises:
+        RequestError: a request failed, for example because logits are not finite.
     """
     # A cached prefix would hide how a prompt is prefilled.
     llm._engine.reset_prefix_cache()

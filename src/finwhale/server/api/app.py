@@ -121,8 +121,12 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
 async def _generated(
     state: ServerState, body: schemas.SamplingBody, request: Request, requests: Any, answers: Any
 ) -> Response:
-    """The answer that the engine generates. `requests, answers`: the modules of the protocol.
-    Preparation ends when the client leaves or the request times out."""
+    """The answer that the engine generates.
+
+    Args:
+        requests, answers: the modules of the protocol. Preparation ends when the client leaves or
+            the request times out.
+    """
     log = _begin(state, request, body)
     take_transfer(state, body, log)
     async with asyncio.timeout(state.time_left_s(log)):

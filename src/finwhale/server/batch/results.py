@@ -77,9 +77,14 @@ class ResultFile:
             raise FinwhaleError(f"another process writes {path} now") from error
 
     def recover(self, scan: Scan, done: bytearray, counts: Counts) -> None:
-        """Finds the lines that have results, and removes an incomplete result at the end. `done`:
-        is set to 1 for each of these lines: that of line n is at n - 1. Raises FinwhaleError: the
-        file has other lines than the results of this input."""
+        """Finds the lines that have results, and removes an incomplete result at the end.
+
+        Args:
+            done: is set to 1 for each of these lines: that of line n is at n - 1.
+
+        Raises:
+            FinwhaleError: the file has other lines than the results of this input.
+        """
         end = 0
         with self.path.open("rb") as file:
             for number in itertools.count(1):

@@ -169,9 +169,14 @@ class EngineClient:
 
     def submit(self, prompts: Sequence[Sequence[int]], request: wire.Add) -> Generation:
         """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
-        `request`: what the prompts have in common; its id and its prompt do not count. Its user's
-        sequences and grammars take turns with those of other users. Raises EngineDeadError: the
-        engine is not ready or has died."""
+
+        Args:
+            request: what the prompts have in common; its id and its prompt do not count. Its user's
+                sequences and grammars take turns with those of other users.
+
+        Raises:
+            EngineDeadError: the engine is not ready or has died.
+        """
         self._check_alive()
         request_ids = [f"r{next(self._ids)}" for _ in prompts]
         n = request.params.n

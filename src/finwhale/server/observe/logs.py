@@ -101,9 +101,12 @@ def printable(text: str, limit: int) -> str:
 
 
 def note_refusal(scope: Mapping[str, Any], error: ApiError, with_text: bool) -> None:
-    """Adds the reason of a refusal and the wrong parameter to the request's log line. `with_text`:
-    whether the log may contain text from requests. Without it, the reason ends before the first
-    quotation, which may be from a prompt."""
+    """Adds the reason of a refusal and the wrong parameter to the request's log line.
+
+    Args:
+        with_text: whether the log may contain text from requests. Without it, the reason ends
+            before the first quotation, which may be from a prompt.
+    """
     reason = error.message
     if error.code in _QUOTING and not with_text:
         reason = _QUOTATION.split(reason, maxsplit=1)[0].rstrip(" :")

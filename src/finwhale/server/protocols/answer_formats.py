@@ -188,7 +188,9 @@ def take_choice(protocol: ProtocolName, fields: Fields) -> ToolChoice:
     """Read which tool calls the fields of a request allow or require.
 
     If a call is required, this removes the choice from the fields, since the grammar enforces it.
-    Raises RequestError: the choice names a tool that is not among the tools.
+
+    Raises:
+        RequestError: the choice names a tool that is not among the tools.
     """
     choice = fields.get("tool_choice")
     parallel = fields.get("parallel_tool_calls", True) is not False

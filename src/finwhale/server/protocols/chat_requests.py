@@ -203,8 +203,10 @@ def _take_extensions(body: schemas.ChatBody, fields: answer_formats.Fields) -> N
 def _default_thinking(fields: answer_formats.Fields, default: bool) -> bool:
     """Whether the model thinks if a Responses request has no reasoning effort.
 
-    deepseek-recipe does not read `thinking` in this protocol. Raises RequestError: `thinking` is
-    not valid, or contradicts the reasoning effort.
+    deepseek-recipe does not read `thinking` in this protocol.
+
+    Raises:
+        RequestError: `thinking` is not valid, or contradicts the reasoning effort.
     """
     if "thinking" not in fields:
         return default

@@ -20,8 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def take_transfer(state: ServerState, body: SamplingBody, log: RequestLog) -> None:
-    """Notes what a body asks for. The first one whose prompt is in another store is logged. Raises
-    RequestError: the server has no store, or a prefill request wants a stream."""
+    """Notes what a body asks for. The first one whose prompt is in another store is logged.
+
+    Raises:
+        RequestError: the server has no store, or a prefill request wants a stream.
+    """
     asked = body.kv_transfer_params
     if asked is None:
         return

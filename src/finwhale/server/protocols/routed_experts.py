@@ -24,8 +24,11 @@ class RoutedExpertFields:
             self._outputs[delta.index] = delta.milestone.routed_experts
 
     def choice(self, index: int, num_tokens: int) -> dict[str, Any]:
-        """The field `routed_experts` of a choice; empty: the request wants none. `num_tokens`:
-        number of tokens of the answer. The last one has no experts."""
+        """The field `routed_experts` of a choice; empty: the request wants none.
+
+        Args:
+            num_tokens: number of tokens of the answer. The last one has no experts.
+        """
         if index not in self._outputs:
             return {}
         return {"routed_experts": encoded(self._outputs[index][: max(0, num_tokens - 1)])}

@@ -162,8 +162,14 @@ class SamplingBody(_extensions(Body, all="extension")):  # type: ignore[misc]
         logprobs: int | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> SamplingParams:
-        """The sampling parameters that the body asks for. `defaults`: values of fields that the
-        client left out. Raises RequestError: a value is out of range."""
+        """The sampling parameters that the body asks for.
+
+        Args:
+            defaults: values of fields that the client left out.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
         given = {one.name: getattr(self, one.name, None) for one in options_of(SamplingParams)}
         for name, (first, _) in SECOND_NAMES.items():
             if first in given and getattr(self, name, None):
