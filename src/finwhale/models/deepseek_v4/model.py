@@ -22,7 +22,7 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
-from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, SharedParts, mhc_params
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
@@ -110,11 +110,16 @@ class DeepseekV4:
         ]
         self.draft_head: MtpLayer | DsparkHead | None = None
         self.draft_context: DsparkContext | None = None
-        shared = config.num_hidden_layers, weights.embed, weights.head, self.run_layers
+        shared = SharedParts(
+            first_layer=config.num_hidden_layers,
+            embed=weights.embed,
+            head=weights.head,
+            run_layers=self.run_layers,
+        )
         if weights.mtp is not None:
-            self.draft_head = MtpLayer(context, weights.mtp, *shared)
+            self.draft_head = MtpLayer(context, weights.mtp, shared)
         elif weights.dspark is not None:
-            self.draft_head = DsparkHead(context, weights.dspark, *shared)
+            self.draft_head = DsparkHead(context, weights.dspark, shared)
             self.draft_context = DsparkContext(context, weights.dspark, self.tables)
 
     @property
@@ -264,15 +269,14 @@ class DeepseekV4:
             own = inputs.tokens.part(self.ranks.rank.rows(num_tokens))
             inputs = replace(inputs, local_tokens=own)
         first, *others = layers
-        x, post_mix, res_mix, residual = first(streams_RHD, inputs, self.tables, cache, segments)
+        state = first(streams_RHD, inputs, self.tables, cache, segments)
         for number, layer in enumerate(others):
             # The next layer completes this one's post step.
             on_residual = None
             if features is not None and features.wants(number):
                 on_residual = partial(features.add, number)
-            x, post_mix, res_mix, residual = layer(
-                x, inputs, self.tables, cache, segments, post_mix, res_mix, residual, on_residual
-            )
+            state = layer(state, inputs, self.tables, cache, segments, on_residual)
+        x, post_mix, res_mix, residual = state
         if isinstance(x, Tensor):
             streams = self.mhc_post(x, post_mix, res_mix, residual)
         else:
