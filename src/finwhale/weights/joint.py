@@ -16,11 +16,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
-
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import OtherRankError, first_line
-from finwhale.weights.destinations import Destinations
 from finwhale.weights.joint_ranks import JointRanks, Lane, PiecePart, RankCopy
 from finwhale.weights.staging import (
     PIECE_BYTES,
@@ -151,7 +148,7 @@ class JointReader:
         directory: the directory of the files.
         infos: the tensors, whole, in the order of the files.
         axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
-        ranks: the ranks. If `open` returns True, `close` must follow.
+        ranks: the ranks, whose `open` has returned True. `close` must follow.
 
     Attributes:
         axes: see above.
@@ -179,10 +176,6 @@ class JointReader:
         self._files = Files(directory, self._stack)
         self._threads: list[threading.Thread] = []
         self._running = 0
-
-    def open(self, destinations: Destinations) -> bool:
-        """See JointRanks.open."""
-        return self._ranks.open(destinations)
 
     def start(self) -> None:
         """Begin to read."""
@@ -308,5 +301,4 @@ class JointReader:
 
 def _name_at(piece: Piece, offset: int) -> str:
     """The name of the tensor at an offset in a piece."""
-    begins = np.array([info.offset - piece.offset for info in piece.infos])
-    return piece.infos[int(np.searchsorted(begins, offset, "right")) - 1].name
+    return [info.name for info in piece.infos if info.offset <= piece.offset + offset][-1]

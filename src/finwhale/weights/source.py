@@ -234,12 +234,10 @@ class WeightSource:
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate as for a GPU. Weights that the ranks read jointly come as they become ready."""
         destinations = self._fitting(destinations)
-        if ranks is not None and ranks.size > 1:
-            reader = self._joint_reader(destinations, ranks)
-            if reader.open(destinations):
-                yield from self._read_jointly(destinations, reader)
-                return
-        yield from self._read_alone(destinations)
+        if ranks is not None and ranks.size > 1 and ranks.open(destinations):
+            yield from self._read_jointly(destinations, self._joint_reader(destinations, ranks))
+        else:
+            yield from self._read_alone(destinations)
 
     def _fitting(self, destinations: Destinations) -> Destinations:
         """Drop the destinations of FP8 weights with float32 scales: they are for E8M0 scales."""
