@@ -82,10 +82,8 @@ def write_stored(
 ) -> None:
     """Write weights that already are in stored form, such as a DummySource's, as a checkpoint.
 
-    The arguments are those of write_checkpoint; `weights` yields each weight once.
-
-    Raises:
-        CheckpointError: the directory already holds weights.
+    The arguments are those of write_checkpoint; `weights` yields each weight once. Raises
+    CheckpointError if the directory already holds weights.
     """
 
     def named(spec: WeightSpec, stored: StoredWeight) -> dict[str, Tensor]:
@@ -104,10 +102,7 @@ def write_zeros(
 ) -> None:
     """Write a checkpoint whose values are all zero, in sparse files: it takes no room on the disk.
 
-    The arguments are those of write_checkpoint.
-
-    Raises:
-        CheckpointError: the directory already holds weights.
+    The arguments and errors are those of write_stored.
     """
     _write(path, config, map(_without_values, specs), max_shard_bytes, _save_zeros)
 

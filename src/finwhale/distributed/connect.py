@@ -156,11 +156,7 @@ def _network(rank: Rank) -> str:
 def _on_one_gpu(
     rank: Rank, device: torch.device, exchange: Exchange, gloo: Gloo, ordered: bool
 ) -> "Push":
-    """Connect ranks that share a GPU: for development, because they take turns on it.
-
-    Args:
-        gloo: NCCL refuses ranks of one GPU.
-    """
+    """Connect ranks that share a GPU, which NCCL refuses: for development, as they take turns."""
     from finwhale.distributed.push import Push
 
     if rank.index == 0:

@@ -19,14 +19,7 @@ from typing import NamedTuple
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import OtherRankError, first_line
 from finwhale.weights.joint_ranks import JointRanks, Lane, PiecePart, RankCopy
-from finwhale.weights.staging import (
-    PIECE_BYTES,
-    PINNED_PIECES,
-    Bytes,
-    Files,
-    fill,
-    num_threads,
-)
+from finwhale.weights.staging import PIECE_BYTES, PINNED_PIECES, Bytes, Files, fill, num_threads
 
 # Pieces after which a thread asks whether another rank has failed.
 PIECES_A_CHECK = 8
@@ -92,11 +85,7 @@ def _rows(info: TensorInfo, piece_bytes: int) -> Iterator[Piece]:
 
 
 class Division:
-    """How the ranks divide tensors.
-
-    Args:
-        axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
-    """
+    """How the ranks divide tensors, along `axes` (JointReader)."""
 
     def __init__(self, axes: Mapping[str, int | None], num_ranks: int) -> None:
         self._axes, self._num_ranks = axes, num_ranks
@@ -149,9 +138,6 @@ class JointReader:
         infos: the tensors, whole, in the order of the files.
         axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
         ranks: the ranks, whose `open` has returned True. `close` must follow.
-
-    Attributes:
-        axes: see above.
     """
 
     def __init__(

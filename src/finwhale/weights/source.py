@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
-from finwhale.checkpoint.formats import (
-    find_nan,
-)
+from finwhale.checkpoint.formats import find_nan
 from finwhale.checkpoint.reader import Checkpoint, Layout, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.stored import (

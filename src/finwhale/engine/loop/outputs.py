@@ -62,12 +62,7 @@ class Outputs:
         ends: frozenset[int],
         stop_after: int | None,
     ) -> None:
-        """Add a request with its continuations.
-
-        Args:
-            ends: the token ids that end a sequence.
-            stop_after: look for stop strings only after this token (TextStream).
-        """
+        """Add a request with its continuations. TextStream has `ends` and `stop_after`."""
         assert output.request_id not in self.requests, "two requests have the same id"
         request = Request(output, 0, time.monotonic())
         self.requests[output.request_id] = request  # first, so that `abort` finds a part of it, too

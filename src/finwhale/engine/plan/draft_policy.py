@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from finwhale.engine.plan.draft_estimates import DraftEstimates
-from finwhale.engine.plan.sequences import Chunk, SequenceState
+from finwhale.engine.plan.sequences import SequenceState
 
 # The time of a kind of step is the median of its last TIMES measurements.
 TIMES = 9
@@ -53,7 +53,6 @@ def step_kinds(max_drafts: int, *, block: bool) -> tuple[StepKind, ...]:
     """The kinds of steps among which "auto" chooses.
 
     Args:
-        max_drafts: the largest number of drafts.
         block: one pass of the head makes all drafts, so fewer drafts would cost as much.
     """
     if block:
@@ -140,9 +139,11 @@ class DraftPolicy:
     """Chooses the drafts that give the most tokens per second.
 
     Args:
-        max_drafts: the largest number of drafts.
         block: one pass of the head makes all drafts.
         sizes: batch sizes to which steps are padded, ascending; empty: steps are not padded.
+
+    Attributes:
+        estimates: must be told of all verified drafts.
     """
 
     def __init__(self, max_drafts: int, *, block: bool = False, sizes: Sequence[int] = ()) -> None:
@@ -153,10 +154,6 @@ class DraftPolicy:
         self._probe: _Probe | None = None
         self._grant, self._credit = GRANT_SECONDS, 0.0
         self.kind = NO_DRAFTS
-
-    def record_verified(self, chunk: Chunk, num_accepted: int) -> None:
-        """Record how many of a chunk's drafts were accepted."""
-        self.estimates.record_verified(chunk, num_accepted)
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool

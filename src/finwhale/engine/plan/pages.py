@@ -34,11 +34,7 @@ class BlockTable:
 
 
 class BlockTables(dict[str, BlockTable]):
-    """One sequence's tables by group, in the order of the groups.
-
-    Attributes:
-        version: replaced by a new object whenever the version of a table changes.
-    """
+    """One sequence's tables by group, in order. `version` changes with that of any table."""
 
     version: object = None
 

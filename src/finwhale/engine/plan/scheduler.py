@@ -30,14 +30,7 @@ FEWEST_LONG = 32
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Counters since the start.
-
-    Attributes:
-        prompt_tokens: number of tokens of admitted prompts.
-        cached_tokens: how many of them were in the prefix cache.
-        cache_hits: number of sequences that resumed after a cached prefix.
-        preemptions: number of preempted sequences, which are prefilled again.
-    """
+    """Counters since the start. EngineMetrics (loop/metrics.py) explains them."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

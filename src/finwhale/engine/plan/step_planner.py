@@ -75,38 +75,23 @@ class StepPlanner:
         inputs: SamplingInputs | None = None,
         draft: DraftPlan | None = None,
     ) -> StepPlan:
-        """Make the plan of a step.
-
-        Args:
-            freed: slots whose sequences ended or were preempted.
-            inputs: inputs to the step's sampling; None: `sampling` plans it later.
-        """
+        """Make the plan of a step. inputs: None if `plan_sampling` plans its sampling later."""
         sequences = [c.sequence for c in chunks]
-        admitted: list[SlotAdmission] = []
-        pages: list[PageUpdate] = []
         slots = tuple([s.slot for s in sequences])
-        versions = self._versions
-        while max(slots) >= len(versions):
-            versions.append(None)
-        for sequence in sequences:
-            if sequence.tables.version is not versions[sequence.slot]:
-                self._update(sequence, admitted, pages)
+        admitted, pages = self._updates(sequences)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         # Whether each chunk is a single token whose logits are computed.
         decodes = sum(ends) - sum(starts) == len(chunks) and ends == [
             len(s.token_ids) for s in sequences
         ]
-        scored: list[ScoredTokens] = []
+        on_device = draft is not None and draft.on_device
         if decodes:
             ids = [s.token_ids[-1] for s in sequences]
             lengths = num_logits = (1,) * len(chunks)
         else:
             ids = [t for c in chunks for t in c.ids]
             lengths = tuple([end - start for start, end in zip(starts, ends, strict=True)])
-            on_device = draft is not None and draft.on_device
             num_logits = lengths if on_device else tuple([c.num_logits for c in chunks])
-            if not on_device:
-                scored = _scored(chunks)
         pending: tuple[int, ...] = ()
         if PENDING in ids:
             if decodes and ids.count(PENDING) == len(ids):
@@ -133,19 +118,14 @@ class StepPlanner:
             pages=tuple(pages),
             sampling=sampling,
             draft=draft,
-            scored=tuple(scored),
+            scored=() if decodes or on_device else tuple(_scored(chunks)),
             routed=self._can_route and any(s.num_routed is not None for s in sequences),
         )
 
     def plan_sampling(
         self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Sequence[int] | None = None
     ) -> SamplingPlan:
-        """Make the plan of a step's sampling.
-
-        Args:
-            slots: the slot of each row.
-            rows: the row of the step's logits for each row; None: all rows of logits, in order.
-        """
+        """Make the plan of a step's sampling. SamplingPlan has `slots` and `rows`."""
         histories = inputs.histories
         return SamplingPlan(
             slots=slots,
@@ -155,26 +135,36 @@ class StepPlanner:
             allowed=allowed_rows(histories, self._vocab_size) if histories else None,
         )
 
-    def _update(
-        self, sequence: SequenceState, admitted: list[SlotAdmission], pages: list[PageUpdate]
-    ) -> None:
-        """Add the settings and pages of a sequence that the ranks have not received yet."""
-        slot, tables = sequence.slot, sequence.tables
-        assert slot >= 0, "a sequence of a step must have a slot"
-        sent = self._sent.get(slot)
-        if sent is None or sent.tables is not tables:
-            if sequence.sampling is not None:
-                admitted.append(SlotAdmission(slot, sequence.sampling.settings))
-            sent = self._sent[slot] = _SentSlot(tables, [_NOTHING] * len(tables))
-        for group, table in enumerate(tables.values()):
-            version, before, first, count = sent.groups[group]
-            if version is table.version:
+    def _updates(
+        self, sequences: Sequence[SequenceState]
+    ) -> tuple[list[SlotAdmission], list[PageUpdate]]:
+        """The settings and pages of sequences that the ranks have not received yet."""
+        admitted: list[SlotAdmission] = []
+        pages: list[PageUpdate] = []
+        versions = self._versions
+        for sequence in sequences:
+            slot, tables = sequence.slot, sequence.tables
+            assert slot >= 0, "a sequence of a step must have a slot"
+            while slot >= len(versions):
+                versions.append(None)
+            if tables.version is versions[slot]:
                 continue
-            # Pages in the middle of a table never change.
-            begin = count if before is table and first == table.first else 0
-            pages.append(PageUpdate(slot, group, table.first, begin, tuple(table.pages[begin:])))
-            sent.groups[group] = (table.version, table, table.first, len(table.pages))
-        self._versions[slot] = tables.version
+            versions[slot] = tables.version
+            sent = self._sent.get(slot)
+            if sent is None or sent.tables is not tables:
+                if sequence.sampling is not None:
+                    admitted.append(SlotAdmission(slot, sequence.sampling.settings))
+                sent = self._sent[slot] = _SentSlot(tables, [_NOTHING] * len(tables))
+            for group, table in enumerate(tables.values()):
+                version, before, first, count = sent.groups[group]
+                if version is table.version:
+                    continue
+                # Pages in the middle of a table never change.
+                begin = count if before is table and first == table.first else 0
+                changed = tuple(table.pages[begin:])
+                pages.append(PageUpdate(slot, group, table.first, begin, changed))
+                sent.groups[group] = (table.version, table, table.first, len(table.pages))
+        return admitted, pages
 
 
 def _scored(chunks: Sequence[Chunk]) -> list[ScoredTokens]:
