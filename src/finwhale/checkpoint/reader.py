@@ -184,9 +184,7 @@ class TensorReader(ExitStack):
             tensor: Tensor = self._file(info.file).get_tensor(info.stored_name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {name} from {info.file}: {error}") from error
-        if info.part is None:
-            return tensor
-        return tensor[info.part.expert, info.part.start : info.part.stop]
+        return tensor if info.part is None else tensor[info.part]
 
     def close_all(self) -> None:
         """Close the files. Tensors that were read remain valid."""
@@ -266,7 +264,7 @@ def _infos(
         start, size = offset, dtype.itemsize
         if part is not None:
             _, rows, columns = stored_shape
-            start += (part.expert * rows + part.start) * columns * size
+            start += (part[0] * rows + part[1].start) * columns * size
         num_bytes = math.prod(shape) * size
         yield TensorInfo(name, dtype, shape, num_bytes, file, stored_name, start, part)
 

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import OtherRankError, first_line
@@ -42,16 +41,9 @@ class Piece:
     continues: bool = False
 
 
-class Turn(NamedTuple):
-    """A piece for each rank.
-
-    Attributes:
-        own: the piece that this rank reads.
-        names: the tensors whose last byte some rank reads in this turn.
-    """
-
-    own: Piece
-    names: list[str]
+# A piece for each rank: the one that this rank reads, and the names of the tensors whose last byte
+# some rank reads.
+Turn = tuple[Piece, list[str]]
 
 
 def pieces_of(infos: Iterable[TensorInfo], piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
@@ -186,7 +178,7 @@ class JointReader:
         while turn := list(islice(pieces, self._ranks.size)):
             own = turn[index] if index < len(turn) else Piece("", 0)
             ended = chain.from_iterable(piece.infos for piece in turn if not piece.continues)
-            yield Turn(own, [info.name for info in ended])
+            yield own, [info.name for info in ended]
 
     def names(self, wait: bool) -> Iterator[str]:
         """Iterate over the names of all tensors, each once, as reading proceeds.

@@ -196,14 +196,10 @@ class WeightSource:
     def into(
         self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """Iterate over the weights, and read some tensors directly into their destinations.
+        """Iterate over the weights (WeightStream). Only a GPU's are read into their destinations.
 
-        Args:
-            destinations: by name of a weight or scale, uint8 [num_bytes] on the device. On a GPU
-                the iterator yields None for such a weight, and its bytes have arrived when the
-                iteration ends.
-            ranks: the ranks that iterate together, each over its own slices. GPUs of one host read
-                what has a destination once for all of them.
+        Their bytes have arrived when the iteration ends. GPUs of one host read what has a
+        destination once for all `ranks`, each of which iterates over its own slices.
         """
         on_gpu = self._device.type == "cuda"
         weights = self._staged(destinations, ranks) if on_gpu else self._mapped()
