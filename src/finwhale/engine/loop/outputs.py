@@ -64,7 +64,7 @@ class Outputs:
     ) -> None:
         """Add a request with its continuations. TextStream has `ends` and `stop_after`."""
         assert output.request_id not in self.requests, "two requests have the same id"
-        request = Request(output, 0, time.monotonic())
+        request, began = Request(output), time.monotonic()
         self.requests[output.request_id] = request  # first, so that `abort` finds a part of it, too
         for sequence in sequences:
             request.unfinished += 1
@@ -82,7 +82,7 @@ class Outputs:
                 sequence.index, logprobs=None if params.logprobs is None else []
             )
             output.outputs.append(text)
-            after, clock = stop_after if params.stop else None, Clock(request.began)
+            after, clock = stop_after if params.stop else None, Clock(began)
             stream = TextStream(sequence, request, text, ends, detokenizer, stop, after, clock)
             self.streams[sequence.key] = stream
             if params.return_routed_experts and form is not None:
