@@ -1,10 +1,9 @@
 """Makes step plans from the scheduler's chunks, and tracks what ranks have received. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from finwhale.engine.plan.pages import BlockTable, BlockTables
+from finwhale.engine.plan.pages import BlockTables, SentTables
 from finwhale.engine.plan.sampling import History, allowed_rows, penalty_rows
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import (
@@ -16,24 +15,6 @@ from finwhale.engine.plan.step_plan import (
     SlotAdmission,
     StepPlan,
 )
-
-# The state of one block table that the ranks have received: its version, the table, its `first`
-# and its length.
-_SentTable = tuple[object, BlockTable | None, int, int]
-_NOTHING: _SentTable = (None, None, 0, 0)
-
-
-@dataclass(slots=True)
-class _SentSlot:
-    """The block tables of one slot that the ranks have received.
-
-    Attributes:
-        tables: the block tables of the sequence in the slot. A new admission brings new tables.
-        groups: for each group, the state that was sent last.
-    """
-
-    tables: BlockTables
-    groups: list[_SentTable]
 
 
 class SamplingInputs(NamedTuple):
@@ -58,13 +39,16 @@ class StepPlanner:
 
     def __init__(self, vocab_size: int, *, can_route: bool = False) -> None:
         self._vocab_size, self._can_route = vocab_size, can_route
-        self._sent: dict[int, _SentSlot] = {}
+        # The block tables of the sequence in each slot. A new admission brings new tables.
+        self._tables: dict[int, BlockTables] = {}
+        self._sent = SentTables()
         # The version of the block tables that were sent, by slot.
         self._versions: list[object] = []
 
     def resend_all(self) -> None:
         """Send all settings and page tables again, because a plan may not have arrived."""
-        self._sent.clear()
+        self._tables.clear()
+        self._sent.forget()
         self._versions.clear()
 
     def plan(
@@ -150,20 +134,13 @@ class StepPlanner:
             if tables.version is versions[slot]:
                 continue
             versions[slot] = tables.version
-            sent = self._sent.get(slot)
-            if sent is None or sent.tables is not tables:
+            if self._tables.get(slot) is not tables:
+                self._tables[slot] = tables
                 if sequence.sampling is not None:
                     admitted.append(SlotAdmission(slot, sequence.sampling.settings))
-                sent = self._sent[slot] = _SentSlot(tables, [_NOTHING] * len(tables))
-            for group, table in enumerate(tables.values()):
-                version, before, first, count = sent.groups[group]
-                if version is table.version:
-                    continue
-                # Pages in the middle of a table never change.
-                begin = count if before is table and first == table.first else 0
+            for group, table, begin in self._sent.changes(slot, tables):
                 changed = tuple(table.pages[begin:])
                 pages.append(PageUpdate(slot, group, table.first, begin, changed))
-                sent.groups[group] = (table.version, table, table.first, len(table.pages))
         return admitted, pages
 
 
