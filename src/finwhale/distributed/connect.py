@@ -24,7 +24,7 @@ from finwhale.distributed.nccl import FromZero, Nccl, new_group
 from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.self_check import self_check
-from finwhale.distributed.threads import run_apart
+from finwhale.distributed.threads import start_in_thread
 from finwhale.errors import FinwhaleError, first_line
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _watched(
     work: Callable[[], T], check: Callable[[], None], timeout: timedelta | None = None
 ) -> T:
     """Call `work` on another thread, until `check` raises or the time is over (TimeoutError)."""
-    done = run_apart("connect", work)
+    done = start_in_thread("connect", work)
     # Count polls instead of reading a clock, because a rank's clock may be wrong.
     left = None if timeout is None else timeout.total_seconds() / POLL_S
 

@@ -263,7 +263,7 @@ def work_at(placement: Placement) -> NoReturn:
 
 
 def work_for(invitation: Invitation, rank: Rank, local_index: int) -> NoReturn:
-    """Run a rank in this process until rank 0 ends it. Raises FinwhaleError if that is missing."""
+    """Run a rank here until rank 0 ends it. Raises FinwhaleError if rank 0 is missing."""
     try:
         control, plans = (
             _enter(

@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def run_apart(name: str, work: Callable[[], T]) -> "Future[T]":
+def start_in_thread(name: str, work: Callable[[], T]) -> "Future[T]":
     """Call `work` on a daemon thread. If a rank is gone, NCCL, Gloo and symmetric memory wait for
     it, and the caller gives up the thread.
     """

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from finwhale.distributed.connect import NO_MULTICAST
-from finwhale.distributed.threads import run_apart
+from finwhale.distributed.threads import start_in_thread
 from finwhale.errors import FinwhaleError
 from finwhale.weights.incoming import Announced
 
@@ -112,7 +112,7 @@ class WeightGroup:
             # Another thread, on another CUDA stream, uses the tensors. And no kernel that waits for
             # another rank may run at the same time as NCCL's kernels.
             torch.cuda.synchronize(self.device)
-        done = run_apart("broadcast", partial(self._exchange, tensors))
+        done = start_in_thread("broadcast", partial(self._exchange, tensors))
         try:
             done.result(self.address.timeout_seconds + GRACE_S)
         except torch.AcceleratorError:

@@ -27,7 +27,7 @@ class AcceptanceWatch:
         self._logged: float | None = None
 
     def record_verified(self, num_proposed: int, num_accepted: int, now: float) -> None:
-        """Record the verification of a sequence's drafts, `now` (time.monotonic())."""
+        """Record the verification of a sequence's drafts at the time `now` (time.monotonic())."""
         for position in range(num_proposed):
             self._proposed[position] += 1
             self._accepted[position] += position < num_accepted

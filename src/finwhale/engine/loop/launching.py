@@ -39,7 +39,7 @@ class Launcher:
     def launch(
         self, streams: Mapping[str, TextStream], in_flight: Sequence[InFlightStep]
     ) -> InFlightStep | None:
-        """Plan and launch the next step after those in flight (oldest first). None: not now."""
+        """Plan and launch the step after those in flight (oldest first). None: it must wait."""
         chunks = self._schedule(in_flight)
         if not chunks:
             return None

@@ -49,7 +49,7 @@ class Block:
 
 
 class CacheEvents(Protocol):
-    """Is told which blocks are cached, and counts lost (`dropped`) events. No method may wait."""
+    """Is told which blocks are cached, and counts the events that it drops. No method may wait."""
 
     dropped: int
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer
-from finwhale.distributed.threads import run_apart
+from finwhale.distributed.threads import start_in_thread
 from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.protocol import Model
@@ -97,7 +97,7 @@ class RankWeights:
         """
         device = self._model.device if address.backend == "nccl" else torch.device("cpu")
         rank = rank_offset + self._checked_form().rank.index
-        self._waiting[address.group_name] = run_apart(
+        self._waiting[address.group_name] = start_in_thread(
             "weight-transfer", lambda: WeightGroup(address, rank, device)
         )
 
@@ -124,7 +124,9 @@ class RankWeights:
     def start_receive(self, *, group_name: str, tensors: Sequence[Announced]) -> None:
         """Begin to receive tensors that the trainer broadcasts."""
         group = self.groups[group_name]
-        self._waiting[group_name] = run_apart("weight-transfer", lambda: group.receive(tensors))
+        self._waiting[group_name] = start_in_thread(
+            "weight-transfer", lambda: group.receive(tensors)
+        )
 
     def end_receive(self, *, group_name: str) -> None:
         """Stage the received tensors."""

@@ -137,7 +137,7 @@ class DraftLayers:
         ]
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
-        """This rank's logits [M,X] float32 of the layers' residual streams, not corrected."""
+        """This rank's logits [M,X] float32 of the layers' residual streams, without Markov head."""
         hidden = self.hc_head(streams_MHD, self.hc_head_weight, self.params)
         return self.linear(hidden, self.head).float()
 
