@@ -61,4 +61,5 @@ class CompiledLayer(DecoderLayer):
         given = [o_NAC, post, res, residual, inputs.tokens.positions, inputs.token_ids]
         left = self.leave(given + self.leave_tensors)
         x, post, res, residual, shared, ids, weights = left
-        return self.ffn.mix(x, ids, weights, shared), post, res, residual
+        each = self.ffn.run_experts(x, ids, weights)
+        return self.ffn.combine(each, ids, shared), post, res, residual
