@@ -62,7 +62,7 @@ class StepPlanner:
         """Make the plan of a step. inputs: None if `plan_sampling` plans its sampling later."""
         sequences = [c.sequence for c in chunks]
         slots = tuple([s.slot for s in sequences])
-        admitted, pages = self._updates(sequences)
+        admitted, pages = self._updates(sequences, slots)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         # Whether each chunk is a single token whose logits are computed.
         decodes = sum(ends) - sum(starts) == len(chunks) and ends == [
@@ -120,19 +120,18 @@ class StepPlanner:
         )
 
     def _updates(
-        self, sequences: Sequence[SequenceState]
+        self, sequences: Sequence[SequenceState], slots: Sequence[int]
     ) -> tuple[list[SlotAdmission], list[PageUpdate]]:
         """The settings and pages of sequences that the ranks have not received yet."""
         admitted: list[SlotAdmission] = []
         pages: list[PageUpdate] = []
         versions = self._versions
+        versions += [None] * (1 + max(slots) - len(versions))
         for sequence in sequences:
+            if sequence.tables.version is versions[sequence.slot]:
+                continue
             slot, tables = sequence.slot, sequence.tables
             assert slot >= 0, "a sequence of a step must have a slot"
-            while slot >= len(versions):
-                versions.append(None)
-            if tables.version is versions[slot]:
-                continue
             versions[slot] = tables.version
             if self._tables.get(slot) is not tables:
                 self._tables[slot] = tables
