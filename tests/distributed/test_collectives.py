@@ -56,7 +56,7 @@ def test_rows_are_those_of_the_sum(size: int, num_rows: int) -> None:
     for index, (rows, whole) in enumerate(found):
         assert torch.equal(rows, wanted[index * share : (index + 1) * share])
         assert torch.equal(whole, wanted)
-    assert torch.equal(ref.all_gather_rows([rows for rows, _ in found]), wanted)
+    assert torch.equal(torch.cat([rows for rows, _ in found]), wanted)
 
 
 def test_gloo_takes_no_rows_and_any_dtype() -> None:
@@ -79,5 +79,5 @@ def test_one_rank_returns_its_input() -> None:
     x = torch.ones(2)
     assert Alone().all_reduce(x) is x
     assert Alone().all_gather(x, 0) is x
-    assert Alone().reduce_scatter_rows(x) is x
-    assert Alone().all_gather_rows(x, 2) is x
+    assert Alone().reduce_scatter_rows(x).data_ptr() == x.data_ptr()
+    assert Alone().all_gather_rows(x, 2).data_ptr() == x.data_ptr()

@@ -21,12 +21,12 @@ def test_readers_of_different_speed_get_every_message(capacity: int) -> None:
     draw = random.Random(capacity)
     messages = [draw.randbytes(draw.choice((0, 1, 7, 60, 64, 65, 500, 5000))) for _ in range(100)]
     ring = Ring.create(2, capacity)
-    views = [Ring(ring.file, 2) for _ in range(2)]
+    views = [Ring(ring.file, 2, reader) for reader in range(2)]
     found: list[list[bytes]] = [[], []]
 
     def read(reader: int) -> None:
         for _ in messages:
-            found[reader].append(views[reader].read(reader))
+            found[reader].append(views[reader].read())
 
     def write() -> None:
         for message in messages:
@@ -51,7 +51,7 @@ def join_all(targets: Sequence[Callable[[], None]]) -> None:
 def test_an_idle_ring_wraps_at_every_byte(ahead: int) -> None:
     """Messages begin and end at each place of the ring, the readers having read all before."""
     ring = Ring.create(2, 64)
-    views = [Ring(ring.file, 2) for _ in range(2)]
+    views = [Ring(ring.file, 2, reader) for reader in range(2)]
 
     def full() -> None:
         raise AssertionError("the ring has room")
@@ -60,8 +60,8 @@ def test_an_idle_ring_wraps_at_every_byte(ahead: int) -> None:
         some = [bytes([i % 256] * (i % 12)) for i in range(start, start + ahead)]
         for message in some:
             ring.write(message, full)
-        for reader, view in enumerate(views):
-            assert [view.read(reader) for _ in some] == some
+        for view in views:
+            assert [view.read() for _ in some] == some
 
 
 @pytest.mark.parametrize("fast", [0, 1])
@@ -75,12 +75,12 @@ def test_the_writer_waits_for_the_slowest_reader(fast: int) -> None:
         raise GivenUpError
 
     ring = Ring.create(2, 64)
-    views = [Ring(ring.file, 2) for _ in range(2)]
+    views = [Ring(ring.file, 2, reader) for reader in range(2)]
     ring.write(b"a" * 48, give_up)
-    assert views[fast].read(fast) == b"a" * 48
+    assert views[fast].read() == b"a" * 48
     with pytest.raises(GivenUpError):
         ring.write(b"b" * 48, give_up)
-    assert views[1 - fast].read(1 - fast) == b"a" * 48
+    assert views[1 - fast].read() == b"a" * 48
 
 
 def test_a_reader_that_takes_nothing_holds_up_the_writer() -> None:
@@ -95,13 +95,13 @@ def test_a_reader_that_takes_nothing_holds_up_the_writer() -> None:
     ring = Ring.create(2, 256)
     view = Ring(ring.file, 2)
     ring.write(b"x" * 100, give_up)
-    assert view.read(0) == b"x" * 100
+    assert view.read() == b"x" * 100
     with pytest.raises(GivenUpError):
         ring.write(b"y" * 200, give_up)
 
 
 def test_heartbeats_are_counted_for_each_reader() -> None:
     ring = Ring.create(2)
-    Ring(ring.file, 2).beat(1)
-    Ring(ring.file, 2).beat(1)
+    Ring(ring.file, 2, 1).beat()
+    Ring(ring.file, 2, 1).beat()
     assert [ring.beats(0), ring.beats(1)] == [0, 2]

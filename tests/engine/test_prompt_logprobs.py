@@ -3,6 +3,7 @@
 import random
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,11 +146,5 @@ def test_a_number_that_is_too_large_is_refused() -> None:
     for count, refused in ((length, False), (length + 1, True)):
         wanted = pytest.raises(RequestError, match="ask for fewer") if refused else nullcontext()
         with wanted:
-            checked_prompt(
-                [1] * count,
-                scoring(100),
-                vocab=9,
-                max_model_len=10**6,
-                has_tokenizer=False,
-                can_return_experts=False,
-            )
+            rank = SimpleNamespace(max_model_len=10**6, routed_experts=None)
+            checked_prompt([1] * count, scoring(100), rank, 9, has_tokenizer=False)

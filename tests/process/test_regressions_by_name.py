@@ -16,14 +16,14 @@ import pytest
 import torch
 from tests.support.stepping import Stepper
 
+import finwhale.models.deepseek_v4.layer as layer_module
 import finwhale.models.deepseek_v4.model as model_module
-import finwhale.models.deepseek_v4.mtp as mtp_module
 from finwhale import LLM
 from finwhale.compiled.compiled_layer import CompiledLayer
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.context import LayerContext
-from finwhale.models.deepseek_v4.layer import DecoderLayer
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerState
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import PRIORITIES, SideStreams
 from finwhale.models.step_inputs import Inline
@@ -88,10 +88,10 @@ def test_operators_registered_while_tracing(tiny_path: Path, tmp_path: Path, mis
 
 
 class ChangedLayer(DecoderLayer):
-    """A decoder layer that one platform calls with its mixes in one value."""
+    """A decoder layer that one platform calls with its mixes in a value of their own."""
 
     def __call__(self, x: Any, *rest: Any, mixes: Any = ()) -> Any:  # type: ignore[override]
-        return super().__call__(x, *rest, *mixes)
+        return super().__call__((x, *mixes) if mixes else x, *rest)
 
 
 @torch.inference_mode()
@@ -147,8 +147,7 @@ def test_a_compiled_layer_is_called_as_a_decoder_layer() -> None:
     compiled, plain = (inspect.signature(c.__call__) for c in (CompiledLayer, DecoderLayer))
     assert compiled == plain
     assert plain.return_annotation is not inspect.Signature.empty
-    mixes = ("post_mix", "res_mix", "residual")
-    assert [plain.parameters[name].default for name in mixes] == [None, None, None]
+    assert plain.parameters["state"].annotation == LayerState | torch.Tensor
 
 
 # --- 3 --------------------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ def test_streams_created_per_draft_layer(
 
     monkeypatch.setattr(model_module, "SideStreams", on_a_gpu)
     if mistake:
-        monkeypatch.setattr(mtp_module, "DecoderLayer", own_streams)
+        monkeypatch.setattr(layer_module, "DecoderLayer", own_streams)
     assert isinstance(run.model, DeepseekV4)
     weights, config = run.model.weights, run.model.config
     model = DeepseekV4(config, run.ops, weights, round_activations=False, max_positions=16)

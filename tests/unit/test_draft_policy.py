@@ -58,7 +58,7 @@ class Play:
                 while accepted < count and self.draw.random() < right[index]:
                     accepted += 1
                 chunk = Chunk(self.sequences[index], 1, 2 + count, (0,) * count)
-                self.policy.record_verified(chunk, accepted)
+                self.policy.estimates.record_verified(chunk, accepted)
                 self.tokens += 1 + accepted
                 self.counts[index] += count
             seconds = self.seconds_of(batch, kind) * self.draw.uniform(1 - noise, 1 + noise)

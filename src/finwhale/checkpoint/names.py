@@ -7,7 +7,6 @@ There are three sets of names: the official names; those of transformers' module
 """
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 
 _RENAMES = [
@@ -49,13 +48,8 @@ _STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
 _NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertPart:
-    """A slice of a stacked expert tensor [experts, rows, columns]: [expert, start:stop]."""
-
-    expert: int
-    start: int
-    stop: int
+# The index of a part of a stacked expert tensor [experts, rows, columns]: (expert, start:stop).
+ExpertPart = tuple[int, slice]
 
 
 def official_name(stored: str) -> str:
@@ -94,7 +88,7 @@ def official_tensors(
     else:
         slices = [("w1", 0, rows // 2), ("w3", rows // 2, rows)]
     return [
-        (f"{match[1]}.{e}.{w}.weight", (stop - start, columns), ExpertPart(e, start, stop))
+        (f"{match[1]}.{e}.{w}.weight", (stop - start, columns), (e, slice(start, stop)))
         for e in range(experts)
         for w, start, stop in slices
     ]

@@ -163,12 +163,12 @@ class Checkpoint:
             return reader.read(name)
 
 
-class TensorReader:
+class TensorReader(ExitStack):
     """Reads tensors by official name; files stay open until `close_all` or the end of `with`."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
         self._checkpoint = checkpoint
-        self._stack = ExitStack()
         self._files: dict[str, Any] = {}
 
     def read(self, name: str) -> Tensor:
@@ -184,26 +184,18 @@ class TensorReader:
             tensor: Tensor = self._file(info.file).get_tensor(info.stored_name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read {name} from {info.file}: {error}") from error
-        if info.part is None:
-            return tensor
-        return tensor[info.part.expert, info.part.start : info.part.stop]
+        return tensor if info.part is None else tensor[info.part]
 
     def close_all(self) -> None:
         """Close the files. Tensors that were read remain valid."""
         self._files.clear()
-        self._stack.close()
+        self.close()
 
     def _file(self, file: str) -> Any:
         if file not in self._files:
             handle = safe_open(self._checkpoint.path / file, framework="pt", device="cpu")
-            self._files[file] = self._stack.enter_context(handle)
+            self._files[file] = self.enter_context(handle)
         return self._files[file]
-
-    def __enter__(self) -> "TensorReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close_all()
 
 
 # --- Headers --------------------------------------------------------------------------------------
@@ -254,7 +246,7 @@ def _inventory(directory: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file, header in headers.items():
         for stored_name, stored in header.items():
-            for info in _infos(file, stored_name, stored):
+            for info in _infos(file, stored_name, *stored):
                 other = tensors.get(info.name)
                 if other is not None:
                     raise CheckpointError(
@@ -265,23 +257,16 @@ def _inventory(directory: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor's entry in a header; `offset` counts from the start of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-
-def _infos(file: str, stored_name: str, stored: _Stored) -> Iterator[TensorInfo]:
-    for name, shape, part in official_tensors(stored_name, stored.shape):
-        offset, size = stored.offset, stored.dtype.itemsize
+def _infos(
+    file: str, stored_name: str, dtype: torch.dtype, stored_shape: tuple[int, ...], offset: int
+) -> Iterator[TensorInfo]:
+    for name, shape, part in official_tensors(stored_name, stored_shape):
+        start, size = offset, dtype.itemsize
         if part is not None:
-            _, rows, columns = stored.shape
-            offset += (part.expert * rows + part.start) * columns * size
+            _, rows, columns = stored_shape
+            start += (part[0] * rows + part[1].start) * columns * size
         num_bytes = math.prod(shape) * size
-        yield TensorInfo(name, stored.dtype, shape, num_bytes, file, stored_name, offset, part)
+        yield TensorInfo(name, dtype, shape, num_bytes, file, stored_name, start, part)
 
 
 def _expected_names(directory: Path) -> dict[str, set[str]]:
@@ -321,8 +306,8 @@ def _allowed(file: str) -> bool:
     return file not in ("", "..") and Path(file).name == file
 
 
-def _read_header(path: Path) -> dict[str, _Stored]:
-    """The tensors of one file by stored name, in the order of its data."""
+def _read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
+    """Dtype, shape and offset of one file's tensors by stored name, in the order of its data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -369,7 +354,7 @@ def _read_header(path: Path) -> dict[str, _Stored]:
                 f"{path} has a damaged safetensors header: {name[:100]!r} of {kind} cannot have "
                 f"its shape and the bytes {begin} to {stop}"
             )
-        stored[name] = _Stored(dtype, shape, 8 + length + begin)
+        stored[name] = dtype, shape, 8 + length + begin
     return stored
 
 

@@ -82,10 +82,8 @@ def write_stored(
 ) -> None:
     """Write weights that already are in stored form, such as a DummySource's, as a checkpoint.
 
-    The arguments are those of write_checkpoint; `weights` yields each weight once.
-
-    Raises:
-        CheckpointError: the directory already holds weights.
+    The arguments are those of write_checkpoint; `weights` yields each weight once. Raises
+    CheckpointError if the directory already holds weights.
     """
 
     def named(spec: WeightSpec, stored: StoredWeight) -> dict[str, Tensor]:
@@ -104,10 +102,7 @@ def write_zeros(
 ) -> None:
     """Write a checkpoint whose values are all zero, in sparse files: it takes no room on the disk.
 
-    The arguments are those of write_checkpoint.
-
-    Raises:
-        CheckpointError: the directory already holds weights.
+    The arguments and errors are those of write_stored.
     """
     _write(path, config, map(_without_values, specs), max_shard_bytes, _save_zeros)
 
@@ -158,12 +153,56 @@ def _write(
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("*.safetensors")) or (directory / INDEX_FILE).exists():
         raise CheckpointError(f"{directory} already holds a checkpoint; choose an empty directory")
-    shards = _ShardWriter(directory, max_shard_bytes, save)
+    total_bytes = 0
+    written: list[tuple[Path, list[str]]] = []
+    for shard in _shards(weights, max_shard_bytes):
+        temporary = directory / f"part-{len(written) + 1:05d}.incomplete"
+        save(shard, temporary, {"format": "pt"})
+        written.append((temporary, list(shard)))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    _name_files(directory, written, total_bytes)
+    _write_json(directory / CONFIG_FILE, config)
+
+
+def _shards(weights: Iterable[dict[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Collect tensors into files of limited size. Each dictionary is valid until the next one."""
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
     for stored in weights:
-        shards.add(stored)
-    shards.finish()
-    text = json.dumps(config, indent=2) + "\n"
-    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+        more = sum(tensor.nbytes for tensor in stored.values())
+        if shard and num_bytes + more > max_bytes:
+            yield shard
+            shard.clear()
+            num_bytes = 0
+        # Clone: save_file refuses tensors that share memory.
+        shard.update({name: tensor.clone() for name, tensor in stored.items()})
+        num_bytes += more
+    if shard:
+        yield shard
+
+
+def _name_files(
+    directory: Path, written: Sequence[tuple[Path, list[str]]], total_bytes: int
+) -> None:
+    """Give the files their names, and write the index of several files."""
+    count = len(written)
+    if count == 1:
+        written[0][0].rename(directory / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (temporary, names) in enumerate(written, start=1):
+        file = f"model-{number:05d}-of-{count:05d}.safetensors"
+        temporary.rename(directory / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    _write_json(directory / INDEX_FILE, index)
+
+
+def _write_json(path: Path, contents: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
 def encode(
@@ -190,51 +229,3 @@ def encode(
     if scale is not None:
         out[spec.scale_name] = scale.cpu()
     return out
-
-
-class _ShardWriter:
-    """Collects tensors into files of limited size, and names the files at the end."""
-
-    def __init__(self, directory: Path, max_shard_bytes: int, save: Save) -> None:
-        self._directory, self._save = directory, save
-        self._max_bytes = max_shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._written: list[tuple[Path, list[str]]] = []
-
-    def add(self, stored: dict[str, Tensor]) -> None:
-        num_bytes = sum(tensor.nbytes for tensor in stored.values())
-        if self._pending and self._pending_bytes + num_bytes > self._max_bytes:
-            self._flush()
-        # Clone: save_file refuses tensors that share memory.
-        self._pending.update({name: tensor.clone() for name, tensor in stored.items()})
-        self._pending_bytes += num_bytes
-        self._total_bytes += num_bytes
-
-    def finish(self) -> None:
-        self._flush()
-        count = len(self._written)
-        if count == 1:
-            self._written[0][0].rename(self._directory / SINGLE_FILE)
-            return
-        weight_map: dict[str, str] = {}
-        for number, (temporary, names) in enumerate(self._written, start=1):
-            file = f"model-{number:05d}-of-{count:05d}.safetensors"
-            temporary.rename(self._directory / file)
-            weight_map.update(dict.fromkeys(names, file))
-        index = {
-            "metadata": {"total_size": self._total_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        text = json.dumps(index, indent=2) + "\n"
-        (self._directory / INDEX_FILE).write_text(text, encoding="utf-8")
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        temporary = self._directory / f"part-{len(self._written) + 1:05d}.incomplete"
-        self._save(self._pending, temporary, {"format": "pt"})
-        self._written.append((temporary, list(self._pending)))
-        self._pending = {}
-        self._pending_bytes = 0

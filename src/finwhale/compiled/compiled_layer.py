@@ -7,7 +7,7 @@ from torch import Tensor
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.layer import BlockOutput, DecoderLayer, LayerState
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.weights.tree import tensors_of
@@ -35,26 +35,19 @@ class CompiledLayer(DecoderLayer):
 
     def __call__(
         self,
-        x: BlockOutput,
+        state: LayerState | Tensor,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
         segments: Segments,
-        post_mix: Tensor | None = None,
-        res_mix: Tensor | None = None,
-        residual: Tensor | None = None,
         on_residual: Callable[[Tensor], None] | None = None,
     ) -> LayerState:
+        x, *mixes = (state,) if isinstance(state, Tensor) else state
         assert isinstance(x, Tensor), "the compiled mode runs on one rank"
         if x.shape[0] > self.max_tokens:
-            return super().__call__(
-                x, inputs, tables, cache, segments, post_mix, res_mix, residual, on_residual
-            )
+            return super().__call__(state, inputs, tables, cache, segments, on_residual)
         attn, rotary = self.attn, self.attn.rotary(tables)
-        given = [x.contiguous()]
-        if post_mix is not None and res_mix is not None and residual is not None:
-            given += [post_mix, res_mix, residual]
-        given += self.flat_step(inputs, rotary)
+        given = [x.contiguous(), *mixes, *self.flat_step(inputs, rotary)]
         post, res, residual, q_NX, *rest = self.enter(given + self.enter_tensors)
         if on_residual is not None:
             on_residual(residual)
@@ -65,7 +58,8 @@ class CompiledLayer(DecoderLayer):
         o_NAC, scales_NS = attn.heads.empty_output(q_NX)
         assert scales_NS is None, "a graph's input is not rounded"
         segments.eager(attn.select_and_attend, q_NX, projected, inputs, rotary, cache, o_NAC, None)
-        mixes = [post, res, residual, inputs.tokens.positions, inputs.token_ids]
-        left = self.leave([o_NAC, *mixes, *self.leave_tensors])
+        given = [o_NAC, post, res, residual, inputs.tokens.positions, inputs.token_ids]
+        left = self.leave(given + self.leave_tensors)
         x, post, res, residual, shared, ids, weights = left
-        return self.ffn.mix(x, ids, weights, shared), post, res, residual
+        each = self.ffn.run_experts(x, ids, weights)
+        return self.ffn.combine(each, ids, shared), post, res, residual

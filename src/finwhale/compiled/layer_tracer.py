@@ -102,7 +102,8 @@ class LayerTracer:
             cache = PagedCache(pools, {"window": "window"})
             hc, attn = with_leaves(weights, Tensor, lambda _: next(given))
             layer = self._layer(replace(w, hc_attn=hc, attn=attn))
-            x, post, res, residual = layer.attention_input(x, *mixes)
+            state = (x, mixes[0], mixes[1], mixes[2]) if mixes else x
+            x, post, res, residual = layer.attention_input(state)
             inputs = StepInputs(token_ids=tokens.positions, tokens=tokens, tables={"window": table})
             out = [post, res, residual, layer.attn.project_and_store(x, inputs, rotary, cache)]
             if layer.attn.compressor is not None:
@@ -129,7 +130,7 @@ class LayerTracer:
             attn = replace(w.attn, heads=replace(w.attn.heads, wo_a=wo_a, wo_b=wo_b))
             layer = self._layer(replace(w, attn=attn, hc_ffn=hc, ffn=ffn))
             x = layer.attn.heads.output(o_NAC, None)
-            x, post, res, residual = layer.experts_input(x, post, res, residual)
+            x, post, res, residual = layer.experts_input((x, post, res, residual))
             tokens = Tokens(positions, positions, positions, max_len=0, max_query=0)
             inputs = StepInputs(token_ids=token_ids, tokens=tokens, tables={})
             routed = layer.ffn.run_shared_expert(x), *layer.ffn.route(x, inputs)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from finwhale.distributed import ref
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops.ranks import Channel
 
@@ -17,7 +18,7 @@ class Collectives(Protocol):
 
     Every rank calls the same collectives in the same order, with tensors of one shape and dtype.
     The input does not change, except where `overwrite` permits it. The result is a new tensor that
-    the caller may keep; a single rank returns its input.
+    the caller may keep; a single rank returns its input, or a view of it.
 
     On a GPU a call runs on the current CUDA stream. It can be captured in a CUDA graph; then every
     rank must replay its graph. All calls of a process use one CUDA stream at a time, because they
@@ -66,7 +67,7 @@ class Collectives(Protocol):
         Returns:
             [rows, ...]: if `ordered`, the same bits as these rows of `all_reduce`.
         """
-        ...
+        return self.all_reduce(x)[self.rank.rows(len(x))]
 
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         """Concatenate the ranks' rows.
@@ -77,7 +78,7 @@ class Collectives(Protocol):
         Returns:
             [num_rows, ...], contiguous.
         """
-        ...
+        return self.all_gather(ref.padded(x, self.rank.rows_per_rank(num_rows)), 0)[:num_rows]
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
         """A channel for an operator that adds the ranks' x itself; None: call `all_reduce`.
@@ -119,10 +120,4 @@ class Alone(Collectives):
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return x
-
-    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x

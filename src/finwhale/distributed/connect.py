@@ -5,9 +5,8 @@ import json
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +24,7 @@ from finwhale.distributed.nccl import FromZero, Nccl, new_group
 from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.self_check import self_check
+from finwhale.distributed.threads import start_in_thread
 from finwhale.errors import FinwhaleError, first_line
 
 if TYPE_CHECKING:
@@ -97,21 +97,11 @@ def connect(
 def _watched(
     work: Callable[[], T], check: Callable[[], None], timeout: timedelta | None = None
 ) -> T:
-    """Call `work` on another thread, until `check` raises or the time is over (TimeoutError).
-
-    If a rank is gone, NCCL, Gloo and symmetric memory wait for it, and the thread is abandoned.
-    """
-    done: Future[T] = Future()
+    """Call `work` on another thread, until `check` raises or the time is over (TimeoutError)."""
+    done = start_in_thread("connect", work)
     # Count polls instead of reading a clock, because a rank's clock may be wrong.
     left = None if timeout is None else timeout.total_seconds() / POLL_S
 
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="connect", daemon=True).start()
     while not wait([done], POLL_S).done:
         check()
         if left is not None:
@@ -166,11 +156,7 @@ def _network(rank: Rank) -> str:
 def _on_one_gpu(
     rank: Rank, device: torch.device, exchange: Exchange, gloo: Gloo, ordered: bool
 ) -> "Push":
-    """Connect ranks that share a GPU: for development, because they take turns on it.
-
-    Args:
-        gloo: NCCL refuses ranks of one GPU.
-    """
+    """Connect ranks that share a GPU, which NCCL refuses: for development, as they take turns."""
     from finwhale.distributed.push import Push
 
     if rank.index == 0:

@@ -52,13 +52,6 @@ class Gloo(Collectives):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return ref.all_gather(self._parts(x), dim)
 
-    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        return ref.reduce_scatter_rows(self._parts(x), self.rank)
-
-    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
-        parts = self._parts(ref.padded(x, self.rank.rows_per_rank(num_rows)))
-        return ref.all_gather_rows(parts)[:num_rows]
-
     def _parts(self, x: Tensor) -> list[Tensor]:
         """Gather the ranks' x, as bytes, because Gloo does not support every dtype."""
         sent = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

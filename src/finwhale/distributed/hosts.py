@@ -111,11 +111,7 @@ class Introduction:
 
 
 class RemoteProcesses:
-    """The workers that have connected (workers.WorkerProcesses).
-
-    Args:
-        close: called after the workers have ended.
-    """
+    """The workers that have connected (workers.WorkerProcesses)."""
 
     def __init__(
         self,
@@ -189,11 +185,7 @@ class _Admitted:
 
 
 class WorkerListener:
-    """The listening socket on which rank 0 waits for its workers.
-
-    Args:
-        host: the address of this host, as the workers reach it.
-    """
+    """The socket on which rank 0 waits for its workers, which reach this host at address `host`."""
 
     def __init__(self, host: str) -> None:
         self._listener = listen(host)
@@ -255,11 +247,7 @@ class WorkerListener:
 
 
 def work_at(placement: Placement) -> NoReturn:
-    """Run the rank of this process until rank 0 ends it.
-
-    Raises:
-        FinwhaleError: rank 0 cannot be reached.
-    """
+    """Run this process's rank until rank 0 ends it. Raises FinwhaleError if rank 0 is missing."""
     begin = time.monotonic()
     store = placement.store.join(CONNECT_S)
     left = max(1.0, CONNECT_S - (time.monotonic() - begin))
@@ -275,11 +263,7 @@ def work_at(placement: Placement) -> NoReturn:
 
 
 def work_for(invitation: Invitation, rank: Rank, local_index: int) -> NoReturn:
-    """Run a rank in this process until rank 0 ends it.
-
-    Raises:
-        FinwhaleError: rank 0 cannot be reached.
-    """
+    """Run a rank here until rank 0 ends it. Raises FinwhaleError if rank 0 is missing."""
     try:
         control, plans = (
             _enter(

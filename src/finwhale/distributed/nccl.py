@@ -104,16 +104,12 @@ class Nccl(Collectives):
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
         if self._ordered:
-            return ref.reduce_scatter_rows(self._parts(x).unbind(), self.rank)
+            return super().reduce_scatter_rows(x)
         count, own = self.rank.rows_per_rank(len(x)), self.rank.rows(len(x))
         total = x.new_empty((count, *x.shape[1:]))
         given = ref.padded(x, count * self.rank.size)
         dist.reduce_scatter_tensor(total, given, group=self._group)
         return total[: own.stop - own.start]
-
-    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
-        parts = self._parts(ref.padded(x, self.rank.rows_per_rank(num_rows)))
-        return parts.flatten(0, 1)[:num_rows]
 
     def close(self) -> None:
         """End the process group. Waits for no other rank, but may wait for the GPU."""

@@ -83,11 +83,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """The address of a store.
-
-    Attributes:
-        prefix: the prefix of all keys.
-    """
+    """The address of a store, and the prefix of all keys."""
 
     host: str
     port: int
@@ -114,11 +110,7 @@ class StoreAddress:
 
 
 def serve_store(host: str = HOST) -> tuple[Store, StoreAddress]:
-    """Serve a store from this process on a free port.
-
-    Args:
-        host: the address of this host, as the other ranks reach it.
-    """
+    """Serve a store from this process on a free port of `host`, its address for other ranks."""
     store = _serve(host, 0)
     address = StoreAddress(host, store.port)
     return PrefixStore(address.prefix, store), address

@@ -22,10 +22,23 @@ from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_wo
 
 
 @triton.jit
-def _begin(PDL: tl.constexpr):
-    """Start early, and wait for the previous kernel to end before anything is read."""
+def _begin(epochs_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Start early, and wait for the previous kernel to end before anything is read.
+
+    Returns the program's epoch, and the indices of its words.
+    """
     start_next(PDL)
     wait_for_last(PDL)
+    program = tl.program_id(0)
+    return tl.load(epochs_ptr + program) + 1, program * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _load_part(x_ptr, rank, part, inside, n):
+    """Load words of a rank's part of x, of `part` words; returns them, their mask and offsets."""
+    offsets = rank * part + inside
+    mask = (inside < part) & (offsets < n)
+    return tl.load(x_ptr + offsets, mask=mask, other=0), mask, offsets
 
 
 # In the kernels below, phases FIRST to LAST run. A launch runs all of them; a test without several
@@ -53,10 +66,7 @@ def _one_shot_kernel(
     PDL: tl.constexpr,
 ):
     """All-reduce: each rank sends x to every rank, and sums what it receives."""
-    _begin(PDL)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, offsets = _begin(epochs_ptr, BLOCK, PDL)
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
@@ -64,7 +74,7 @@ def _one_shot_kernel(
     if LAST == 1:
         words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
         tl.store(out_ptr + offsets, sum_words(words, BFLOAT16, W, BLOCK), mask=offsets < n)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -88,22 +98,13 @@ def _two_shot_kernel(
     PDL: tl.constexpr,
 ):
     """All-reduce: rank r sums part r of x, of `part` words, and sends the sum to every rank."""
-    _begin(PDL)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    inside = program * BLOCK + tl.arange(0, BLOCK)
-    offsets = rank * part + inside
-    is_own = (inside < part) & (offsets < n)
+    epoch, inside = _begin(epochs_ptr, BLOCK, PDL)
     if FIRST == 0:
         for j in tl.static_range(1, W):
-            peer = rank ^ j
-            peer_offsets = peer * part + inside
-            words = tl.load(
-                x_ptr + peer_offsets, mask=(inside < part) & (peer_offsets < n), other=0
-            )
-            send(pointers_ptr, words, None, epoch, inside, rank, peer, W, capacity)
+            words, _, _ = _load_part(x_ptr, rank ^ j, part, inside, n)
+            send(pointers_ptr, words, None, epoch, inside, rank, rank ^ j, W, capacity)
     if (FIRST <= 1) & (LAST >= 1):
-        own = tl.load(x_ptr + offsets, mask=is_own, other=0)
+        own, is_own, offsets = _load_part(x_ptr, rank, part, inside, n)
         words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, inside, rank, capacity, W)
         total = sum_words(words, BFLOAT16, W, BLOCK)
         tl.store(out_ptr + offsets, total, mask=is_own)
@@ -121,7 +122,7 @@ def _two_shot_kernel(
             words,
             mask=(j > 0) & (inside < part)[None, :] & (peer_offsets < n),
         )
-        tl.store(epochs_ptr + program, epoch + 1)
+        tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -144,10 +145,7 @@ def _all_gather_kernel(
     PDL: tl.constexpr,
 ):
     """x [n / width, width] of every rank -> out [n / width, W, width]."""
-    _begin(PDL)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, offsets = _begin(epochs_ptr, BLOCK, PDL)
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
@@ -158,7 +156,7 @@ def _all_gather_kernel(
         row = offsets // width
         out_offsets = (row * (W * width) + offsets % width)[None, :] + peer * width
         tl.store(out_ptr + out_offsets, words, mask=(offsets < n)[None, :] & (peer >= 0))
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit
@@ -215,10 +213,7 @@ def _bulk_kernel(
     PDL: tl.constexpr,
 ):
     """All-reduce like `_two_shot_kernel`, with one flag for each program and peer."""
-    _begin(PDL)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    inside = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, inside = _begin(epochs_ptr, BLOCK, PDL)
     offsets = rank * part + inside
     is_own = (inside < part) & (offsets < n)
     j = tl.arange(0, W)[:, None]
@@ -227,10 +222,7 @@ def _bulk_kernel(
     if FIRST == 0:
         for k in tl.static_range(1, W):
             peer = rank ^ k
-            peer_offsets = peer * part + inside
-            words = tl.load(
-                x_ptr + peer_offsets, mask=(inside < part) & (peer_offsets < n), other=0
-            )
+            words, _, _ = _load_part(x_ptr, peer, part, inside, n)
             _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, inside < part, BLOCK)
         _raise_flags(pointers_ptr, epoch, rank, W)
     if (FIRST <= 1) & (LAST >= 1):
@@ -253,7 +245,7 @@ def _bulk_kernel(
         peer_offsets = (rank ^ j) * part + inside[None, :]
         words = tl.where(came[:, None], words, -1)
         tl.store(out_ptr + peer_offsets, words, mask=is_peer & (peer_offsets < n))
-        tl.store(epochs_ptr + program, epoch + 1)
+        tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -279,30 +271,22 @@ def _reduce_scatter_kernel(
     PDL: tl.constexpr,
 ):
     """Sum part `rank` of the ranks' x into out: only `capacity` words from `start` on."""
-    _begin(PDL)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    slot = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, slot = _begin(epochs_ptr, BLOCK, PDL)
     inside = start + slot
     if FIRST == 0:
         for k in tl.static_range(1, W):
-            peer = rank ^ k
-            peer_offsets = peer * part + inside
-            mask = (inside < part) & (peer_offsets < n)
-            words = tl.load(x_ptr + peer_offsets, mask=mask, other=0)
-            _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, mask, BLOCK)
+            words, mask, _ = _load_part(x_ptr, rank ^ k, part, inside, n)
+            _send_bare(pointers_ptr, words, epoch, rank, rank ^ k, W, capacity, mask, BLOCK)
         _raise_flags(pointers_ptr, epoch, rank, W)
     if LAST == 1:
-        own_offsets = rank * part + inside
-        mask = (inside < part) & (own_offsets < n)
-        own = tl.load(x_ptr + own_offsets, mask=mask, other=0)
+        own, mask, _ = _load_part(x_ptr, rank, part, inside, n)
         came = _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W)
         j = tl.arange(0, W)[:, None]
         source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
         words = tl.load(source, mask=(j > 0) & mask[None, :], other=own[None, :], volatile=True)
         total = sum_words(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
         tl.store(out_ptr + inside, total, mask=mask)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -327,10 +311,7 @@ def _gather_parts_kernel(
     PDL: tl.constexpr,
 ):
     """Copy the ranks' x to their parts of out: only `capacity` words of each from `start` on."""
-    _begin(PDL)
-    program = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + program) + 1
-    slot = program * BLOCK + tl.arange(0, BLOCK)
+    epoch, slot = _begin(epochs_ptr, BLOCK, PDL)
     inside = start + slot
     if FIRST == 0:
         own_offsets = rank * part + inside
@@ -348,7 +329,7 @@ def _gather_parts_kernel(
         source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
         words = tl.load(source, mask=mask, other=0, volatile=True)
         tl.store(out_ptr + peer_offsets, tl.where(came[:, None], words, -1), mask=mask)
-        tl.store(epochs_ptr + program, epoch)
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
 # --- Launch ---------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from finwhale.distributed.rank import Rank
-
 
 def all_reduce(parts: Sequence[Tensor]) -> Tensor:
     """Sum in float32 as a tree of pairs, ((x0 + x1) + (x2 + x3)) + ..., and round once.
@@ -25,16 +23,6 @@ def all_reduce(parts: Sequence[Tensor]) -> Tensor:
 def all_gather(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Concatenate along `dim` in the order of the ranks."""
     return torch.cat(list(parts), dim)
-
-
-def reduce_scatter_rows(parts: Sequence[Tensor], rank: Rank) -> Tensor:
-    """The rank's rows of the sum."""
-    return all_reduce(parts)[rank.rows(len(parts[0]))]
-
-
-def all_gather_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of the ranks, whose numbers may differ."""
-    return torch.cat(list(parts))
 
 
 def padded(x: Tensor, num_rows: int) -> Tensor:

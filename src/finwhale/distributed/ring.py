@@ -30,10 +30,11 @@ class Ring:
     Args:
         file: descriptor of the shared memory.
         readers: number of reading processes.
+        reader: the number of this process among them, if it reads.
     """
 
-    def __init__(self, file: int, readers: int) -> None:
-        self.file, self.readers = file, readers
+    def __init__(self, file: int, readers: int, reader: int = 0) -> None:
+        self.file, self.readers, self._reader = file, readers, reader
         self._map = mmap.mmap(file, 0)
         view = memoryview(self._map)
         self._words = view[:_HEADER_BYTES].cast("Q")
@@ -69,12 +70,11 @@ class Ring:
             self._words[_HEAD] = self._head
             frame = frame[count:]
 
-    def read(self, reader: int) -> bytes:
-        """Wait for a reader's next message, and remove it."""
-        length = int.from_bytes(self._take(reader, _LENGTH_BYTES), "little")
-        return self._take(reader, length)
+    def read(self) -> bytes:
+        """Wait for this reader's next message, and remove it."""
+        return self._take(int.from_bytes(self._take(_LENGTH_BYTES), "little"))
 
-    def _take(self, reader: int, count: int) -> bytes:
+    def _take(self, count: int) -> bytes:
         parts: list[bytes] = []
         while count:
             present = self._wait() - self._tail
@@ -82,7 +82,7 @@ class Ring:
             length = min(count, present, self._capacity - begin)
             parts.append(bytes(self._data[begin : begin + length]))
             self._tail += length
-            self._words[self._tail_of(reader)] = self._tail
+            self._words[self._tail_of(self._reader)] = self._tail
             count -= length
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -99,9 +99,9 @@ class Ring:
             time.sleep(IDLE_NAP_S if idle else NAP_S)
         return words[_HEAD]
 
-    def beat(self, reader: int) -> None:
-        """Count one heartbeat of a reader."""
-        self._words[self._beat_of(reader)] += 1
+    def beat(self) -> None:
+        """Count one heartbeat of this reader."""
+        self._words[self._beat_of(self._reader)] += 1
 
     def beats(self, reader: int) -> int:
         """Number of a reader's heartbeats so far."""

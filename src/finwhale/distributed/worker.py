@@ -40,17 +40,6 @@ class Inbox(Protocol):
         ...
 
 
-class _RingInbox:
-    def __init__(self, ring: Ring, reader: int) -> None:
-        self._ring, self._reader = ring, reader
-
-    def read(self) -> bytes:
-        return self._ring.read(self._reader)
-
-    def beat(self) -> None:
-        self._ring.beat(self._reader)
-
-
 class OwnerLink:
     """A worker's connection to its owner.
 
@@ -113,7 +102,7 @@ def worker_main(control: int, ring: int, index: int, size: int) -> NoReturn:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         os._exit(1)  # the owner ended before prctl took effect
-    inbox = _RingInbox(Ring(ring, size - 1), index - 1)
+    inbox = Ring(ring, size - 1, index - 1)
     run_task(OwnerLink(Rank(index, size), connection, inbox), connection, level)
 
 

@@ -22,11 +22,7 @@ OPENING = Phase("opening the model")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The worker is ready to read messages from its inbox.
-
-    Attributes:
-        about: plain data about the worker for the owner.
-    """
+    """The worker is ready to read messages from its inbox. `about` is plain data for the owner."""
 
     about: Any = None
 

@@ -96,8 +96,8 @@ class CacheGroup:
     name: str
     tokens_per_row: int
     rows_per_page: int
-    keep: tuple[int, int] | None
-    tail_only: bool
+    keep: tuple[int, int] | None = None
+    tail_only: bool = False
     max_verify_tokens: int = 1
     fields: tuple[CacheField, ...]
 

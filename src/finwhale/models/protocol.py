@@ -104,11 +104,7 @@ class DraftHead(Protocol):
         segments: Segments,
         choose: ChooseDraft,
     ) -> Drafts:
-        """Draft `num_drafts` tokens after each sequence's newest token.
-
-        Args:
-            choose: called once for each draft, in order.
-        """
+        """Draft tokens after each sequence's newest one; calls `choose` once for each, in order."""
         ...
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class Allocation(WeightList):
         # By name of an FP8 weight in `destinations`: the float32 tensor of its converted scales.
         self._scales: dict[str, Tensor] = {}
 
-    # --- The calls of a model's table -------------------------------------------------------------
+    # --- The calls of a model's table (WeightList has their docstrings) ---------------------------
 
     def tensor(
         self,
@@ -136,13 +136,11 @@ class Allocation(WeightList):
         shape: tuple[int, ...] | None = None,
         convert: Convert | None = None,
     ) -> Tensor:
-        """See WeightList."""
         tensor = self._empty(shape or spec.local_shape, dtype)
         self._add_target(spec, Target(tensor, convert=convert))
         return tensor
 
     def projection(self, *specs: WeightSpec) -> LinearWeight:
-        """See WeightList."""
         if not (self.packed and self._are_fp8(specs)):
             return self._stacked(specs, self.dtype, round_input=self._form.round_activations)
         rows = [spec.local_shape[0] for spec in specs]
@@ -154,11 +152,9 @@ class Allocation(WeightList):
     def matrix(
         self, *specs: WeightSpec, dtype: torch.dtype, out_dtype: torch.dtype | None = None
     ) -> LinearWeight:
-        """See WeightList."""
         return self._stacked(specs, dtype, out_dtype=out_dtype)
 
     def grouped(self, spec: WeightSpec, rows: int) -> LinearWeight:
-        """See WeightList."""
         shape = spec.local_shape
         groups = shape[0] // rows
         round_input = self._form.round_activations and self._form.round_wo_a
@@ -173,7 +169,6 @@ class Allocation(WeightList):
         return w
 
     def experts(self, specs: Sequence[WeightSpec], count: int | None = None) -> ExpertWeight:
-        """See WeightList."""
         round_input = self._form.round_activations
         width, hidden = specs[0].local_shape
         if self.packed and count is not None:

@@ -30,11 +30,7 @@ class Destinations(Mapping[str, Tensor]):
         self.divide([name], tensor, [tensor.nbytes])
 
     def divide(self, names: Collection[str], tensor: Tensor, sizes: Sequence[int]) -> None:
-        """Let adjacent parts of a contiguous tensor be destinations.
-
-        Args:
-            sizes: bytes of each part; they are all of the tensor.
-        """
+        """Let adjacent parts of a contiguous tensor be destinations, of these `sizes` in bytes."""
         assert len(names) == len(sizes) and sum(sizes) == tensor.nbytes
         if not names:
             return

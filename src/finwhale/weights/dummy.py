@@ -11,11 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import (
-    E8M0_BIAS,
-    FP4_BLOCK,
-    fp8_scale_shape,
-)
+from finwhale.checkpoint.formats import E8M0_BIAS, FP4_BLOCK, fp8_scale_shape
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
 from finwhale.checkpoint.stored import PLAIN_DTYPES, StoredWeight
 from finwhale.number_formats import E2M1_VALUES

@@ -72,10 +72,7 @@ class Incoming:
                 shape, dtype or value.
         """
         for official, _, part in official_tensors(name, tuple(tensor.shape)):
-            if part is None:
-                yield from self._add(official, tensor)
-            else:
-                yield from self._add(official, tensor[part.expert, part.start : part.stop])
+            yield from self._add(official, tensor if part is None else tensor[part])
 
     def _add(self, name: str, tensor: Tensor) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         if name.startswith(self._ignored):

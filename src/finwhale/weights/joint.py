@@ -14,22 +14,11 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
-
-import numpy as np
 
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import OtherRankError, first_line
-from finwhale.weights.destinations import Destinations
 from finwhale.weights.joint_ranks import JointRanks, Lane, PiecePart, RankCopy
-from finwhale.weights.staging import (
-    PIECE_BYTES,
-    PINNED_PIECES,
-    Bytes,
-    Files,
-    fill,
-    num_threads,
-)
+from finwhale.weights.staging import PIECE_BYTES, PINNED_PIECES, Bytes, Files, fill, num_threads
 
 # Pieces after which a thread asks whether another rank has failed.
 PIECES_A_CHECK = 8
@@ -52,16 +41,9 @@ class Piece:
     continues: bool = False
 
 
-class Turn(NamedTuple):
-    """A piece for each rank.
-
-    Attributes:
-        own: the piece that this rank reads.
-        names: the tensors whose last byte some rank reads in this turn.
-    """
-
-    own: Piece
-    names: list[str]
+# A piece for each rank: the one that this rank reads, and the names of the tensors whose last byte
+# some rank reads.
+Turn = tuple[Piece, list[str]]
 
 
 def pieces_of(infos: Iterable[TensorInfo], piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
@@ -95,11 +77,7 @@ def _rows(info: TensorInfo, piece_bytes: int) -> Iterator[Piece]:
 
 
 class Division:
-    """How the ranks divide tensors.
-
-    Args:
-        axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
-    """
+    """How the ranks divide tensors, along `axes` (JointReader)."""
 
     def __init__(self, axes: Mapping[str, int | None], num_ranks: int) -> None:
         self._axes, self._num_ranks = axes, num_ranks
@@ -151,10 +129,7 @@ class JointReader:
         directory: the directory of the files.
         infos: the tensors, whole, in the order of the files.
         axes: by name, the axis along which the ranks divide a tensor; None: each takes all of it.
-        ranks: the ranks. If `open` returns True, `close` must follow.
-
-    Attributes:
-        axes: see above.
+        ranks: the ranks, whose `open` has returned True. `close` must follow.
     """
 
     def __init__(
@@ -180,10 +155,6 @@ class JointReader:
         self._threads: list[threading.Thread] = []
         self._running = 0
 
-    def open(self, destinations: Destinations) -> bool:
-        """See JointRanks.open."""
-        return self._ranks.open(destinations)
-
     def start(self) -> None:
         """Begin to read."""
         for _ in range(num_threads()):
@@ -207,7 +178,7 @@ class JointReader:
         while turn := list(islice(pieces, self._ranks.size)):
             own = turn[index] if index < len(turn) else Piece("", 0)
             ended = chain.from_iterable(piece.infos for piece in turn if not piece.continues)
-            yield Turn(own, [info.name for info in ended])
+            yield own, [info.name for info in ended]
 
     def names(self, wait: bool) -> Iterator[str]:
         """Iterate over the names of all tensors, each once, as reading proceeds.
@@ -308,5 +279,4 @@ class JointReader:
 
 def _name_at(piece: Piece, offset: int) -> str:
     """The name of the tensor at an offset in a piece."""
-    begins = np.array([info.offset - piece.offset for info in piece.infos])
-    return piece.infos[int(np.searchsorted(begins, offset, "right")) - 1].name
+    return [info.name for info in piece.infos if info.offset <= piece.offset + offset][-1]

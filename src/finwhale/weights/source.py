@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
-from finwhale.checkpoint.formats import (
-    find_nan,
-)
+from finwhale.checkpoint.formats import find_nan
 from finwhale.checkpoint.reader import Checkpoint, Layout, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.stored import (
@@ -198,14 +196,10 @@ class WeightSource:
     def into(
         self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """Iterate over the weights, and read some tensors directly into their destinations.
+        """Iterate over the weights (WeightStream). Only a GPU's are read into their destinations.
 
-        Args:
-            destinations: by name of a weight or scale, uint8 [num_bytes] on the device. On a GPU
-                the iterator yields None for such a weight, and its bytes have arrived when the
-                iteration ends.
-            ranks: the ranks that iterate together, each over its own slices. GPUs of one host read
-                what has a destination once for all of them.
+        Their bytes have arrived when the iteration ends. GPUs of one host read what has a
+        destination once for all `ranks`, each of which iterates over its own slices.
         """
         on_gpu = self._device.type == "cuda"
         weights = self._staged(destinations, ranks) if on_gpu else self._mapped()
@@ -234,12 +228,10 @@ class WeightSource:
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate as for a GPU. Weights that the ranks read jointly come as they become ready."""
         destinations = self._fitting(destinations)
-        if ranks is not None and ranks.size > 1:
-            reader = self._joint_reader(destinations, ranks)
-            if reader.open(destinations):
-                yield from self._read_jointly(destinations, reader)
-                return
-        yield from self._read_alone(destinations)
+        if ranks is not None and ranks.size > 1 and ranks.open(destinations):
+            yield from self._read_jointly(destinations, self._joint_reader(destinations, ranks))
+        else:
+            yield from self._read_alone(destinations)
 
     def _fitting(self, destinations: Destinations) -> Destinations:
         """Drop the destinations of FP8 weights with float32 scales: they are for E8M0 scales."""

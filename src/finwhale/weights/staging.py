@@ -88,7 +88,7 @@ class TransferGroup:
 def groups_of(
     infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES, destinations: Container[str] = ()
 ) -> Iterator[TransferGroup]:
-    """TransferGroup the tensors in order, small ones together.
+    """Group the tensors in order, small ones together.
 
     Args:
         destinations: the names of tensors that have a destination. They have separate groups.

@@ -11,9 +11,9 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from finwhale.distributed.connect import NO_MULTICAST
+from finwhale.distributed.threads import start_in_thread
 from finwhale.errors import FinwhaleError
 from finwhale.weights.incoming import Announced
 
@@ -111,10 +112,7 @@ class WeightGroup:
             # Another thread, on another CUDA stream, uses the tensors. And no kernel that waits for
             # another rank may run at the same time as NCCL's kernels.
             torch.cuda.synchronize(self.device)
-        done: Future[None] = Future()
-        threading.Thread(
-            target=self._exchange, args=(tensors, done), name="broadcast", daemon=True
-        ).start()
+        done = start_in_thread("broadcast", partial(self._exchange, tensors))
         try:
             done.result(self.address.timeout_seconds + GRACE_S)
         except torch.AcceleratorError:
@@ -126,26 +124,24 @@ class WeightGroup:
                 f"{self.address.timeout_seconds:g} s): {_line(error)}"
             ) from error
 
-    def _exchange(self, tensors: Sequence[Tensor], done: "Future[None]") -> None:
+    def _exchange(self, tensors: Sequence[Tensor]) -> None:
         """The function of the broadcasting thread. If a member is gone, NCCL waits forever."""
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            # Broadcast bytes, because no backend supports every dtype.
-            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
-            for work in [self._backend.broadcast([part], options) for part in parts]:
-                work.wait()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-            done.set_result(None)
-        except Exception as error:
-            done.set_exception(error)
+        if self._backend is None:
+            raise RuntimeError("the group is closed")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        # Broadcast bytes, because no backend supports every dtype.
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        for work in [self._backend.broadcast([part], options) for part in parts]:
+            work.wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         """Leave the group. Other members get an error or a timeout at their next broadcast."""
-        held, self._backend = [self._backend], _Closed()
+        held, self._backend = [self._backend], None
         # While NCCL connects, `abort` may not return. Gloo's destructor waits for a broadcast.
         ending = threading.Thread(target=_abort, args=(held,), name="abort", daemon=True)
         ending.start()
@@ -153,20 +149,12 @@ class WeightGroup:
             ending.join(ABORT_S)
 
 
-class _Closed:
-    """The backend of a group that is closed."""
-
-    def broadcast(self, tensors: Sequence[Tensor], options: object) -> Any:
-        raise RuntimeError("the group is closed")
-
-    def abort(self) -> None:
-        """Do nothing."""
-
-
 def _abort(held: list[Any]) -> None:
-    """End the backend that the list holds, which has the only reference."""
+    """End the backend that the list holds, which has the only reference; None: it has ended."""
+    backend = held.pop()
     with contextlib.suppress(RuntimeError, dist.DistError):
-        held.pop().abort()
+        if backend is not None:
+            backend.abort()
 
 
 def _open(address: GroupAddress, store: c10d.Store, rank: int, limit: timedelta) -> Any:

@@ -18,9 +18,6 @@ class AcceptanceWatch:
     """Compares the accepted drafts of a window with the running mean of each draft's position.
 
     The comparison by position makes the number of drafts irrelevant, which "auto" changes.
-
-    Args:
-        max_drafts: the largest number of drafts of a verification.
     """
 
     def __init__(self, max_drafts: int) -> None:
@@ -30,11 +27,7 @@ class AcceptanceWatch:
         self._logged: float | None = None
 
     def record_verified(self, num_proposed: int, num_accepted: int, now: float) -> None:
-        """Record the verification of a sequence's drafts.
-
-        Args:
-            now: time.monotonic()
-        """
+        """Record the verification of a sequence's drafts at the time `now` (time.monotonic())."""
         for position in range(num_proposed):
             self._proposed[position] += 1
             self._accepted[position] += position < num_accepted

@@ -153,9 +153,8 @@ class Engine:
         """Begin a request; `step` fills the returned object.
 
         Args:
-            matcher: the compiled `params.guide`; None: this method compiles it, while other threads
-                may call `step`.
-            filter: from `new_filter`; None: this method makes it, in the same way.
+            matcher, filter: from `new_matcher` and `new_filter`; None: this method makes them,
+                while other threads may call `step`.
             stop_after: look for stop strings only after this token, which ends the reasoning.
             priority: requests with a lower value run first; equal values in order of arrival.
             prefix_owner: only requests of the same owner share cached prefixes.
@@ -168,21 +167,17 @@ class Engine:
         """
         if matcher is None:
             matcher = new_matcher(params, self.tokenizer)
+        vocab_size = self.model_config.vocab_size
         if filter is None:
-            filter = new_filter(params, self.tokenizer, self.model_config.vocab_size)
-        vocab_size, longest = self.model_config.vocab_size, self.max_model_len
+            filter = new_filter(params, self.tokenizer, vocab_size)
         ends = end_tokens(params, self.model_config.eos_token_ids)
         with self.lock:
             self._check_accepts()
+            rank = self.executor.description
             prompt_token_ids = checked_prompt(
-                prompt_token_ids,
-                params,
-                vocab=vocab_size,
-                max_model_len=longest,
-                has_tokenizer=self.tokenizer is not None,
-                can_return_experts=self.executor.description.routed_experts is not None,
+                prompt_token_ids, params, rank, vocab_size, has_tokenizer=self.tokenizer is not None
             )
-            num_prompt = len(prompt_token_ids)
+            num_prompt, longest = len(prompt_token_ids), rank.max_model_len
             if params.max_tokens is not None:
                 longest = min(longest, num_prompt + params.max_tokens)
             output = RequestOutput(request_id, prompt, prompt_token_ids, [])

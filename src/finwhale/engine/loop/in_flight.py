@@ -65,12 +65,10 @@ class Request:
 
     Attributes:
         unfinished: number of its sequences that have not ended.
-        began: time of its arrival (time.monotonic()).
     """
 
     output: RequestOutput
-    unfinished: int
-    began: float
+    unfinished: int = 0
 
 
 class Rows:

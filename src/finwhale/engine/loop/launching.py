@@ -22,11 +22,7 @@ from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 
 
 class Launcher:
-    """Launches the steps of one engine.
-
-    Args:
-        vocab_size: ModelConfig.vocab_size.
-    """
+    """Launches the steps of one engine."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, vocab_size: int) -> None:
         self._executor, self._scheduler = executor, scheduler
@@ -43,11 +39,7 @@ class Launcher:
     def launch(
         self, streams: Mapping[str, TextStream], in_flight: Sequence[InFlightStep]
     ) -> InFlightStep | None:
-        """Plan the next step and launch it. None: no step can be launched now.
-
-        Args:
-            in_flight: the in-flight steps, oldest first.
-        """
+        """Plan and launch the step after those in flight (oldest first). None: it must wait."""
         chunks = self._schedule(in_flight)
         if not chunks:
             return None
@@ -106,11 +98,7 @@ class Launcher:
         )
 
     def _plan_drafts(self, step: InFlightStep, on_device: bool, *, follows: bool) -> DraftPlan:
-        """Make the plan of a step's drafts, and note in the step what its measurement needs.
-
-        Args:
-            follows: the step follows one that is in flight.
-        """
+        """Make the plan of a step's drafts, and note in the step what its measurement needs."""
         chunks, chooser = step.planned, self._scheduler.drafting.chooser
         assert chooser is not None and (on_device or not follows)
         step.kind, step.on_device = chooser.kind, on_device

@@ -228,12 +228,7 @@ class Meter:
 def read_metrics(
     scheduler: Scheduler, meter: Meter, step_seconds: float, ranks: tuple[RankState, ...]
 ) -> EngineMetrics:
-    """Read the current state and the counters.
-
-    Args:
-        step_seconds: time that the current step has taken so far.
-        ranks: the state of each rank.
-    """
+    """Read the current state and the counters."""
     prefix, late = scheduler.prefix, Counter[str]()
     stored = scheduler.admission.stored
     for rank in ranks:

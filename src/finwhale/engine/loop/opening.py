@@ -1,6 +1,7 @@
 """Opens an engine on one or several devices, warmed up."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 from finwhale.chat.tokenizer import Tokenizer
@@ -37,45 +38,28 @@ def start_engine(
     if config.prefix_store is not None:
         directory, _ = parse(config.prefix_store)
         config = replace(config, prefix_salt=config.prefix_salt or salt_of(directory))
-    if config.kv_events is None:
-        return _open(config, model_config, weights, tokenizer, placement)
-    events = import_extra("finwhale.engine.loop.kv_events").KvEvents(config.kv_events)
-    try:
-        engine = _open(config, model_config, weights, tokenizer, placement)
-    except BaseException:
-        events.close()
-        raise
-    if engine.scheduler.prefix is None:
-        events.close()
-    else:
-        engine.scheduler.prefix.events = events
-    return engine
-
-
-def _open(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    weights: Weights,
-    tokenizer: Tokenizer | None,
-    placement: Placement | None,
-) -> Engine:
     unused_head = model_config.draft_head if config.draft_tokens == 0 else None
     if unused_head == "dspark":
         # The head has three whole layers, and every forward would compute its context.
         model_config = model_config.without_draft_head()
         weights = replace(weights, config=model_config)
-    executor = open_executor(config, model_config, weights, placement)
-    engine = Engine(config, model_config, executor, tokenizer)
-    engine.unused_draft_head = unused_head
-    try:
+    with ExitStack() as failed:
+        if config.kv_events is not None:
+            events = import_extra("finwhale.engine.loop.kv_events").KvEvents(config.kv_events)
+            failed.callback(events.close)
+        executor = open_executor(config, model_config, weights, placement)
+        engine = Engine(config, model_config, executor, tokenizer)
+        failed.callback(engine.close)
+        engine.unused_draft_head = unused_head
         if executor.description.needs_warm_up:
             began = time.monotonic()
             warm_up(engine)
             engine.start_seconds["warm-up"] = time.monotonic() - began
         # After the warm-up, whose requests are not worth saving.
         attach_store(config, model_config, weights.checkpoint, executor, engine.scheduler)
-    except BaseException:
-        engine.close()
-        raise
-    executor.mark_ready()
+        executor.mark_ready()
+        failed.pop_all()
+    if config.kv_events is not None:
+        assert engine.scheduler.prefix is not None
+        engine.scheduler.prefix.events = events
     return engine

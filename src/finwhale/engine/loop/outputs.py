@@ -62,54 +62,35 @@ class Outputs:
         ends: frozenset[int],
         stop_after: int | None,
     ) -> None:
-        """Add a request with its continuations.
-
-        Args:
-            ends: the token ids that end a sequence.
-            stop_after: look for stop strings only after this token (TextStream).
-        """
+        """Add a request with its continuations. TextStream has `ends` and `stop_after`."""
         assert output.request_id not in self.requests, "two requests have the same id"
-        request = Request(output, 0, time.monotonic())
+        request, began = Request(output), time.monotonic()
         self.requests[output.request_id] = request  # first, so that `abort` finds a part of it, too
         for sequence in sequences:
             request.unfinished += 1
-            self._add(sequence, request, ends, stop_after)
+            params, form = sequence.params, self._routed_form
+            detokenizer = stop = None
+            if self._tokenizer is not None:
+                detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens)
+            if params.stop:
+                stop = StopChecker(tuple(params.stop), keep=params.include_stop_str_in_output)
+            if params.prompt_logprobs is not None and not sequence.index:
+                output.prompt_logprobs = [None] * sequence.num_prompt
+                if sequence.num_prompt > 1:  # the first token has no log-probability
+                    sequence.prompt_logprobs = params.prompt_logprobs
+            text = CompletionOutput(
+                sequence.index, logprobs=None if params.logprobs is None else []
+            )
+            output.outputs.append(text)
+            after, clock = stop_after if params.stop else None, Clock(began)
+            stream = TextStream(sequence, request, text, ends, detokenizer, stop, after, clock)
+            self.streams[sequence.key] = stream
+            if params.return_routed_experts and form is not None:
+                # The first continuation also has the experts of the prompt.
+                stream.routed = ExpertRecord(sequence.num_prompt if sequence.index else 0, form)
+                sequence.num_routed = stream.routed.end
+            self._scheduler.add(sequence)
         self._meter.requests += 1
-
-    def _add(
-        self,
-        sequence: SequenceState,
-        request: Request,
-        ends: frozenset[int],
-        stop_after: int | None,
-    ) -> None:
-        params, form = sequence.params, self._routed_form
-        detokenizer = stop = None
-        if self._tokenizer is not None:
-            detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens)
-        if params.stop:
-            stop = StopChecker(tuple(params.stop), keep=params.include_stop_str_in_output)
-        if params.prompt_logprobs is not None and not sequence.index:
-            request.output.prompt_logprobs = [None] * sequence.num_prompt
-            if sequence.num_prompt > 1:  # the first token has no log-probability
-                sequence.prompt_logprobs = params.prompt_logprobs
-        output = CompletionOutput(sequence.index, logprobs=None if params.logprobs is None else [])
-        request.output.outputs.append(output)
-        stream = self.streams[sequence.key] = TextStream(
-            sequence,
-            request,
-            output,
-            ends,
-            detokenizer,
-            stop,
-            stop_after if params.stop else None,
-            Clock(request.began),
-        )
-        if params.return_routed_experts and form is not None:
-            # The first continuation also has the experts of the prompt.
-            stream.routed = ExpertRecord(sequence.num_prompt if sequence.index else 0, form)
-            sequence.num_routed = stream.routed.end
-        self._scheduler.add(sequence)
 
     def take_touched(self) -> list[RequestOutput]:
         touched, self.touched = self.touched, []

@@ -6,6 +6,7 @@ from typing import Any
 
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.engine.plan.executor import RankDescription
 from finwhale.engine.plan.token_filter import TokenFilter
 from finwhale.errors import RequestError
 from finwhale.request import MAX_PROMPT_LOGPROBS, SamplingParams
@@ -14,11 +15,10 @@ from finwhale.request import MAX_PROMPT_LOGPROBS, SamplingParams
 def checked_prompt(
     prompt: Sequence[int],
     params: SamplingParams,
-    *,
+    rank: RankDescription,
     vocab: int,
-    max_model_len: int,
+    *,
     has_tokenizer: bool,
-    can_return_experts: bool,
 ) -> list[int]:
     """Check a prompt and return its ids as plain integers.
 
@@ -35,11 +35,10 @@ def checked_prompt(
             f"prompt token {position} is {tokens[position]!r}: token ids are integers in "
             f"0..{vocab - 1}"
         )
-    if len(prompt) >= max_model_len:
+    if len(prompt) >= rank.max_model_len:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens, but prompt and output together have room "
-            f"for {max_model_len}: shorten it, or raise max_model_len or the cache's "
-            "memory"
+            f"for {rank.max_model_len}: shorten it, or raise max_model_len or the cache's memory"
         )
     if params.prompt_logprobs is not None:
         wanted = len(prompt) * (1 + params.prompt_logprobs)
@@ -53,7 +52,7 @@ def checked_prompt(
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none")
     _check_ids("stop_token_ids", params.stop_token_ids, vocab)
     _check_ids("logit_bias", params.logit_bias or (), vocab)
-    if params.return_routed_experts and not can_return_experts:
+    if params.return_routed_experts and rank.routed_experts is None:
         raise RequestError(
             "return_routed_experts needs an engine that was started with "
             "enable_return_routed_experts (--enable-return-routed-experts)"

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.acceptance_watch import AcceptanceWatch
@@ -50,11 +51,7 @@ NewToken = tuple[TextStream, int, SampledToken]
 
 
 class Results:
-    """The results of one engine's steps.
-
-    Args:
-        draft_tokens: number of drafts of each step, if the rank can draft.
-    """
+    """The results of one engine's steps. A rank that cannot draft ignores `draft_tokens`."""
 
     def __init__(
         self,
@@ -143,7 +140,7 @@ class Results:
             self._verified.append((stream, before, num_drafts, num_accepted))
             self._acceptance.record_verified(num_drafts, num_accepted, now)
             if self._policy is not None:
-                self._policy.record_verified(chunk, num_accepted)
+                self._policy.estimates.record_verified(chunk, num_accepted)
             tokens += [(stream, at, token) for at, token in enumerate(run, start=known)]
         return tokens
 
@@ -175,7 +172,7 @@ class TokenReader:
     """Makes tokens from results. It reuses one object for each id without log-probabilities."""
 
     def __init__(self) -> None:
-        self._plain = _PlainTokens()
+        self._plain = cache(SampledToken)
 
     def read(
         self, result: StepResult, sequences: Sequence[SequenceState], histories: Sequence[History]
@@ -189,7 +186,7 @@ class TokenReader:
         """
         ids, valid, plain = result.token_ids, result.valid, self._plain
         if result.logprobs is None and all(valid):
-            return [plain[i] for i in ids]
+            return list(map(plain, ids))
         tokens: list[SampledToken] = []
         for row, sequence in enumerate(sequences):
             assert sequence.sampling is not None
@@ -199,7 +196,7 @@ class TokenReader:
                 logprobs = row_logprobs(result.logprobs, row, ids[row])
                 tokens.append(SampledToken(ids[row], logprobs))
             else:
-                tokens.append(plain[ids[row]])
+                tokens.append(plain(ids[row]))
         return tokens
 
     def read_runs(
@@ -236,12 +233,6 @@ class TokenReader:
                         sequence.sampling.history.accept(token.token_id)
                     right = token.error is None and token.token_id == draft
         return runs
-
-
-class _PlainTokens(dict[int, SampledToken]):
-    def __missing__(self, token_id: int) -> SampledToken:
-        token = self[token_id] = SampledToken(token_id)
-        return token
 
 
 def _no_token(history: History | None) -> SampledToken:

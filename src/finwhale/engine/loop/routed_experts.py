@@ -1,5 +1,8 @@
 """Collects the routed experts of a sequence's tokens over the steps that compute them."""
 
+import operator
+from itertools import takewhile
+
 import numpy as np
 
 from finwhale.engine.plan.executor import RoutedExpertsForm
@@ -52,9 +55,5 @@ class ExpertRecord:
 def _num_accepted(chunk: Chunk) -> int:
     """How many of the chunk's drafts the sequence has, in order."""
     tokens = chunk.sequence.token_ids[chunk.known : chunk.known + len(chunk.drafts)]
-    count = 0
-    for token, draft in zip(tokens, chunk.drafts, strict=False):
-        if token != draft:
-            break
-        count += 1
-    return count
+    right = map(operator.eq, tokens, chunk.drafts)
+    return sum(1 for _ in takewhile(bool, right))

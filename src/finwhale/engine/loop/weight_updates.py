@@ -322,14 +322,11 @@ def _announced(source: BroadcastTensors | SharedTensors) -> list[Announced]:
 def _named(tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """The pairs of a name and a tensor. Raises RequestError if there is anything else."""
     for item in tensors:
-        if not (
-            isinstance(item, tuple | list)
-            and len(item) == 2
-            and isinstance(item[0], str)
-            and isinstance(item[1], Tensor)
-        ):
-            raise RequestError("the weights must be pairs of a name and a tensor")
-        yield item[0], item[1].detach()
+        match item:
+            case (str() as name, Tensor() as tensor):
+                yield name, tensor.detach()
+            case _:
+                raise RequestError("the weights must be pairs of a name and a tensor")
 
 
 def _as_bytes(pair: tuple[str, Tensor]) -> tuple[Announced, Tensor]:

@@ -71,11 +71,7 @@ class SequenceAcceptance:
 
 
 class DraftEstimates:
-    """Estimates the survival of every sequence's next drafts.
-
-    Args:
-        max_drafts: the largest number of drafts.
-    """
+    """Estimates the survival of every sequence's next drafts."""
 
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
@@ -87,8 +83,7 @@ class DraftEstimates:
     def survivals(self, sequence: SequenceState, *, unresolved: bool) -> list[float]:
         """The survival of each of a sequence's next drafts.
 
-        Args:
-            unresolved: the sequence's confidences belong to the previous drafts (Chunk.unresolved).
+        If they are `unresolved` (Chunk), the sequence's confidences belong to the previous ones.
         """
         found, survival = [], 1.0
         if sequence.confidences:

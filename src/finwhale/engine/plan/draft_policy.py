@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple, Protocol
 
 from finwhale.engine.plan.draft_estimates import DraftEstimates
-from finwhale.engine.plan.sequences import Chunk, SequenceState
+from finwhale.engine.plan.sequences import SequenceState
 
 # The time of a kind of step is the median of its last TIMES measurements.
 TIMES = 9
@@ -53,7 +53,6 @@ def step_kinds(max_drafts: int, *, block: bool) -> tuple[StepKind, ...]:
     """The kinds of steps among which "auto" chooses.
 
     Args:
-        max_drafts: the largest number of drafts.
         block: one pass of the head makes all drafts, so fewer drafts would cost as much.
     """
     if block:
@@ -140,9 +139,11 @@ class DraftPolicy:
     """Chooses the drafts that give the most tokens per second.
 
     Args:
-        max_drafts: the largest number of drafts.
         block: one pass of the head makes all drafts.
         sizes: batch sizes to which steps are padded, ascending; empty: steps are not padded.
+
+    Attributes:
+        estimates: must be told of all verified drafts.
     """
 
     def __init__(self, max_drafts: int, *, block: bool = False, sizes: Sequence[int] = ()) -> None:
@@ -154,14 +155,9 @@ class DraftPolicy:
         self._grant, self._credit = GRANT_SECONDS, 0.0
         self.kind = NO_DRAFTS
 
-    def record_verified(self, chunk: Chunk, num_accepted: int) -> None:
-        """Record how many of a chunk's drafts were accepted."""
-        self.estimates.record_verified(chunk, num_accepted)
-
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
     ) -> Sequence[int]:
-        """See DraftChooser."""
         self.estimates.keep(sequences)
         batch = len(sequences)
         size = self._size_of(batch)
@@ -267,12 +263,11 @@ class DraftPolicy:
             kind = self.kinds[size.turn]
             if kind == size.best or (soon and kind in rates):
                 continue
-            time = self._time_at_most(size, kind)
-            fastest = self._time_at_least(size, kind)
+            fastest, slowest = self._time_bounds(size, kind)
             # The kind would be slower even if the model accepted all drafts.
             if min(self._tokens(batch, kind), batch * (1 + kind.drafts)) <= rate * fastest:
                 continue
-            lost = (SAMPLES + 1) * max(0.0, time - tokens[kind] / rate)
+            lost = (SAMPLES + 1) * max(0.0, slowest - tokens[kind] / rate)
             if kind not in rates and lost <= self._grant:
                 self._grant -= lost
             elif lost <= self._credit:
@@ -282,25 +277,17 @@ class DraftPolicy:
             self._probe = _Probe(kind)
             return
 
-    def _time_at_most(self, size: _SizeMeasurements, kind: StepKind) -> float:
-        """The measured time, or an upper bound: a measured time, scaled up by the width."""
+    def _time_bounds(self, size: _SizeMeasurements, kind: StepKind) -> tuple[float, float]:
+        """The measured time, or bounds of it: the longest time of kinds that compute no more, and
+        the longest time scaled up by the width.
+        """
         time = size.time(kind)
         if time is not None:
-            return time
-        known = [(other.width, size.time(other)) for other in self.kinds if size.time(other)]
-        return max((t * max(1.0, kind.width / width) for width, t in known if t), default=0.0)
-
-    def _time_at_least(self, size: _SizeMeasurements, kind: StepKind) -> float:
-        """The measured time, or a lower bound: the longest time of kinds that compute no more."""
-        time = size.time(kind)
-        if time is not None:
-            return time
-        less = [
-            size.time(other) or 0.0
-            for other in self.kinds
-            if other.width <= kind.width and other.drafts <= kind.drafts
-        ]
-        return max(less, default=0.0)
+            return time, time
+        known = [(other, t) for other in self.kinds if (t := size.time(other))]
+        less = [t for (width, drafts), t in known if width <= kind.width and drafts <= kind.drafts]
+        scaled = [t * max(1.0, kind.width / other.width) for other, t in known]
+        return max(less, default=0.0), max(scaled, default=0.0)
 
 
 def expected_tokens(

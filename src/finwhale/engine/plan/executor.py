@@ -77,11 +77,7 @@ class DeviceDrafts:
         return sorted(pairs, key=lambda pair: pair[0] * pair[1], reverse=True)
 
     def width(self, num_seqs: int, num_tokens: int, drafts: int) -> int | None:
-        """The step's tokens for each padded sequence; None: no such step exists.
-
-        Args:
-            drafts: the number of drafts that each sequence gets after the step.
-        """
+        """The tokens of each padded sequence, which then gets `drafts`; None: no such step."""
         if num_seqs > self.max_seqs:
             return None
         for width in sorted(width for width, count in self.kinds if count == drafts):

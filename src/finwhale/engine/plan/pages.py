@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,13 +34,37 @@ class BlockTable:
 
 
 class BlockTables(dict[str, BlockTable]):
-    """One sequence's tables by group, in the order of the groups.
-
-    Attributes:
-        version: replaced by a new object whenever the version of a table changes.
-    """
+    """One sequence's tables by group, in order. `version` changes with that of any table."""
 
     version: object = None
+
+
+class SentTables:
+    """The block tables that another place has, by row, so that it gets only the changes."""
+
+    def __init__(self) -> None:
+        # For each table of a row: its version, the table, its `first` and its number of pages.
+        self._rows: dict[int, list[tuple[object, BlockTable | None, int, int]]] = {}
+
+    def forget(self) -> None:
+        """Record that the other place may have nothing."""
+        self._rows.clear()
+
+    def changes(self, row: int, tables: BlockTables) -> Iterator[tuple[int, BlockTable, int]]:
+        """Yield the changed tables of a row, which the other place then has.
+
+        Each comes with the number of its group and the index of its first changed page; 0: all of
+        it has changed.
+        """
+        if row not in self._rows:
+            self._rows[row] = [(None, None, 0, 0)] * len(tables)
+        sent = self._rows[row]
+        for group, table in enumerate(tables.values()):
+            version, before, first, count = sent[group]
+            if version is not table.version:
+                # Pages in the middle of a table never change.
+                yield group, table, count if before is table and first == table.first else 0
+                sent[group] = table.version, table, table.first, len(table.pages)
 
 
 class PagePool:

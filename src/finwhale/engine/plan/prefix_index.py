@@ -49,11 +49,7 @@ class Block:
 
 
 class CacheEvents(Protocol):
-    """Is told which blocks are cached. No method may wait.
-
-    Attributes:
-        dropped: number of events that were lost.
-    """
+    """Is told which blocks are cached, and counts the events that it drops. No method may wait."""
 
     dropped: int
 
@@ -110,11 +106,7 @@ class PrefixIndex:
         return len(self._passed) + len(self._lasting)
 
     def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], owner: str = "") -> None:
-        """Append the keys of the whole blocks of token_ids that `keys` does not have yet.
-
-        Args:
-            owner: sequences with different owners have no keys in common.
-        """
+        """Append the keys of the whole blocks of token_ids that `keys` does not have yet."""
         size = self.block_tokens
         parent = keys[-1] if keys else self.owner_key(owner)
         for end in range((len(keys) + 1) * size, len(token_ids) + 1, size):
@@ -170,17 +162,9 @@ class PrefixIndex:
         self._keep(last, lasting=True)
 
     def add(
-        self,
-        chain: list[Block],
-        key: bytes,
-        tables: BlockTables,
-        token_ids: Sequence[int] = (),
+        self, chain: list[Block], key: bytes, tables: BlockTables, token_ids: Sequence[int] = ()
     ) -> Block:
-        """Append the block that a sequence has computed after `chain`, or its cached copy.
-
-        Args:
-            token_ids: of the sequence.
-        """
+        """Append the block that a sequence has computed after `chain`, or its cached copy."""
         block = self.blocks.get(key)
         if block is None:
             block = self._insert(chain, key, self._pages_of(len(chain), tables), token_ids)

@@ -30,14 +30,7 @@ FEWEST_LONG = 32
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Counters since the start.
-
-    Attributes:
-        prompt_tokens: number of tokens of admitted prompts.
-        cached_tokens: how many of them were in the prefix cache.
-        cache_hits: number of sequences that resumed after a cached prefix.
-        preemptions: number of preempted sequences, which are prefilled again.
-    """
+    """Counters since the start. EngineMetrics (loop/metrics.py) explains them."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -129,9 +122,10 @@ class Scheduler:
                 budget -= self._prefill(sequence, budget - kept, chunks)
         while budget > kept and len(self.running) < self.sizes.num_seqs:
             # A sequence that was just preempted must not take its pages again.
-            admitted = self._admit() if self.counts.preemptions == preempted else None
-            if admitted is None:
+            found = self.admission.admit() if self.counts.preemptions == preempted else None
+            if found is None:
                 break
+            admitted = self._start(*found)
             if self._is_long(admitted):
                 long.append(admitted)
                 kept = share
@@ -205,15 +199,8 @@ class Scheduler:
         for sequence in reversed(self.running[:]):
             self._preempt(sequence)
 
-    def _admit(self) -> SequenceState | None:
-        """Start the next waiting sequence, and return it; None: no sequence can start now."""
-        admitted = self.admission.admit()
-        if admitted is None:
-            return None
-        self._start(*admitted)
-        return admitted[0]
-
-    def _start(self, sequence: SequenceState, known: list[Block], resumable: int) -> None:
+    def _start(self, sequence: SequenceState, known: list[Block], resumable: int) -> SequenceState:
+        """Start an admitted sequence (Admission.admit), and return it."""
         sequence.tables = self.pages.new_tables()
         sequence.slot = self._free_slots.pop()
         sequence.running = True
@@ -236,6 +223,7 @@ class Scheduler:
             self.counts.cached_tokens += sequence.num_cached
             self.counts.cache_hits += sequence.num_cached > 0
         insort(self.running, sequence, key=in_order)
+        return sequence
 
     def record_computed(self, chunks: Sequence[Chunk]) -> None:
         """Record that these chunks are in the cache, and free pages that no later token needs."""

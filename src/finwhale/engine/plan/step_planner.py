@@ -1,10 +1,9 @@
 """Makes step plans from the scheduler's chunks, and tracks what ranks have received. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from finwhale.engine.plan.pages import BlockTable, BlockTables
+from finwhale.engine.plan.pages import BlockTables, SentTables
 from finwhale.engine.plan.sampling import History, allowed_rows, penalty_rows
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import (
@@ -16,24 +15,6 @@ from finwhale.engine.plan.step_plan import (
     SlotAdmission,
     StepPlan,
 )
-
-# The state of one block table that the ranks have received: its version, the table, its `first`
-# and its length.
-_SentTable = tuple[object, BlockTable | None, int, int]
-_NOTHING: _SentTable = (None, None, 0, 0)
-
-
-@dataclass(slots=True)
-class _SentSlot:
-    """The block tables of one slot that the ranks have received.
-
-    Attributes:
-        tables: the block tables of the sequence in the slot. A new admission brings new tables.
-        groups: for each group, the state that was sent last.
-    """
-
-    tables: BlockTables
-    groups: list[_SentTable]
 
 
 class SamplingInputs(NamedTuple):
@@ -58,13 +39,16 @@ class StepPlanner:
 
     def __init__(self, vocab_size: int, *, can_route: bool = False) -> None:
         self._vocab_size, self._can_route = vocab_size, can_route
-        self._sent: dict[int, _SentSlot] = {}
+        # The block tables of the sequence in each slot. A new admission brings new tables.
+        self._tables: dict[int, BlockTables] = {}
+        self._sent = SentTables()
         # The version of the block tables that were sent, by slot.
         self._versions: list[object] = []
 
     def resend_all(self) -> None:
         """Send all settings and page tables again, because a plan may not have arrived."""
-        self._sent.clear()
+        self._tables.clear()
+        self._sent.forget()
         self._versions.clear()
 
     def plan(
@@ -75,38 +59,23 @@ class StepPlanner:
         inputs: SamplingInputs | None = None,
         draft: DraftPlan | None = None,
     ) -> StepPlan:
-        """Make the plan of a step.
-
-        Args:
-            freed: slots whose sequences ended or were preempted.
-            inputs: inputs to the step's sampling; None: `sampling` plans it later.
-        """
+        """Make the plan of a step. inputs: None if `plan_sampling` plans its sampling later."""
         sequences = [c.sequence for c in chunks]
-        admitted: list[SlotAdmission] = []
-        pages: list[PageUpdate] = []
         slots = tuple([s.slot for s in sequences])
-        versions = self._versions
-        while max(slots) >= len(versions):
-            versions.append(None)
-        for sequence in sequences:
-            if sequence.tables.version is not versions[sequence.slot]:
-                self._update(sequence, admitted, pages)
+        admitted, pages = self._updates(sequences, slots)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
         # Whether each chunk is a single token whose logits are computed.
         decodes = sum(ends) - sum(starts) == len(chunks) and ends == [
             len(s.token_ids) for s in sequences
         ]
-        scored: list[ScoredTokens] = []
+        on_device = draft is not None and draft.on_device
         if decodes:
             ids = [s.token_ids[-1] for s in sequences]
             lengths = num_logits = (1,) * len(chunks)
         else:
             ids = [t for c in chunks for t in c.ids]
             lengths = tuple([end - start for start, end in zip(starts, ends, strict=True)])
-            on_device = draft is not None and draft.on_device
             num_logits = lengths if on_device else tuple([c.num_logits for c in chunks])
-            if not on_device:
-                scored = _scored(chunks)
         pending: tuple[int, ...] = ()
         if PENDING in ids:
             if decodes and ids.count(PENDING) == len(ids):
@@ -133,19 +102,14 @@ class StepPlanner:
             pages=tuple(pages),
             sampling=sampling,
             draft=draft,
-            scored=tuple(scored),
+            scored=() if decodes or on_device else tuple(_scored(chunks)),
             routed=self._can_route and any(s.num_routed is not None for s in sequences),
         )
 
     def plan_sampling(
         self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Sequence[int] | None = None
     ) -> SamplingPlan:
-        """Make the plan of a step's sampling.
-
-        Args:
-            slots: the slot of each row.
-            rows: the row of the step's logits for each row; None: all rows of logits, in order.
-        """
+        """Make the plan of a step's sampling. SamplingPlan has `slots` and `rows`."""
         histories = inputs.histories
         return SamplingPlan(
             slots=slots,
@@ -155,26 +119,28 @@ class StepPlanner:
             allowed=allowed_rows(histories, self._vocab_size) if histories else None,
         )
 
-    def _update(
-        self, sequence: SequenceState, admitted: list[SlotAdmission], pages: list[PageUpdate]
-    ) -> None:
-        """Add the settings and pages of a sequence that the ranks have not received yet."""
-        slot, tables = sequence.slot, sequence.tables
-        assert slot >= 0, "a sequence of a step must have a slot"
-        sent = self._sent.get(slot)
-        if sent is None or sent.tables is not tables:
-            if sequence.sampling is not None:
-                admitted.append(SlotAdmission(slot, sequence.sampling.settings))
-            sent = self._sent[slot] = _SentSlot(tables, [_NOTHING] * len(tables))
-        for group, table in enumerate(tables.values()):
-            version, before, first, count = sent.groups[group]
-            if version is table.version:
+    def _updates(
+        self, sequences: Sequence[SequenceState], slots: Sequence[int]
+    ) -> tuple[list[SlotAdmission], list[PageUpdate]]:
+        """The settings and pages of sequences that the ranks have not received yet."""
+        admitted: list[SlotAdmission] = []
+        pages: list[PageUpdate] = []
+        versions = self._versions
+        versions += [None] * (1 + max(slots) - len(versions))
+        for sequence in sequences:
+            if sequence.tables.version is versions[sequence.slot]:
                 continue
-            # Pages in the middle of a table never change.
-            begin = count if before is table and first == table.first else 0
-            pages.append(PageUpdate(slot, group, table.first, begin, tuple(table.pages[begin:])))
-            sent.groups[group] = (table.version, table, table.first, len(table.pages))
-        self._versions[slot] = tables.version
+            slot, tables = sequence.slot, sequence.tables
+            assert slot >= 0, "a sequence of a step must have a slot"
+            versions[slot] = tables.version
+            if self._tables.get(slot) is not tables:
+                self._tables[slot] = tables
+                if sequence.sampling is not None:
+                    admitted.append(SlotAdmission(slot, sequence.sampling.settings))
+            for group, table, begin in self._sent.changes(slot, tables):
+                changed = tuple(table.pages[begin:])
+                pages.append(PageUpdate(slot, group, table.first, begin, changed))
+        return admitted, pages
 
 
 def _scored(chunks: Sequence[Chunk]) -> list[ScoredTokens]:

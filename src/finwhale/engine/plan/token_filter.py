@@ -1,6 +1,7 @@
 """Tokens that may not come next, whatever a grammar says: allowed_token_ids and bad_words."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +37,7 @@ class TokenFilter:
 
     def copy(self) -> "TokenFilter":
         """An independent filter in the same state."""
-        other = object.__new__(TokenFilter)
-        other._allowed, other._bad = self._allowed, self._bad
-        other._longest, other._last = self._longest, self._last
-        return other
+        return copy(self)
 
     def restrict(self, words: Words) -> None:
         """Removes tokens from a mask (AllowedRows.words), in place."""

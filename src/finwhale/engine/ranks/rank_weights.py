@@ -5,8 +5,7 @@ group, or in a buffer of CUDA IPC. Each rank receives the tensors itself, and st
 them (staged_weights.py).
 """
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from finwhale.distributed.cuda_ipc import IpcHandle, open_buffer
+from finwhale.distributed.threads import start_in_thread
 from finwhale.engine.ranks.staged_weights import StagedWeights
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.protocol import Model
@@ -39,7 +39,8 @@ class RankWeights:
         self._model, self._form, self.ranks_on_host = model, form, ranks_on_host
         self.staged: StagedWeights | None = None
         self.groups: dict[str, WeightGroup] = {}
-        # By a group's name, what a thread waits for: the group, or tensors of its trainer.
+        # By a group's name, what a thread waits for: the group, or tensors of its trainer. If the
+        # engine gives it up, it ends after its time limit.
         self._waiting: dict[str, Future[Any]] = {}
 
     # --- Staging ----------------------------------------------------------------------------------
@@ -96,26 +97,12 @@ class RankWeights:
         """
         device = self._model.device if address.backend == "nccl" else torch.device("cpu")
         rank = rank_offset + self._checked_form().rank.index
-        self._start(address.group_name, lambda: WeightGroup(address, rank, device))
+        self._waiting[address.group_name] = start_in_thread(
+            "weight-transfer", lambda: WeightGroup(address, rank, device)
+        )
 
     def end_join(self, *, group_name: str) -> None:
         self.groups[group_name] = self._waiting.pop(group_name).result()
-
-    def _start(self, group_name: str, work: Callable[[], Any]) -> None:
-        """Wait for other members on a thread: meanwhile the engine may be asked to give up.
-
-        A thread that is given up ends after its time limit.
-        """
-        done: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._waiting[group_name] = done
-        threading.Thread(target=run, name="weight-transfer", daemon=True).start()
 
     def is_done(self, *, group_name: str) -> bool:
         """Whether this rank has finished its join or its transfer."""
@@ -137,7 +124,9 @@ class RankWeights:
     def start_receive(self, *, group_name: str, tensors: Sequence[Announced]) -> None:
         """Begin to receive tensors that the trainer broadcasts."""
         group = self.groups[group_name]
-        self._start(group_name, lambda: group.receive(tensors))
+        self._waiting[group_name] = start_in_thread(
+            "weight-transfer", lambda: group.receive(tensors)
+        )
 
     def end_receive(self, *, group_name: str) -> None:
         """Stage the received tensors."""

@@ -57,7 +57,6 @@ def plan_cache(
         wanted_tokens: upper limit of the capacity.
         least_tokens: states get memory only once the capacity is at least this.
         prefix_caching: the cache also keeps states at block ends.
-        drafts: sequences have drafts.
         moving_states: number of states on their way to or from a prefix store.
 
     Raises:
@@ -65,28 +64,27 @@ def plan_cache(
     """
     windowed = [g for g in groups if g.keep is not None]
     keeping = [g for g in groups if g.keep is None]
-    num_pages: dict[str, int] = {
+    page_bytes = {g.name: g.page_bytes(itemsize, packed) for g in groups}
+    num_pages = {g.name: 1 for g in keeping}  # page 0
+    num_pages |= {
         g.name: windowed_pages(g, max_num_seqs, max_step_tokens, prefix_caching, drafts)
         + moving_states * pages_at_block_end(g)
         for g in windowed
     }
-    fixed = sum(num_pages[g.name] * g.page_bytes(itemsize, packed) for g in windowed)
+    fixed = sum(count * page_bytes[name] for name, count in num_pages.items())
+    left = budget_bytes - fixed
     block = windowed[0].block_tokens if keeping else 1
-    per_block = sum(g.pages_of_block * g.page_bytes(itemsize, packed) for g in keeping)
-    per_state = sum(pages_at_block_end(g) * g.page_bytes(itemsize, packed) for g in windowed)
-    wanted = -(-wanted_tokens // block)
-    states = 0
+    per_block = sum(g.pages_of_block * page_bytes[g.name] for g in keeping)
+    per_state = sum(pages_at_block_end(g) * page_bytes[g.name] for g in windowed)
+    wanted, states = -(-wanted_tokens // block), 0
     if keeping:
-        # Each group also needs page 0.
-        fixed += sum(g.page_bytes(itemsize, packed) for g in keeping)
-        left = budget_bytes - fixed
         wanted = min(wanted, left // per_block)
         if prefix_caching and wanted > 0:
             least = min(wanted, -(-least_tokens // block))
             for_states = left // STATE_SHARE // per_state * per_state
             wanted = min(wanted, max(least, (left - for_states) // per_block))
             states = min(wanted, (left - wanted * per_block) // per_state)
-    if wanted < 1 or (not keeping and fixed > budget_bytes):
+    if wanted < 1 or left < 0:
         raise ResourceError(
             f"the cache needs at least {fixed + per_block:,} bytes for {max_num_seqs} sequences "
             f"and {max_step_tokens} tokens a step, but {budget_bytes:,} are available: lower "

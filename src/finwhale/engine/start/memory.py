@@ -221,10 +221,7 @@ def without_filters(batch: SamplingBatch) -> SamplingBatch:
     f = batch.filters
     assert f is not None
     draws = Filters(
-        rows_R=f.rows_R,
-        temperature_R=f.temperature_R,
-        seeds_R=f.seeds_R,
-        indices_R=f.indices_R,
+        rows_R=f.rows_R, temperature_R=f.temperature_R, seeds_R=f.seeds_R, indices_R=f.indices_R
     )
     return SamplingBatch(filters=draws, positions_R=batch.positions_R)
 

@@ -119,9 +119,7 @@ class VerificationSteps:
 
     @torch.inference_mode()
     def verify(self, plan: StepPlan, settings: Mapping[int, SamplingSettings]) -> Tensor:
-        """Run the model's forward: logits [sum(plan.lengths), X] float32.
-
-        They are valid until the next step.
+        """Run the model's forward: logits [sum(plan.lengths), X] float32, until the next step.
 
         Args:
             settings: the settings of the plan's slots.
@@ -220,10 +218,7 @@ class VerificationSteps:
         num_tokens = len(inputs.token_ids)
         ids, sources, positions = self._static.planned_tokens(num_tokens)
         planned = PlannedTokens(
-            ids_S=ids,
-            sources_N=sources,
-            positions_N=positions,
-            links_N=self._sources[:num_tokens],
+            ids_S=ids, sources_N=sources, positions_N=positions, links_N=self._sources[:num_tokens]
         )
         self._continue_tokens(planned, self._last, inputs.token_ids, inputs.tokens.positions)
 

@@ -67,11 +67,7 @@ def send_named(device: torch.device, **arrays: NDArray[Any]) -> dict[str, Tensor
 
 
 class Instant:
-    """The point in a device's work at which this object was made.
-
-    Attributes:
-        time: the host's time at construction (time.monotonic()).
-    """
+    """The point in a device's work, and the time of the host, at which this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.time = time.monotonic()

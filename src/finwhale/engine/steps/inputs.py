@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.engine.plan.pages import BlockTable, BlockTables
+from finwhale.engine.plan.pages import BlockTable, SentTables
 from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.steps.host_transfer import send
 from finwhale.engine.steps.slot_tables import SlotTables
@@ -25,8 +25,6 @@ from finwhale.models.step_inputs import StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
 MAX_UPDATES = 8192  # page updates that the pinned buffers hold; a step may have more
-# The device's copy of one sequence's table: version, table, `first` and number of pages.
-DeviceTable = tuple[object, BlockTable | None, int, int]
 ALIGN = 16  # words: alignment of page tables and their rows, for wide loads
 NO_STEP = StepPlan((), (), (), (), (), decodes=True)
 PAGE = 1  # all tokens of synthetic steps read and write this page; no sequence owns page 0
@@ -282,8 +280,7 @@ class StaticInputs:
 
     def _forget_pages(self) -> None:
         self._versions: list[object] = [None] * self.num_seqs
-        nothing: DeviceTable = (None, None, 0, 0)
-        self._device_tables = [[nothing] * len(self.groups) for _ in range(self.num_seqs)]
+        self._device_tables = SentTables()
 
     def _fill_pages(self, pinned: "_PinnedCopy", slots: Sequence[int]) -> None:
         """Send the pages that the device does not have yet."""
@@ -291,11 +288,19 @@ class StaticInputs:
         versions = self._tables.versions(slots)
         if versions == held[:count]:
             return
+        # Indices of words in the block, and their values.
         indices: list[int] = []
         values: list[int] = []
         for row, (new, old) in enumerate(zip(versions, held, strict=False)):
-            if new is not old:
-                self._update(row, self._tables[slots[row]], indices, values)
+            if new is old:
+                continue
+            for group, table, begin in self._device_tables.changes(row, self._tables[slots[row]]):
+                at, first_at = self._layout.indices(group, row, len(table.pages))
+                if not begin:
+                    indices.append(first_at)
+                    values.append(table.first)
+                indices.extend(range(at + begin, at + len(table.pages)))
+                values.extend(table.pages[begin:])
         held[:count] = versions
         if len(indices) <= MAX_UPDATES:
             words = pinned.write_updates(indices, values)
@@ -307,26 +312,6 @@ class StaticInputs:
                 self._page_device.device, np.array(indices, np.int64), np.array(values, np.int32)
             )
         self._page_device.index_copy_(0, where, what)
-
-    def _update(self, row: int, tables: BlockTables, indices: list[int], values: list[int]) -> None:
-        """Append the changes of a row's tables: indices of words in the block, and values."""
-        held = self._device_tables[row]
-        for group, table in enumerate(tables.values()):
-            version, before, first, length = held[group]
-            if version is table.version:
-                continue
-            pages = table.pages
-            at, first_at = self._layout.indices(group, row, len(pages))
-            begin = 0
-            if before is table and first == table.first:
-                # Pages in the middle of a table never change.
-                begin = length
-            else:
-                indices.append(first_at)
-                values.append(table.first)
-            indices.extend(range(at + begin, at + len(pages)))
-            values.extend(pages[begin:])
-            held[group] = (table.version, table, table.first, len(pages))
 
 
 class _PinnedCopy:

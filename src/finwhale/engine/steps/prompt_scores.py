@@ -22,11 +22,7 @@ _TENSORS = 5  # of each chunk
 def score(
     plan: StepPlan, streams_NHD: Tensor, model: Model, sampler: Sampler, max_rows: int
 ) -> list[Tensor]:
-    """Compute the scores of the plan's `scored`: five tensors for each entry.
-
-    Args:
-        max_rows: number of rows of a block.
-    """
+    """Compute the scores of the plan's `scored`, in blocks of `max_rows`: five tensors for each."""
     tensors: list[Tensor] = []
     starts = plan.query_start
     for wanted in plan.scored:

@@ -37,7 +37,6 @@ class _SlotInputs:
     """Inputs of the operator that depend only on the slots and their order; reused between steps.
 
     Attributes:
-        slots: the slots of these inputs.
         random_rows: the rows that are not greedy; `filters` has one entry for each.
     """
 

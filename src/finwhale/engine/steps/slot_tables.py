@@ -7,11 +7,7 @@ from finwhale.engine.plan.step_plan import StepPlan
 
 
 class SlotTables:
-    """The page tables of all slots.
-
-    Args:
-        groups: names of the model's cache groups.
-    """
+    """The page tables of all slots. `groups` are the names of the model's cache groups."""
 
     def __init__(self, groups: Sequence[str]) -> None:
         self._groups = tuple(groups)

@@ -263,50 +263,40 @@ class Attention:
     ) -> None:
         """Select entries and compute attention; writes the tensors from `Heads.empty_output`.
 
-        This is the part of the layer that depends on the sequences' lengths.
+        This is the part of the layer that depends on the sequences' lengths. Each token sees the
+        selected entries; in a layer without entries, StepInputs.extra_kv_slots.
 
         Args:
             index_q: the indexer's queries if `prepare_index_q` has prepared them.
         """
-        entries = self.select_entries(q_RX, projected, inputs, rotary, cache, index_q)
-        heads = self.heads_of(inputs)
-        tokens = inputs.local_tokens if self.is_token_parallel(inputs) else inputs.tokens
-        assert tokens is not None
+        heads, compressor, slots = self.heads_of(inputs), self.compressor, inputs.extra_kv_slots
+        window, tokens = self.window_rows(inputs, cache), inputs.tokens
+        if heads is not self.heads:
+            assert inputs.local_tokens is not None
+            tokens = inputs.local_tokens
+            slots = None if slots is None else self.ranks.own_rows(slots)
+        entries: TopkEntries | AllEntries | None = None
+        if isinstance(compressor, C128Compressor):
+            entries = compressor.visible(inputs, cache)
+        elif compressor is not None:
+            assert projected is not None
+            if index_q is None:
+                index_q = compressor.prepare(heads.index_queries(q_RX), inputs, rotary)
+            entries = compressor.visible(projected, index_q, inputs, rotary, cache)
+        elif slots is not None:
+            entries = TopkEntries(window, slots)
         self.sparse_attention(
             heads.queries(q_RX),
             rotary,
             self.eps,
             tokens,
-            Window(self.window_rows(inputs, cache), self.window),
+            Window(window, self.window),
             entries,
             heads.weights.attn_sink,
             self.scale,
             out_RAC,
             scales_RS,
         )
-
-    def select_entries(
-        self,
-        q_RX: Tensor,
-        projected: Tensor | None,
-        inputs: StepInputs,
-        rotary: Tensor,
-        cache: PagedCache,
-        index_q: IndexQueries | None = None,
-    ) -> TopkEntries | AllEntries | None:
-        """Select the entries that each token sees; without entries, StepInputs.extra_kv_slots."""
-        if self.compressor is None or projected is None:
-            slots = inputs.extra_kv_slots
-            if slots is None:
-                return None
-            slots = self.ranks.own_rows(slots) if self.is_token_parallel(inputs) else slots
-            return TopkEntries(self.window_rows(inputs, cache), slots)
-        if isinstance(self.compressor, C128Compressor):
-            return self.compressor.visible(inputs, cache)
-        if index_q is None:
-            index_q_RX = self.heads_of(inputs).index_queries(q_RX)
-            index_q = self.compressor.prepare(index_q_RX, inputs, rotary)
-        return self.compressor.visible(projected, index_q, inputs, rotary, cache)
 
 
 def store(

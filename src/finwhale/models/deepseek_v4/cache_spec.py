@@ -35,7 +35,6 @@ def cache_spec(config: DeepseekV4Config) -> tuple[CacheGroup, ...]:
             tokens_per_row=1,
             rows_per_page=64,
             keep=(1, config.sliding_window - (config.dspark is None)),
-            tail_only=False,
             fields=(field("window", "row", head, every),),
         )
     ]
@@ -57,14 +56,7 @@ def cache_spec(config: DeepseekV4Config) -> tuple[CacheGroup, ...]:
 
 def _entries(name: str, ratio: int, rows_per_page: int, *fields: CacheField) -> CacheGroup:
     """Compressed entries, which are all kept."""
-    return CacheGroup(
-        name=name,
-        tokens_per_row=ratio,
-        rows_per_page=rows_per_page,
-        keep=None,
-        tail_only=False,
-        fields=fields,
-    )
+    return CacheGroup(name=name, tokens_per_row=ratio, rows_per_page=rows_per_page, fields=fields)
 
 
 def _states(

@@ -49,7 +49,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV4Config:
-    """Sizes and constants of one model, under the checkpoint's names.
+    """Sizes and constants of one model, under the checkpoint's names (a protocol.ModelConfig).
 
     Attributes:
         compress_ratios: 0, 4 or 128 for each layer, then 0 for each layer of the draft head.
@@ -240,14 +240,12 @@ class DeepseekV4Config:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most drafts that the draft head makes at once; 0 without a draft head."""
         if self.dspark is not None:
             return self.dspark.block_size
         return MTP_DRAFT_TOKENS if self.draft_head == "mtp" else 0
 
     @property
     def draft_block_tokens(self) -> int:
-        """See protocol.DeepseekV4Config."""
         return 0 if self.dspark is None else self.dspark.num_rows
 
     @property
@@ -256,7 +254,6 @@ class DeepseekV4Config:
         return 1 + self.max_draft_tokens
 
     def without_draft_head(self) -> "DeepseekV4Config":
-        """The same model without its draft head."""
         return replace(
             self,
             num_nextn_predict_layers=0,

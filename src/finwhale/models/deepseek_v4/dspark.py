@@ -26,7 +26,7 @@ from torch import Tensor
 
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.context import LayerContext
-from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
+from finwhale.models.deepseek_v4.layer import DraftLayers, LayerWeights, SharedParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
@@ -124,34 +124,14 @@ class DsparkContext:
             self.store_window_rows(kv_NC, form, inputs.tokens, window)
 
 
-class DsparkHead:
-    """Drafts a block of tokens. The model's forward has written the context (`DsparkContext`).
+class DsparkHead(DraftLayers):
+    """Drafts a block of tokens. The model's forward has written the context (`DsparkContext`)."""
 
-    Args:
-        first_layer: the number of the first stage.
-        embed, head: the model's embedding [V,D], and this rank's rows of its LM head.
-    """
-
-    def __init__(
-        self,
-        context: LayerContext,
-        weights: DsparkWeights,
-        first_layer: int,
-        embed: Tensor,
-        head: LinearWeight,
-        run_layers: RunLayers,
-    ) -> None:
+    def __init__(self, context: LayerContext, weights: DsparkWeights, shared: SharedParts) -> None:
         config, ops = context.config, context.ops
         assert config.dspark is not None
-        self.config, self.weights, self.ranks = config.dspark, weights, context.ranks
-        self.layers = [
-            DecoderLayer(context.of_layer(layer), stage, layer)
-            for layer, stage in enumerate(weights.layers, first_layer)
-        ]
-        self.run_layers = run_layers
-        self.embed, self.head = embed, head
-        self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
-        self.params = mhc_params(config)
+        super().__init__(context, weights.layers, weights.hc_head, shared)
+        self.config, self.weights = config.dspark, weights
         self.num_streams = config.hc_mult
         self.make_blocks, self.markov_logits = ops.make_blocks, ops.markov_logits
         self.draft_confidences = ops.draft_confidences
@@ -181,11 +161,6 @@ class DsparkHead:
         A draft reads only the context, which the model's forward has written.
         """
         return streams_NHD[:, :0]
-
-    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
-        """This rank's logits [M,X] float32 of the stages' residual streams, without Markov head."""
-        hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
-        return self.linear(hidden, self.head).float()
 
     def draft(
         self,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -13,26 +12,15 @@ from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
-from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.linear import LinearWeight
+from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import PartialSum
 
+# x, post_mix, res_mix and residual.
 BlockInput = tuple[Tensor, Tensor, Tensor, Tensor]
 BlockOutput = Tensor | PartialSum | UnreducedExperts
 LayerState = tuple[BlockOutput, Tensor, Tensor, Tensor]
-
-
-class RunLayers(Protocol):
-    """Runs residual streams through layers and the last post step: `DeepseekV4.run_layers`."""
-
-    def __call__(
-        self,
-        layers: "Sequence[DecoderLayer]",
-        streams_RHD: Tensor,
-        inputs: StepInputs,
-        cache: PagedCache,
-        segments: Segments,
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +37,8 @@ class DecoderLayer:
     """Maps (x, post_mix, res_mix, residual) to the same four values for the next layer.
 
     The layer leaves its last block's post step to the next layer. The first layer gets the residual
-    streams [N,H,D] as x and no mixes. Every later layer gets the four values that the previous
-    layer returned; x is then the output [N,D] of that layer's last block. The layer calls
+    streams [N,H,D] alone. Every later layer gets the four values that the previous layer returned;
+    x is then the output [N,D] of that layer's last block. The layer calls
     `on_residual` with the residual streams at its start. The layers of a draft head are decoder
     layers too.
 
@@ -74,18 +62,15 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: BlockOutput,
+        state: LayerState | Tensor,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
         segments: Segments,
-        post_mix: Tensor | None = None,
-        res_mix: Tensor | None = None,
-        residual: Tensor | None = None,
         on_residual: Callable[[Tensor], None] | None = None,
     ) -> LayerState:
         ranks, num_tokens = self.ranks, len(inputs.token_ids)
-        y, post_mix, res_mix, residual = self.attention_input(x, post_mix, res_mix, residual)
+        y, post_mix, res_mix, residual = self.attention_input(state)
         if on_residual is not None:
             on_residual(residual)
         if self.attn.is_token_parallel(inputs):
@@ -93,43 +78,68 @@ class DecoderLayer:
         else:
             y = ranks.all_gather_rows(y, num_tokens)
             total = ranks.reduce(self.attn(y, inputs, tables, cache, segments), y.dtype)
-        y, post_mix, res_mix, residual = self.experts_input(total, post_mix, res_mix, residual)
+        y, post_mix, res_mix, residual = self.experts_input((total, post_mix, res_mix, residual))
         y = ranks.all_gather_rows(y, num_tokens)
         ffn = self.ffn.terms if ranks.can_fuse_reduce(*y.shape) else self.ffn
         return ranks.reduce(ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 
-    def attention_input(
-        self,
-        x: BlockOutput,
-        post_mix: Tensor | None = None,
-        res_mix: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> BlockInput:
-        """Compute attention's input and mixes from the layer's arguments."""
-        w = self.weights.hc_attn
-        if residual is None or post_mix is None or res_mix is None:
-            assert isinstance(x, Tensor)
-            return *self.mhc_pre(x, w, self.params), x
-        return self._post_pre(x, post_mix, res_mix, residual, w)
+    def attention_input(self, state: LayerState | Tensor) -> BlockInput:
+        """Compute attention's input and mixes from the layer's argument."""
+        if isinstance(state, Tensor):
+            return *self.mhc_pre(state, self.weights.hc_attn, self.params), state
+        return self._post_pre(state, self.weights.hc_attn)
 
-    def experts_input(
-        self, x: BlockOutput, post_mix: Tensor, res_mix: Tensor, residual: Tensor
-    ) -> BlockInput:
-        """Compute the experts' input and mixes from attention's output."""
-        return self._post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn)
+    def experts_input(self, state: LayerState) -> BlockInput:
+        """Compute the experts' input and mixes from attention's output and mixes."""
+        return self._post_pre(state, self.weights.hc_ffn)
 
-    def _post_pre(
-        self,
-        x: BlockOutput,
-        post_mix: Tensor,
-        res_mix: Tensor,
-        residual: Tensor,
-        w: MhcWeight,
-    ) -> BlockInput:
+    def _post_pre(self, state: LayerState, w: MhcWeight) -> BlockInput:
+        x, post_mix, res_mix, residual = state
         if isinstance(x, Tensor):
             return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
         assert self.mhc_of_terms is not None
         return self.mhc_of_terms.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParts:
+    """What a draft head shares with the model.
+
+    Attributes:
+        first_layer: the number of the head's first layer.
+        embed, head: the model's embedding [V,D], and this rank's rows of its LM head.
+        run_layers: DeepseekV4.run_layers.
+    """
+
+    first_layer: int
+    embed: Tensor
+    head: LinearWeight
+    run_layers: Callable[[Sequence[DecoderLayer], Tensor, StepInputs, PagedCache, Segments], Tensor]
+
+
+class DraftLayers:
+    """The layers of a draft head, and the logits of their residual streams."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        layers: Sequence[LayerWeights],
+        hc_head: HcHeadWeight,
+        shared: SharedParts,
+    ) -> None:
+        self.ranks, self.params = context.ranks, mhc_params(context.config)
+        self.linear, self.hc_head = context.ops.linear, context.ops.hc_head
+        self.embed, self.head, self.run_layers = shared.embed, shared.head, shared.run_layers
+        self.hc_head_weight = hc_head
+        self.layers = [
+            DecoderLayer(context.of_layer(number), layer, number)
+            for number, layer in enumerate(layers, shared.first_layer)
+        ]
+
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
+        """This rank's logits [M,X] float32 of the layers' residual streams, without Markov head."""
+        hidden = self.hc_head(streams_MHD, self.hc_head_weight, self.params)
+        return self.linear(hidden, self.head).float()
 
 
 def mhc_params(config: DeepseekV4Config) -> MhcParams:

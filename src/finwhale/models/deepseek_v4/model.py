@@ -22,7 +22,7 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
-from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, SharedParts, mhc_params
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
@@ -57,7 +57,7 @@ FEATURE_STREAM, CONTEXT_STREAM = 0, 2
 
 
 class DeepseekV4:
-    """One rank of the model, on one device.
+    """One rank of the model, on one device (protocol.BuildableModel has the contract).
 
     Args:
         config: the configuration of the whole model.
@@ -110,11 +110,16 @@ class DeepseekV4:
         ]
         self.draft_head: MtpLayer | DsparkHead | None = None
         self.draft_context: DsparkContext | None = None
-        shared = config.num_hidden_layers, weights.embed, weights.head, self.run_layers
+        shared = SharedParts(
+            first_layer=config.num_hidden_layers,
+            embed=weights.embed,
+            head=weights.head,
+            run_layers=self.run_layers,
+        )
         if weights.mtp is not None:
-            self.draft_head = MtpLayer(context, weights.mtp, *shared)
+            self.draft_head = MtpLayer(context, weights.mtp, shared)
         elif weights.dspark is not None:
-            self.draft_head = DsparkHead(context, weights.dspark, *shared)
+            self.draft_head = DsparkHead(context, weights.dspark, shared)
             self.draft_context = DsparkContext(context, weights.dspark, self.tables)
 
     @property
@@ -123,7 +128,6 @@ class DeepseekV4:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the activations."""
         return self.weights.embed.dtype
 
     @property
@@ -133,7 +137,6 @@ class DeepseekV4:
 
     @property
     def divided_steps(self) -> DividedSteps | None:
-        """See protocol.BuildableModel."""
         if self.weights.layers[0].attn.all_heads is None:
             return None
         return DividedSteps(
@@ -142,7 +145,6 @@ class DeepseekV4:
 
     @property
     def residual_shape(self) -> tuple[int, int]:
-        """Shape of one token's residual streams: (H, D)."""
         return self.config.hc_mult, self.config.hidden_size
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
@@ -158,10 +160,8 @@ class DeepseekV4:
     def forward_with_logits(
         self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """See protocol.Model.
-
-        Side streams compute the features for the draft head beside the layers, and write its
-        context beside the LM head.
+        """Side streams compute the draft head's features beside the layers, and write its context
+        beside the LM head.
         """
         context = self.draft_context
         if context is None or self.ranks.divides_tokens(len(inputs.token_ids)):
@@ -179,7 +179,6 @@ class DeepseekV4:
         return logits, streams
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
-        """See protocol.BuildableModel."""
         streams = self._embedded(inputs)
         if self.draft_context is not None:
             features = Features(self.draft_context.targets, streams)
@@ -189,7 +188,6 @@ class DeepseekV4:
         return self.run_layers(self._one_of_each(), streams, inputs, cache, segments)
 
     def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
-        """See protocol.BuildableModel."""
         streams = torch.zeros(num_rows, *self.residual_shape, dtype=self.dtype, device=self.device)
         for rows in library_gemm_rows(num_rows):
             self.compute_logits(streams[:rows])
@@ -202,11 +200,9 @@ class DeepseekV4:
                     layer.attn.compressor.project(x_ND[:rows])
 
     def without_collectives(self) -> AbstractContextManager[None]:
-        """Skip collectives inside this context (BuildableModel.without_collectives)."""
         return self.ranks.without_collectives()
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
-        """Let the layers write the experts that they choose to the returned tensor."""
         config = self.config
         shape = max_tokens, config.num_hidden_layers, config.num_experts_per_tok
         dtype = torch.uint8 if config.n_routed_experts <= 256 else torch.int16
@@ -216,7 +212,6 @@ class DeepseekV4:
         return routed
 
     def limit_positions(self, max_positions: int) -> None:
-        """See protocol.Model."""
         self.tables.limit(max_positions)
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
@@ -264,15 +259,14 @@ class DeepseekV4:
             own = inputs.tokens.part(self.ranks.rank.rows(num_tokens))
             inputs = replace(inputs, local_tokens=own)
         first, *others = layers
-        x, post_mix, res_mix, residual = first(streams_RHD, inputs, self.tables, cache, segments)
+        state = first(streams_RHD, inputs, self.tables, cache, segments)
         for number, layer in enumerate(others):
             # The next layer completes this one's post step.
             on_residual = None
             if features is not None and features.wants(number):
                 on_residual = partial(features.add, number)
-            x, post_mix, res_mix, residual = layer(
-                x, inputs, self.tables, cache, segments, post_mix, res_mix, residual, on_residual
-            )
+            state = layer(state, inputs, self.tables, cache, segments, on_residual)
+        x, post_mix, res_mix, residual = state
         if isinstance(x, Tensor):
             streams = self.mhc_post(x, post_mix, res_mix, residual)
         else:

@@ -80,7 +80,3 @@ class Moe:
         """The outputs of each token's routed experts: [N,K,D]."""
         pairs = self.dispatch(ids_NK, self.num_experts)
         return self.compute(x_ND, weights_NK, pairs, self.weights.experts, self.limit)
-
-    def mix(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, shared_ND: Tensor) -> Tensor:
-        """Run the routed experts, and add their outputs to the shared expert's output: [N,D]."""
-        return self.combine(self.run_experts(x_ND, ids_NK, weights_NK), ids_NK, shared_ND)

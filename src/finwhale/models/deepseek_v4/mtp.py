@@ -11,7 +11,7 @@ from torch import Tensor
 
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.context import LayerContext
-from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, RunLayers, mhc_params
+from finwhale.models.deepseek_v4.layer import DraftLayers, LayerWeights, SharedParts
 from finwhale.models.protocol import Drafts
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
 from finwhale.ops.linear import LinearWeight
@@ -31,33 +31,16 @@ class MtpWeights:
     hc_head: HcHeadWeight
 
 
-class MtpLayer:
+class MtpLayer(DraftLayers):
     """Predicts the token after the next with one more layer, an ordinary decoder layer.
 
     It shares the model's embedding, LM head, rotary tables and CUDA side streams.
-
-    Args:
-        layer: its number.
-        embed, head: the model's embedding [V,D], and this rank's rows of its LM head.
     """
 
-    def __init__(
-        self,
-        context: LayerContext,
-        weights: MtpWeights,
-        layer: int,
-        embed: Tensor,
-        head: LinearWeight,
-        run_layers: RunLayers,
-    ) -> None:
-        config, ops = context.config, context.ops
-        self.weights, self.ranks = weights, context.ranks
-        self.layers = [DecoderLayer(context.of_layer(layer), weights.layer, layer)]
-        self.run_layers = run_layers
-        self.embed, self.head = embed, head
-        self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
-        self.params = mhc_params(config)
-        self.eps = config.rms_norm_eps
+    def __init__(self, context: LayerContext, weights: MtpWeights, shared: SharedParts) -> None:
+        super().__init__(context, [weights.layer], weights.hc_head, shared)
+        self.weights, self.rms_norm = weights, context.ops.rms_norm
+        self.eps = context.config.rms_norm_eps
 
     def __call__(
         self,
@@ -69,10 +52,7 @@ class MtpLayer:
     ) -> Tensor:
         """Compute the residual streams that predict the token after next_token_ids.
 
-        Args:
-            streams_NHD: residual streams of the step's N tokens, from the model or, in a further
-                draft step, from this layer.
-            next_token_ids: [N] int64: the token that follows each token.
+        In a further draft step, `streams_NHD` come from this layer instead of the model.
 
         Each stream is h = h_proj(hnorm(stream)) + e_proj(enorm(embedding of the next token)).
         """
@@ -82,11 +62,6 @@ class MtpLayer:
         from_streams = self.linear(normed.flatten(0, 1), w.h_proj).view_as(streams_NHD)
         streams = from_streams + self.linear(embedded, w.e_proj)[:, None]
         return self.run_layers(self.layers, self.ranks.own_rows(streams), inputs, cache, segments)
-
-    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
-        """This rank's logits [M,X] float32 of this layer's residual streams."""
-        hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
-        return self.linear(hidden, self.head).float()
 
     def draft(
         self,

@@ -33,23 +33,16 @@ class RotaryTables:
     """(cos, sin) of every position: [max_positions, R/2, 2] float32 for each kind of layer."""
 
     def __init__(self, config: DeepseekV4Config, max_positions: int, device: torch.device) -> None:
-        self.plain = self._table(config, max_positions, device, compressed=False)
-        self.compressed = self._table(config, max_positions, device, compressed=True)
+        def table(theta: float, yarn: YarnScaling | None) -> Tensor:
+            inverse = inverse_frequencies(theta, config.qk_rope_head_dim, yarn)
+            angle = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
+            return torch.stack((angle.cos(), angle.sin()), -1).to(device)
+
+        self.plain = table(config.rope_theta, None)
+        self.compressed = table(config.compress_rope_theta, config.rope_scaling)
 
     def limit(self, max_positions: int) -> None:
         """Keep the tables of the first max_positions positions only."""
         if max_positions < len(self.plain):
             self.plain = self.plain[:max_positions].clone()
             self.compressed = self.compressed[:max_positions].clone()
-
-    @staticmethod
-    def _table(
-        config: DeepseekV4Config, max_positions: int, device: torch.device, *, compressed: bool
-    ) -> Tensor:
-        inverse = inverse_frequencies(
-            config.compress_rope_theta if compressed else config.rope_theta,
-            config.qk_rope_head_dim,
-            config.rope_scaling if compressed else None,
-        )
-        angle = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
-        return torch.stack((angle.cos(), angle.sin()), -1).to(device)

@@ -148,8 +148,5 @@ class NoCollectives(Collectives):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x] * self.rank.size, dim)
 
-    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        return x[self.rank.rows(len(x))]
-
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x.new_zeros(num_rows, *x.shape[1:])

@@ -66,9 +66,6 @@ def assembler(
 ) -> Assembler[ModelWeights]:
     """Allocate a rank's weights on a device, for the caller to load.
 
-    Args:
-        config: the configuration of the whole model.
-
     Raises:
         FinwhaleError: this number of ranks cannot divide the model.
     """
@@ -84,12 +81,7 @@ def ignored_prefixes(config: DeepseekV4Config) -> dict[str, str]:
 
 
 class _Table:
-    """The table for one configuration.
-
-    Args:
-        config: the configuration of the whole model.
-        make: lists or allocates the weights of one rank.
-    """
+    """The table for a configuration of the whole model. `make` lists or allocates a rank's part."""
 
     def __init__(self, config: DeepseekV4Config, make: WeightList) -> None:
         self.config, self.make = config, make
