@@ -16,7 +16,6 @@ from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
-from finwhale.ops.launch.shared_memory import prefer_shared_memory
 from finwhale.ops.launch.streamed_loads import install_hook
 from finwhale.ops.linear import few_tokens_hopper, linear_triton
 from finwhale.ops.linear import ref as linear_ref
@@ -43,7 +42,6 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
             its step. docs/numerics.md says what this costs.
     """
     install_hook()
-    prefer_shared_memory()
     portable, early = nvidia.table(platform), partial(bind, early_launch=True)
     multiprocessors: dict[str, Any] = {"num_multiprocessors": platform.num_multiprocessors}
     invariant: dict[str, Any] = {"invariant": True} if batch_invariant else {}
