@@ -299,7 +299,8 @@ def _compressed(
     }
     mixed = {4: 8, 128: 128}[w.ratio]
     for n, b, position in token_positions(tokens):
-        at_block_end = w.ratio == 4 and position % 256 >= 252 and states.has_page(b, position)
+        has_page = states.has_pages(np.array([b]), np.array([position]))
+        at_block_end = w.ratio == 4 and position % 256 >= 252 and has_page.all()
         if position >= kept_from(ends[b], w.ratio) or at_block_end:
             state[slot(states, b, position)] = projected[n]
         if (position + 1) % w.ratio:
