@@ -188,13 +188,14 @@ class Draw:
 
     def rotation(self, num_rows: int, width: int) -> Tensor:
         """(cos, sin) [rows,R/2,2] of random angles."""
-        angle = torch.rand((num_rows, width // 2), generator=self.generator) * 6.28
+        shape = (num_rows, width // 2)
+        angle = torch.rand(shape, generator=self.generator, device=self.device) * 6.28
         return torch.stack((angle.cos(), angle.sin()), -1)
 
     def quarter_turns(self, num_rows: int, width: int) -> Tensor:
         """(cos, sin) [rows,R/2,2] of random multiples of 90 degrees, which rotate exactly."""
-        turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
-        return turns[self.integers(4, num_rows, width // 2)]
+        turns = [[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]]
+        return torch.tensor(turns, device=self.device)[self.integers(4, num_rows, width // 2)]
 
     def tokens(self, chunks: Chunks) -> Tokens:
         tokens: Tokens = to_device(step_tokens(chunks), self.device)
@@ -251,13 +252,6 @@ class ModelDraw(Draw):
         if x.numel():
             x[..., :: max(1, shape[-1] // 3)] *= 100
         return x
-
-    def rotation(self, num_rows: int, width: int) -> Tensor:
-        angle = self.normal(num_rows, width // 2, scale=10.0)
-        return torch.stack((angle.cos(), angle.sin()), -1)
-
-    def quarter_turns(self, num_rows: int, width: int) -> Tensor:
-        return self.host.quarter_turns(num_rows, width).to(self.device)
 
     def page_table(
         self, needed: Sequence[Iterable[range]], rows_per_page: int
