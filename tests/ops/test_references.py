@@ -569,8 +569,7 @@ def test_every_operator_is_covered() -> None:
     others |= {"best_candidates", "merge_candidates"}  # with "sample", in test_sampling.py
     others.add("prepare_index_queries")  # with "select_entries", which calls it
     # In test_drafts.py.
-    others |= {"continue_tokens", "accept_drafts", "make_blocks"}
-    others |= {"markov_logits", "draft_confidences"}
+    others |= {"continue_tokens", "accept_drafts", "make_blocks", "draft_confidences"}
     assert uncovered == others
     compressed = [case.args()[0] for case in SMALL if case.operator == "compress"]
     assert {parts[0].weight.ratio for parts in compressed} == {4, 128}

@@ -18,7 +18,6 @@ from finwhale.ops.drafts import (
     ContinueTokens,
     DraftConfidences,
     MakeBlocks,
-    MarkovLogits,
 )
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
 from finwhale.ops.launch.sizes import LaunchClasses
@@ -116,7 +115,6 @@ class Ops:
     continue_tokens: ContinueTokens
     accept_drafts: AcceptDrafts
     make_blocks: MakeBlocks
-    markov_logits: MarkovLogits
     draft_confidences: DraftConfidences
 
     def experts(

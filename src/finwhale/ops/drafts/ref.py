@@ -10,8 +10,6 @@ from finwhale.ops.drafts import (
     PlannedTokens,
     VerifiedStep,
 )
-from finwhale.ops.linear import Linear, LinearWeight
-from finwhale.ops.linear.ref import linear
 from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
@@ -71,18 +69,6 @@ def extra_offsets(shape: BlockShape, device: torch.device) -> Tensor:
     k = j[:, None]
     later = rows - 1 - k
     return torch.where(j < later, k + 1 + j, k - shape.window - (j - later))
-
-
-def markov_logits(
-    logits_BX: Tensor,
-    newest_B: Tensor,
-    markov_w1: Tensor,
-    markov_w2: LinearWeight,
-    *,
-    linear: Linear = linear,
-) -> Tensor:
-    """linear: the linear layer of any table."""
-    return logits_BX + linear(markov_w1.index_select(0, newest_B), markov_w2).float()
 
 
 def draft_confidences(
