@@ -88,25 +88,18 @@ class OpSizes:
 
     def of_rank(self, tensor_parallel_size: int) -> "OpSizes":
         """The sizes on one rank. Raises FinwhaleError if a size does not divide evenly."""
-        cut = {
-            "num_attention_heads": (self.num_attention_heads, 1),
-            "o_groups": (self.o_groups, 1),
-            "moe_intermediate_size": (self.moe_intermediate_size, WEIGHT_BLOCK),
-            "vocab_size": (self.vocab_size, 1),
-        }
-        for name, (size, unit) in cut.items():
+        units = {"num_attention_heads": 1, "o_groups": 1, "moe_intermediate_size": WEIGHT_BLOCK}
+        units["vocab_size"] = 1
+        shares = {}
+        for name, unit in units.items():
+            size = getattr(self, name)
+            shares[name] = size // tensor_parallel_size
             if size % (unit * tensor_parallel_size):
                 raise FinwhaleError(
                     f"{name} {size} does not divide by {tensor_parallel_size} ranks"
                     + (f" in blocks of {unit}" if unit > 1 else "")
                 )
-        return replace(
-            self,
-            num_attention_heads=self.num_attention_heads // tensor_parallel_size,
-            o_groups=self.o_groups // tensor_parallel_size,
-            moe_intermediate_size=self.moe_intermediate_size // tensor_parallel_size,
-            head_rows=self.vocab_size // tensor_parallel_size,
-        )
+        return replace(self, head_rows=shares.pop("vocab_size"), **shares)
 
 
 CONFIGS = {

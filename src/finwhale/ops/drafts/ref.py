@@ -53,22 +53,17 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
         max_query=rows,
     )
     first_B = positions_BG[:, 0]
-    seen_BGG = first_B[:, None, None] + extra_offsets(shape, newest_B.device)
+    # Each token's further rows, counted from the block's first position.
+    k, j = steps_G[:, None] - 1, steps_G - 1
+    later = rows - 1 - k
+    extra_GG = torch.where(j < later, k + 1 + j, k - shape.window - (j - later))
+    seen_BGG = first_B[:, None, None] + extra_GG
     page_indices = seen_BGG // table.rows_per_page - table.first[:, None, None]
     page_indices = page_indices.clamp_(0, table.pages.shape[1] - 1)
     pages = table.pages.gather(1, page_indices.flatten(1)).view_as(page_indices)
     slots = pages * table.rows_per_page + seen_BGG % table.rows_per_page
     none = (seen_BGG < 0) | (first_B < 0)[:, None, None]
     return DraftBlock(ids.flatten(), tokens, slots.masked_fill_(none, -1).flatten(0, 1).int())
-
-
-def extra_offsets(shape: BlockShape, device: torch.device) -> Tensor:
-    """Return [G,G] int64: each token's further rows, counted from the block's first position."""
-    rows = shape.num_tokens
-    j = torch.arange(rows, device=device)
-    k = j[:, None]
-    later = rows - 1 - k
-    return torch.where(j < later, k + 1 + j, k - shape.window - (j - later))
 
 
 def draft_confidences(
