@@ -13,12 +13,7 @@ from torch import Tensor
 
 from finwhale.ops.attention import PrepareQkv, SparseAttention, StoreWindowRows
 from finwhale.ops.compressor import Compress
-from finwhale.ops.drafts import (
-    AcceptDrafts,
-    ContinueTokens,
-    DraftConfidences,
-    MakeBlocks,
-)
+from finwhale.ops.drafts import AcceptDrafts, ContinueTokens, DraftConfidences, MakeBlocks
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
 from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear

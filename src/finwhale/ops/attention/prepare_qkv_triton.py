@@ -156,12 +156,7 @@ def _launch(
 
 
 def store_window_rows(
-    kv_NC: Tensor,
-    form: RowForm,
-    tokens: Tokens,
-    window: CacheRows,
-    *,
-    early_launch: bool = False,
+    kv_NC: Tensor, form: RowForm, tokens: Tokens, window: CacheRows, *, early_launch: bool = False
 ) -> None:
     """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
     _launch(None, kv_NC, form, tokens, window, early_launch)

@@ -67,11 +67,7 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
 
 
 def draft_confidences(
-    streams_BKHD: Tensor,
-    newest_B: Tensor,
-    ids_BK: Tensor,
-    w: ConfidenceWeight,
-    params: MhcParams,
+    streams_BKHD: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight, params: MhcParams
 ) -> Tensor:
     head = w.hc_head
     streams = streams_BKHD.float()
