@@ -86,10 +86,6 @@ def blocks(last: tuple[int, ...], rows: int, ops: Ops) -> tuple[Tensor, ...]:
     return block.ids, tokens.positions, tokens.sequence, tokens.query_start, block.extra_kv_slots
 
 
-def corrected(rows: int, num_tokens: int, dtype: torch.dtype, ops: Ops) -> tuple[Tensor]:
-    return (ops.markov_logits(*to_device(drafts.markov(rows, num_tokens, 256, dtype), "cuda")),)
-
-
 def confidences(count: int, width: int, markov: int, ops: Ops) -> tuple[Tensor]:
     draw, w = Draw(), drafts.confidence_weight(width, markov)
     streams = draw.normal(count, 5, 4, width, scale=2.0).bfloat16()
@@ -106,9 +102,6 @@ def draft_calls() -> Iterator[Callable[[Ops], tuple[Tensor, ...]]]:
         yield partial(accepted, drafts.verification(*step))
     for rows in (1, 2, 5, 8):
         yield partial(blocks, drafts.LAST, rows)
-    for dtype in (torch.bfloat16, torch.float32):
-        for rows in (1, 2, 16, 17):
-            yield partial(corrected, rows, 8450, dtype)
     for count, width, markov in ((1, 64, 0), (3, 100, 8), (4, 4096, 256)):
         yield partial(confidences, count, width, markov)
 

@@ -29,7 +29,7 @@ from .near_ties import assert_part_at_near_ties
 
 # They prepare weights and choose a form, and launch no kernel; a kernel for the Markov head gained
 # too little (docs/notes/what-did-not-help.md).
-NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form", "markov_logits")
+NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 PROMPTS = [
     "Call me Ishmael.",

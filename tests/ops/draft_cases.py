@@ -9,7 +9,6 @@ from torch import Tensor
 
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import ConfidenceWeight, PlannedTokens, VerifiedStep
-from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight, MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
@@ -122,14 +121,3 @@ def confidence_weight(
     )
     proj = draw.normal(1, width + markov, scale=width**-0.5)
     return ConfidenceWeight(head, proj, draw.normal(vocab_size, markov) if markov else None)
-
-
-def markov(
-    rows: int, num_tokens: int, width: int, dtype: torch.dtype, num_drafts: int = 3
-) -> tuple[Tensor, Tensor, Tensor, LinearWeight]:
-    """Arguments of markov_logits. The logits are every third row, and the ids a column."""
-    draw = Draw()
-    logits = draw.normal(rows, num_drafts, num_tokens, scale=3.0)[:, num_drafts // 2]
-    newest = draw.integers(3 * 97, rows, 4)[:, 1]
-    w1, w2 = draw.normal(3 * 97, width).to(dtype), draw.normal(num_tokens, width).to(dtype)
-    return logits, newest, w1, LinearWeight(w2, out_dtype=torch.float32)

@@ -317,7 +317,7 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
         moe.route_by_score(meta(N, D), gate, f32(E), 6, 1.5, positions)
         table = meta(129280, 6, dtype=torch.int64)
         moe.route_by_hash(meta(N, D), gate, table, positions, 1.5, positions)
-    sampling.greedy(f32(N, 129280))
+    sampling.sample(f32(N, 129280), SamplingBatch())
     logits = f32(N, 129280)
     every = replace(all_sampling_options(N, 129280, logits.device), logprobs=())
     for early in (False, True):

@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from finwhale.ops import load_ops
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, ref
-from finwhale.ops.linear import LinearWeight
 from finwhale.platform import Platform
 
 from .draft_cases import (
@@ -84,23 +82,6 @@ def test_blocks(rows: int) -> None:
             wanted.append(page * per_page + p % per_page if p >= 0 else -1)
         assert slots == wanted
         assert -1 not in slots[: sum(p >= 0 for p in further)]
-
-
-def test_markov_logits() -> None:
-    """With logits and ids that are parts of larger tensors, and with the CPU's linear layer."""
-    draw = Draw()
-    logits, newest = draw.normal(3, 2, 50)[:, 1], draw.integers(40, 3, 2)[:, 1]
-    w1, w2 = draw.normal(40, 6), draw.normal(50, 6)
-    for ops in (load_ops(CPU), load_ops(CPU, reference=True)):
-        weight = ops.prepare_linear(LinearWeight(w2))
-        weight.weight.copy_(w2)
-        found = ops.markov_logits(logits, newest, w1, weight)
-        assert found.dtype == torch.float32
-        for b in range(3):
-            row = w1[int(newest[b])].double()
-            for x in range(50):
-                wanted = float(logits[b, x]) + float(row @ w2[x].double())
-                assert float(found[b, x]) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("markov", [0, 6])

@@ -299,7 +299,8 @@ def _compressed(
     }
     mixed = {4: 8, 128: 128}[w.ratio]
     for n, b, position in token_positions(tokens):
-        at_block_end = w.ratio == 4 and position % 256 >= 252 and states.has_page(b, position)
+        has_page = states.has_pages(np.array([b]), np.array([position]))
+        at_block_end = w.ratio == 4 and position % 256 >= 252 and has_page.all()
         if position >= kept_from(ends[b], w.ratio) or at_block_end:
             state[slot(states, b, position)] = projected[n]
         if (position + 1) % w.ratio:
@@ -568,8 +569,7 @@ def test_every_operator_is_covered() -> None:
     others |= {"best_candidates", "merge_candidates"}  # with "sample", in test_sampling.py
     others.add("prepare_index_queries")  # with "select_entries", which calls it
     # In test_drafts.py.
-    others |= {"continue_tokens", "accept_drafts", "make_blocks"}
-    others |= {"markov_logits", "draft_confidences"}
+    others |= {"continue_tokens", "accept_drafts", "make_blocks", "draft_confidences"}
     assert uncovered == others
     compressed = [case.args()[0] for case in SMALL if case.operator == "compress"]
     assert {parts[0].weight.ratio for parts in compressed} == {4, 128}

@@ -16,7 +16,6 @@ from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, DraftBlock, ref
 from finwhale.ops.drafts import drafts_triton as kernels
-from finwhale.ops.linear.linear_triton import linear
 from finwhale.ops.paging import PageTable
 
 from ..engine.dspark_steps import Proposal, Proposals  # noqa: TID252
@@ -26,7 +25,6 @@ from .draft_cases import (
     STEPS,
     confidence_weight,
     continuation,
-    markov,
     one_each,
     verification,
     window_table,
@@ -111,15 +109,6 @@ def test_confidences(
         last = slice(count - 1, count)
         alone = kernels.draft_confidences(streams[last], newest[last], ids[last], w, PARAMS)
         assert torch.equal(alone, found[last])
-
-
-def test_markov_logits() -> None:
-    """With the Triton kernels' linear layer, in one kernel for few drafts and in others."""
-    for rows in (1, 2, 3, 17):
-        args = markov(rows, 450, 256, torch.bfloat16)
-        found = ref.markov_logits(*args, linear=linear)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, ref.markov_logits(*args), rtol=1e-5, atol=1e-4)
 
 
 def test_unsupported_arguments_are_refused() -> None:

@@ -96,9 +96,6 @@ def test_against_the_reference(shape: tuple[int, int]) -> None:
     logits = Inputs().normal(*shape, scale=3.0)
     assert_same(logits)
     assert_same(logits.bfloat16().float())
-    found = kernels.greedy(logits.bfloat16())
-    wanted = kernels.greedy(logits.bfloat16().float())
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_rows_of_several_steps_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +108,7 @@ def test_ties_go_to_the_lowest_id_and_zero_has_no_sign() -> None:
     logits[0, [8999, 4097, 4096]] = 2.0
     logits[1, [3, 8000]] = torch.tensor([-0.0, 0.0])
     logits[2, [3, 8000]] = torch.tensor([0.0, -0.0])
-    assert kernels.greedy(logits)[0].tolist() == [4096, 3, 3, 0]
+    assert kernels.sample(logits, SamplingBatch()).ids_S.tolist() == [4096, 3, 3, 0]
 
 
 def test_rows_without_a_finite_maximum_are_not_valid() -> None:
@@ -123,8 +120,9 @@ def test_rows_without_a_finite_maximum_are_not_valid() -> None:
     logits[4] = -torch.inf
     logits[4, 4321] = torch.finfo(torch.float32).min
     logits[5, 4000] = torch.finfo(torch.float32).max
-    ids, valid = kernels.greedy(logits)
-    assert valid.tolist() == [False] * 4 + [True] * 2
+    found = kernels.sample(logits, SamplingBatch())
+    ids = found.ids_S
+    assert found.valid_S.tolist() == [False] * 4 + [True] * 2
     assert ids[4:].tolist() == [4321, 4000] and ids.min() >= 0 and ids.max() < 5000
     assert_same(logits)
 
@@ -418,9 +416,9 @@ def test_a_row_of_temperature_0_is_greedy() -> None:
 
 def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
-        kernels.greedy(torch.zeros(4, 8).mT)
+        kernels.sample(torch.zeros(4, 8).mT, SamplingBatch())
     with pytest.raises(ValueError, match="got 0"):
-        kernels.greedy(torch.zeros(1, 0))
+        kernels.sample(torch.zeros(1, 0), SamplingBatch())
     with pytest.raises(ValueError, match="bfloat16"):
         kernels.sample(torch.zeros(1, 8).bfloat16(), cases.batch([Row()], 8))
     with pytest.raises(ValueError, match="part of the vocabulary"):

@@ -176,13 +176,6 @@ def _results(id_dtype: torch.dtype) -> dict[str, Callable[..., Any]]:
         dtype = x.dtype if w.w2.itemsize == 1 else w.w2.dtype
         return x.new_empty(x.shape, dtype=dtype)
 
-    return {
-        "mhc_pre": mhc_pre,
-        "mhc_post_pre": mhc_post_pre,
-        "linear": linear,
-        "grouped_linear": linear,
-        "prepare_qkv": prepare_qkv,
-        "route_by_score": route_by_score,
-        "route_by_hash": route_by_hash,
-        "swiglu_mlp": swiglu_mlp,
-    }
+    made: list[Callable[..., Any]] = [mhc_pre, mhc_post_pre, linear, prepare_qkv, swiglu_mlp]
+    made += [route_by_score, route_by_hash]
+    return {fn.__name__: fn for fn in made} | {"grouped_linear": linear}

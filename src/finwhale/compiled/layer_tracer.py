@@ -84,8 +84,8 @@ class LayerTracer:
         tokens = Tokens(positions, positions, positions, max_len=0, max_query=0)
         table = PageTable(positions, positions, self.rows_per_page)
         # Tokens.rotation and slots.write_slots find these in the cache and never read the tables.
-        tokens.cache.rotations[id(rotation)] = rotation, rotation
-        tokens.cache.write_slots[table] = slots
+        tokens.cache.rotations[rotation] = rotation
+        tokens.cache.slots["write_slots", table] = slots
         return tokens, table, rotation
 
     def enter(self) -> Traceable:

@@ -88,25 +88,18 @@ class OpSizes:
 
     def of_rank(self, tensor_parallel_size: int) -> "OpSizes":
         """The sizes on one rank. Raises FinwhaleError if a size does not divide evenly."""
-        cut = {
-            "num_attention_heads": (self.num_attention_heads, 1),
-            "o_groups": (self.o_groups, 1),
-            "moe_intermediate_size": (self.moe_intermediate_size, WEIGHT_BLOCK),
-            "vocab_size": (self.vocab_size, 1),
-        }
-        for name, (size, unit) in cut.items():
+        units = {"num_attention_heads": 1, "o_groups": 1, "moe_intermediate_size": WEIGHT_BLOCK}
+        units["vocab_size"] = 1
+        shares = {}
+        for name, unit in units.items():
+            size = getattr(self, name)
+            shares[name] = size // tensor_parallel_size
             if size % (unit * tensor_parallel_size):
                 raise FinwhaleError(
                     f"{name} {size} does not divide by {tensor_parallel_size} ranks"
                     + (f" in blocks of {unit}" if unit > 1 else "")
                 )
-        return replace(
-            self,
-            num_attention_heads=self.num_attention_heads // tensor_parallel_size,
-            o_groups=self.o_groups // tensor_parallel_size,
-            moe_intermediate_size=self.moe_intermediate_size // tensor_parallel_size,
-            head_rows=self.vocab_size // tensor_parallel_size,
-        )
+        return replace(self, head_rows=shares.pop("vocab_size"), **shares)
 
 
 CONFIGS = {
@@ -188,13 +181,14 @@ class Draw:
 
     def rotation(self, num_rows: int, width: int) -> Tensor:
         """(cos, sin) [rows,R/2,2] of random angles."""
-        angle = torch.rand((num_rows, width // 2), generator=self.generator) * 6.28
+        shape = (num_rows, width // 2)
+        angle = torch.rand(shape, generator=self.generator, device=self.device) * 6.28
         return torch.stack((angle.cos(), angle.sin()), -1)
 
     def quarter_turns(self, num_rows: int, width: int) -> Tensor:
         """(cos, sin) [rows,R/2,2] of random multiples of 90 degrees, which rotate exactly."""
-        turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
-        return turns[self.integers(4, num_rows, width // 2)]
+        turns = [[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]]
+        return torch.tensor(turns, device=self.device)[self.integers(4, num_rows, width // 2)]
 
     def tokens(self, chunks: Chunks) -> Tokens:
         tokens: Tokens = to_device(step_tokens(chunks), self.device)
@@ -251,13 +245,6 @@ class ModelDraw(Draw):
         if x.numel():
             x[..., :: max(1, shape[-1] // 3)] *= 100
         return x
-
-    def rotation(self, num_rows: int, width: int) -> Tensor:
-        angle = self.normal(num_rows, width // 2, scale=10.0)
-        return torch.stack((angle.cos(), angle.sin()), -1)
-
-    def quarter_turns(self, num_rows: int, width: int) -> Tensor:
-        return self.host.quarter_turns(num_rows, width).to(self.device)
 
     def page_table(
         self, needed: Sequence[Iterable[range]], rows_per_page: int

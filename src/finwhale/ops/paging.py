@@ -5,6 +5,7 @@ Legend: N tokens of the step, B sequences, P pages of the longest sequence, R ro
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,11 +63,12 @@ class PageTable:
         first: Ints = self.first.cpu().numpy().astype(np.int64)
         return first
 
-    def has_page(self, sequence: int, row: int) -> bool:
-        """Whether the sequence has a page with this row; computed on the host."""
-        number = row // self.rows_per_page - int(self.host_first[sequence])
-        pages = self.host_pages
-        return 0 <= number < pages.shape[1] and bool(pages[sequence, number])
+    def has_pages(self, sequence: Ints, rows: Ints) -> NDArray[np.bool]:
+        """Whether the sequences have pages with these rows; computed on the host."""
+        number, pages = rows // self.rows_per_page - self.host_first[sequence], self.host_pages
+        found: NDArray[np.bool] = (number >= 0) & (number < pages.shape[1])
+        found &= pages[sequence, np.where(found, number, 0)] > 0
+        return found
 
     def slots(self, sequence: Ints, rows: Ints) -> Ints:
         """The slots of rows, which must have pages; computed on the host."""
@@ -135,22 +137,15 @@ class IndexStep:
 class StepCache:
     """Results that the first layer of a step computes from its tokens and the other layers reuse.
 
-    Each dictionary has one key for each variant that the step's layers need.
-
     Attributes:
-        rotations: by id of a rotary table: the table, and its rows at the tokens' positions.
-        write_slots, window_slots, complete_slots, index_steps, compress_steps: results of the
-            functions of slots.py with these names, by page table and further arguments.
+        rotations: the rows of each rotary table at the tokens' positions.
+        slots: results of the functions of slots.py, by their names and arguments.
         compress_counters: the compressor kernels' counters, 0 between launches.
         topk_counters: the indexer kernels' counters, 0 between launches.
     """
 
-    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    write_slots: dict[PageTable, Tensor] = field(default_factory=dict)
-    window_slots: dict[tuple[PageTable, int], Tensor] = field(default_factory=dict)
-    complete_slots: dict[tuple[PageTable, int], Tensor] = field(default_factory=dict)
-    index_steps: dict[PageTable, IndexStep] = field(default_factory=dict)
-    compress_steps: dict[tuple[PageTable, int], CompressStep] = field(default_factory=dict)
+    rotations: dict[Tensor, Tensor] = field(default_factory=dict)
+    slots: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     compress_counters: Tensor | None = None
     topk_counters: Tensor | None = None
 
@@ -217,9 +212,8 @@ class Tokens:
 
     def rotation(self, rotary_LR: Tensor) -> Tensor:
         """Rows [N,R/2,2] of a rotary table at the tokens' positions, gathered once per step."""
-        # Keep the table alive with its rows, so that no other object gets the same id.
-        found = self.cache.rotations.get(id(rotary_LR))
-        if found is None:
+        rows = self.cache.rotations.get(rotary_LR)
+        if rows is None:
             rows = rotary_LR.index_select(0, self.positions.clamp(min=0))
-            found = self.cache.rotations[id(rotary_LR)] = rotary_LR, rows
-        return found[1]
+            self.cache.rotations[rotary_LR] = rows
+        return rows

@@ -9,105 +9,74 @@ S tokens that an entry mixes, K slots per token.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from itertools import pairwise
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.ops.compressor import STATE_KEPT
-from finwhale.ops.paging import (
-    BLOCK_TOKENS,
-    CompressStep,
-    IndexStep,
-    Ints,
-    PageTable,
-    Tokens,
-)
+from finwhale.ops.paging import BLOCK_TOKENS, CompressStep, IndexStep, Ints, PageTable, Tokens
 
-K = TypeVar("K")
+A = TypeVarTuple("A")
 T = TypeVar("T")
 
 # Entry slots are padded to a multiple of this: the reference operators' block of keys.
 ENTRY_PAD = 128
 
 
-def _once(results: dict[K, T], key: K, make: Callable[[], T]) -> T:
-    """The result of `make`, which runs once for each key."""
-    made = results.get(key)
-    if made is None:
-        made = results[key] = make()
-    return made
+def _once(make: Callable[[Tokens, Unpack[A]], T]) -> Callable[[Tokens, Unpack[A]], T]:
+    """Keep the result of `make` for each of its arguments in the cache of the tokens."""
+    name = make.__name__
+
+    @wraps(make)
+    def slots(tokens: Tokens, *args: *A) -> T:
+        made: T | None = tokens.cache.slots.get((name, *args))
+        if made is None:
+            made = tokens.cache.slots[name, *args] = make(tokens, *args)
+        return made
+
+    return slots
 
 
 def _tensor(array: Ints, tokens: Tokens) -> Tensor:
     return torch.from_numpy(array).to(tokens.positions.device)
 
 
+@_once
 def write_slots(tokens: Tokens, table: PageTable) -> Tensor:
     """Slot of each token's own row: [N] int64."""
-    return _once(
-        tokens.cache.write_slots,
-        table,
-        lambda: _tensor(table.slots(tokens.host_sequence, tokens.host_positions), tokens),
-    )
+    return _tensor(table.slots(tokens.host_sequence, tokens.host_positions), tokens)
 
 
+@_once
 def window_slots(tokens: Tokens, table: PageTable, size: int) -> Tensor:
     """Slots of positions p-W+1 .. p: [N,W] int64; -1 before position 0."""
-
-    def make() -> Tensor:
-        seen = tokens.host_positions[:, None] + np.arange(1 - size, 1)
-        slots = table.slots(tokens.host_sequence[:, None], np.maximum(seen, 0))
-        np.copyto(slots, -1, where=seen < 0)
-        return _tensor(slots, tokens)
-
-    return _once(tokens.cache.window_slots, (table, size), make)
+    seen = tokens.host_positions[:, None] + np.arange(1 - size, 1)
+    slots = table.slots(tokens.host_sequence[:, None], np.maximum(seen, 0))
+    np.copyto(slots, -1, where=seen < 0)
+    return _tensor(slots, tokens)
 
 
+@_once
 def complete_slots(tokens: Tokens, table: PageTable, ratio: int) -> Tensor:
     """Slots of the entries that each token sees, in order: [N,K] int64, filled with -1."""
-
-    def make() -> Tensor:
-        slots = _entry_slots(tokens, table, ratio)[tokens.host_sequence]
-        seen = (tokens.host_positions + 1) // ratio
-        np.copyto(slots, -1, where=np.arange(slots.shape[1]) >= seen[:, None])
-        return _tensor(slots, tokens)
-
-    return _once(tokens.cache.complete_slots, (table, ratio), make)
+    slots = _entry_slots(tokens, table, ratio)[tokens.host_sequence]
+    seen = (tokens.host_positions + 1) // ratio
+    np.copyto(slots, -1, where=np.arange(slots.shape[1]) >= seen[:, None])
+    return _tensor(slots, tokens)
 
 
+@_once
 def index_step(tokens: Tokens, table: PageTable) -> IndexStep:
     """The C4 entries of each sequence."""
-    return _once(
-        tokens.cache.index_steps,
-        table,
-        lambda: IndexStep(
-            query_start=tuple(tokens.host_query_start),
-            max_entries=tuple(end // 4 for _, end in _chunks(tokens)),
-            entry_slots=_tensor(_entry_slots(tokens, table, 4), tokens),
-            num_entries=_tensor((tokens.host_positions + 1) // 4, tokens),
-        ),
-    )
-
-
-def compress_step(
-    tokens: Tokens,
-    state_table: PageTable,
-    entry_table: PageTable,
-    ratio: int,
-    max_verify_tokens: int,
-) -> CompressStep:
-    """The entries of `ratio` tokens that complete, and the state that later steps need.
-
-    Args:
-        max_verify_tokens: as in ops.compressor.Compress.
-    """
-    return _once(
-        tokens.cache.compress_steps,
-        (entry_table, ratio),
-        lambda: _compress_step(tokens, state_table, entry_table, ratio, max_verify_tokens),
+    return IndexStep(
+        query_start=tuple(tokens.host_query_start),
+        max_entries=tuple(end // 4 for _, end in _chunks(tokens)),
+        entry_slots=_tensor(_entry_slots(tokens, table, 4), tokens),
+        num_entries=_tensor((tokens.host_positions + 1) // 4, tokens),
     )
 
 
@@ -135,74 +104,47 @@ def _entry_slots(tokens: Tokens, table: PageTable, ratio: int) -> Ints:
     return out
 
 
-def _compress_step(
+@_once
+def compress_step(
     tokens: Tokens,
     state_table: PageTable,
     entry_table: PageTable,
     ratio: int,
     max_verify_tokens: int,
 ) -> CompressStep:
-    chunks = _chunks(tokens)
-    query_start = tokens.host_query_start
+    """The entries of `ratio` tokens that complete, and the state that later steps need.
+
+    Args:
+        max_verify_tokens: as in ops.compressor.Compress.
+    """
+    sequence, positions, chunks = tokens.host_sequence, tokens.host_positions, _chunks(tokens)
     align, before = STATE_KEPT[ratio]
     # The earliest position at which each sequence may continue: the step may reject drafts, but
     # not the first token.
     settled = [
         end if end - start > max_verify_tokens else min(start + 1, end) for start, end in chunks
     ]
-    tails = [count // align * align - before for count in settled]
-    kept = [
-        (b, first + token - start, token)
-        for b, ((start, end), first, tail) in enumerate(
-            zip(chunks, query_start, tails, strict=False)
-        )
-        for token in range(max(start, tail), end)
-    ]
-    kept += _ends_of_blocks(chunks, query_start, state_table, before, tails)
-    entries = [
-        (b, entry)
-        for b, (start, end) in enumerate(chunks)
-        for entry in range(start // ratio, end // ratio)
-    ]
-    owners, sources, positions = np.array(kept, np.int64).reshape(-1, 3).T
+    tails = np.array([count // align * align - before for count in settled], np.int64)
+    ending = positions % BLOCK_TOKENS >= BLOCK_TOKENS - before
+    kept = positions >= tails[sequence]
+    if ending.any():
+        kept |= ending & state_table.has_pages(sequence, positions)
+    complete = (positions + 1) % ratio == 0
     history, entry_slots, entry_positions = (np.empty(0, np.int64) for _ in range(3))
-    mixed = 2 * ratio if ratio == 4 else ratio
-    entry_sources = np.empty((0, mixed), np.int64)
-    if entries:
-        sequence, entry = np.array(entries, np.int64).T
-        last_tokens = (entry[:, None] + 1) * ratio + np.arange(-mixed, 0)
-        history, entry_sources = _sources(tokens, chunks, state_table, sequence, last_tokens, ratio)
-        entry_slots, entry_positions = entry_table.slots(sequence, entry), entry * ratio
+    entry_sources = np.empty((0, 2 * ratio if ratio == 4 else ratio), np.int64)
+    if complete.any():
+        owners, last = sequence[complete], positions[complete]
+        mixed = last[:, None] + np.arange(1 - entry_sources.shape[1], 1)
+        history, entry_sources = _sources(tokens, chunks, state_table, owners, mixed, ratio)
+        entry_slots, entry_positions = entry_table.slots(owners, last // ratio), last + 1 - ratio
     return CompressStep(
         history_slots=_tensor(history, tokens),
         entry_sources=_tensor(entry_sources, tokens),
         entry_slots=_tensor(entry_slots, tokens),
         entry_positions=_tensor(entry_positions, tokens),
-        state_sources=_tensor(sources.copy(), tokens),
-        state_slots=_tensor(state_table.slots(owners, positions), tokens),
+        state_sources=_tensor(np.flatnonzero(kept), tokens),
+        state_slots=_tensor(state_table.slots(sequence[kept], positions[kept]), tokens),
     )
-
-
-def _ends_of_blocks(
-    chunks: list[tuple[int, int]],
-    query_start: list[int],
-    state_table: PageTable,
-    before: int,
-    tails: list[int],
-) -> list[tuple[int, int, int]]:
-    """(sequence, new row, position) of the rows to keep at the ends of blocks within the chunks.
-
-    The list omits positions from `tails` on, because every sequence keeps those rows anyway.
-    """
-    kept = []
-    for b, (start, end) in enumerate(chunks):
-        if not before or start // BLOCK_TOKENS == end // BLOCK_TOKENS:
-            continue
-        for block_end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, end, BLOCK_TOKENS):
-            if state_table.has_page(b, block_end - 1):
-                tokens = range(max(start, block_end - before), min(block_end, tails[b]))
-                kept += [(b, query_start[b] + token - start, token) for token in tokens]
-    return kept
 
 
 def _sources(
@@ -215,33 +157,18 @@ def _sources(
 ) -> tuple[Ints, Ints]:
     """Slots of the kept rows that entries mix, and indices [M,S] into (kept rows, new rows)."""
     align, before = STATE_KEPT[ratio]
-    query_start = tokens.host_query_start
-    completing = set(sequence_M.tolist())
-    first_kept = [
-        max(0, start // align * align - before) if b in completing else start
-        for b, (start, _) in enumerate(chunks)
-    ]
-    history = [
-        (b, token)
-        for b, ((start, _), first) in enumerate(zip(chunks, first_kept, strict=True))
-        for token in range(first, start)
-    ]
+    starts = np.array([start for start, _ in chunks], np.int64)
+    completes = np.bincount(sequence_M, minlength=len(starts)) > 0
+    first_kept = np.where(completes, np.maximum(0, starts // align * align - before), starts)
+    counts = starts - first_kept
+    owners = np.repeat(np.arange(len(counts)), counts)
     # For each sequence: index into (kept rows, new rows) minus position, of kept and of new rows.
-    kept_row, new_row = [], []
-    count = 0
-    for b, ((start, _), first) in enumerate(zip(chunks, first_kept, strict=True)):
-        kept_row.append(count - first)
-        new_row.append(len(history) + query_start[b] - start)
-        count += start - first
-    starts = np.array([start for start, _ in chunks], np.int64)[sequence_M, None]
-    rows = np.where(
-        tokens_MS >= starts,
-        tokens_MS + np.array(new_row, np.int64)[sequence_M, None],
-        tokens_MS + np.array(kept_row, np.int64)[sequence_M, None],
-    )
+    kept_row = np.cumsum(counts) - starts
+    new_row = len(owners) + np.array(tokens.host_query_start[:-1]) - starts
+    of = sequence_M[:, None]
+    rows = tokens_MS + np.where(tokens_MS >= starts[of], new_row[of], kept_row[of])
     np.copyto(rows, -1, where=tokens_MS < 0)
-    owners, positions = np.array(history, np.int64).reshape(-1, 2).T
-    return state_table.slots(owners, positions), rows
+    return state_table.slots(owners, np.arange(len(owners)) - kept_row[owners]), rows
 
 
 def padded(entries: int) -> int:

@@ -13,13 +13,7 @@ from torch import Tensor
 
 from finwhale.ops.attention import PrepareQkv, SparseAttention, StoreWindowRows
 from finwhale.ops.compressor import Compress
-from finwhale.ops.drafts import (
-    AcceptDrafts,
-    ContinueTokens,
-    DraftConfidences,
-    MakeBlocks,
-    MarkovLogits,
-)
+from finwhale.ops.drafts import AcceptDrafts, ContinueTokens, DraftConfidences, MakeBlocks
 from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
 from finwhale.ops.launch.sizes import LaunchClasses
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
@@ -116,7 +110,6 @@ class Ops:
     continue_tokens: ContinueTokens
     accept_drafts: AcceptDrafts
     make_blocks: MakeBlocks
-    markov_logits: MarkovLogits
     draft_confidences: DraftConfidences
 
     def experts(

@@ -7,8 +7,7 @@ from finwhale.engine.start.decisions import Decisions
 from finwhale.engine.start.launch_signatures import LaunchEnumerator
 from finwhale.engine.start.memory import LargestSteps
 from finwhale.models.protocol import BuildableModel
-from finwhale.ops.builds import Built
-from finwhale.ops.builds.loading import load_builds
+from finwhale.ops.builds import Built, load_builds
 from finwhale.weights.assembler import Assembler
 
 

@@ -133,8 +133,7 @@ class DsparkHead(DraftLayers):
         super().__init__(context, weights.layers, weights.hc_head, shared)
         self.config, self.weights = config.dspark, weights
         self.num_streams = config.hc_mult
-        self.make_blocks, self.markov_logits = ops.make_blocks, ops.markov_logits
-        self.draft_confidences = ops.draft_confidences
+        self.make_blocks, self.draft_confidences = ops.make_blocks, ops.draft_confidences
         self._shape = BlockShape(
             num_tokens=self.config.num_rows,
             noise_id=self.config.noise_token_id,
@@ -178,11 +177,10 @@ class DsparkHead(DraftLayers):
         logits = self.compute_logits(streams.flatten(0, 1)).unflatten(0, streams.shape[:2])
         ids: list[Tensor] = []
         for k in range(num_drafts):
-            newest = ids[-1] if ids else start.newest_ids
-            corrected = self.markov_logits(
-                logits[:, k], newest, self.weights.markov_w1, self.weights.markov_w2
-            )
-            ids.append(choose(corrected, k))
+            # The Markov head corrects a draft's logits by the token before it.
+            rows = self.weights.markov_w1.index_select(0, ids[-1] if ids else start.newest_ids)
+            markov = self.linear(rows, self.weights.markov_w2).float()
+            ids.append(choose(logits[:, k] + markov, k))
         ids_BK, confidences = torch.stack(ids, 1), None
         if self._confidence is not None:
             confidences = self.draft_confidences(

@@ -21,6 +21,7 @@ from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses, up_to
+from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.paging import CacheRows, Tokens
 
 VALUES_PER_WARP = 512
@@ -96,10 +97,8 @@ def _prepare_qkv_kernel(
     row = tl.where(is_nope, row, rotate_row(row, cos, sin, BLOCK_C))
 
     nope = tl.reshape(tl.where(is_nope, row, 0.0), [BLOCK_C // GROUP, GROUP])
-    amax = tl.maximum(tl.max(tl.abs(nope), axis=1), 1e-4)
-    bits = ((amax * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    rounded = tl.reshape(nope * inverse[:, None], [BLOCK_C]).to(tl.float8e4nv)
+    rounded, scale = round_e4m3(nope, 1)
+    rounded = tl.reshape(rounded, [BLOCK_C])
     page_ptr = pool_ptr + page * stride_page
     row_ptr = page_ptr + (position % ROWS) * VALUE_BYTES
     tl.store(row_ptr + columns, rounded.to(tl.uint8, bitcast=True), mask=is_nope)
@@ -107,7 +106,8 @@ def _prepare_qkv_kernel(
     tl.store(rope_ptr + columns, row.to(tl.bfloat16), mask=mask & (columns >= C - R))
     group = tl.arange(0, BLOCK_C // GROUP)
     scale_ptr = page_ptr + ROWS * VALUE_BYTES + (position % ROWS) * SCALE_BYTES
-    tl.store(scale_ptr + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
+    exponent = scale.to(tl.int32, bitcast=True) >> 23
+    tl.store(scale_ptr + group, exponent.to(tl.uint8), mask=group < GROUPS)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -156,12 +156,7 @@ def _launch(
 
 
 def store_window_rows(
-    kv_NC: Tensor,
-    form: RowForm,
-    tokens: Tokens,
-    window: CacheRows,
-    *,
-    early_launch: bool = False,
+    kv_NC: Tensor, form: RowForm, tokens: Tokens, window: CacheRows, *, early_launch: bool = False
 ) -> None:
     """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
     _launch(None, kv_NC, form, tokens, window, early_launch)

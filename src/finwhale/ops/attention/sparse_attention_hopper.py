@@ -20,8 +20,6 @@ A token's bits depend on BLOCK_K and the shares, as in sparse_attention_triton.p
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from collections.abc import Callable
-
 import torch
 import triton
 from torch import Tensor
@@ -46,17 +44,15 @@ from finwhale.ops.attention.sparse_attention_hopper_parts import (
 from finwhale.ops.attention.sparse_attention_triton import (
     AttendPlan,
     AttentionProblem,
+    Tiles,
     check_problem,
     combine,
-    fixed_shares,
-    max_keys,
-    num_splits,
-    shared_contexts,
-    shared_tokens,
+    launch_classes,
+    plan_for,
 )
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.gluon_names import reinterpret
-from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, up_to
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
@@ -319,42 +315,20 @@ def takes(p: AttentionProblem) -> bool:
     )
 
 
-def _tiles(heads: int) -> tuple[int, int]:
-    """(heads of a program, warps), unless a plan is for few tokens."""
-    return mma_heads(heads), FEW_HEADS_WARPS if heads <= FEW_HEADS else NUM_WARPS
+def tiles(num_tokens: int, heads: int, invariant: bool) -> tuple[int, int, int]:
+    """See sparse_attention_triton.Tiles. With few tokens, a program has 16 heads and fewer keys."""
+    if num_tokens <= FEW_TOKENS and not invariant:
+        return FEW_ROWS, FEW_KEYS, NUM_WARPS
+    return mma_heads(heads), BLOCK_K, FEW_HEADS_WARPS if heads <= FEW_HEADS else NUM_WARPS
 
 
-def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
-    """With few tokens, a program has 16 heads and shorter tiles."""
-    (block_h, num_warps), block_k = _tiles(heads), BLOCK_K
-    if num_tokens <= FEW_TOKENS:
-        block_h, block_k, num_warps = FEW_ROWS, FEW_KEYS, NUM_WARPS
-    programs = num_tokens * triton.cdiv(heads, block_h)
-    splits = num_splits(programs, triton.cdiv(max_keys, block_k))
-    return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
-
-
-def _plan_of(model: ModelSizes) -> Callable[[int, int, int], AttendPlan]:
-    """The plan function of the kernel that supports a model's sizes."""
+def _tiles_of(model: ModelSizes) -> Tiles:
+    """The tiles of the kernel that supports a model's sizes."""
     fits = _fits(model.num_heads, model.head_dim, model.window)
-    return plan if fits else AttendPlan.of
+    return tiles if fits else sparse_attention_triton.tiles
 
 
-LAUNCH_CLASSES = LaunchClasses(
-    tokens=lambda model, most: up_to(most, shared_tokens(model, _plan_of(model))),
-    contexts=lambda model, num_tokens, longest: shared_contexts(
-        model, num_tokens, longest, _plan_of(model)
-    ),
-)
-
-
-def invariant_plan(p: AttentionProblem) -> AttendPlan:
-    """Like AttendPlan.invariant, for this kernel."""
-    block_h, num_warps = _tiles(p.q.shape[1])
-    share, splits = fixed_shares(p, BLOCK_K)
-    return AttendPlan(
-        block_h=block_h, block_k=BLOCK_K, splits=splits, num_warps=num_warps, share=share
-    )
+LAUNCH_CLASSES = launch_classes(_tiles_of)
 
 
 def attend(p: AttentionProblem, plan: AttendPlan) -> None:
@@ -383,13 +357,6 @@ def attend(p: AttentionProblem, plan: AttendPlan) -> None:
         combine(p, plan.splits, part, stats)
 
 
-def plan_for(p: AttentionProblem) -> AttendPlan:
-    if p.invariant:
-        return invariant_plan(p)
-    num_tokens, heads, _ = p.q.shape
-    return plan(num_tokens, heads, max_keys(p.tokens, p.window, p.entries))
-
-
 def sparse_attention(
     q_NAC: Tensor,
     rotary_LR: Tensor,
@@ -410,6 +377,6 @@ def sparse_attention(
     check_problem(problem)
     for part in problem.launches():
         if takes(part):
-            attend(part, plan_for(part))
+            attend(part, plan_for(part, tiles))
         else:
-            sparse_attention_triton.attend(part, sparse_attention_triton.plan_for(part))
+            sparse_attention_triton.attend(part, plan_for(part))

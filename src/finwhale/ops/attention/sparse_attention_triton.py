@@ -26,7 +26,6 @@ Operations: 4 A C per key. The floors for 640 keys of Flash at 4.39 TB/s and 0.7
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -431,6 +430,15 @@ def _combine_kernel(
 # --- Plan and launch ------------------------------------------------------------------------------
 
 
+# (tokens, heads, invariant) -> (heads and keys of a tile, warps).
+Tiles = Callable[[int, int, bool], tuple[int, int, int]]
+
+
+def tiles(num_tokens: int, heads: int, invariant: bool) -> tuple[int, int, int]:
+    many = heads >= 64 and num_tokens > FEW_TOKENS and not invariant
+    return (64, 64, 8) if many else (16, 32, 8)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttendPlan:
     """Tile sizes and shares for a problem.
@@ -448,21 +456,12 @@ class AttendPlan:
     share: int = 0
 
     @classmethod
-    def of(cls, num_tokens: int, heads: int, max_keys: int) -> "AttendPlan":
+    def of(cls, tiles: Tiles, num_tokens: int, heads: int, max_keys: int) -> "AttendPlan":
         """The plan for num_tokens with at most max_keys keys each (a host bound)."""
-        block_h, block_k, num_warps = 16, 32, 8
-        if heads >= 64 and num_tokens > FEW_TOKENS:
-            block_h, block_k = 64, 64
+        block_h, block_k, num_warps = tiles(num_tokens, heads, False)
         programs = num_tokens * triton.cdiv(heads, block_h)
         splits = num_splits(programs, triton.cdiv(max_keys, block_k))
         return cls(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
-
-    @classmethod
-    def invariant(cls, problem: "AttentionProblem") -> "AttendPlan":
-        """A plan that is the same for every step of a model."""
-        block_k = 32
-        share, splits = fixed_shares(problem, block_k)
-        return cls(block_h=16, block_k=block_k, splits=splits, num_warps=8, share=share)
 
 
 def num_splits(programs: int, tiles: int) -> int:
@@ -475,35 +474,26 @@ def num_splits(programs: int, tiles: int) -> int:
     return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
 
 
-def shared_tokens(model: ModelSizes, plan: Callable[[int, int, int], AttendPlan]) -> set[int]:
-    """`LaunchClasses.tokens` for a plan function."""
+def launch_classes(tiles_of: Callable[[ModelSizes], Tiles]) -> LaunchClasses:
+    """The launch classes of kernels whose tiles depend on a model's sizes."""
 
-    def class_of(num_tokens: int) -> AttendPlan:
-        return plan(num_tokens, model.num_heads, MANY_KEYS)
+    def plan(model: ModelSizes, num_tokens: int) -> AttendPlan:
+        return AttendPlan.of(tiles_of(model), num_tokens, model.num_heads, MANY_KEYS)
 
-    return last_of_classes(class_of, MAX_PROGRAMS + 1)
+    def tokens(model: ModelSizes, most: int) -> set[int]:
+        return up_to(most, last_of_classes(lambda n: plan(model, n), MAX_PROGRAMS + 1))
 
-
-def shared_contexts(
-    model: ModelSizes,
-    num_tokens: int,
-    longest: int,
-    plan: Callable[[int, int, int], AttendPlan],
-) -> set[int]:
-    """`LaunchClasses.contexts` for a plan function, with complete entries."""
-    most = plan(num_tokens, model.num_heads, MANY_KEYS)
-    found: set[int] = set()
-    for ratio in model.complete_ratios:
-        keys = (tiles * most.block_k for tiles in range(1, most.splits))
+    def contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
+        most = plan(model, num_tokens)
+        keys = [tile * most.block_k for tile in range(1, most.splits)]
         entries = (0, *(count - model.window for count in keys if count > model.window))
-        found |= {(count + 1) * ratio - 1 for count in entries}
-    return up_to(longest, found)
+        ends = ((count + 1) * r - 1 for r in model.complete_ratios for count in entries)
+        return up_to(longest, ends)
+
+    return LaunchClasses(tokens=tokens, contexts=contexts)
 
 
-LAUNCH_CLASSES = LaunchClasses(
-    tokens=lambda model, most: up_to(most, shared_tokens(model, AttendPlan.of)),
-    contexts=partial(shared_contexts, plan=AttendPlan.of),
-)
+LAUNCH_CLASSES = launch_classes(lambda model: tiles)
 
 
 def fixed_shares(p: "AttentionProblem", block_k: int) -> tuple[int, int]:
@@ -569,10 +559,6 @@ class AttentionProblem:
         return 2 * self.rotary.shape[1]
 
     @property
-    def launch(self) -> dict[str, Any]:
-        return launch_options(self.early_launch)
-
-    @property
     def kind(self) -> int:
         if isinstance(self.entries, TopkEntries) and self.entries.slots.shape[1]:
             return SELECTED
@@ -586,17 +572,12 @@ class AttentionProblem:
 
         A batch-invariant problem is split into parts of INVARIANT_TOKENS tokens.
         """
-        if self.q.shape[0] == 0:
-            return
-        if self.invariant:
-            yield from self.slices(INVARIANT_TOKENS)
-        else:
+        num_tokens = self.q.shape[0]
+        if num_tokens and not self.invariant:
             yield self
-
-    def slices(self, size: int) -> Iterator["AttentionProblem"]:
-        """Split the problem into parts of `size` tokens."""
-        for start in range(0, self.q.shape[0], size):
-            part = slice(start, start + size)
+            return
+        for start in range(0, num_tokens, INVARIANT_TOKENS):
+            part = slice(start, start + INVARIANT_TOKENS)
             tokens = replace(
                 self.tokens,
                 positions=self.tokens.positions[part],
@@ -681,15 +662,20 @@ class AttentionProblem:
             "RATIO": ratio,
             "BLOCK_S": triton.next_power_of_2(max(FEWEST_SLOTS, num_slots)) if num_slots else 1,
             **self.output(),
-            **self.launch,
+            **launch_options(self.early_launch),
         }
 
 
-def plan_for(p: AttentionProblem) -> AttendPlan:
-    if p.invariant:
-        return AttendPlan.invariant(p)
+def plan_for(p: AttentionProblem, tiles: Tiles = tiles) -> AttendPlan:
+    """The plan of a step, or if `p` is invariant, the same plan for every step of a model."""
     num_tokens, heads, _ = p.q.shape
-    return AttendPlan.of(num_tokens, heads, max_keys(p.tokens, p.window, p.entries))
+    if not p.invariant:
+        return AttendPlan.of(tiles, num_tokens, heads, max_keys(p.tokens, p.window, p.entries))
+    block_h, block_k, num_warps = tiles(num_tokens, heads, True)
+    share, splits = fixed_shares(p, block_k)
+    return AttendPlan(
+        block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps, share=share
+    )
 
 
 def attend(p: AttentionProblem, plan: AttendPlan) -> None:
@@ -733,7 +719,7 @@ def combine(p: AttentionProblem, splits: int, part: Tensor, stats: Tensor) -> No
         EVERY=not p.invariant,  # otherwise a short sequence has keys in few of a fixed number
         num_warps=4,
         **p.output(),
-        **p.launch,
+        **launch_options(p.early_launch),
     )
 
 

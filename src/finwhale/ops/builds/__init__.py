@@ -10,6 +10,9 @@ weights are loaded. `Builds.prepare` does the same for what is missing, and load
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from finwhale.ops import Ops
+from finwhale.platform import Platform
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
@@ -60,3 +63,20 @@ class Builds:
     def late(self) -> Mapping[str, int]:
         """Number of kernels compiled or loaded since `mark_ready`, by compiler."""
         return {}
+
+
+def load_builds(ops: Ops, platform: Platform, device_index: int, directory: str | None) -> Builds:
+    """Create the compilers of a table.
+
+    Args:
+        device_index: number of the GPU.
+        directory: where compiled artefacts are stored; None: the default directory.
+
+    Raises:
+        ResourceError: the directory cannot be used.
+    """
+    if not ops.capabilities.builds_kernels:
+        return Builds()
+    from finwhale.ops.builds.kernel_builds import KernelBuilds
+
+    return KernelBuilds(platform, device_index, directory)

@@ -203,10 +203,7 @@ class KernelBuilds(Builds):
         size = min(num_jobs, GEMM_WORKERS, usable_cores() or 1, free // GEMM_WORKER_BYTES)
         if size < 1:
             return None
-        first = {
-            "cache": str(self._deepgemm.folder.parent),
-            "device": self._device_index,
-        }
+        first = {"cache": str(self._deepgemm.folder.parent), "device": self._device_index}
         return Pool("finwhale.ops.builds.gemm_worker", first, int(size))
 
     def _close_pool(self) -> None:

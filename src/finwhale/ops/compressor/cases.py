@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention.cases import ENTRY_ROWS, row_bytes
-from finwhale.ops.case import (
-    Args,
-    Chunks,
-    Draw,
-    ModelDraw,
-    OpCase,
-    OpSizes,
-    entry_rows,
-    num_tokens,
-)
+from finwhale.ops.case import Args, Chunks, Draw, ModelDraw, OpCase, OpSizes, entry_rows, num_tokens
 from finwhale.ops.compressor import STATE_KEPT, CompressorWeight, CompressPart, Rounding
 from finwhale.ops.indexer.cases import key_bytes
 from finwhale.ops.paging import BLOCK_TOKENS, CacheRows

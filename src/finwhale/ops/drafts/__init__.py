@@ -4,8 +4,7 @@ All of them are small, so a kernel each replaces many launches. None waits for t
 
 Legend: N tokens of a step, B sequences, S ids that the host may send, L rows of the last step, W
 the most tokens of a sequence in a step that verifies drafts, P = W - 1 drafts, K new drafts, G
-tokens of a block, H residual streams, D hidden, R width of the Markov head, V vocabulary, X tokens
-of it that a rank computes.
+tokens of a block, H residual streams, D hidden, R width of the Markov head, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight, MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
@@ -138,27 +136,6 @@ class MakeBlocks(Protocol):
             newest_B: int64: the first token of each block.
             last: the last verified token of each sequence. The sequences are those of `table`, in
                 the same order.
-        """
-        ...
-
-
-class MarkovLogits(Protocol):
-    """logits + markov_w1[newest] @ markov_w2^T: correct the next draft's logits by its last token.
-
-    The product is the table's `Linear`, and a separate float32 sum adds it to the logits, bit for
-    bit.
-    """
-
-    def __call__(
-        self, logits_BX: Tensor, newest_B: Tensor, markov_w1: Tensor, markov_w2: LinearWeight
-    ) -> Tensor:
-        """Returns new logits [B,X] float32.
-
-        Args:
-            logits_BX: float32; rows may be strided.
-            newest_B: int64, may be strided: the token before each sequence's next draft.
-            markov_w1: [V,R].
-            markov_w2: [X,R], without a scale, for inputs that are not rounded.
         """
         ...
 

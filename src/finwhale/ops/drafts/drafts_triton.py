@@ -335,19 +335,24 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
     return DraftBlock(ids, tokens, slots)
 
 
-def _scores(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Tensor:
-    """The part [B,K] of the drafts' confidences that does not depend on their tokens."""
+def draft_confidences(
+    streams_BKHD: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight, params: MhcParams
+) -> Tensor:
     count, num_drafts, streams, width = streams_BKHD.shape
-    head = w.hc_head
-    check_contiguous(fn=head.fn, base=head.base, proj=w.proj)
+    head, markov, rank = w.hc_head, w.markov_w1, 0
+    check_contiguous(fn=head.fn, base=head.base, proj=w.proj, ids_BK=ids_BK)
+    if markov is not None:
+        check_contiguous(markov_w1=markov)
+        rank = markov.shape[1]
     if streams_BKHD.stride()[2:] != (width, 1):
         raise ValueError(f"a draft's streams are contiguous, got strides {streams_BKHD.stride()}")
-    out_BK = torch.empty((count, num_drafts), dtype=torch.float32, device=streams_BKHD.device)
+    shape, device = (count, num_drafts), streams_BKHD.device
+    scores_BK, out_BK = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
     if out_BK.numel() == 0:
         return out_BK
     block_d = min(BLOCK_D, triton.next_power_of_2(width))
-    _score_kernel[(count, num_drafts)](
-        *(streams_BKHD, head.fn, head.scale, head.base, w.proj, out_BK),
+    _score_kernel[shape](
+        *(streams_BKHD, head.fn, head.scale, head.base, w.proj, scores_BK),
         *(streams_BKHD.stride(0), streams_BKHD.stride(1)),
         *(params.eps, params.rms_eps),
         H=streams,
@@ -356,26 +361,7 @@ def _scores(streams_BKHD: Tensor, w: ConfidenceWeight, params: MhcParams) -> Ten
         BLOCK_D=block_d,
         num_warps=max(1, block_d // 32),
     )
-    return out_BK
-
-
-def draft_confidences(
-    streams_BKHD: Tensor,
-    newest_B: Tensor,
-    ids_BK: Tensor,
-    w: ConfidenceWeight,
-    params: MhcParams,
-) -> Tensor:
-    scores_BK = _scores(streams_BKHD, w, params)
-    check_contiguous(ids_BK=ids_BK)
-    markov, rank = w.markov_w1, 0
-    if markov is not None:
-        check_contiguous(markov_w1=markov)
-        rank = markov.shape[1]
-    out_BK = torch.empty_like(scores_BK)
-    if out_BK.numel() == 0:
-        return out_BK
-    _confidence_kernel[tuple(scores_BK.shape)](
+    _confidence_kernel[shape](
         *(scores_BK, w.proj, w.proj if markov is None else markov, newest_B, ids_BK, out_BK),
         *(newest_B.stride(0), w.proj.shape[1] - rank),
         R=rank,

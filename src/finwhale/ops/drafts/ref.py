@@ -10,8 +10,6 @@ from finwhale.ops.drafts import (
     PlannedTokens,
     VerifiedStep,
 )
-from finwhale.ops.linear import Linear, LinearWeight
-from finwhale.ops.linear.ref import linear
 from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 
@@ -55,7 +53,11 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
         max_query=rows,
     )
     first_B = positions_BG[:, 0]
-    seen_BGG = first_B[:, None, None] + extra_offsets(shape, newest_B.device)
+    # Each token's further rows, counted from the block's first position.
+    k, j = steps_G[:, None] - 1, steps_G - 1
+    later = rows - 1 - k
+    extra_GG = torch.where(j < later, k + 1 + j, k - shape.window - (j - later))
+    seen_BGG = first_B[:, None, None] + extra_GG
     page_indices = seen_BGG // table.rows_per_page - table.first[:, None, None]
     page_indices = page_indices.clamp_(0, table.pages.shape[1] - 1)
     pages = table.pages.gather(1, page_indices.flatten(1)).view_as(page_indices)
@@ -64,33 +66,8 @@ def make_blocks(newest_B: Tensor, last: Tokens, table: PageTable, shape: BlockSh
     return DraftBlock(ids.flatten(), tokens, slots.masked_fill_(none, -1).flatten(0, 1).int())
 
 
-def extra_offsets(shape: BlockShape, device: torch.device) -> Tensor:
-    """Return [G,G] int64: each token's further rows, counted from the block's first position."""
-    rows = shape.num_tokens
-    j = torch.arange(rows, device=device)
-    k = j[:, None]
-    later = rows - 1 - k
-    return torch.where(j < later, k + 1 + j, k - shape.window - (j - later))
-
-
-def markov_logits(
-    logits_BX: Tensor,
-    newest_B: Tensor,
-    markov_w1: Tensor,
-    markov_w2: LinearWeight,
-    *,
-    linear: Linear = linear,
-) -> Tensor:
-    """linear: the linear layer of any table."""
-    return logits_BX + linear(markov_w1.index_select(0, newest_B), markov_w2).float()
-
-
 def draft_confidences(
-    streams_BKHD: Tensor,
-    newest_B: Tensor,
-    ids_BK: Tensor,
-    w: ConfidenceWeight,
-    params: MhcParams,
+    streams_BKHD: Tensor, newest_B: Tensor, ids_BK: Tensor, w: ConfidenceWeight, params: MhcParams
 ) -> Tensor:
     head = w.hc_head
     streams = streams_BKHD.float()

@@ -35,12 +35,7 @@ class PrepareIndexQueries(Protocol):
     """
 
     def __call__(
-        self,
-        q_NIC: Tensor,
-        rotary_LR: Tensor,
-        tokens: Tokens,
-        topk: int,
-        round_query: bool,
+        self, q_NIC: Tensor, rotary_LR: Tensor, tokens: Tokens, topk: int, round_query: bool
     ) -> IndexQueries:
         """q [N,I,C] as projected, rows may be strided; rotary [L,R/2,2] float32."""
         ...

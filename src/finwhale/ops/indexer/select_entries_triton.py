@@ -74,12 +74,7 @@ def _unpacked(codes, below, C: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constex
         codes = tl.reshape(codes, [ROWS, C // GROUP, GROUP // 2])
         wide, _ = tl.broadcast(below[:, :, None], codes)
         first, second = tl.inline_asm_elementwise(
-            UNPACK,
-            OPERANDS,
-            [codes, wide],
-            dtype=(tl.uint8, tl.uint8),
-            is_pure=True,
-            pack=4,
+            UNPACK, OPERANDS, [codes, wide], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )
         values = tl.permute(tl.join(first, second), [0, 1, 3, 2])
     else:

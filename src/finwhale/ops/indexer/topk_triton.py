@@ -335,7 +335,11 @@ def select_topk(
         shape = (num_rows, lists[0] * (block // group) + sum(lists[:-1]) * topk)
         candidates = torch.empty(shape, dtype=torch.int32, device=out_NK.device)
     if len(lists) > 1:
-        counters = counters_of(tokens, num_rows, sum(lists[1:]))
+        # Counts of ended programs. They are 0 before and after each launch, so layers share them.
+        width, kept = sum(lists[1:]), tokens.cache.topk_counters
+        if kept is None or kept.shape[0] < num_rows or kept.shape[1] < width:
+            kept = tokens.cache.topk_counters = out_NK.new_zeros(num_rows, width)
+        counters = kept
     prefill = tokens.max_query > MAX_DECODE_QUERY and group == 1
     values = PREFILL_VALUES_PER_THREAD if prefill else DECODE_VALUES_PER_THREAD
     _select_kernel[(num_rows, lists[0])](
@@ -352,12 +356,3 @@ def select_topk(
         num_warps=max(4, block // (32 * values)),
         **launch_options(early_launch),
     )
-
-
-def counters_of(tokens: Tokens, num_rows: int, width: int) -> Tensor:
-    """Counts of ended programs. They are 0 before and after each launch, so layers share them."""
-    counters = tokens.cache.topk_counters
-    if counters is None or counters.shape[0] < num_rows or counters.shape[1] < width:
-        counters = torch.zeros(num_rows, width, dtype=torch.int32, device=tokens.positions.device)
-        tokens.cache.topk_counters = counters
-    return counters

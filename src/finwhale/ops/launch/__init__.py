@@ -4,6 +4,5 @@
 - early_launch_hopper: the instructions of such a kernel, for Gluon.
 - arguments: checks of the tensors that a launch takes.
 - sizes: the sizes at which the launch signatures of kernels change.
-- shared_memory: lets small kernels leave room for the kernels that start beside them.
 - streamed_loads: lets TMA loads leave the rest of the L2 cache alone.
 """

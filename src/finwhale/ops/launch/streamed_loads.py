@@ -53,19 +53,14 @@ class _Hook:
     before: Callable[..., Any] | None
 
     def __call__(
-        self,
-        backend: Any = None,
-        stages: dict[str, Any] | None = None,
-        options: Any = None,
-        language: Any = None,
-        capability: Any = None,
+        self, backend: Any = None, stages: dict[str, Any] | None = None, *more: Any
     ) -> tuple[str, str] | None:
         """Triton 3.7 calls it without arguments, too, for what it adds to a kernel's cache key."""
         if stages is None:
             key, digest = ("", "") if self.before is None else self.before()
             return f"{key}{KEY}", f"{digest}{KEY}"
         if self.before is not None:
-            self.before(backend, stages, options, language, capability)
+            self.before(backend, stages, *more)
         if "ptx" in stages:
             make = stages["ptx"]
             stages["ptx"] = lambda source, metadata: streamed(make(source, metadata))

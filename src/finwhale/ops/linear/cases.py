@@ -4,15 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from finwhale.ops.case import (
-    BF16_RATE,
-    FP8_RATE,
-    Chunks,
-    ModelDraw,
-    OpCase,
-    OpSizes,
-    num_tokens,
-)
+from finwhale.ops.case import BF16_RATE, FP8_RATE, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 from finwhale.ops.linear import LinearWeight
 
 

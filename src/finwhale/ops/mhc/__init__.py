@@ -140,6 +140,5 @@ class FusedReduceMhc:
     num_programs: Callable[[int, int], int]
     mhc_post: Callable[[Terms, Tensor, Tensor, Tensor], Tensor]
     mhc_post_pre: Callable[
-        [Terms, Tensor, Tensor, Tensor, MhcWeight, MhcParams],
-        tuple[Tensor, Tensor, Tensor, Tensor],
+        [Terms, Tensor, Tensor, Tensor, MhcWeight, MhcParams], tuple[Tensor, Tensor, Tensor, Tensor]
     ]

@@ -41,13 +41,5 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
         args=lambda: (draw.activation(N, 4, D), weight(draw, D, 1.0), PARAMS),
         bytes=N * (5 * D * size + 80) + fn_bytes + 4 * D,
     )
-    yield OpCase(
-        operator="mhc_post",
-        args=post,
-        bytes=N * (9 * D * size + 80),
-    )
-    yield OpCase(
-        operator="hc_head",
-        args=head,
-        bytes=N * 5 * D * size + fn_bytes // 6 + 4 * D,
-    )
+    yield OpCase(operator="mhc_post", args=post, bytes=N * (9 * D * size + 80))
+    yield OpCase(operator="hc_head", args=head, bytes=N * 5 * D * size + fn_bytes // 6 + 4 * D)

@@ -161,16 +161,6 @@ def num_programs(num_tokens: int, width: int, *, options: MhcOptions = DEFAULT) 
     return max(math.prod(plan.grid(num_tokens, width)) for plan in plans)
 
 
-def _empty_parts(
-    num_tokens: int, slots: int, rows: int, device: torch.device, *, few: bool
-) -> Tensor:
-    """Allocate parts [N,S,rows] float32: contiguous by token for few tokens, else by value."""
-    if few:
-        return torch.empty((num_tokens, slots, rows), dtype=torch.float32, device=device)
-    shape = (slots, rows, num_tokens)
-    return torch.empty(shape, dtype=torch.float32, device=device).permute(2, 0, 1)
-
-
 def _planes(fn: Tensor, dtype: torch.dtype) -> Tensor:
     """Rearrange fn [M,4D] for `streams_many_kernel`."""
     num_rows, width = fn.shape[0], fn.shape[1] // NUM_STREAMS
@@ -288,7 +278,9 @@ def _run_streams(
         check_contiguous(fn=fn)
         slots, _ = plan.grid(num_tokens, width)
         rows = triton.next_power_of_2(max(16, fn.shape[0] + 1))
-        parts = _empty_parts(num_tokens, slots, rows, out_NHD.device, few=plan.few)
+        shape = (num_tokens, slots, rows) if plan.few else (slots, rows, num_tokens)
+        parts = torch.empty(shape, dtype=torch.float32, device=out_NHD.device)
+        parts = parts if plan.few else parts.permute(2, 0, 1)
     if num_tokens:
         p = FirstPass(plan, streams_NHD, step, fn, out_NHD, parts)
         if plan.few:
@@ -347,39 +339,6 @@ def _launch_many(p: FirstPass, options: MhcOptions) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Gates:
-    """The tensors of a block's gates: pre [N,H], post [N,H] and res [N,H,H], float32."""
-
-    pre: Tensor
-    post: Tensor
-    res: Tensor
-
-    @staticmethod
-    def empty(streams_NHD: Tensor) -> "Gates":
-        num_tokens, streams, _ = streams_NHD.shape
-        shapes = (num_tokens, streams), (num_tokens, streams), (num_tokens, streams, streams)
-        device = streams_NHD.device
-        return Gates(*(torch.empty(s, dtype=torch.float32, device=device) for s in shapes))
-
-
-def _run_gates(
-    parts: Tensor, w: MhcWeight, width: int, gates: Gates, params: MhcParams, options: MhcOptions
-) -> None:
-    """Compute the gates of many tokens."""
-    num_tokens, slots, rows = parts.shape
-    gates_kernel[(triton.cdiv(num_tokens, 32),)](
-        *(parts, w.scale, w.base, gates.pre, gates.post, gates.res),
-        *(num_tokens, width, params.eps, params.rms_eps),
-        ITERS=params.num_iters,
-        COMPILED=options.inline_asm,
-        SLOTS=slots,
-        ROWS=rows,
-        BLOCK_N=32,
-        num_warps=1,
-    )
-
-
 def _run_block_input(
     streams_NHD: Tensor,
     parts: Tensor,
@@ -388,21 +347,33 @@ def _run_block_input(
     options: MhcOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the second pass; returns (block input, post, res). hc_head has no post and res."""
-    num_tokens, _, width = streams_NHD.shape
+    (num_tokens, streams, width), device = streams_NHD.shape, streams_NHD.device
     check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
-    y_ND = torch.empty((num_tokens, width), dtype=streams_NHD.dtype, device=streams_NHD.device)
-    gates = Gates(y_ND, y_ND, y_ND) if isinstance(w, HcHeadWeight) else Gates.empty(streams_NHD)
+    y_ND = torch.empty((num_tokens, width), dtype=streams_NHD.dtype, device=device)
+    pre = post = res = y_ND
+    if isinstance(w, MhcWeight):
+        shapes = (num_tokens, streams), (num_tokens, streams), (num_tokens, streams, streams)
+        pre, post, res = (torch.empty(s, dtype=torch.float32, device=device) for s in shapes)
     if num_tokens == 0:
-        return y_ND, gates.post, gates.res
+        return y_ND, post, res
     few, kind = MhcPlan.of(num_tokens, streams_NHD.dtype, options).few, "head"
+    _, slots, rows = parts.shape
     if isinstance(w, MhcWeight):
         kind = "block" if few else "given"
-        if not few:
-            _run_gates(parts, w, width, gates, params, options)
-    _, slots, rows = parts.shape
+    if kind == "given":
+        gates_kernel[(triton.cdiv(num_tokens, 32),)](
+            *(parts, w.scale, w.base, pre, post, res),
+            *(num_tokens, width, params.eps, params.rms_eps),
+            ITERS=params.num_iters,
+            COMPILED=options.inline_asm,
+            SLOTS=slots,
+            ROWS=rows,
+            BLOCK_N=32,
+            num_warps=1,
+        )
     block_d = triton.next_power_of_2(width)
     block_input_kernel[(num_tokens, 2 if kind == "block" else 1)](
-        *(streams_NHD, parts, gates.pre, w.scale, w.base, w.norm, gates.post, gates.res, y_ND),
+        *(streams_NHD, parts, pre, w.scale, w.base, w.norm, post, res, y_ND),
         *(width, streams_NHD.stride(0), streams_NHD.stride(1), params.eps, params.rms_eps),
         *(parts.stride(0), parts.stride(2), slots),
         KIND=kind,
@@ -414,7 +385,7 @@ def _run_block_input(
         num_warps=min(16, max(1, block_d // (1024 if few else 512))),
         **launch_options(few and options.early_launch),
     )
-    return y_ND, gates.post, gates.res
+    return y_ND, post, res
 
 
 def mhc_pre(

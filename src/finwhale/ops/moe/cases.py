@@ -8,14 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from finwhale.ops.case import (
-    Args,
-    Chunks,
-    ModelDraw,
-    OpCase,
-    OpSizes,
-    num_tokens,
-)
+from finwhale.ops.case import Args, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 from finwhale.ops.moe import ExpertWeight
 
 MODEL_LIMIT = 10.0
@@ -43,16 +36,8 @@ def _model_routes(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCas
         return x, gate, table, draw.integers(s.vocab_size, N), scaling, positions
 
     token_bytes = D * size + 8 * K + 8
-    yield OpCase(
-        operator="route_by_score",
-        args=by_score,
-        bytes=N * token_bytes + size * E * D,
-    )
-    yield OpCase(
-        operator="route_by_hash",
-        args=by_hash,
-        bytes=N * (token_bytes + 8) + size * K * D,
-    )
+    yield OpCase(operator="route_by_score", args=by_score, bytes=N * token_bytes + size * E * D)
+    yield OpCase(operator="route_by_hash", args=by_hash, bytes=N * (token_bytes + 8) + size * K * D)
 
 
 def _model_experts(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:

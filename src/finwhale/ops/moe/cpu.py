@@ -44,12 +44,7 @@ def _weights(scores_NE: F32, ids_NK: I64, scaling: float) -> F32:
 
 
 def route_by_score(
-    x_ND: Tensor,
-    gate_ED: Tensor,
-    bias_E: Tensor,
-    topk: int,
-    scaling: float,
-    positions_N: Tensor,
+    x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor, topk: int, scaling: float, positions_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(x_ND, gate_ED)
     order = np.add(scores, view(bias_E))

@@ -50,14 +50,7 @@ def _aligned(count):
 
 @triton.jit
 def _write_blocks(
-    blocks_ptr,
-    expert,
-    first,
-    count,
-    base,
-    room,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    blocks_ptr, expert, first, count, base, room, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     """Write `room` blocks from base on: (expert, first, end) of up to BLOCK_N pairs, then -1."""
     for start in tl.range(0, room, BLOCK_S):

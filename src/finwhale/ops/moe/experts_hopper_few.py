@@ -39,13 +39,7 @@ from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.gluon_names import async_load, reinterpret
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
-from finwhale.ops.moe.experts_hopper_parts import (
-    decode,
-    mma,
-    ring,
-    swiglu,
-    weight_descriptors,
-)
+from finwhale.ops.moe.experts_hopper_parts import decode, mma, ring, swiglu, weight_descriptors
 from finwhale.ops.moe.experts_layout import TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 

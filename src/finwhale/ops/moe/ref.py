@@ -29,12 +29,7 @@ def _weights(scores_NE: Tensor, ids_NK: Tensor, scaling: float) -> Tensor:
 
 
 def route_by_score(
-    x_ND: Tensor,
-    gate_ED: Tensor,
-    bias_E: Tensor,
-    topk: int,
-    scaling: float,
-    positions_N: Tensor,
+    x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor, topk: int, scaling: float, positions_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(x_ND, gate_ED)
     # topk guarantees no order among equals.

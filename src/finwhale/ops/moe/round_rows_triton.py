@@ -98,11 +98,7 @@ def launch_tokens_of(plan: Callable[[int, int], Any], model: ModelSizes, most: i
 
 
 def _round_rows(
-    x: Tensor,
-    pair_rows: Tensor | None,
-    topk: int,
-    pairs: OrderedPairs,
-    early_launch: bool,
+    x: Tensor, pair_rows: Tensor | None, topk: int, pairs: OrderedPairs, early_launch: bool
 ) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     padded = len(pairs.order)

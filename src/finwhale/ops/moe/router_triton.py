@@ -375,12 +375,7 @@ def route_by_hash(
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     topk = tid2eid_VK.shape[1]
     _check(
-        x_ND,
-        topk,
-        gate=gate_ED,
-        tid2eid=tid2eid_VK,
-        token_ids=token_ids_N,
-        positions=positions_N,
+        x_ND, topk, gate=gate_ED, tid2eid=tid2eid_VK, token_ids=token_ids_N, positions=positions_N
     )
     num_tokens, width = x_ND.shape
     ids, weights = _outputs(x_ND, topk)

@@ -125,12 +125,6 @@ class SamplingBatch:
     logprobs: tuple[LogprobRows, ...] = ()
 
     @property
-    def plain(self) -> bool:
-        """Whether every row only takes its largest logit, without any other option."""
-        changed = self.penalties or self.bias or self.allowed or self.logprobs
-        return self.filters is None and not changed
-
-    @property
     def needs_whole_rows(self) -> bool:
         """Whether sampling needs whole rows of logits.
 

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 
 from finwhale.ops.case import Chunks, ModelDraw, OpCase, OpSizes
-from finwhale.ops.sampling import (
-    SamplingBatch,
-)
+from finwhale.ops.sampling import SamplingBatch
 
 
 def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:

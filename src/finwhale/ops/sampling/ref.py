@@ -103,12 +103,9 @@ def best_candidates(
         raise ValueError("candidates of a part of the vocabulary need a batch without filters")
     values_SV = logits_SV
     if batch.filters is not None:
-        rows_R = batch.filters.rows_R
-        if rows_R is None:
-            values_SV = perturb(logits_SV, batch, first, noise)
-        else:
-            values_RV = perturb(logits_SV[rows_R], batch, first, noise)
-            values_SV = logits_SV.index_copy(0, rows_R, values_RV)
+        rows_R = slice(None) if batch.filters.rows_R is None else batch.filters.rows_R
+        values_SV = logits_SV.clone()
+        values_SV[rows_R] = perturb(logits_SV[rows_R], batch, first, noise)
     max_S, ids_S = values_SV.max(dim=-1)
     bits_S = (max_S + 0.0).view(torch.int32)
     order_S = torch.where(bits_S < 0, bits_S ^ LARGEST, bits_S).masked_fill_(max_S.isnan(), LARGEST)

@@ -149,22 +149,6 @@ def _restrict_kernel(logits_ptr, rows_ptr, words_ptr, V, stride_s, stride_w, BLO
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def greedy(logits_SV: Tensor, *, early_launch: bool = False) -> tuple[Tensor, Tensor]:
-    """Find the largest logit of each row; the lowest id wins ties.
-
-    Args:
-        logits_SV: [S,V] float32 or bfloat16, V below 2^31 - 2^17; rows may be strided.
-
-    Returns:
-        ids [S] int64; valid [S] bool, False if the row has a NaN, +inf or nothing but -inf.
-    """
-    num_rows = _check(logits_SV)
-    if num_rows == 0:
-        return _pick(torch.empty((0, 1), dtype=torch.int64, device=logits_SV.device), early_launch)
-    parts = _parts(num_rows, logits_SV.shape[1])
-    return _pick(_best(logits_SV, parts, early_launch=early_launch)[0], early_launch)
-
-
 def _pick(candidates_SC: Tensor, early_launch: bool) -> tuple[Tensor, Tensor]:
     """The ids of each row's best candidates, and whether they are valid."""
     (num_rows, count), device = candidates_SC.shape, candidates_SC.device
@@ -181,19 +165,19 @@ def _pick(candidates_SC: Tensor, early_launch: bool) -> tuple[Tensor, Tensor]:
     return ids_S, valid_S
 
 
-def _check(logits_SV: Tensor) -> int:
-    """The number of rows."""
-    num_rows, vocab_size = logits_SV.shape
+def _check(logits_SV: Tensor) -> None:
+    vocab_size = logits_SV.shape[1]
+    if logits_SV.dtype != torch.float32:
+        raise ValueError(f"sampling takes float32 logits, got {logits_SV.dtype}")
     if logits_SV.stride(1) != 1:
         raise ValueError(f"a row's logits must be contiguous, got strides {logits_SV.stride()}")
     if not 0 < vocab_size < 2**31 - MAX_PARTS * BLOCK_V:
         raise ValueError(f"sampling takes 1 to 2^31 - 2^17 logits a row, got {vocab_size}")
-    return num_rows
 
 
 def _parts(num_rows: int, vocab_size: int) -> Parts:
     blocks = triton.cdiv(vocab_size, BLOCK_V)
-    steps = triton.cdiv(blocks, min(MAX_PARTS, triton.cdiv(PROGRAMS, num_rows)))
+    steps = triton.cdiv(blocks, min(MAX_PARTS, triton.cdiv(PROGRAMS, max(1, num_rows))))
     return Parts(count=triton.cdiv(blocks, steps), block=BLOCK_V, steps=steps)
 
 
@@ -231,14 +215,15 @@ def _best(
     shape, device = (logits_SV.shape[0], parts.count), logits_SV.device
     best_SP = torch.empty(shape, dtype=torch.int64, device=device)
     low_SP = torch.empty(shape, dtype=torch.int32, device=device) if low else best_SP
-    _best_kernel[shape](
-        *(logits_SV, best_SP, low_SP),
-        *(logits_SV.shape[1], first, logits_SV.stride(0), parts.steps),
-        BLOCK_V=BLOCK_V,
-        LOW=low,
-        num_warps=4,
-        **launch_options(early_launch),
-    )
+    if shape[0]:
+        _best_kernel[shape](
+            *(logits_SV, best_SP, low_SP),
+            *(logits_SV.shape[1], first, logits_SV.stride(0), parts.steps),
+            BLOCK_V=BLOCK_V,
+            LOW=low,
+            num_warps=4,
+            **launch_options(early_launch),
+        )
     return best_SP, low_SP
 
 
@@ -271,21 +256,17 @@ def _change(logits_SV: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def sample(logits_SV: Tensor, batch: SamplingBatch, *, early_launch: bool = False) -> SampledTokens:
-    if not batch.plain:
-        if logits_SV.dtype != torch.float32:
-            raise ValueError(f"sampling takes float32 logits, got {logits_SV.dtype}")
-        _check(logits_SV)
+    _check(logits_SV)
     x_SV = _change(logits_SV, batch)
-    filters, kept = batch.filters, None
+    filters, kept, parts = batch.filters, None, _parts(*x_SV.shape)
     if filters is not None and len(filters.temperature_R):
-        parts = _parts(*x_SV.shape)
         if filters.active:
             best = _best(x_SV, parts, low=True, early_launch=early_launch)
             kept = find_kept(x_SV, *best, parts, filters)
-        drawn_SP = draw(x_SV, parts, batch, kept, early_launch=early_launch)
-        ids_S, valid_S = _pick(drawn_SP, early_launch)
+        best_SP = draw(x_SV, parts, batch, kept, early_launch=early_launch)
     else:
-        ids_S, valid_S = greedy(x_SV, early_launch=early_launch)
+        best_SP, _ = _best(x_SV, parts, early_launch=early_launch)
+    ids_S, valid_S = _pick(best_SP, early_launch)
     logprobs = ref.measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
     return SampledTokens(ids_S=ids_S, valid_S=valid_S, logprobs=logprobs)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from finwhale.ops.attention import cpu as attention
 from finwhale.ops.compressor.cpu import compress
-from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer import cpu as indexer
 from finwhale.ops.linear import cpu as linear
 from finwhale.ops.mhc import cpu as mhc
@@ -43,5 +42,4 @@ OPS = replace(
     swiglu_mlp=moe.swiglu_mlp,
     sample=sample,
     best_candidates=bind(reference.OPS.best_candidates, noise=gumbel),
-    markov_logits=bind(markov_logits, linear=linear.linear),
 )

@@ -10,7 +10,6 @@ import torch
 from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_triton
 from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.drafts import drafts_triton
-from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer import select_entries_triton
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.launch.sizes import LaunchClasses
@@ -39,7 +38,6 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
     """max_stages: see the linear layers' `LinearOptions`."""
     num_multiprocessors = platform.num_multiprocessors
     options = LinearOptions(num_multiprocessors=num_multiprocessors, max_stages=max_stages)
-    linear = bind(linear_triton.linear, options=options)
     return Ops(
         capabilities=Capabilities(
             quantised_weights=True,
@@ -58,7 +56,7 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
         prepare_experts=prepare_experts,
         finish_experts=finish_experts,
         rms_norm=rms_norm,
-        linear=linear,
+        linear=bind(linear_triton.linear, options=options),
         grouped_form=linear_ref.grouped_form,
         grouped_linear=bind(linear_triton.grouped_linear, options=options),
         mhc_of_terms=None,
@@ -86,6 +84,5 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
         continue_tokens=drafts_triton.continue_tokens,
         accept_drafts=drafts_triton.accept_drafts,
         make_blocks=drafts_triton.make_blocks,
-        markov_logits=bind(markov_logits, linear=linear),
         draft_confidences=drafts_triton.draft_confidences,
     )

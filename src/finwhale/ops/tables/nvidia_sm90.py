@@ -12,11 +12,9 @@ from typing import Any
 from finwhale.ops.attention import prepare_qkv_triton, sparse_attention_hopper
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
-from finwhale.ops.drafts.ref import markov_logits
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
-from finwhale.ops.launch.shared_memory import prefer_shared_memory
 from finwhale.ops.launch.streamed_loads import install_hook
 from finwhale.ops.linear import few_tokens_hopper, linear_triton
 from finwhale.ops.linear import ref as linear_ref
@@ -43,7 +41,6 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
             its step. docs/numerics.md says what this costs.
     """
     install_hook()
-    prefer_shared_memory()
     portable, early = nvidia.table(platform), partial(bind, early_launch=True)
     multiprocessors: dict[str, Any] = {"num_multiprocessors": platform.num_multiprocessors}
     invariant: dict[str, Any] = {"invariant": True} if batch_invariant else {}
@@ -54,14 +51,13 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         grouped_form = bind(grouped_form, min_tokens=1)
     how = {**invariant, "early_launch": True, **multiprocessors}
     options = linear_triton.LinearOptions(**how, few_tokens=few_tokens_hopper.launch)
-    linear = bind(linears.linear, options=options)
     of_mhc = partial(bind, options=mhc.MhcOptions(**invariant, early_launch=True, inline_asm=True))
     mhc_post, mhc_post_pre = of_mhc(mhc.mhc_post), of_mhc(mhc.mhc_post_pre)
     return replace(
         portable,
         capabilities=replace(portable.capabilities, compressor_first=COMPRESSOR_FIRST),
         launch_classes=nvidia.launch_classes(linears, sparse_attention_hopper, experts_hopper),
-        linear=linear,
+        linear=bind(linears.linear, options=options),
         grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=options),
         mhc_of_terms=FusedReduceMhc(
@@ -90,5 +86,4 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         sample=early(sample_triton.sample),
         best_candidates=early(sample_triton.best_candidates),
         merge_candidates=early(sample_triton.merge_candidates),
-        markov_logits=bind(markov_logits, linear=linear),
     )

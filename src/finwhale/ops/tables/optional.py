@@ -8,6 +8,7 @@ import importlib.metadata
 import logging
 from functools import cache
 from importlib.util import find_spec
+from itertools import takewhile
 from types import ModuleType
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ def why_no_deepgemm() -> str | None:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if _release(version) < DEEPGEMM_LEAST:
+        numbers = takewhile(str.isdigit, version.split("."))
+        if tuple(map(int, numbers)) < DEEPGEMM_LEAST:
             least = ".".join(map(str, DEEPGEMM_LEAST))
             return f"{name} {version} is too old: {least} or later is needed"
     return None
@@ -55,12 +57,3 @@ def notes() -> list[str]:
         return []
     reason = why_no_deepgemm() or "its import failed"
     return [f"DeepGEMM is not used: {reason}; Triton kernels replace it"]
-
-
-def _release(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)

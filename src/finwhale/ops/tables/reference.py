@@ -57,6 +57,5 @@ OPS = Ops(
     continue_tokens=drafts.continue_tokens,
     accept_drafts=drafts.accept_drafts,
     make_blocks=drafts.make_blocks,
-    markov_logits=drafts.markov_logits,
     draft_confidences=drafts.draft_confidences,
 )
