@@ -1,17 +1,19 @@
 """Loads the engine in its own process, and shows the progress."""
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.spec import Progress
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Placement
-from finwhale.engine.loop.engine import Engine
-from finwhale.loaded_model import open_engine
+from finwhale.distributed.rank import Placement
 from finwhale.progress_bars import loading_bar
 from finwhale.server.observe import logs
+
+if TYPE_CHECKING:
+    from finwhale.engine.loop.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +23,15 @@ def load_engine(
     log_level: str,
     log_format: str,
     config: EngineConfig,
-    placement: Placement | None = None,
-) -> Engine:
+    placement: Placement | None,
+    open_engine: "Callable[..., Engine]",
+) -> "Engine":
     """Opens an engine in the process that will run it, and shows the progress.
 
     Args:
         directory: of the checkpoint.
         placement: that of this process, which has rank 0; None: no launcher has placed ranks.
+        open_engine: that of loaded_model.py. The server passes the rest, and imports no torch.
 
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
@@ -40,7 +44,7 @@ def load_engine(
     return engine
 
 
-def _log_tenths() -> Progress:
+def _log_tenths() -> Callable[[int, int], None]:
     """Logs each tenth of the weights."""
     tenth = 0
 
