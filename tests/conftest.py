@@ -28,7 +28,7 @@ from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoi
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from finwhale import LLM
-from finwhale.checkpoint.reader import read_config
+from finwhale.checkpoint.config_files import read_config
 from finwhale.demo import DEMO_PATH
 
 # Before any kernel's module is imported. Without a GPU, this process runs Triton kernels in

@@ -12,7 +12,7 @@ from finwhale.loaded_model import LoadedModel, PreparedPrompt, add_job
 from finwhale.progress_bars import token_bar
 from finwhale.prompts import Messages, Prompt, plain_prompt
 from finwhale.request import RequestOutput, SamplingParams
-from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
+from finwhale.weights.group_defaults import GROUP_NAME, TIMEOUT_S, GroupBackend
 
 
 class LLM(LoadedModel):

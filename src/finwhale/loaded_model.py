@@ -15,12 +15,12 @@ from finwhale.chat.output import OutputParser, new_gate
 from finwhale.chat.stop_strings import find_stop
 from finwhale.chat.template import ChatPrompt, ChatTemplate, check_tools
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.generation_config import sampling_defaults
+from finwhale.checkpoint.config_files import read_config, sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory
-from finwhale.checkpoint.reader import Checkpoint, read_config
+from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Progress
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Placement
+from finwhale.distributed.rank import Placement
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
@@ -28,7 +28,7 @@ from finwhale.engine.loop.request_checks import new_matcher
 from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.plan.sampling import TokenMatcher
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.models.registry import architecture_of, parse_config
+from finwhale.models.registry import chat_dialect, parse_config
 from finwhale.models.weight_sources import Weights
 from finwhale.options import similar
 from finwhale.prompts import Messages, PlainPrompt, Prompt, as_conversations, as_params, as_prompts
@@ -181,7 +181,7 @@ class LoadedModel:
         """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
         tokenizer = self._tokenizer_for("chat")
         if self._template is None:
-            dialect = architecture_of(self._engine.model_config).chat_dialect(self._directory)
+            dialect = chat_dialect(self._engine.model_config, self._directory)
             self._template = ChatTemplate(tokenizer, dialect)
         return self._template
 

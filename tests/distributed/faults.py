@@ -4,7 +4,7 @@ import random
 import time
 from typing import Any
 
-from finwhale.distributed.peers import StoreAddress
+from finwhale.distributed.rank import StoreAddress
 from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import CONNECTING
 from finwhale.engine.ranks import ranks

@@ -14,15 +14,8 @@ import pytest
 from finwhale import FinwhaleError
 from finwhale.config import EngineConfig
 from finwhale.distributed import hosts
-from finwhale.distributed.hosts import (
-    Introduction,
-    Invitation,
-    Placement,
-    RemoteProcesses,
-    WorkerListener,
-)
-from finwhale.distributed.peers import StoreAddress
-from finwhale.distributed.rank import Rank
+from finwhale.distributed.hosts import Introduction, Invitation, RemoteProcesses, WorkerListener
+from finwhale.distributed.rank import Placement, Rank, StoreAddress
 from finwhale.engine.ranks.devices import device_kind
 
 TORCHRUN = {

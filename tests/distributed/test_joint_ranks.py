@@ -18,7 +18,7 @@ from tests.models.test_sharded_loading import tensors
 from torch import Tensor
 
 from finwhale.distributed.cuda_ipc import IpcHandle
-from finwhale.distributed.peers import Peers, serve_store
+from finwhale.distributed.peers import Peers, join_store, serve_store
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.model import ModelWeights
@@ -121,7 +121,7 @@ def on_ranks(size: int, work: Callable[[JointRanks], Any]) -> list[Any]:
 
     def work_of(index: int) -> Any:
         THREAD.rank = index
-        peers = Peers(Rank(index, size), store if index == 0 else address.join())
+        peers = Peers(Rank(index, size), store if index == 0 else join_store(address))
         return work(JointRanks(peers, CPU))
 
     return in_threads(size, work_of)

@@ -13,7 +13,8 @@ from tests.support.tiny import random_weights, with_dspark, write_quantised_chec
 from torch import Tensor
 
 from finwhale import RequestOutput, SamplingParams
-from finwhale.checkpoint.reader import Checkpoint, read_config
+from finwhale.checkpoint.config_files import read_config
+from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from finwhale import LLM, CheckpointError, SamplingParams
-from finwhale.checkpoint.generation_config import sampling_defaults
-from finwhale.checkpoint.reader import read_config
+from finwhale.checkpoint.config_files import read_config, sampling_defaults
 from finwhale.cli.main import main
 from finwhale.engine.loop.engine import Engine
 from finwhale.models.registry import parse_config

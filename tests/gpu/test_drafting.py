@@ -10,7 +10,7 @@ from tests.support.stepping import Stepper
 from finwhale import LLM, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.chat.grammar import regex_guide
-from finwhale.checkpoint.reader import read_config
+from finwhale.checkpoint.config_files import read_config
 from finwhale.config import DraftTokens, EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine

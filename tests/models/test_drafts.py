@@ -7,7 +7,7 @@ from torch import Tensor
 
 from finwhale import LLM
 from finwhale.bench.engine import draft_on_device
-from finwhale.checkpoint.reader import read_config
+from finwhale.checkpoint.config_files import read_config
 from finwhale.config import DraftTokens
 from finwhale.demo import DEMO_PATH
 

@@ -14,7 +14,8 @@ from tests.support.tensors import read_tensors
 from torch import Tensor
 
 from finwhale import LLM
-from finwhale.checkpoint.reader import Checkpoint, read_config
+from finwhale.checkpoint.config_files import read_config
+from finwhale.checkpoint.reader import Checkpoint
 from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
 from finwhale.number_formats import e2m1_values

@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import ConstexprFunction
 
 from finwhale.artefacts import Artefacts
-from finwhale.checkpoint.reader import read_config
+from finwhale.checkpoint.config_files import read_config
 from finwhale.demo import DSPARK_PATH
 from finwhale.distributed.collectives import Alone
 from finwhale.distributed.rank import ALONE, Rank

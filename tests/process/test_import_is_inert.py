@@ -158,6 +158,15 @@ def test_scheduling_and_requests_import_no_torch() -> None:
     assert heavy.strip() == "False"
 
 
+def test_a_server_imports_no_torch() -> None:
+    """Only the engine's process needs it, which starts after these imports."""
+    heavy = python(
+        "import sys, finwhale.cli.serve, finwhale.cli.run_batch, finwhale.server.run\n"
+        "print([m for m in ('torch', 'triton', 'safetensors') if m in sys.modules])"
+    )
+    assert heavy.strip() == "[]"
+
+
 def test_public_names() -> None:
     assert dir(finwhale) == sorted(finwhale.__all__)
     for name in finwhale.__all__:

@@ -99,6 +99,8 @@ def test_keys_and_draining(serve: Serve, tmp_path: Path) -> None:
         environment={"FINWHALE_API_KEYS": "other-key,"},
     )
     engine = served.engine_pid()
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (served.process.pid, engine)]
+    assert ["libtorch" in text for text in maps] == [False, True], "only the engine has torch"
     assert served.client.models.list().data[0].id == "finwhale-demo"
     assert served.client.with_options(api_key="other-key").models.list().data
     with pytest.raises(openai.AuthenticationError):

@@ -14,7 +14,8 @@ from tests.support.official_config import config_json
 
 from finwhale.chat.effort import effort_ladder
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.reader import INDEX_FILE, Checkpoint, read_config
+from finwhale.checkpoint.config_files import read_config
+from finwhale.checkpoint.reader import INDEX_FILE, Checkpoint
 from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import CheckpointError

@@ -16,7 +16,7 @@ import pytest
 import finwhale
 from finwhale import LLM, AsyncLLM
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.generation_config import SAMPLING as OF_CHECKPOINT
+from finwhale.checkpoint.config_files import SAMPLING as OF_CHECKPOINT
 from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
 from finwhale.cli.options import SAMPLING

@@ -31,8 +31,8 @@ from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_stored, write_zeros
 from finwhale.config import EngineConfig
-from finwhale.distributed.peers import Peers, StoreAddress, serve_store
-from finwhale.distributed.rank import Rank
+from finwhale.distributed.peers import Peers, join_store, serve_store
+from finwhale.distributed.rank import Rank, StoreAddress
 from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import Answer, Opened
 from finwhale.distributed.workers import SpawnedProcesses, Workers
@@ -177,7 +177,7 @@ class Loaders:
 
 def serve(new_loader: Callable[[Peers], Loader], address: StoreAddress, owner: OwnerLink) -> None:
     """Run one rank's loader in its process."""
-    loader = new_loader(Peers(owner.rank, address.join()))
+    loader = new_loader(Peers(owner.rank, join_store(address)))
     owner.report(Opened())
     while True:
         getattr(loader, owner.read().decode())()

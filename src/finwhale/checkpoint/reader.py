@@ -5,7 +5,6 @@ Opening reads no data and reports every fault that the headers show.
 
 import json
 import math
-import stat
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,13 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from finwhale.checkpoint.collection import no_collection
-from finwhale.checkpoint.generation_config import add_end_tokens
+from finwhale.checkpoint.config_files import read_config
 from finwhale.checkpoint.names import ExpertPart, official_tensors
 from finwhale.checkpoint.spec import Slice
 from finwhale.errors import CheckpointError
-from finwhale.files import is_file, mode_of, read_json
+from finwhale.files import is_file, read_json
 
-CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -199,29 +197,6 @@ class TensorReader(ExitStack):
 
 
 # --- Headers --------------------------------------------------------------------------------------
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint directory's config.json, with the end tokens of generation_config.json.
-
-    The directory need not contain tensors.
-
-    Raises:
-        CheckpointError: the directory or config.json is missing, or a file is damaged.
-    """
-    directory = Path(path)
-    mode = mode_of(directory)
-    if not stat.S_ISDIR(mode):
-        raise CheckpointError(
-            f"no checkpoint at {directory}: "
-            + ("it is a file, not a directory" if mode else "no such directory")
-        )
-    config = directory / CONFIG_FILE
-    if not is_file(config):
-        raise CheckpointError(f"{directory} has no {CONFIG_FILE}; a checkpoint directory holds one")
-    found = read_json(config)
-    add_end_tokens(found, directory)
-    return found
 
 
 def _inventory(directory: Path) -> dict[str, TensorInfo]:

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from finwhale.checkpoint.config_files import CONFIG_FILE
 from finwhale.checkpoint.formats import FP4_BLOCK, fp8_scale_shape, quantise_fp4, quantise_fp8_block
-from finwhale.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from finwhale.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.checkpoint.stored import DTYPE_NAMES, PLAIN_DTYPES, StoredWeight
 from finwhale.errors import CheckpointError

@@ -10,8 +10,8 @@ from typing import Any
 
 import finwhale
 from finwhale.artefacts import default_directory
-from finwhale.checkpoint.generation_config import FILE, described
-from finwhale.checkpoint.generation_config import SAMPLING as GENERATION_CONFIG
+from finwhale.checkpoint.config_files import FILE, described
+from finwhale.checkpoint.config_files import SAMPLING as GENERATION_CONFIG
 from finwhale.config import EngineConfig
 from finwhale.options import add_options, marked, options_of, read_options
 from finwhale.progress_bars import loading_bar

@@ -5,14 +5,15 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from finwhale.checkpoint.generation_config import described
+from finwhale.checkpoint.config_files import described
 from finwhale.cli.bench import terminated_as_interrupted
 from finwhale.cli.options import PATH_HELP, add_engine_options, add_revision
 from finwhale.cli.serve import open_checkpoint, options_of_model
 from finwhale.cli.settings import parse_settings
-from finwhale.distributed.hosts import Placement, work_at
+from finwhale.distributed.rank import Placement
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.options import Parser, add_options, read_options
 from finwhale.progress_bars import token_bar
@@ -42,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     placement = Placement.find(os.environ)
     logs.configure(config.log_level, config.log_format)
     if placement is not None and placement.rank.index:
-        work_at(placement)
+        import_module("finwhale.distributed.hosts").work_at(placement)
     source, output = Path(args.input), Path(args.output)
     if not source.is_file():
         raise FinwhaleError(f"no input: {source} is not a file")

@@ -1,4 +1,4 @@
-"""`finwhale serve`: serve a model over the OpenAI and Anthropic protocols."""
+"""`finwhale serve`: serve a model over the OpenAI and Anthropic protocols. Imports no torch."""
 
 import argparse
 import os
@@ -6,20 +6,19 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.generation_config import sampling_defaults
+from finwhale.checkpoint.config_files import read_config, sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory, is_demo
-from finwhale.checkpoint.reader import read_config
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
-from finwhale.distributed.hosts import Placement, work_at
-from finwhale.engine.loop.engine import Engine
+from finwhale.distributed.rank import Placement
 from finwhale.errors import FinwhaleError
-from finwhale.models.registry import architecture_of, parse_config
+from finwhale.models.registry import chat_dialect, parse_config
 from finwhale.options import Parser, add_options, read_options
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.listening import LOCAL_HOSTS, is_loopback
@@ -37,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     placement = Placement.find(os.environ)
     if placement is not None and placement.rank.index:
         logs.configure(config.log_level, config.log_format)
-        work_at(placement)
+        import_module("finwhale.distributed.hosts").work_at(placement)
     opened = open_checkpoint(args.path, args, config, placement)
     read_keys = partial(_api_keys, args.api_keys or [], _given_keys(args, os.environ))
     restore = logs.configure(config.log_level, config.log_format, waits=False)
@@ -49,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
 def open_checkpoint(
     path: str | None, args: argparse.Namespace, config: ServerConfig, placement: Placement | None
-) -> tuple[Tokenizer | None, EffortLadder, Callable[[], Engine], Mapping[str, Any]]:
+) -> tuple[Tokenizer | None, EffortLadder, Callable[..., object], Mapping[str, Any]]:
     """The tokenizer and the effort ladder of a checkpoint, a function that opens its engine, and
     the sampling defaults of its requests. Raises FinwhaleError if there is no such checkpoint, or
     if an option is wrong.
@@ -67,11 +66,11 @@ def open_checkpoint(
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     logs.configure(config.log_level, config.log_format)
     load = partial(load_engine, directory, config.log_level, config.log_format, engine, placement)
-    architecture = architecture_of(parse_config(read_config(directory)))
+    dialect = chat_dialect(parse_config(read_config(directory)), directory)
     # A trainer must know all parameters of its rollouts.
     reads = engine.generation_config == "auto" and not config.enable_rollout_endpoints
     defaults = sampling_defaults(directory) if reads else {}
-    return tokenizer, architecture.chat_dialect(directory), load, defaults
+    return tokenizer, dialect, load, defaults
 
 
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:

@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
-from finwhale.distributed.peers import HOST
-from finwhale.distributed.rank import Rank
+from finwhale.distributed.rank import HOST, Rank
 
 TIMEOUT = timedelta(seconds=60)
 

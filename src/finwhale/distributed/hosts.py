@@ -13,17 +13,17 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
 
-from finwhale.distributed.peers import HOST, StoreAddress, listen
-from finwhale.distributed.rank import Rank
+from finwhale.distributed.peers import join_store, listen
+from finwhale.distributed.rank import Placement, Rank
 from finwhale.distributed.worker import OwnerLink, run_task
 from finwhale.distributed.workers import CONNECT_S, TICK_S, Process
 from finwhale.errors import FinwhaleError
@@ -34,53 +34,6 @@ LOST_MS = 6000  # a connection is lost if a host does not acknowledge data for t
 HANDSHAKE_S = 5
 _INVITATION = "hosts/invitation"
 _SECRET_BYTES = 32
-
-
-# --- The placement of a process -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The rank and the store that torchrun has given this process.
-
-    Attributes:
-        local_index: index of this process among those of its host.
-        serves_store: rank 0 serves the store; otherwise the launcher does.
-    """
-
-    rank: Rank
-    local_index: int
-    store: StoreAddress
-    serves_store: bool
-
-    @classmethod
-    def find(cls, environment: Mapping[str, str]) -> Self | None:
-        """The placement that torchrun's variables describe; None: this process is the only rank.
-
-        Raises:
-            FinwhaleError: a variable is not a number, or contradicts another.
-        """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-        if not all(name in environment for name in (*names, "MASTER_ADDR")):
-            return None
-        try:
-            index, size, local_index, port = (int(environment[name]) for name in names)
-        except ValueError as error:
-            raise FinwhaleError(f"{', '.join(names)} in the environment: {error}") from error
-        if not 0 <= index < size:
-            raise FinwhaleError(f"RANK {index} in the environment is not below WORLD_SIZE {size}")
-        if size == 1:
-            return None
-        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        one_host = environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]
-        host = HOST if one_host else environment["MASTER_ADDR"]
-        store = StoreAddress(host, port, f"finwhale/{attempt}")
-        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(Rank(index, size), local_index, store, serves_store=not agent)
-
-    def open_store(self) -> Store:
-        """The ranks' store, for rank 0. Raises FinwhaleError."""
-        return self.store.join(serves=self.serves_store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +202,7 @@ class WorkerListener:
 def work_at(placement: Placement) -> NoReturn:
     """Run this process's rank until rank 0 ends it. Raises FinwhaleError if rank 0 is missing."""
     begin = time.monotonic()
-    store = placement.store.join(CONNECT_S)
+    store = join_store(placement.store, CONNECT_S)
     left = max(1.0, CONNECT_S - (time.monotonic() - begin))
     try:
         store.wait([_INVITATION], timedelta(seconds=left))

@@ -4,15 +4,13 @@ import socket
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from finwhale.distributed.rank import ALONE, Rank
+from finwhale.distributed.rank import ALONE, HOST, Rank, StoreAddress
 from finwhale.errors import FinwhaleError, first_line
 
-HOST = "127.0.0.1"
 POLL_S = 0.002
 CONNECT_S = 60.0
 
@@ -81,32 +79,26 @@ class Peers:
         return f"finwhale.peers/{self._calls}/{index}"
 
 
-@dataclass(frozen=True, slots=True)
-class StoreAddress:
-    """The address of a store, and the prefix of all keys."""
+def join_store(
+    address: StoreAddress, timeout_seconds: float = CONNECT_S / 2, *, serves: bool = False
+) -> Store:
+    """Connect to the store that another process serves, or serve it from this process.
 
-    host: str
-    port: int
-    prefix: str = "finwhale"
-
-    def join(self, timeout_seconds: float = CONNECT_S / 2, *, serves: bool = False) -> Store:
-        """Connect to the store that another process serves, or serve it from this process.
-
-        Raises:
-            FinwhaleError: the store cannot be reached, or the port is in use.
-        """
-        timeout = timedelta(seconds=timeout_seconds)
-        try:
-            if serves:
-                store = _serve(self.host, self.port, timeout)
-            else:
-                store = TCPStore(self.host, self.port, timeout=timeout, wait_for_workers=False)
-        except (RuntimeError, OSError) as error:
-            where = f"{self.host} port {self.port}"
-            raise FinwhaleError(
-                f"cannot connect to the ranks' store on {where}: {first_line(error)}"
-            ) from error
-        return PrefixStore(self.prefix, store)
+    Raises:
+        FinwhaleError: the store cannot be reached, or the port is in use.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        if serves:
+            store = _serve(address.host, address.port, timeout)
+        else:
+            store = TCPStore(address.host, address.port, timeout=timeout, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        where = f"{address.host} port {address.port}"
+        raise FinwhaleError(
+            f"cannot connect to the ranks' store on {where}: {first_line(error)}"
+        ) from error
+    return PrefixStore(address.prefix, store)
 
 
 def serve_store(host: str = HOST) -> tuple[Store, StoreAddress]:

@@ -1,6 +1,12 @@
-"""The index of a process among the processes that share a model."""
+"""The index of a process among the processes that share a model, and who has given it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
+
+from finwhale.errors import FinwhaleError
+
+HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +34,56 @@ class Rank:
 
 
 ALONE = Rank(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """The address of a store.
+
+    Attributes:
+        prefix: the prefix of all keys.
+    """
+
+    host: str
+    port: int
+    prefix: str = "finwhale"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The rank and the store that torchrun has given this process.
+
+    Attributes:
+        local_index: index of this process among those of its host.
+        serves_store: rank 0 serves the store; otherwise the launcher does.
+    """
+
+    rank: Rank
+    local_index: int
+    store: StoreAddress
+    serves_store: bool
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str]) -> Self | None:
+        """The placement that torchrun's variables describe; None: this process is the only rank.
+
+        Raises:
+            FinwhaleError: a variable is not a number, or contradicts another.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        if not all(name in environment for name in (*names, "MASTER_ADDR")):
+            return None
+        try:
+            index, size, local_index, port = (int(environment[name]) for name in names)
+        except ValueError as error:
+            raise FinwhaleError(f"{', '.join(names)} in the environment: {error}") from error
+        if not 0 <= index < size:
+            raise FinwhaleError(f"RANK {index} in the environment is not below WORLD_SIZE {size}")
+        if size == 1:
+            return None
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        one_host = environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]
+        host = HOST if one_host else environment["MASTER_ADDR"]
+        store = StoreAddress(host, port, f"finwhale/{attempt}")
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(Rank(index, size), local_index, store, serves_store=not agent)

@@ -1,17 +1,19 @@
 """Loads the engine in its own process, and shows the progress."""
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.spec import Progress
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Placement
-from finwhale.engine.loop.engine import Engine
-from finwhale.loaded_model import open_engine
+from finwhale.distributed.rank import Placement
 from finwhale.progress_bars import loading_bar
 from finwhale.server.observe import logs
+
+if TYPE_CHECKING:
+    from finwhale.engine.loop.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +23,12 @@ def load_engine(
     log_level: str,
     log_format: str,
     config: EngineConfig,
-    placement: Placement | None = None,
-) -> Engine:
-    """Opens an engine, as `open_engine` does, in the process that will run it, and shows the
-    progress."""
+    placement: Placement | None,
+    open_engine: "Callable[..., Engine]",
+) -> "Engine":
+    """Opens an engine in the process that will run it, and shows the progress. `open_engine` is
+    that of loaded_model.py: the server passes the rest, and imports no torch.
+    """
     logs.configure(log_level, log_format, waits=False)
     with loading_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
         engine = open_engine(config, directory, progress, placement)
@@ -33,7 +37,7 @@ def load_engine(
     return engine
 
 
-def _log_tenths() -> Progress:
+def _log_tenths() -> Callable[[int, int], None]:
     """Logs each tenth of the weights."""
     tenth = 0
 

@@ -46,7 +46,7 @@ def serve(
     config: ServerConfig,
     tokenizer: Tokenizer | None,
     ladder: EffortLadder,
-    load: Callable[[], object],
+    load: Callable[..., object],
     defaults: Mapping[str, Any],
     read_keys: Callable[[], tuple[str, ...]],
 ) -> int:
@@ -55,7 +55,7 @@ def serve(
 
     Args:
         ladder: the checkpoint's levels of reasoning effort.
-        load: opens the engine in another process; it must be picklable.
+        load: opens the engine in another process (EngineClient.spawn).
         defaults: sampling parameters of requests that leave them out.
         read_keys: reads the lines of the API keys again, on SIGHUP.
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,9 @@ from torch._C import _distributed_c10d as c10d
 from finwhale.distributed.connect import NO_MULTICAST
 from finwhale.distributed.threads import start_in_thread
 from finwhale.errors import FinwhaleError
+from finwhale.weights.group_defaults import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.weights.incoming import Announced
 
-GroupBackend = Literal["nccl", "gloo"]
-GROUP_NAME = "weight_update_group"
-TIMEOUT_S = 300.0
 GRACE_S = 1.0  # time for a backend to report a timeout itself
 ABORT_S = 10.0  # time for NCCL to end its kernels
 # torch's threads that watch NCCL would end the process when a broadcast fails or the trainer is

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Placement
+from finwhale.distributed.rank import Placement
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import warm_up
 from finwhale.engine.start.startup import open_executor

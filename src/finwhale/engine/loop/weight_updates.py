@@ -17,8 +17,9 @@ from finwhale.engine.loop.engine import Engine, Requests
 from finwhale.engine.ranks.local_executor import on_weights
 from finwhale.engine.ranks.rank_weights import RankWeights
 from finwhale.errors import EngineDeadError, RequestError
+from finwhale.weights.group_defaults import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.weights.incoming import Announced
-from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S, GroupAddress, GroupBackend
+from finwhale.weights.weight_group import GroupAddress
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

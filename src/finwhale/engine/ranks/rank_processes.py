@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Placement, RemoteProcesses, RemoteWorker, WorkerListener
-from finwhale.distributed.peers import StoreAddress, serve_store
+from finwhale.distributed.hosts import RemoteProcesses, RemoteWorker, WorkerListener
+from finwhale.distributed.peers import join_store, serve_store
+from finwhale.distributed.rank import Placement, StoreAddress
 from finwhale.distributed.workers import SpawnedProcesses, WorkerProcesses
 from finwhale.engine.ranks.devices import device_kind
 from finwhale.errors import FinwhaleError
@@ -48,7 +49,7 @@ def connect_launched(config: EngineConfig, placement: Placement) -> RankProcesse
             "this process: leave the option out"
         )
     kind = device_kind(config, placement.rank.size)
-    store = placement.open_store()
+    store = join_store(placement.store, serves=placement.serves_store)
     listener = WorkerListener(placement.store.host)
     listener.publish(store)
     workers = listener.receive(placement.rank.size)

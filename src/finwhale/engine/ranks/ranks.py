@@ -23,8 +23,8 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
-from finwhale.distributed.peers import Peers, StoreAddress
-from finwhale.distributed.rank import Rank
+from finwhale.distributed.peers import Peers, join_store
+from finwhale.distributed.rank import Rank, StoreAddress
 from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import CONNECTING, OPENING, Answer, Opened
 from finwhale.distributed.workers import Workers
@@ -260,7 +260,7 @@ def _limit_exit() -> None:
 def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     """Open one rank in its process, and execute the plans that arrive."""
     owner.report(CONNECTING)
-    store = address.join()
+    store = join_store(address)
     owner.report(OPENING)
     try:
         executor = open_worker(Peers(owner.rank, store))

@@ -13,8 +13,8 @@ from finwhale.artefacts import default_directory
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
-from finwhale.distributed.hosts import Placement
 from finwhale.distributed.peers import Peers
+from finwhale.distributed.rank import Placement
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.ranks.devices import choose_devices, fewest_ranks, num_sharers
 from finwhale.engine.ranks.local_executor import LocalExecutor

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from finwhale.chat.effort import effort_ladder
 from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
@@ -22,21 +20,18 @@ __all__ = [
     "assembler",
     "build",
     "cache_groups",
-    "chat_dialect",
     "check_rounding",
     "describe",
     "fits_whole_attention",
     "ignored_prefixes",
     "kernel_obstacles",
     "rank_config",
-    "read_config",
     "weight_bytes",
     "weight_specs",
     "whole_attention_bytes",
 ]
 
-read_config, check_rounding = config_of, DeepseekV4Config.check_index_rotation
-cache_groups, build, chat_dialect = cache_spec, DeepseekV4, effort_ladder
+cache_groups, build, check_rounding = cache_spec, DeepseekV4, DeepseekV4Config.check_index_rotation
 
 # Attention's weights are whole on every rank if they take at most this part of a GPU's memory.
 WHOLE_ATTENTION_PART = 24

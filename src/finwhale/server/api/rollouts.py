@@ -4,26 +4,21 @@ A body holds plain data. Nothing that a client sends is unpickled.
 """
 
 from collections.abc import Callable, Coroutine
-from functools import partial
+from operator import methodcaller
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from finwhale.distributed.cuda_ipc import IpcHandle
-from finwhale.engine.loop.control import MemoryTag
-from finwhale.engine.loop.engine import Requests
-from finwhale.engine.loop.weight_updates import BroadcastTensors, SharedTensors, WeightsSource
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.server.edge.listening import check_origin
 from finwhale.server.errors import ApiError, StoppingError
-from finwhale.server.link.rollout_control import RolloutControl
 from finwhale.server.protocols.body_route import BodyRoute
 from finwhale.server.protocols.schemas import Body, described
 from finwhale.server.sse import unless_disconnected
 from finwhale.server.state import ServerState
-from finwhale.weights.weight_group import GROUP_NAME, TIMEOUT_S
+from finwhale.weights.group_defaults import GROUP_NAME, TIMEOUT_S
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Names = Annotated[list[Name], Field(fail_fast=True)]
@@ -33,6 +28,7 @@ Tag = Literal["weights", "kv_cache", "cache"]
 Tags = Annotated[list[Tag], Field(max_length=8)]
 # SGLang's words for keeping requests are "in_place" and "retract".
 PauseMode = Literal["abort", "keep", "in_place", "retract"]
+Requests = Literal["recompute", "keep", "abort"]
 _NO_EFFECT = "no effect"
 
 
@@ -205,10 +201,10 @@ class Endpoints:
                 message = f"unknown parameter: {name}"
                 raise ApiError(400, message, code="unknown_parameter", param=name)
 
-    async def _call(self, method: Callable[..., Any], **arguments: Any) -> Any:
-        """Calls a method of RolloutControl. Raises ApiError and what `EngineClient.call` raises."""
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        """Calls RolloutControl.METHOD. Raises ApiError and what `EngineClient.call` raises."""
         try:
-            return await self._state.client.call(partial(method, **arguments))
+            return await self._state.client.call(methodcaller(method, **arguments))
         except (RequestError, EngineDeadError, StoppingError):
             raise
         except FinwhaleError as error:
@@ -220,18 +216,18 @@ class Endpoints:
         self, mode: PauseMode = "abort", clear_cache: bool = False, body: PauseBody = _PAUSE
     ) -> dict[str, str]:
         """Runs no more steps until /resume. `abort` ends all requests; otherwise they wait."""
-        await self._call(RolloutControl.pause, abort=(body.mode or mode) == "abort")
+        await self._call("pause", abort=(body.mode or mode) == "abort")
         if clear_cache:
             await self.reset_cache()
         return {"status": "paused"}
 
     async def resume(self, body: NoBody = _NOTHING) -> dict[str, str]:
         """Ends an update that has begun, then continues. The engine stays paused if that fails."""
-        await self._call(RolloutControl.resume)
+        await self._call("resume")
         return {"status": "resumed"}
 
     async def is_paused(self) -> dict[str, bool]:
-        return {"is_paused": (await self._call(RolloutControl.status))["is_paused"]}
+        return {"is_paused": (await self._call("status"))["is_paused"]}
 
     async def sleep(
         self,
@@ -240,16 +236,14 @@ class Endpoints:
         tags: Annotated[list[Tag] | None, Query()] = None,
     ) -> dict[str, Any]:
         """Frees memory. Level 2 drops the weights, level 1 saves them."""
-        await self._call(
-            RolloutControl.sleep, tags=_tags(tags), drop_weights=level == 2, abort=mode == "abort"
-        )
+        await self._call("sleep", tags=_tags(tags), drop_weights=level == 2, abort=mode == "abort")
         return OK
 
     async def wake(self, tags: Annotated[list[Tag] | None, Query()] = None) -> dict[str, Any]:
         """Allocates memory again. Ends an update that has begun, unless the engine is paused or
         still sleeps.
         """
-        await self._call(RolloutControl.wake, tags=_tags(tags))
+        await self._call("wake", tags=_tags(tags))
         return OK
 
     async def release(self, body: TagsBody = _ALL_TAGS) -> dict[str, Any]:
@@ -261,11 +255,11 @@ class Endpoints:
         return await self.wake(body.tags)
 
     async def is_sleeping(self) -> dict[str, bool]:
-        return {"is_sleeping": (await self._call(RolloutControl.status))["is_sleeping"]}
+        return {"is_sleeping": (await self._call("status"))["is_sleeping"]}
 
     async def reset_cache(self) -> dict[str, Any]:
         """Clears the prefix cache: later requests reuse no prefix that is cached now."""
-        await self._call(RolloutControl.reset_prefix_cache)
+        await self._call("reset_prefix_cache")
         return OK
 
     # --- Weights ----------------------------------------------------------------------------------
@@ -278,17 +272,17 @@ class Endpoints:
 
     async def init_group(self, body: GroupBody) -> dict[str, Any]:
         """Joins a process group with a trainer. Answers when all members have joined."""
-        await self._call(RolloutControl.join, **body.model_dump())
+        await self._call("join", **body.model_dump())
         return OK
 
     async def destroy_group(self, body: GroupNameBody) -> dict[str, Any]:
         """Leaves a process group."""
-        await self._call(RolloutControl.leave, group_name=body.group_name)
+        await self._call("leave", group_name=body.group_name)
         return OK
 
     async def start(self, body: StartBody = _START) -> dict[str, str]:
         """Begins an update; /update_weights then sends its weights."""
-        await self._call(RolloutControl.begin, partial=body.partial)
+        await self._call("begin", partial=body.partial)
         return {"message": "Weight update started"}
 
     async def update(self, body: UpdateBody) -> dict[str, str]:
@@ -299,48 +293,43 @@ class Endpoints:
         weights, and they take effect now.
         """
         info = body.update_info
-        described: Any = {"names": info.names, "dtypes": info.dtype_names, "shapes": info.shapes}
-        source: WeightsSource
-        if info.ipc_handles is None:
-            source = BroadcastTensors(**described, group_name=info.group_name)
-        else:
-            handles = info.ipc_handles.items()
-            found = {uuid: IpcHandle.from_json(one.model_dump()) for uuid, one in handles}
-            source = SharedTensors(**described, handles=found)
-        await self._call(RolloutControl.update, source=source)
+        await self._call(
+            "update", names=info.names, dtypes=info.dtype_names, shapes=info.shapes, version=None,
+            group=info.group_name, handles=info.model_dump(include={"ipc_handles"})["ipc_handles"],
+        )  # fmt: skip
         return {"message": "Weights updated"}
 
     async def update_distributed(self, body: DistributedBody) -> dict[str, Any]:
         """/update_weights over a process group."""
-        source = BroadcastTensors(
-            names=body.names, dtypes=body.dtypes, shapes=body.shapes, group_name=body.group_name
-        )
-        await self._call(RolloutControl.update, source=source, version=body.weight_version)
+        await self._call(
+            "update", names=body.names, dtypes=body.dtypes, shapes=body.shapes,
+            version=body.weight_version, group=body.group_name, handles=None,
+        )  # fmt: skip
         return OK
 
     async def update_from_disk(self, body: DiskBody) -> dict[str, Any]:
         """Replaces all weights by those of a checkpoint's directory on the server's host."""
         await self._call(
-            RolloutControl.update_from_directory, path=body.model_path,
+            "update_from_directory", path=body.model_path,
             version=body.weight_version, abort=body.abort_all_requests,
         )  # fmt: skip
         return OK
 
     async def finish(self, body: FinishBody = _FINISH) -> dict[str, str]:
         """Writes the weights of the update that has begun."""
-        await self._call(RolloutControl.finish, version=body.weight_version, requests=body.requests)
+        await self._call("finish", version=body.weight_version, requests=body.requests)
         return {"message": "Weight update finished"}
 
     async def version(self) -> dict[str, str]:
         """The version of the current weights."""
-        return {"weight_version": (await self._call(RolloutControl.status))["weight_version"]}
+        return {"weight_version": (await self._call("status"))["weight_version"]}
 
     async def world_size(self) -> dict[str, int]:
         """The number of ranks."""
-        return {"world_size": (await self._call(RolloutControl.status))["world_size"]}
+        return {"world_size": (await self._call("status"))["world_size"]}
 
 
-def _tags(given: list[Tag] | None) -> tuple[MemoryTag, ...]:
+def _tags(given: list[Tag] | None) -> tuple[str, ...]:
     """The engine's words for tags; None: all."""
     wanted = given or ["weights", "cache"]
     return tuple("weights" if tag == "weights" else "cache" for tag in dict.fromkeys(wanted))

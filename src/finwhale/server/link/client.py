@@ -9,18 +9,16 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.errors import EngineDeadError, QueueFullError, RequestError
 from finwhale.server.errors import StoppingError
-from finwhale.server.link import wire, worker
+from finwhale.server.link import wire
 from finwhale.server.link.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from finwhale.server.link.rollout_control import RolloutControl
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +89,11 @@ class _Live:
     turn: int
 
 
+def _run_engine(*args: object) -> None:
+    """The engine's process. Only there, the worker and torch are imported."""
+    import_module("finwhale.server.link.worker").main(*args)
+
+
 class EngineClient:
     """Talks to one engine, which runs in its own process or in a thread.
 
@@ -136,13 +139,13 @@ class EngineClient:
         self.num_sequences = 0
 
     @classmethod
-    def spawn(cls, load: Callable[[], object]) -> "EngineClient":
-        """Starts a process in which `load`, which must be picklable, opens an engine."""
+    def spawn(cls, load: Callable[..., object]) -> "EngineClient":
+        """Starts a process that calls `load(open_engine)`. `load` must be picklable."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         heartbeat = Heartbeat(context)
         process = context.Process(
-            target=worker.main, args=(theirs, load, heartbeat), name="finwhale-engine", daemon=True
+            target=_run_engine, args=(theirs, load, heartbeat), name="finwhale-engine", daemon=True
         )
         process.start()
         theirs.close()
@@ -201,7 +204,7 @@ class EngineClient:
         self._turns[user, priority] = turn + num_sequences
         return turn
 
-    async def call(self, work: Callable[["RolloutControl"], Any]) -> Any:
+    async def call(self, work: Callable[[Any], Any]) -> Any:
         """Calls a method of RolloutControl in the engine's process.
 
         Raises:

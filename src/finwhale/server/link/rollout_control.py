@@ -3,13 +3,13 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from finwhale.engine.loop import control
+from finwhale.distributed.cuda_ipc import IpcHandle
+from finwhale.engine.loop import control, weight_updates
 from finwhale.engine.loop.control import MemoryTag
 from finwhale.engine.loop.engine import Engine, Requests
-from finwhale.engine.loop.weight_updates import WeightsSource, WeightUpdates
 from finwhale.errors import FinwhaleError
 from finwhale.server.link.wire import Answered, Call
 
@@ -28,7 +28,7 @@ class RolloutControl:
 
     def __init__(self, engine: Engine, send: Callable[[Answered], None]) -> None:
         self.engine = engine
-        self.updates = WeightUpdates(engine)
+        self.updates = weight_updates.WeightUpdates(engine)
         self._send = send
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -114,8 +114,16 @@ class RolloutControl:
         self.updates.discard()
         self.updates.begin(partial=partial)
 
-    def update(self, source: WeightsSource, *, version: str | None = None) -> None:
-        """Add weights to the update that has begun, or make an update of them."""
+    def update(
+        self, handles: Mapping[str, Any] | None, version: str | None, group: str, **tensors: Any
+    ) -> None:
+        """Add weights to the update that has begun, or make an update of them. They are in buffers
+        with these handles (as JSON objects); None: a trainer broadcasts them in a group.
+        """
+        source: Any = weight_updates.BroadcastTensors(**tensors, group_name=group)
+        if handles is not None:
+            found = {gpu: IpcHandle.from_json(one) for gpu, one in handles.items()}
+            source = weight_updates.SharedTensors(**tensors, handles=found)
         if not self.updates.begun:
             if not self.engine.stops & control.NEEDS_CALL:
                 self.updates.update(source, version=version)

@@ -18,6 +18,7 @@ from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.ranks import Ranks
 from finwhale.engine.start.start_times import whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
+from finwhale.loaded_model import open_engine
 from finwhale.request import CompletionOutput, Logprob, RequestOutput
 from finwhale.server.link import wire
 from finwhale.server.link.grammar_compiler import GrammarCompiler
@@ -31,7 +32,7 @@ CHECK_INTERVAL_S = 0.5  # interval at which an idle engine checks its ranks
 
 
 def main(
-    connection: Connection, load: Callable[[], Engine], heartbeat: Heartbeat | None = None
+    connection: Connection, load: Callable[..., Engine], heartbeat: Heartbeat | None = None
 ) -> None:
     """Loads the model and serves until `Stop`, or until the server closes the pipe."""
     # The server decides when this process ends. A terminal's Ctrl-C reaches both processes.
@@ -41,7 +42,7 @@ def main(
     if heartbeat is not None:
         heartbeat.start()
     try:
-        engine = load()
+        engine = load(open_engine)
     except FinwhaleError as error:
         connection.send(wire.EngineFailed(str(error)))
         return

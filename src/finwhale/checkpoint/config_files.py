@@ -1,17 +1,42 @@
-"""Reads generation_config.json: end tokens of a checkpoint, and its defaults of sampling."""
+"""Reads config.json and generation_config.json of a checkpoint; imports no torch."""
 
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finwhale.errors import CheckpointError, RequestError
-from finwhale.files import is_file, read_json
+from finwhale.files import is_file, mode_of, read_json
 from finwhale.options import marked
 from finwhale.request import SamplingParams
 
+CONFIG_FILE = "config.json"
 FILE = "generation_config.json"
 # The values that requests get. `max_new_tokens` is none: each way to ask has its own default.
 SAMPLING = marked(SamplingParams, "checkpoint")
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint directory's config.json, with the end tokens of generation_config.json.
+
+    The directory need not contain tensors.
+
+    Raises:
+        CheckpointError: the directory or config.json is missing, or a file is damaged.
+    """
+    directory = Path(path)
+    mode = mode_of(directory)
+    if not stat.S_ISDIR(mode):
+        raise CheckpointError(
+            f"no checkpoint at {directory}: "
+            + ("it is a file, not a directory" if mode else "no such directory")
+        )
+    config = directory / CONFIG_FILE
+    if not is_file(config):
+        raise CheckpointError(f"{directory} has no {CONFIG_FILE}; a checkpoint directory holds one")
+    found = read_json(config)
+    _add_end_tokens(found, directory)
+    return found
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:
@@ -34,8 +59,8 @@ def described(defaults: Mapping[str, Any]) -> str:
     return f"{values} by {FILE} (--generation-config none ignores it)"
 
 
-def add_end_tokens(config: dict[str, Any], directory: Path) -> None:
-    """Add the file's end tokens to those of a config.json. Raises CheckpointError."""
+def _add_end_tokens(config: dict[str, Any], directory: Path) -> None:
+    """Add the end tokens of generation_config.json to a config.json's. Raises CheckpointError."""
     more = _read(directory).get("eos_token_id")
     if more is None:
         return
