@@ -394,7 +394,8 @@ def test_a_store_that_is_hardly_faster_than_prefill_is_switched_off(
     assert stored is not None
     blocks = int(2.9 * read_seconds)  # 2.9 a second
     transfers.counts.read_seconds, transfers.counts.read_blocks = read_seconds, blocks
-    stored.record_prefill(int(256 * prefill_seconds), prefill_seconds)  # 1 block a second
+    stored.speed.tokens = int(256 * prefill_seconds)  # 1 block a second
+    stored.speed.seconds = prefill_seconds
     sequence = make_sequence("s", text(1100), 3)
     driver.add(sequence)
     driver.run()

@@ -263,7 +263,7 @@ class Engine:
             if self._loop.in_flight:
                 planned = self._loop.in_flight[0].planned
                 touched += self._collect()
-                self.scheduler.record_prefill(planned, time.monotonic() - began)
+                self.scheduler.admission.record_step(planned, time.monotonic() - began)
                 return touched
             moves = self.scheduler.admission.moves_prefixes
         if moves and not touched:

@@ -248,14 +248,6 @@ class Scheduler:
         if end >= sequence.next_bookkeeping:
             self._cache_and_trim(sequence, end, decodes=chunk.known == chunk.start + 1)
 
-    def record_prefill(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Record how long a step took, if most of its tokens are of prompts and a store exists."""
-        stored = self.admission.stored
-        if stored is not None:
-            tokens = sum(chunk.end - chunk.start for chunk in chunks)
-            if sum(c.end - c.start for c in chunks if c.decodes) < tokens / 2:
-                stored.record_prefill(tokens, seconds)
-
     def _cache_and_trim(self, sequence: SequenceState, known: int, *, decodes: bool) -> None:
         """Add complete blocks to the prefix cache, and free pages that are no longer needed.
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex, State
 from finwhale.engine.plan.prefix_store import Record, StoreCounts, StoreName
-from finwhale.engine.plan.sequences import SequenceState
+from finwhale.engine.plan.sequences import Chunk, SequenceState
 
 if TYPE_CHECKING:  # it imports torch
     from finwhale.models.cache import CacheGroup
@@ -137,6 +137,43 @@ class Flush:
     deadline: float
 
 
+@dataclass(slots=True)
+class StoreSpeed:
+    """Compares how fast a store reads with how fast prefill computes.
+
+    Attributes:
+        counts: of the store.
+        block_tokens: tokens of a block.
+        tokens, seconds: of steps of mostly prefill.
+    """
+
+    counts: StoreCounts
+    block_tokens: int
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Record how long a step took, if most of its tokens are of prompts."""
+        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        if sum(c.end - c.start for c in chunks if c.decodes) < tokens / 2:
+            self.tokens += tokens
+            self.seconds += seconds
+
+    def why_too_slow(self) -> str:
+        """Why the store is not worth using; empty: it is, or this is not known yet."""
+        counts = self.counts
+        if min(counts.read_seconds, self.seconds) < LEAST_SECONDS:
+            return ""
+        reads = counts.read_blocks * self.block_tokens / counts.read_seconds
+        computes = self.tokens / self.seconds
+        if reads >= LEAST_SPEED * computes:
+            return ""
+        return (
+            f"it reads {reads:,.0f} tokens per second, less than {LEAST_SPEED} times the "
+            f"{computes:,.0f} that prefill computes"
+        )
+
+
 class StoredPrefixes:
     """The loads and saves of one engine.
 
@@ -167,7 +204,7 @@ class StoredPrefixes:
         self.flushes: list[Flush] = []
         self.off = ""
         self._told_of_late = False
-        self._prefill_tokens, self._prefill_seconds = 0, 0.0
+        self.speed = StoreSpeed(transfers.counts, prefix.block_tokens)
         self._saves: list[tuple[Record, State, Transfer]] = []
         self._moving_states = 0
 
@@ -340,11 +377,6 @@ class StoredPrefixes:
         blocks = [Record(key, "block", owner) for key in keys]
         return blocks + [Record(key, "state", owner) for key in keys]
 
-    def record_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record how long a step of mostly prefill took."""
-        self._prefill_tokens += num_tokens
-        self._prefill_seconds += seconds
-
     def advance(self) -> list[tuple[Load, list[bytes]]]:
         """Continue loads and saves; returns the keys that loads lead no longer."""
         self._transfers.advance()
@@ -376,23 +408,13 @@ class StoredPrefixes:
 
     def _why_useless(self) -> str:
         """Why the store is too slow to be used; empty: it is not."""
-        now, counts = time.monotonic(), self.counts
         if any(
-            now > load.deadline
+            time.monotonic() > load.deadline
             and not (load.found.done() if load.found else all(t.done for _, t in load.parts))
             for load in self.loads
         ):
             return f"a load took longer than {LONGEST_S:.0f} s"
-        if min(counts.read_seconds, self._prefill_seconds) < LEAST_SECONDS:
-            return ""
-        reads = counts.read_blocks * self._prefix.block_tokens / counts.read_seconds
-        computes = self._prefill_tokens / self._prefill_seconds
-        if reads >= LEAST_SPEED * computes:
-            return ""
-        return (
-            f"it reads {reads:,.0f} tokens per second, less than {LEAST_SPEED} times the "
-            f"{computes:,.0f} that prefill computes"
-        )
+        return self.speed.why_too_slow()
 
     def cancel(self) -> list[tuple[Load, list[bytes]]]:
         """Let no load add blocks to the cache any more, and end all flushes; returns the keys that
