@@ -104,9 +104,11 @@ def serve(
     while engine.has_work:
         engine.step()
     times = [1e3 * (after - before) for before, after in pairwise(done)]
+    per_gpu = len(prompts) * (shape[1] + output_tokens) / engine.executor.description.num_ranks
     found: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "output_tokens_per_s": round(len(prompts) * output_tokens / seconds),
+        "total_tokens_per_s_per_gpu": round(per_gpu / seconds),
         "step_ms": summary(times),
         "between_tokens_ms": {
             name: percentile(between, part)

@@ -38,12 +38,13 @@ MOVING_STATES = 8
 # The store is switched off if it reads fewer than LEAST_SPEED times the tokens per second that
 # prefill computes. A rate counts when it was measured for LEAST_SECONDS.
 LEAST_SPEED, LEAST_SECONDS = 3, 2.0
-# So long, what a sequence that has ended could not save is tried again, and its answer may wait.
-LONGEST_FLUSH_S = 1.0
-# Most searches end in this time, and find nothing, so their sequences need not wait for a step.
-FIND_S = 0.002
 # It is switched off too if a search, or the records of one load, take longer.
 LONGEST_S = 30.0
+# Most searches end in this time without a find. Then their sequences need not wait for a step.
+FIND_S = 0.002
+# Saves that found no room when a sequence ended are tried again for so long. The sequence's answer
+# may wait for them.
+LONGEST_FLUSH_S = 1.0
 
 
 class Transfer(Protocol):
