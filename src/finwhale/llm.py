@@ -5,13 +5,12 @@ from typing import Any, Literal
 
 from finwhale.engine.loop import control
 from finwhale.engine.loop.control import MemoryTag
-from finwhale.engine.loop.engine import Requests
 from finwhale.engine.loop.weight_updates import WeightsSource
 from finwhale.errors import RequestError
 from finwhale.loaded_model import LoadedModel, PreparedPrompt, add_job
 from finwhale.progress_bars import token_bar
 from finwhale.prompts import Messages, Prompt, plain_prompt
-from finwhale.request import RequestOutput, SamplingParams
+from finwhale.request import RequestOutput, Requests, SamplingParams
 from finwhale.weights.group_defaults import GROUP_NAME, TIMEOUT_S, GroupBackend
 
 

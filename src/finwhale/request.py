@@ -13,6 +13,14 @@ from finwhale.errors import RequestError
 from finwhale.options import check_options, option
 
 FinishReason = Literal["stop", "length", "error", "abort"]
+Requests = Literal["recompute", "keep", "abort"]
+"""How to treat running requests when weights or memory change.
+
+"recompute": they wait, and the engine computes their tokens so far again. "keep": they continue
+with the cache of the old weights. "abort": they end with their tokens so far and the finish reason
+"abort".
+"""
+
 ExpertIds = NDArray[np.uint8] | NDArray[np.int16]
 """Ids of routed experts [tokens, layers, top-k]: uint8 for models of up to 256 experts."""
 

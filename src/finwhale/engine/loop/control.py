@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
 
-from finwhale.engine.loop.engine import Engine, Requests, Stop
+from finwhale.engine.loop.engine import Engine, Stop
 from finwhale.engine.ranks.sleep import allocate_memory, check_can_save, free_memory
 from finwhale.errors import RequestError
+from finwhale.request import Requests
 
 MemoryTag = Literal["weights", "cache"]
 """The memory that `sleep` can free."""

@@ -30,20 +30,12 @@ from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.ranks.sleep import free_for_good
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
-from finwhale.request import RequestOutput, SamplingParams
+from finwhale.request import RequestOutput, Requests, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
-Requests = Literal["recompute", "keep", "abort"]
-"""How to treat running requests when weights or memory change.
-
-"recompute": they wait, and the engine computes their tokens so far again. "keep": they continue
-with the cache of the old weights. "abort": they end with their tokens so far and the finish reason
-"abort".
-"""
 
 Stop = Literal["paused", "held", "weights", "cache", "no weights"]
 """Why an engine runs no steps (loop/control.py): it is paused; a transfer of weights holds it; its

@@ -13,10 +13,11 @@ from torch import Tensor
 from finwhale.checkpoint.stored import DTYPE_NAMES
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.engine.loop.control import change_weights, check_weights_can_change, no_steps
-from finwhale.engine.loop.engine import Engine, Requests
+from finwhale.engine.loop.engine import Engine
 from finwhale.engine.ranks.local_executor import on_weights
 from finwhale.engine.ranks.rank_weights import RankWeights
 from finwhale.errors import EngineDeadError, RequestError
+from finwhale.request import Requests
 from finwhale.weights.group_defaults import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.weights.incoming import Announced
 from finwhale.weights.weight_group import GroupAddress

@@ -75,7 +75,7 @@ class Transfers(Protocol):
         ...
 
     def saving(self, keys: Collection[bytes]) -> bool:
-        """Return whether the store still saves a record of one of these blocks."""
+        """Return whether a record of one of these blocks is still being saved."""
         ...
 
     def advance(self) -> None:
@@ -404,7 +404,8 @@ class StoredPrefixes:
             if load.found is None and all(transfer.done for _, transfer in load.parts):
                 released.append((load, load.keys))
                 self._finish(load)
-        self._transfers.advance()  # begins what `_start` added
+        if released:
+            self._transfers.advance()  # begins what `_start` added
         return released
 
     def _why_useless(self) -> str:

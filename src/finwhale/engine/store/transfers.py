@@ -147,8 +147,8 @@ class StoreTransfers:
     def _begin_files(self, transfers: Sequence[RecordTransfer]) -> None:
         """Let the threads read or write the files of transfers, which all load or all save."""
         self._files += transfers
-        size = min(TOGETHER, -(-len(transfers) // THREADS))
-        for first in range(0, len(transfers), size or 1):
+        size = max(1, min(TOGETHER, -(-len(transfers) // THREADS)))
+        for first in range(0, len(transfers), size):
             some = transfers[first : first + size]
             self._threads.submit(self._read if some[0].load else self._write, some)
 

@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
+from finwhale.request import Requests
 from finwhale.server.edge.listening import check_origin
 from finwhale.server.errors import ApiError, StoppingError
 from finwhale.server.protocols.body_route import BodyRoute
@@ -28,7 +29,6 @@ Tag = Literal["weights", "kv_cache", "cache"]
 Tags = Annotated[list[Tag], Field(max_length=8)]
 # SGLang's words for keeping requests are "in_place" and "retract".
 PauseMode = Literal["abort", "keep", "in_place", "retract"]
-Requests = Literal["recompute", "keep", "abort"]
 _NO_EFFECT = "no effect"
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.engine.loop import control, weight_updates
 from finwhale.engine.loop.control import MemoryTag
-from finwhale.engine.loop.engine import Engine, Requests
+from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError
+from finwhale.request import Requests
 from finwhale.server.link.wire import Answered, Call
 
 logger = logging.getLogger(__name__)
@@ -120,8 +121,10 @@ class RolloutControl:
         """Add weights to the update that has begun, or make an update of them. They are in buffers
         with these handles (as JSON objects); None: a trainer broadcasts them in a group.
         """
-        source: Any = weight_updates.BroadcastTensors(**tensors, group_name=group)
-        if handles is not None:
+        source: weight_updates.WeightsSource
+        if handles is None:
+            source = weight_updates.BroadcastTensors(**tensors, group_name=group)
+        else:
             found = {gpu: IpcHandle.from_json(one) for gpu, one in handles.items()}
             source = weight_updates.SharedTensors(**tensors, handles=found)
         if not self.updates.begun:
