@@ -255,7 +255,7 @@ def agents(engine: Engine, sessions: int, turns: int, prefix: int) -> dict[str, 
 
 
 def cut_cache(engine: Engine, blocks: int) -> list[State]:
-    """Hold pages, so that the others are those of a cache of so many blocks."""
+    """Allocate pages until as many are free as a cache of `blocks` blocks has."""
     pages, sizes = engine.scheduler.pages, engine.sizes
     held: list[State] = []
     plan = plan_cache(

@@ -1,4 +1,4 @@
-"""A prefix store on a GPU: it gives back the bytes that it was given, to the tokens of a hit."""
+"""A prefix store on a GPU: loaded pages have the saved bytes, and requests the same tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -56,7 +56,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def answers(engine: Engine, cached: Sequence[int]) -> Sequence[object]:
-    """The tokens and logprobs of each prompt alone, of which so many tokens must be cached."""
+    """Run each prompt alone; returns its tokens and logprobs. `cached`: how many tokens of each
+    prompt must be found in the cache.
+    """
     found = []
     for prompt, count in zip(PROMPTS, cached, strict=True):
         result = run(engine, prompt, PARAMS)

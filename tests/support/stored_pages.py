@@ -30,8 +30,8 @@ def saved(engine: Engine) -> None:
 
 
 def digests(engine: Engine, prompt: list[int]) -> list[str]:
-    """A digest of each block from which a request with this prompt resumes, and one of the state at
-    the end of the last. All ranks must have equal ones.
+    """Digests of the cached blocks that a request with this prompt would reuse, and of the state
+    from which it would resume. Fails if two ranks have different digests.
     """
     prefix = engine.scheduler.prefix
     assert prefix is not None

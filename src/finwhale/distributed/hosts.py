@@ -200,7 +200,11 @@ class WorkerListener:
 
 
 def work_at(placement: Placement) -> NoReturn:
-    """Run this process's rank until rank 0 ends it. Raises FinwhaleError if rank 0 is missing."""
+    """Run this process's rank until rank 0 ends it.
+
+    Raises:
+        FinwhaleError: rank 0 cannot be reached.
+    """
     begin = time.monotonic()
     store = join_store(placement.store, CONNECT_S)
     left = max(1.0, CONNECT_S - (time.monotonic() - begin))
@@ -216,7 +220,11 @@ def work_at(placement: Placement) -> NoReturn:
 
 
 def work_for(invitation: Invitation, rank: Rank, local_index: int) -> NoReturn:
-    """Run a rank here until rank 0 ends it. Raises FinwhaleError if rank 0 is missing."""
+    """Run a rank here until rank 0 ends it.
+
+    Raises:
+        FinwhaleError: rank 0 cannot be reached.
+    """
     try:
         control, plans = (
             _enter(

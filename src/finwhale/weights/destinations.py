@@ -30,7 +30,7 @@ class Destinations(Mapping[str, Tensor]):
         self.divide([name], tensor, [tensor.nbytes])
 
     def divide(self, names: Collection[str], tensor: Tensor, sizes: Sequence[int]) -> None:
-        """Let adjacent parts of a contiguous tensor be destinations, of these `sizes` in bytes."""
+        """Make adjacent parts of a contiguous tensor destinations. `sizes`: the bytes of each."""
         assert len(names) == len(sizes) and sum(sizes) == tensor.nbytes
         if not names:
             return

@@ -77,7 +77,9 @@ class DeviceDrafts:
         return sorted(pairs, key=lambda pair: pair[0] * pair[1], reverse=True)
 
     def width(self, num_seqs: int, num_tokens: int, drafts: int) -> int | None:
-        """The tokens of each padded sequence, which then gets `drafts`; None: no such step."""
+        """How many tokens each padded sequence has in a step that makes `drafts` drafts; None: no
+        step does.
+        """
         if num_seqs > self.max_seqs:
             return None
         for width in sorted(width for width, count in self.kinds if count == drafts):

@@ -103,7 +103,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParts:
-    """What a draft head shares with the model.
+    """The parts of the model that a draft head uses, too.
 
     Attributes:
         first_layer: the number of the head's first layer.
