@@ -7,6 +7,7 @@ from finwhale.engine.loop import control
 from finwhale.engine.loop.control import MemoryTag
 from finwhale.engine.loop.weight_updates import WeightsSource
 from finwhale.errors import RequestError
+from finwhale.interrupts import interrupts_wait
 from finwhale.loaded_model import LoadedModel, PreparedPrompt, add_job
 from finwhale.progress_bars import token_bar
 from finwhale.prompts import Messages, Prompt, plain_prompt
@@ -118,9 +119,11 @@ class LLM(LoadedModel):
         request_id = self._new_id()  # before it begins, so that an interrupt aborts it
         shown, finished = 0, False
         try:
-            result = add_job(engine, request_id, job)
+            with interrupts_wait():
+                result = add_job(engine, request_id, job)
             while not finished:
-                engine.step()
+                with interrupts_wait():
+                    engine.step()
                 # Another thread's stream or batch may have stepped this request to its end.
                 finished = result.finished
                 made = sum(len(output.token_ids) for output in result.outputs)
@@ -128,7 +131,8 @@ class LLM(LoadedModel):
                     shown = made
                     yield result
         finally:
-            engine.abort(request_id)
+            with interrupts_wait():
+                engine.abort(request_id)
 
     def update_weights(
         self, source: WeightsSource, *, partial: bool = False, requests: Requests = "recompute"
@@ -253,7 +257,8 @@ class LLM(LoadedModel):
                     continue
                 ids.append(self._new_id())  # as in `stream`
                 try:
-                    begun.append((job, add_job(engine, ids[-1], job)))
+                    with interrupts_wait():
+                        begun.append((job, add_job(engine, ids[-1], job)))
                 except RequestError as error:
                     begun.append((None, self._refused(error, job)))
             results = [result for _, result in begun]
@@ -264,11 +269,13 @@ class LLM(LoadedModel):
 
             with token_bar("prompts", len(results), read, show=show_progress) as update:
                 while not all(result.finished for result in results):
-                    engine.step()
+                    with interrupts_wait():
+                        engine.step()
                     update()
         finally:
-            for request_id in ids:
-                engine.abort(request_id)
+            with interrupts_wait():
+                for request_id in ids:
+                    engine.abort(request_id)
         for accepted, result in begun:
             if accepted is not None:
                 self._parse_answer(accepted, result)

@@ -285,6 +285,27 @@ def test_the_rank_that_failed_tells_the_cause(
         open_llm(tmp_path, 4)
 
 
+def test_an_interrupt_waits_for_the_step_so_that_the_ranks_live_on(
+    path: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = open_llm(path)
+    executor = two._engine.executor
+    assert isinstance(executor, ranks.Ranks)
+    send, before = executor.workers.send, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted(message: bytes) -> None:
+        signal.raise_signal(signal.SIGINT)
+        send(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor.workers, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two.generate([5, 6], GREEDY)
+    signal.signal(signal.SIGINT, before)
+    assert tokens(two) == alone
+    two.close()
+
+
 SCRIPT = """
 import signal, sys, threading
 from finwhale import LLM, SamplingParams

@@ -5,8 +5,9 @@ import io
 import itertools
 import json
 import math
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -31,6 +32,7 @@ from finwhale import (
 )
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.ranks.ranks import first_rank
+from finwhale.interrupts import interrupts_wait
 from finwhale.loaded_model import add_job
 from finwhale.weights.tree import tensors_of
 
@@ -551,6 +553,55 @@ def test_an_interrupt_after_a_request_began(
         else:
             llm.generate([[5, 9]], greedy())
     assert not llm._engine.has_work
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """The handler of a program in the foreground: a job in the background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["schedule", "record_computed", "finish"])
+def test_ctrl_c_waits_for_the_end_of_a_step(
+    llm: LLM, name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any line of the scheduler, so that nothing is half changed."""
+    scheduler, changed = llm._engine.scheduler, 0
+    run = getattr(scheduler, name)
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal changed
+        signal.raise_signal(signal.SIGINT)
+        result = run(*args)
+        changed += 1
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            if stream:
+                list(llm.stream([5, 9], greedy()))
+            else:
+                llm.generate([[5, 9]], greedy())
+    assert changed and not llm._engine.has_work
+    check_engine(llm._engine)
+    llm.generate([[5, 9]], greedy())
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+        signal.raise_signal(signal.SIGINT)
+        reached.append(1)
+        signal.raise_signal(signal.SIGINT)
+        reached.append(2)
+    assert reached == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_integers_of_other_types_are_token_ids(llm: LLM) -> None:
