@@ -38,6 +38,11 @@ class EngineConfig:
         f"{RANK_COUNTS[-1]}. On a CPU, number of processes, for tests",
         unset="as many as --device names, else the fewest that hold the model; 1 on a CPU",
     )
+    data_parallel_size: int = option(
+        1,
+        "number of ranks that each serve requests of their own, with their own attention and "
+        "cache, and share the experts. Runs on CPUs only so far, for tests",
+    )
     whole_attention: bool | None = option(
         None,
         "in large steps, divide attention among the ranks by tokens instead of heads: prefill is "
@@ -233,6 +238,8 @@ class EngineConfig:
                 f"tensor_parallel_size must be one of {', '.join(map(str, RANK_COUNTS))}, got "
                 f"{self.tensor_parallel_size}"
             )
+        if self.data_parallel_size != 1:
+            self._check_data_parallel()
         if self.whole_attention and self.batch_invariant:
             raise FinwhaleError(
                 "with whole_attention, the bits of a token depend on the size of its step: leave "
@@ -278,3 +285,25 @@ class EngineConfig:
                 host_and_port(name, one)
         if salt == "":
             raise FinwhaleError("prefix_salt must not be empty: leave it out for a random one")
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Number of ranks; None: as many as the model needs."""
+        return self.data_parallel_size if self.data_parallel_size > 1 else self.tensor_parallel_size
+
+    def _check_data_parallel(self) -> None:
+        """Raise FinwhaleError if another option contradicts data_parallel_size."""
+        if self.data_parallel_size not in RANK_COUNTS:
+            raise FinwhaleError(
+                f"data_parallel_size must be one of {', '.join(map(str, RANK_COUNTS))}, got "
+                f"{self.data_parallel_size}"
+            )
+        refused = {
+            "tensor_parallel_size": self.tensor_parallel_size not in (None, 1),
+            "whole_attention": self.whole_attention,
+            "prefix_store": self.prefix_store,
+            "kv_events": self.kv_events,
+        }
+        for name, given in refused.items():
+            if given:
+                raise FinwhaleError(f"data_parallel_size does not work with {name}: leave one out")

@@ -161,7 +161,7 @@ def test_the_plan_after_a_failed_launch_frees_the_same_slots(
         raise torch.AcceleratorError("CUDA error: out of memory")
 
     monkeypatch.setattr(engine.executor, "execute", failing)
-    launcher = engine._loop._launcher
+    launcher = engine.lanes[0].launcher
     for _ in range(2):
         with pytest.raises(torch.AcceleratorError):
             launcher.execute(chunks, None)
@@ -175,7 +175,7 @@ def doomed(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int) ->
     """An engine whose third step fails, on the device or when its tokens are read."""
     engine = llm._engine
     engine.steps_ahead = ahead
-    reader: Any = engine._loop._results._reader
+    reader: Any = engine.lanes[0].results._reader
     owner: Any = first_rank(engine.executor).runner if where == "logits" else reader
     real, count = getattr(owner, where), [0]
 

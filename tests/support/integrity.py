@@ -11,10 +11,13 @@ from finwhale.engine.plan.stored_prefixes import Load
 
 
 def check_engine(engine: Engine) -> None:
-    scheduler, streams = engine.scheduler, engine.outputs.streams
-    check_scheduler(scheduler)
-    assert streams or not engine._loop.in_flight
-    assert len(streams) == len(scheduler.running) + scheduler.num_waiting
+    for lane in engine.lanes:
+        scheduler, streams = lane.scheduler, lane.outputs.streams
+        check_scheduler(scheduler)
+        assert streams or not lane.in_flight
+        assert len(streams) == len(scheduler.running) + scheduler.num_waiting
+        assert lane.outputs.requests or not lane.outputs.work
+    assert any(lane.in_flight for lane in engine.lanes) or not engine._loop.in_flight
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

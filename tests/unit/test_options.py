@@ -38,6 +38,7 @@ STORE = ["--prefix-store", "/somewhere", "--prefix-salt", "sesame"]
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "device": (["--device", "cpu"], "cpu"),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
+    "data_parallel_size": (["--data-parallel-size", "2"], 2),
     "whole_attention": (["--whole-attention"], True),
     "distributed_executor": (["--distributed-executor", "ray"], "ray"),
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),

@@ -39,12 +39,12 @@ class Shard(NamedTuple):
 
     Attributes:
         axis: 0: by rows, 1: by columns.
-        of_heads: the weight belongs to attention's heads or their output groups. A rank with
-            `whole_attention` loads all of it.
+        of: what the axis counts. A rank with `whole_attention` loads all of what is divided by
+            heads or their output groups; one that is `data_parallel` divides experts only.
     """
 
     axis: int
-    of_heads: bool = False
+    of: Literal["heads", "experts", "vocabulary"]
 
 
 class WeightSpec(NamedTuple):

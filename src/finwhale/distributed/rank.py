@@ -16,11 +16,13 @@ class Rank:
     Attributes:
         whole_attention: the rank holds the weights of all heads as well as those of its own, and
             uses them in steps that the ranks divide by tokens.
+        data_parallel: each rank serves sequences of its own, with all weights but the experts'.
     """
 
     index: int
     size: int
     whole_attention: bool = False
+    data_parallel: bool = False
 
     def rows_per_rank(self, num_rows: int) -> int:
         """Number of rows of a rank when the ranks divide `num_rows`. The last may have fewer."""

@@ -57,5 +57,12 @@ class Answer:
     pickled: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class LaneResults:
+    """The results of a data-parallel rank's step, made by `pickle`."""
+
+    pickled: bytes
+
+
 # A message that a worker sends to its owner.
-Report = Phase | Opened | Failed | Status | Answer | logging.LogRecord
+Report = Phase | Opened | Failed | Status | Answer | LaneResults | logging.LogRecord

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import Ring
@@ -33,6 +33,7 @@ from finwhale.distributed.worker_messages import (
     STOP,
     Answer,
     Failed,
+    LaneResults,
     Phase,
     Report,
     Status,
@@ -40,6 +41,7 @@ from finwhale.distributed.worker_messages import (
 from finwhale.errors import EngineDeadError, FinwhaleError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TICK_S = 0.25
 # A worker without heartbeats has failed after STOPPED_S if a signal has stopped it, after SILENT_S
@@ -179,6 +181,8 @@ class WorkerState:
         silent_s: seconds without a heartbeat.
         status: its latest status (`OwnerLink.status`); None: it has reported none.
         answers: the answers that `Workers.wait_answers` has not returned yet.
+        results, read: the results of steps that `wait_result` has not returned yet, and the number
+            of those that it has.
     """
 
     rank: Rank
@@ -193,6 +197,8 @@ class WorkerState:
     silent_s: float = 0.0
     status: Any = None
     answers: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
+    results: SimpleQueue[bytes] = field(default_factory=SimpleQueue)
+    read: int = 0
 
     @property
     def name(self) -> str:
@@ -267,14 +273,22 @@ class Workers:
 
     def wait_answers(self) -> list[Answer]:
         """Wait for one answer of each worker; raises if a worker fails."""
-        found: list[Answer] = []
-        for worker in self._workers:
-            while len(found) < worker.rank.index:
-                try:
-                    found.append(worker.answers.get(timeout=TICK_S))
-                except Empty:
-                    self.check()
+        return [self._wait_in(worker.answers) for worker in self._workers]
+
+    def wait_result(self, index: int, number: int) -> bytes:
+        """Wait for result `number` of the rank `index`, counted from 1; forgets those before it."""
+        worker = self._workers[index - 1]
+        while worker.read < number:
+            found = self._wait_in(worker.results)
+            worker.read += 1
         return found
+
+    def _wait_in(self, queue: "SimpleQueue[T]") -> T:
+        while True:
+            try:
+                return queue.get(timeout=TICK_S)
+            except Empty:
+                self.check()
 
     def fail(self, error: FinwhaleError) -> None:
         """Record a failure of the owner's own rank, and kill the workers."""
@@ -349,6 +363,8 @@ class Workers:
                 worker.status = report.status
             elif isinstance(report, Answer):
                 worker.answers.put(report)
+            elif isinstance(report, LaneResults):
+                worker.results.put(report.pickled)
             elif isinstance(report, Phase):
                 worker.phase, worker.phase_s = report, 0.0
             else:

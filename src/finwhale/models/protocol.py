@@ -107,6 +107,14 @@ class DraftHead(Protocol):
         """Draft tokens after each sequence's newest one; calls `choose` once for each, in order."""
         ...
 
+    def serve_others_tokens(self, lane_rows: int) -> None:
+        """Take part in a call in which this data-parallel rank has no tokens (StepInputs)."""
+        ...
+
+    def serve_others(self, num_drafts: int, lane_rows: int) -> None:
+        """Take part in a `draft` in which this data-parallel rank has no sequences (DraftStart)."""
+        ...
+
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of rows that the head returned."""
         ...
@@ -180,6 +188,14 @@ class Model(Protocol):
         self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
         """A call, then `compute_logits` of all tokens: logits [N,X] and residual streams."""
+        ...
+
+    def serve_others(self, lane_rows: int) -> None:
+        """Take part in a step of data-parallel ranks in which this rank has no tokens.
+
+        Args:
+            lane_rows: the most tokens that a rank has.
+        """
         ...
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:

@@ -28,6 +28,7 @@ class StepInputs:
             and come last. None: a token sees only its window.
         local_tokens: in a model whose ranks divide the tokens of this step, those of this rank; the
             model sets it. None: the ranks do not divide them.
+        lane_rows: among data-parallel ranks, the most tokens that a rank has in this step.
     """
 
     token_ids: Tensor
@@ -35,6 +36,7 @@ class StepInputs:
     tables: Mapping[str, PageTable]
     extra_kv_slots: Tensor | None = None
     local_tokens: Tokens | None = None
+    lane_rows: int = 0
 
     def bounded(self, max_len: int, max_query: int) -> "StepInputs":
         """The same inputs with other bounds of the tokens."""
@@ -73,12 +75,14 @@ class DraftStart:
         newest_ids: [B] int64: the token after it, which the model has not computed yet.
         tokens: the last verified token of each sequence, in order. Position -1 is padding.
         tables: the page tables of the B sequences, with pages for the drafts.
+        lane_rows: among data-parallel ranks, the most sequences that a rank has here.
     """
 
     hidden: Tensor
     newest_ids: Tensor
     tokens: Tokens
     tables: Mapping[str, PageTable]
+    lane_rows: int = 0
 
 
 ChooseDraft = Callable[[Tensor, int], Tensor]

@@ -40,7 +40,9 @@ class Lines:
 
 def _slice(shape: tuple[int, ...], shard: Shard, rank: Rank) -> Slice | None:
     """The slice of a weight that a rank loads; None: the whole weight."""
-    if rank.size == 1 or (shard.of_heads and rank.whole_attention):
+    if rank.size == 1 or (shard.of == "heads" and rank.whole_attention):
+        return None
+    if rank.data_parallel and shard.of != "experts":
         return None
     length, rest = divmod(shape[shard.axis], rank.size)
     assert not rest, (shape, shard, rank)

@@ -62,7 +62,7 @@ def sleep(
         if saves and "weights" in chosen:
             engine.call_ranks(check_can_save)
         engine.drain(requests)
-        engine.scheduler.reset_prefix_cache()
+        engine.reset_prefix_cache()
         _change_ranks(engine, partial(free_memory, tags=chosen, save_weights=saves))
         engine.stop(*chosen)
         if drop_weights and "weights" in chosen:
@@ -121,10 +121,11 @@ def change_weights(
         check_weights_can_change(engine, partial=partial, requests=requests)
         engine.drain(requests)
         _change_ranks(engine, work)
-        engine.scheduler.reset_prefix_cache()
-        if engine.scheduler.prefix is not None and engine.scheduler.admission.stored is not None:
-            # The store's fingerprint is that of the first weights: share nothing with them.
-            engine.scheduler.prefix.set_salt(None)
+        engine.reset_prefix_cache()
+        for lane in engine.lanes:
+            if lane.scheduler.prefix is not None and lane.scheduler.admission.stored is not None:
+                # The store's fingerprint is that of the first weights: share nothing with them.
+                lane.scheduler.prefix.set_salt(None)
         engine.allow("no weights")
 
 

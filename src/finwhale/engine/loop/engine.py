@@ -2,16 +2,19 @@
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
+from finwhale.engine.loop.lanes import Lane, choose_lane
 from finwhale.engine.loop.launching import Launcher
 from finwhale.engine.loop.metrics import EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.outputs import Outputs
@@ -19,13 +22,14 @@ from finwhale.engine.loop.request_checks import checked_prompt, end_tokens, new_
 from finwhale.engine.loop.results import Results
 from finwhale.engine.loop.step_loop import StepLoop
 from finwhale.engine.loop.watchdog import Watchdog
-from finwhale.engine.plan.executor import Executor, MemoryUse
+from finwhale.engine.plan.executor import Executor, MemoryUse, StepRunner
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.plan.token_filter import TokenFilter
+from finwhale.engine.ranks.lane_ranks import lane_executors, send_plans
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.ranks.sleep import free_for_good
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
@@ -89,25 +93,51 @@ class Engine:
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
         self._process = os.getpid()
-        self.begin(
-            Scheduler(
-                PageManager(rank.groups, rank.num_pages),
-                sizes=rank.sizes,
-                prefix_caching=config.enable_prefix_caching,
-                prefix_salt=config.prefix_salt,
-                max_model_len=rank.max_model_len,
-                draft_block_tokens=model_config.draft_block_tokens,
-            )
+        # One salt for all lanes, so that a prompt has the same keys in each.
+        self._salt = config.prefix_salt or secrets.token_hex()
+        self.begin(*(self._new_scheduler() for _ in lane_executors(executor)))
+
+    def _new_scheduler(self) -> Scheduler:
+        config, rank = self.config, self.executor.description
+        return Scheduler(
+            PageManager(rank.groups, rank.num_pages),
+            sizes=rank.sizes,
+            prefix_caching=config.enable_prefix_caching,
+            prefix_salt=self._salt,
+            max_model_len=rank.max_model_len,
+            draft_block_tokens=self.model_config.draft_block_tokens,
         )
 
-    def begin(self, scheduler: Scheduler) -> None:
-        """Begin with a scheduler, without requests, and with all counters at 0."""
+    def begin(self, *schedulers: Scheduler) -> None:
+        """Begin with a scheduler for each lane, without requests, and with all counters at 0."""
+        self._meter = Meter(self.model_config.max_draft_tokens)
+        executors = lane_executors(self.executor)
+        self.lanes = [self._new_lane(*pair) for pair in zip(executors, schedulers, strict=True)]
+        self._loop = StepLoop(self.lanes, partial(send_plans, self.executor))
+
+    def _new_lane(self, executor: StepRunner, scheduler: Scheduler) -> Lane:
         config, model, rank = self.config, self.model_config, self.executor.description
-        self.scheduler, self._meter = scheduler, Meter(model.max_draft_tokens)
-        self.outputs = Outputs(scheduler, self._meter, self.tokenizer, rank.routed_experts)
-        launcher = Launcher(self.executor, scheduler, model.vocab_size)
-        results = Results(rank, scheduler, self._meter, model, config.draft_tokens)
-        self._loop = StepLoop(launcher, results, self.outputs)
+        return Lane(
+            scheduler,
+            Launcher(executor, scheduler, model.vocab_size),
+            Results(rank, scheduler, self._meter, model, config.draft_tokens),
+            Outputs(scheduler, self._meter, self.tokenizer, rank.routed_experts),
+        )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Of the only lane."""
+        return self._only_lane.scheduler
+
+    @property
+    def outputs(self) -> Outputs:
+        """Of the only lane."""
+        return self._only_lane.outputs
+
+    @property
+    def _only_lane(self) -> Lane:
+        (lane,) = self.lanes
+        return lane
 
     @property
     def max_model_len(self) -> int:
@@ -125,9 +155,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        scheduler = self.scheduler
-        works = scheduler.has_work or scheduler.admission.moves_prefixes
-        return self._dead is None and (works or bool(self.outputs.touched))
+        return self._dead is None and any(lane.has_work for lane in self.lanes)
 
     def add_request(
         self,
@@ -192,13 +220,14 @@ class Engine:
                 for index in range(params.n)
             )
             self._meter.ordinary_requests += self.config.role == "prefill" and not saves_first
-            self.outputs.add(output, sequences, ends, stop_after)
+            lane, work = choose_lane(self.lanes, prompt_token_ids, prefix_owner, params.n)
+            lane.outputs.add(output, sequences, ends, stop_after, work)
             return output
 
     def is_flushing(self, request_id: str) -> bool:
         """Whether an ended request waits until the prefix store has its blocks."""
-        stored = self.scheduler.admission.stored
-        return stored is not None and stored.is_flushing(request_id)
+        stores = [lane.scheduler.admission.stored for lane in self.lanes]
+        return any(stored is not None and stored.is_flushing(request_id) for stored in stores)
 
     def _check_accepts(self) -> None:
         """Raise an error if the engine accepts no requests now."""
@@ -246,21 +275,26 @@ class Engine:
             began = time.monotonic()
             self.check_usable()
             if self.stops:
-                return self.outputs.take_touched()
+                return self._take_touched()
             try:
                 self._loop.launch(self.steps_ahead)
             except (torch.AcceleratorError, EngineDeadError) as error:
                 raise self.die(error) from error
-            touched = self.outputs.take_touched()
+            touched = self._take_touched()
             if self._loop.in_flight:
-                planned = self._loop.in_flight[0].planned
+                parts = self._loop.in_flight[0]
                 touched += self._collect()
-                self.scheduler.admission.record_step(planned, time.monotonic() - began)
+                seconds = time.monotonic() - began
+                for lane, part in parts:
+                    lane.scheduler.admission.record_step(part.planned, seconds)
                 return touched
-            moves = self.scheduler.admission.moves_prefixes
+            moves = any(lane.scheduler.admission.moves_prefixes for lane in self.lanes)
         if moves and not touched:
             time.sleep(MOVING_WAIT_S)
         return touched
+
+    def _take_touched(self) -> list[RequestOutput]:
+        return [output for lane in self.lanes for output in lane.outputs.take_touched()]
 
     def _collect(self) -> list[RequestOutput]:
         try:
@@ -271,8 +305,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages. Unknown or finished requests are ignored."""
         with self.lock:
-            if self.outputs.abort(request_id):
-                self._loop.discard_if_idle()
+            for lane in self.lanes:
+                if lane.outputs.abort(request_id):
+                    lane.discard_if_idle()
+            self._loop.forget_discarded()
 
     # --- Between steps ----------------------------------------------------------------------------
 
@@ -290,16 +326,18 @@ class Engine:
     def drain(self, requests: Requests) -> None:
         """Collect the steps in flight; if asked, preempt running sequences or end all requests."""
         self.check_usable()
+        first = self.lanes[0].outputs
         while self._loop.in_flight:
-            self.outputs.touched += self._collect()
-        while self.scheduler.admission.moves_prefixes:
-            self.scheduler.admission.advance_loads()
-            time.sleep(MOVING_WAIT_S)
-        if requests == "recompute":
-            self.scheduler.preempt_all()
-        elif requests == "abort":
-            self.outputs.finish_all()
-            self._loop.discard_if_idle()
+            first.touched += self._collect()
+        for lane in self.lanes:
+            while lane.scheduler.admission.moves_prefixes:
+                lane.scheduler.admission.advance_loads()
+                time.sleep(MOVING_WAIT_S)
+            if requests == "recompute":
+                lane.scheduler.preempt_all()
+            elif requests == "abort":
+                lane.outputs.finish_all()
+                lane.discard_if_idle()
 
     def call_ranks(self, work: Callable[[Any], T]) -> list[T]:
         """Call `work` on every rank (Executor.call_ranks)."""
@@ -313,15 +351,17 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Evict all cached prefixes, so that no later request reuses them."""
         with self.lock:
-            self.scheduler.reset_prefix_cache()
+            for lane in self.lanes:
+                lane.scheduler.reset_prefix_cache()
 
     def reset(self) -> None:
         """Reset the counters and the prefix cache. The engine must have no requests."""
         with self.lock:
-            assert not self.outputs.requests
-            self.scheduler.reset_prefix_cache()
-            self.scheduler.counts = SchedulerCounts()
-            self.begin(self.scheduler)
+            assert not any(lane.outputs.requests for lane in self.lanes)
+            self.reset_prefix_cache()
+            for lane in self.lanes:
+                lane.scheduler.counts = SchedulerCounts()
+            self.begin(*(lane.scheduler for lane in self.lanes))
 
     # --- The end ----------------------------------------------------------------------------------
 
@@ -331,8 +371,9 @@ class Engine:
         if not isinstance(error, EngineDeadError):
             reason = f"{type(error).__name__}: {reason}"
         self._dead = f"the engine died ({reason}): start a new one"
-        self.outputs.fail_all(self._dead)
-        self._loop.abandon()
+        for lane in self.lanes:
+            lane.outputs.fail_all(self._dead)
+            lane.abandon()
         return EngineDeadError(self._dead)
 
     def close(self) -> None:
@@ -345,11 +386,8 @@ class Engine:
             if self._dead is None:
                 with suppress(EngineDeadError):
                     self.drain("abort")
-            if self.scheduler.admission.stored is not None:
-                self.scheduler.admission.stored.close()
-            if self.scheduler.prefix is not None and self.scheduler.prefix.events is not None:
-                self.scheduler.prefix.events.close()
-                self.scheduler.prefix.events = None
+            for lane in self.lanes:
+                lane.close()
             healthy, self._dead = self._dead is None, self._dead or "the engine is closed"
             self.executor.close()
             if healthy:
@@ -358,4 +396,5 @@ class Engine:
     def metrics(self) -> EngineMetrics:
         """Read the current state and the counters, without waiting for a step."""
         ranks = self.executor.rank_states()
-        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, ranks)
+        schedulers = [lane.scheduler for lane in self.lanes]
+        return read_metrics(schedulers, self._meter, self._watchdog.elapsed, ranks)

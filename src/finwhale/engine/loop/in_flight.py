@@ -64,10 +64,12 @@ class Request:
     """An unfinished request.
 
     Attributes:
+        work: the work that it gives its lane (lanes.py).
         unfinished: number of its sequences that have not ended.
     """
 
     output: RequestOutput
+    work: int = 0
     unfinished: int = 0
 
 

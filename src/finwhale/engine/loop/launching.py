@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from finwhale.engine.loop.in_flight import InFlightStep, Rows, TextStream
-from finwhale.engine.plan.executor import Executor, PendingResult
+from finwhale.engine.plan.executor import PendingResult, StepRunner
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, DraftPlan
@@ -24,7 +24,7 @@ from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 class Launcher:
     """Launches the steps of one engine."""
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, vocab_size: int) -> None:
+    def __init__(self, executor: StepRunner, scheduler: Scheduler, vocab_size: int) -> None:
         self._executor, self._scheduler = executor, scheduler
         rank = executor.description
         self._planner = StepPlanner(vocab_size, can_route=rank.routed_experts is not None)

@@ -4,11 +4,12 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import InitVar, asdict, dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
+from typing import Any
 
 from finwhale.engine.plan.executor import RankState
 from finwhale.engine.plan.prefix_store import StoreCounts
-from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.request import FinishReason
 
 # Seconds; the last bucket has no bound.
@@ -226,29 +227,38 @@ class Meter:
 
 
 def read_metrics(
-    scheduler: Scheduler, meter: Meter, step_seconds: float, ranks: tuple[RankState, ...]
+    schedulers: Sequence[Scheduler],
+    meter: Meter,
+    step_seconds: float,
+    ranks: tuple[RankState, ...],
 ) -> EngineMetrics:
-    """Read the current state and the counters."""
-    prefix, late = scheduler.prefix, Counter[str]()
-    stored = scheduler.admission.stored
+    """Read the current state and the counters, added over the lanes' schedulers."""
+    late, used, total = Counter[str](), Counter[str](), Counter[str]()
+    counts: dict[str, Any] = {
+        one.name: sum(getattr(scheduler.counts, one.name) for scheduler in schedulers)
+        for one in fields(SchedulerCounts)
+    }
+    for scheduler in schedulers:
+        for name, pool in scheduler.pages.pools.items():
+            used[name] += pool.num_pages - 1 - pool.num_free
+            total[name] += pool.num_pages - 1
+    prefixes = [one.prefix for one in schedulers if one.prefix is not None]
+    stored = schedulers[0].admission.stored
     for rank in ranks:
         late.update(rank.late_compilations)
     return EngineMetrics(
-        running=len(scheduler.running),
-        waiting=scheduler.num_waiting,
+        running=sum(len(one.running) for one in schedulers),
+        waiting=sum(one.num_waiting for one in schedulers),
         step_seconds=step_seconds,
-        pages={
-            name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
-            for name, pool in scheduler.pages.pools.items()
-        },
-        idle_blocks=0 if prefix is None else prefix.num_idle,
-        evicted_blocks=0 if prefix is None else prefix.num_evicted,
+        pages={name: PageUse(used[name], total[name]) for name in total},
+        idle_blocks=sum(one.num_idle for one in prefixes),
+        evicted_blocks=sum(one.num_evicted for one in prefixes),
         store=None if stored is None else replace(stored.counts),
         store_off="" if stored is None else stored.off,
-        dropped_events=0 if prefix is None or prefix.events is None else prefix.events.dropped,
-        draft_tokens=scheduler.drafting.draft_tokens,
+        dropped_events=sum(one.events.dropped for one in prefixes if one.events is not None),
+        draft_tokens=max(one.drafting.draft_tokens for one in schedulers),
         late_compilations=late,
         ranks=ranks,
-        **asdict(scheduler.counts),
+        **counts,
         **{one.name: deepcopy(getattr(meter, one.name)) for one in fields(meter)},
     )

@@ -40,6 +40,7 @@ class Outputs:
         requests: by the request's id.
         streams: the text of each sequence, by the sequence's key.
         touched: requests that changed outside of a step; the next step returns them.
+        work: of all requests.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Outputs:
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, TextStream] = {}
         self.touched: list[RequestOutput] = []
+        self.work = 0
 
     def add(
         self,
@@ -61,10 +63,12 @@ class Outputs:
         sequences: Iterable[SequenceState],
         ends: frozenset[int],
         stop_after: int | None,
+        work: int = 0,
     ) -> None:
         """Add a request with its continuations. TextStream has `ends` and `stop_after`."""
         assert output.request_id not in self.requests, "two requests have the same id"
-        request, began = Request(output), time.monotonic()
+        request, began = Request(output, work), time.monotonic()
+        self.work += work
         self.requests[output.request_id] = request  # first, so that `abort` finds a part of it, too
         for sequence in sequences:
             request.unfinished += 1
@@ -187,8 +191,9 @@ class Outputs:
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free its pages; returns whether it was unfinished."""
-        if self.requests.pop(request_id, None) is None:
+        if request_id not in self.requests:
             return False
+        self._remove(request_id)
         for stream in list(self.streams.values()):
             if stream.sequence.request_id == request_id:
                 self._retire(stream, "abort")
@@ -232,8 +237,11 @@ class Outputs:
         stream.request.unfinished -= 1
         if not stream.request.unfinished:
             stream.request.output.finished = True
-            del self.requests[stream.sequence.request_id]
+            self._remove(stream.sequence.request_id)
         self._retire(stream, reason)
+
+    def _remove(self, request_id: str) -> None:
+        self.work -= self.requests.pop(request_id).work
 
     def _retire(self, stream: TextStream, how: FinishReason) -> None:
         stream.ended = True

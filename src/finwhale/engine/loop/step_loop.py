@@ -1,12 +1,10 @@
 """One step of the engine after the other, with the overlap of host and device."""
 
-import ctypes
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from finwhale.engine.loop.in_flight import InFlightStep
-from finwhale.engine.loop.launching import Launcher
-from finwhale.engine.loop.outputs import Outputs
-from finwhale.engine.loop.results import Results
+from finwhale.engine.loop.lanes import Lane
 from finwhale.request import RequestOutput
 
 
@@ -26,47 +24,48 @@ class StepLoop:
 
     On a CPU, `launch` launches no step ahead, and the same calls run in order.
 
+    A step of data-parallel ranks has a part for each lane that has anything to compute.
+
+    Args:
+        send: sends the ranks what the lanes have planned.
+
     Attributes:
-        in_flight: the launched steps whose tokens are not known yet, oldest first.
+        in_flight: the launched steps whose tokens are not known yet, oldest first: the parts of
+            each.
     """
 
-    def __init__(self, launcher: Launcher, results: Results, outputs: Outputs) -> None:
-        self._launcher, self._results, self._outputs = launcher, results, outputs
-        self.in_flight: deque[InFlightStep] = deque()
+    def __init__(self, lanes: Sequence[Lane], send: Callable[[], None]) -> None:
+        self._lanes, self._send = lanes, send
+        self.in_flight: deque[list[tuple[Lane, InFlightStep]]] = deque()
 
     def launch(self, steps_ahead: int) -> None:
         """Launch the next step, and up to `steps_ahead` further ones, as far as they can be planned
         now.
         """
         while len(self.in_flight) <= steps_ahead:
-            step = self._launcher.launch(self._outputs.streams, self.in_flight)
-            if step is None:
+            parts: list[tuple[Lane, InFlightStep]] = []
+            try:
+                for lane in self._lanes:
+                    if (part := lane.launch()) is not None:
+                        parts.append((lane, part))
+            finally:  # a lane whose part is planned counts on it
+                if parts:
+                    self.in_flight.append(parts)
+                    self._send()
+            if not parts:
                 return
-            self.in_flight.append(step)
 
     def collect(self) -> list[RequestOutput]:
-        """Wait for the tokens of the oldest in-flight step, and append them to their requests;
-        returns the requests that changed.
-        """
-        step, *later = self.in_flight
-        tokens = self._results.read(step, later)
+        """Collect all parts of the oldest step (Lane.collect)."""
+        touched: list[RequestOutput] = []
+        for lane, part in self.in_flight[0]:
+            if lane.in_flight and lane.in_flight[0] is part:  # a lane may have discarded it
+                touched += lane.collect()
         self.in_flight.popleft()
-        touched = self._outputs.record(step, tokens)
-        self._results.record_appended()
-        self.discard_if_idle()
-        self._launcher.sample_waiting(self.in_flight)
+        self.forget_discarded()
         return touched
 
-    def discard_if_idle(self) -> None:
-        """If no sequence remains, discard the steps still in flight."""
-        if not self._outputs.streams:
-            self.in_flight.clear()
-            self._launcher.drop_rows()
-
-    def abandon(self) -> None:
-        """Keep the in-flight steps as long as the process lives: freeing a step of a failed device
-        would end it.
-        """
-        for step in self.in_flight:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(step))
-        self.in_flight.clear()
+    def forget_discarded(self) -> None:
+        """Forget the steps of which the lanes have discarded every part."""
+        while self.in_flight and not any(lane.in_flight for lane, _ in self.in_flight[-1]):
+            self.in_flight.pop()

@@ -252,7 +252,7 @@ class PendingCopies(Protocol):
         ...
 
 
-class Executor(Protocol):
+class StepRunner(Protocol):
     """Runs step plans in the order of the calls. No call waits for the device."""
 
     @property
@@ -270,6 +270,10 @@ class Executor(Protocol):
     def sample(self, plan: SamplingPlan) -> PendingResult:
         """Launch the sampling of the last step, whose plan had no sampling."""
         ...
+
+
+class Executor(StepRunner, Protocol):
+    """All ranks of a model."""
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> PendingCopies:
         """Launch copies between pages and the staging buffer (LocalExecutor.attach_staging).

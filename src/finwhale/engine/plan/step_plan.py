@@ -7,6 +7,8 @@ or is preempted. Sampling settings and pages are sent only when they change; the
 slot.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -166,6 +168,27 @@ class PageCopy(NamedTuple):
     load: bool
 
 
+class LargestLane(NamedTuple):
+    """The sizes of a step of data-parallel ranks, which all of them must know.
+
+    Attributes:
+        num_tokens: the most tokens that a rank has.
+        drafts: pairs, ascending: a number of drafts, and the most sequences of a rank that get as
+            many after the step.
+    """
+
+    num_tokens: int
+    drafts: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, plans: "Sequence[StepPlan]") -> "LargestLane":
+        most = Counter[int]()
+        for plan in plans:
+            if plan.draft is not None:
+                most |= Counter(filter(None, plan.draft.propose))
+        return cls(max(plan.num_tokens for plan in plans), tuple(sorted(most.items())))
+
+
 class StepPlan(NamedTuple):
     """One step, which computes chunks of sequences.
 
@@ -186,6 +209,7 @@ class StepPlan(NamedTuple):
         draft: the drafts; None: the engine does not draft.
         scored: prompt tokens whose log-probabilities are wanted. Then the plan is not a decode.
         routed: return the routed experts of the step's tokens.
+        largest: of the plans of data-parallel ranks; None: all ranks have this plan.
     """
 
     slots: tuple[int, ...]
@@ -202,6 +226,7 @@ class StepPlan(NamedTuple):
     draft: DraftPlan | None = None
     scored: tuple[ScoredTokens, ...] = ()
     routed: bool = False
+    largest: LargestLane | None = None
 
     @property
     def ends(self) -> list[int]:

@@ -26,7 +26,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
         FinwhaleError: the options contradict each other.
         ResourceError: a GPU does not exist.
     """
-    size, given = config.tensor_parallel_size, config.device
+    size, given = config.num_ranks, config.device
     kind, indices = parse_device(given)
     if kind is None:
         kind = Platform.detect().device_type
@@ -87,10 +87,11 @@ def device_kind(config: EngineConfig, size: int) -> str:
     Raises:
         FinwhaleError: the options contradict the launcher.
     """
-    if config.tensor_parallel_size not in (None, size):
+    if config.num_ranks not in (None, size):
+        option = "data" if config.data_parallel_size > 1 else "tensor"
         raise FinwhaleError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but the launcher has placed "
-            f"{size} ranks: leave the option out"
+            f"{option}_parallel_size is {config.num_ranks}, but the launcher has placed {size} "
+            "ranks: leave the option out"
         )
     if size not in RANK_COUNTS:
         raise FinwhaleError(

@@ -5,10 +5,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.engine.plan.executor import RankDescription, RankState
-from finwhale.engine.plan.step_plan import PageCopy
+from finwhale.engine.plan.step_plan import LargestLane, PageCopy, StepPlan
 from finwhale.engine.ranks.arena import Arena
 from finwhale.engine.ranks.rank_weights import RankWeights
-from finwhale.engine.steps.executor import StepExecutor
+from finwhale.engine.steps.executor import StepExecutor, StepTransfer
 from finwhale.engine.steps.page_copies import Copying, PageCopies
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.ops.builds import Builds
@@ -47,6 +47,13 @@ class LocalExecutor(StepExecutor):
         self.collectives, self.arenas = collectives, arenas or {}
         self.weights = RankWeights(runner.model, weight_form, ranks_on_host)
         self.page_copies: PageCopies | None = None
+
+    def execute_lane(self, plan: StepPlan | None, largest: LargestLane) -> StepTransfer | None:
+        """Execute the plan of this data-parallel rank; None: take part in the other ranks' step."""
+        if plan is not None:
+            return self.execute(plan)
+        self.runner.serve_others(largest)
+        return None
 
     def attach_staging(self, file: str, mark: bytes) -> None:
         """Let this rank copy pages to and from a staging buffer (PageCopies)."""

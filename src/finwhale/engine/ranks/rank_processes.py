@@ -65,7 +65,7 @@ def on_ray(config: EngineConfig) -> RankProcesses:
     Raises:
         FinwhaleError: ray is not installed, has too few GPUs, or an actor does not connect.
     """
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     if size in (None, 1):
         raise FinwhaleError("distributed_executor 'ray' needs a tensor_parallel_size above 1")
     assert size is not None

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -25,8 +26,15 @@ from torch._C._distributed_c10d import Store
 
 from finwhale.distributed.peers import Peers, join_store
 from finwhale.distributed.rank import Rank, StoreAddress
+from finwhale.distributed.threads import start_in_thread
 from finwhale.distributed.worker import OwnerLink
-from finwhale.distributed.worker_messages import CONNECTING, OPENING, Answer, Opened
+from finwhale.distributed.worker_messages import (
+    CONNECTING,
+    OPENING,
+    Answer,
+    LaneResults,
+    Opened,
+)
 from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import PageCopy, SamplingPlan, StepPlan
@@ -45,18 +53,25 @@ T = TypeVar("T")
 
 # The first byte of a message to the workers says what the message is.
 _EXECUTE, _SAMPLE, _COPY, _READY, _CALL = b"e", b"s", b"p", b"r", b"c"
+LANE_STEP, LANE_SAMPLE = b"l", b"o"  # of data-parallel ranks (lane_ranks.py)
 CAUSE_S = 2.0  # how long a failed rank waits for another rank to report the cause
 CLOSE_S = 10.0  # time limit for closing the device and NCCL
 FAILED_CLOSE_S = 2.0  # the same after a rank has failed, for which this rank's device may wait
 EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank that is gone
 
 
-def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProcesses) -> "Ranks":
+def open_ranks(
+    open_first: OpenRank,
+    open_worker: OpenRank,
+    processes: RankProcesses,
+    kind: "type[Ranks] | None" = None,
+) -> "Ranks":
     """Open all ranks: the first in this process, the others in a process each.
 
     Args:
         open_first: opens rank 0, in this process.
         open_worker: opens each of the other ranks in its process; picklable.
+        kind: the class of the result; None: Ranks.
 
     Raises:
         FinwhaleError: a rank cannot be opened. The error has the class of the rank's own error.
@@ -73,7 +88,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProce
         if failure is not None and isinstance(error, Exception):
             raise failure from error
         raise
-    return Ranks(local, workers, processes.store)
+    return (kind or Ranks)(local, workers, processes.store)
 
 
 def first_rank(executor: Executor) -> LocalExecutor:
@@ -267,7 +282,12 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
     except OtherRankError:
         time.sleep(CAUSE_S)  # that rank tells the cause, and the owner ends this process
         raise
-    executor.transfer = lambda tensors: Transfer(())  # the engine reads the results of rank 0
+    results: SimpleQueue[StepTransfer | None] | None = None
+    if executor.collectives.rank.data_parallel:
+        results = SimpleQueue()
+        start_in_thread("results", partial(_report_results, executor, owner, results))
+    else:
+        executor.transfer = lambda tensors: Transfer(())  # the engine reads the results of rank 0
     logger.info("%s holds %s", executor.description.device, executor.description.memory)
     owner.report(Opened(executor.description.memory))
     while True:
@@ -280,6 +300,17 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
             executor.sample(pickle.loads(content))
         elif kind == _COPY:
             executor.copy_pages(pickle.loads(content))
+        elif kind == LANE_STEP:
+            assert results is not None
+            largest, plans = pickle.loads(content)
+            pickled = plans[owner.rank.index - 1]
+            plan = None if pickled is None else pickle.loads(pickled)
+            results.put(executor.execute_lane(plan, largest))
+        elif kind == LANE_SAMPLE:
+            assert results is not None
+            index, plan = pickle.loads(content)
+            if index == owner.rank.index:
+                results.put(executor.sample(plan))
         elif kind == _CALL:
             owner.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
         else:
@@ -287,3 +318,17 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
             executor.mark_ready()
             freeze_heap()
             owner.status = lambda: executor.rank_states()[0]
+
+
+def _report_results(
+    executor: LocalExecutor, owner: OwnerLink, results: "SimpleQueue[StepTransfer | None]"
+) -> None:
+    """Report a data-parallel rank's results, in order, when its device has finished them."""
+    executor.runner.use_device()
+    while True:
+        pending = results.get()
+        if pending is None:
+            continue
+        found = pending.wait()
+        executor.check()  # a collective that gave up has computed nothing
+        owner.report(LaneResults(pickle.dumps(found, 5)))

@@ -67,11 +67,18 @@ class Decisions:
         self.architecture = architecture_of(model_config)
         if self.round_activations:
             self.architecture.check_rounding(model_config)
+        lanes = config.data_parallel_size > 1
+        if lanes and self.device.type != "cpu":
+            raise FinwhaleError("data_parallel_size runs on CPUs only so far: leave it out")
         self.architecture.rank_config(
-            model_config, peers.rank.size, round_activations=self.round_activations
+            model_config,
+            peers.rank.size,
+            round_activations=self.round_activations,
+            data_parallel=lanes,
         )  # refuses sizes that do not divide
         total = self._gpu_bytes()
-        self.rank = replace(peers.rank, whole_attention=self._holds_whole_attention(total))
+        whole = self._holds_whole_attention(total)
+        self.rank = replace(peers.rank, whole_attention=whole, data_parallel=lanes)
         self.stream = weights.open(self.device, self.rank)
         self.ops = load_ops(
             self.platform,
@@ -136,8 +143,9 @@ class Decisions:
             max_positions=max_positions,
             collectives=collectives,
         )
-        # All ranks choose the same experts, and only rank 0 transfers results to the host.
-        if self.config.enable_return_routed_experts and not self.rank.index:
+        # Tensor-parallel ranks choose the same experts, and rank 0 transfers results to the host.
+        records = self.rank.data_parallel or not self.rank.index
+        if self.config.enable_return_routed_experts and records:
             largest = self.step_limits(max_positions)
             most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
             return model, model.record_routed_experts(most)

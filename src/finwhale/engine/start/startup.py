@@ -17,6 +17,7 @@ from finwhale.distributed.peers import Peers
 from finwhale.distributed.rank import Placement
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.ranks.devices import choose_devices, fewest_ranks, num_sharers
+from finwhale.engine.ranks.lane_ranks import LaneRanks
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.memory_checks import check_host_memory
 from finwhale.engine.ranks.rank_processes import connect_launched, on_ray, spawn
@@ -67,6 +68,7 @@ def open_executor(
             open_rank, config, model_config, replace(weights, progress=None), processes.devices
         ),
         processes,
+        LaneRanks if config.data_parallel_size > 1 else None,
     )
 
 
@@ -87,7 +89,9 @@ def open_rank(
         ResourceError: the device does not exist, or model and cache do not fit its memory.
         CheckpointError: the weights do not match the configuration.
     """
-    mine = replace(config, device=devices[peers.rank.index], tensor_parallel_size=len(devices))
+    mine = replace(config, device=devices[peers.rank.index])
+    if config.data_parallel_size == 1:
+        mine = replace(mine, tensor_parallel_size=len(devices))
     chosen = Decisions(mine, model_config, weights, peers, num_sharers(config.device))
     try:
         return _Start(chosen).open()
@@ -152,7 +156,7 @@ class _Start:
         if self.peers.store is None:
             return Alone()
         collectives = connect(
-            self.peers.rank,
+            self.chosen.rank,
             self.device,
             self.peers.store,
             ordered=self.chosen.config.batch_invariant,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.config import DraftTokens
-from finwhale.engine.plan.step_plan import SamplingSettings, StepPlan
+from finwhale.engine.plan.step_plan import LargestLane, SamplingSettings, StepPlan
 from finwhale.engine.steps.draft_noise import choose_drafts
 from finwhale.engine.steps.host_transfer import send
 from finwhale.engine.steps.inputs import Batch, one_token_each
@@ -102,7 +102,11 @@ class Drafter:
         hidden = self._head(inputs, forward.streams, following, self._cache, self._segments)
         propose, ends = plan.draft.propose, plan.ends
         chunk_indices = [index for index, count in enumerate(propose) if count]
+        groups = dict.fromkeys(filter(None, propose), 0)
+        if plan.largest is not None:
+            groups = dict(plan.largest.drafts)
         if not chunk_indices or chosen_M is None:
+            self._serve_drafts(groups)
             return None
         last_B = self._last_rows(plan, chosen_M)
         counts = [propose[index] for index in chunk_indices]
@@ -110,8 +114,11 @@ class Drafter:
         out = chosen_M.new_zeros(max(counts), len(counts))
         self.confidences = []
         # One call of the head makes equally many drafts for all its chunks. Most steps need one.
-        for count in sorted(set(counts)):
+        for count, most in sorted(groups.items()):
             group = [i for i, other in enumerate(counts) if other == count]
+            if not group:
+                self._head.serve_others(count, most)
+                continue
             group_G, chunk_indices_G = send(
                 self._device,
                 np.array(group, np.int64),
@@ -125,6 +132,7 @@ class Drafter:
                 newest_ids=chosen_M.index_select(0, last_G),
                 tokens=one_token_each(positions_G, max_len),
                 tables={"window": _rows(inputs.tables["window"], chunk_indices_G)},
+                lane_rows=most,
             )
             slots = [plan.slots[chunk_indices[i]] for i in group]
             choose = choose_drafts(self._sample, [settings[slot] for slot in slots], positions_G)
@@ -137,6 +145,18 @@ class Drafter:
                 for row, values in zip(self.confidences[0], drafts.confidences, strict=False):
                     row.index_copy_(0, group_G, values)
         return out
+
+    @torch.inference_mode()
+    def serve_others(self, largest: LargestLane) -> None:
+        """Take part in a step in which this data-parallel rank has no tokens."""
+        self._head.serve_others_tokens(largest.num_tokens)
+        self._serve_drafts(dict(largest.drafts))
+
+    def _serve_drafts(self, groups: Mapping[int, int]) -> None:
+        """Take part in the drafts of other ranks: the most sequences by number of drafts."""
+        for count, most in sorted(groups.items()):
+            if most:
+                self._head.serve_others(count, most)
 
     def _last_rows(self, plan: StepPlan, chosen_M: Tensor) -> Tensor:
         """[B]: row of the last accepted token of each chunk that gets drafts."""

@@ -90,6 +90,7 @@ def planned_inputs(
             group.name: PageTable(pages, first, group.rows_per_page)
             for group, pages, first in zip(groups, sent[::2], sent[1::2], strict=True)
         },
+        lane_rows=0 if plan.largest is None else plan.largest.num_tokens,
     )
     return Batch(inputs, rows)
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_plan import LargestLane, StepPlan
 from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.engine.steps.drafter import Drafter, Forward
 from finwhale.engine.steps.graphs import Graphs
@@ -72,6 +72,14 @@ class ModelRunner:
         """Launch the step from the host; returns its batch and the residual streams [N,H,D]."""
         batch = self.batch(plan)
         return batch, self.model(batch.inputs, self.cache, self.segments)
+
+    @torch.inference_mode()
+    def serve_others(self, largest: LargestLane) -> None:
+        """Take part in a step in which this data-parallel rank has no tokens."""
+        self.use_device()
+        self.model.serve_others(largest.num_tokens)
+        if self.drafter is not None:
+            self.drafter.serve_others(largest)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

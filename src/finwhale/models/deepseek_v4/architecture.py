@@ -124,7 +124,7 @@ def fits_whole_attention(config: DeepseekV4Config, total: int) -> bool:
     values = sum(
         math.prod(spec.shape)
         for spec in weight_specs(config).values()
-        if (spec.shard is not None and spec.shard.of_heads)
+        if (spec.shard is not None and spec.shard.of == "heads")
         or spec.name.endswith(".indexer.wq_b.weight")
     )
     return values * (1 if config.quantised else 2) * WHOLE_ATTENTION_PART <= total

@@ -193,9 +193,19 @@ class DsparkHead(DraftLayers):
         window = start.tables["window"]
         ids, tokens, further = self.make_blocks(start.newest_ids, start.tokens, window, self._shape)
         inputs = StepInputs(
-            token_ids=ids, tokens=tokens, tables=start.tables, extra_kv_slots=further
+            token_ids=ids,
+            tokens=tokens,
+            tables=start.tables,
+            extra_kv_slots=further,
+            lane_rows=start.lane_rows * self.config.num_rows,
         )
         embedded = self.embed.index_select(0, self.ranks.own_rows(inputs.token_ids))
         streams = embedded[:, None].expand(-1, self.num_streams, -1)
         out = self.run_layers(self.layers, streams, inputs, cache, segments)
         return out.view(-1, self.config.num_rows, *out.shape[1:])
+
+    def serve_others_tokens(self, lane_rows: int) -> None:
+        pass  # `__call__` runs no layer
+
+    def serve_others(self, num_drafts: int, lane_rows: int) -> None:
+        self.serve_layers(lane_rows * self.config.num_rows)

@@ -9,7 +9,7 @@ from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.context import LayerContext
-from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
+from finwhale.models.deepseek_v4.moe import Moe, MoeWeights, SharedMoe
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops.linear import LinearWeight
@@ -58,7 +58,8 @@ class DecoderLayer:
         self.weights = weights
         self.ranks = context.ranks
         self.attn = Attention(context, weights.attn, layer)
-        self.ffn = Moe(context, weights.ffn)
+        moe = SharedMoe if context.ranks.rank.data_parallel else Moe
+        self.ffn = moe(context, weights.ffn)
 
     def __call__(
         self,
@@ -140,6 +141,17 @@ class DraftLayers:
         """This rank's logits [M,X] float32 of the layers' residual streams, without Markov head."""
         hidden = self.hc_head(streams_MHD, self.hc_head_weight, self.params)
         return self.linear(hidden, self.head).float()
+
+    def serve_layers(self, lane_rows: int) -> None:
+        """Take part in a forward in which this data-parallel rank has no tokens."""
+        serve_others(self.layers, self.embed[:0], lane_rows)
+
+
+def serve_others(layers: Sequence[DecoderLayer], x_0D: Tensor, lane_rows: int) -> None:
+    """Run a data-parallel rank's part of the layers' experts, without tokens of its own."""
+    for layer in layers:
+        assert isinstance(layer.ffn, SharedMoe)
+        layer.ffn.serve_others(x_0D, lane_rows)
 
 
 def mhc_params(config: DeepseekV4Config) -> MhcParams:

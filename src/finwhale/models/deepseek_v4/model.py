@@ -22,7 +22,13 @@ from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
-from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, SharedParts, mhc_params
+from finwhale.models.deepseek_v4.layer import (
+    DecoderLayer,
+    LayerWeights,
+    SharedParts,
+    mhc_params,
+    serve_others,
+)
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
@@ -83,12 +89,19 @@ class DeepseekV4:
         collectives: Collectives = ALONE,
     ) -> None:
         self.config = config
-        self.part = rank_config(config, collectives.rank.size, round_activations=round_activations)
+        rank = collectives.rank
+        self.part = rank_config(
+            config,
+            rank.size,
+            round_activations=round_activations,
+            data_parallel=rank.data_parallel,
+        )
         self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
-        rank, width = collectives.rank, config.vocab_size // collectives.rank.size
-        self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
+        self.vocab_part = range(config.vocab_size)
         self.sample: Sample = ops.sample
-        if rank.size > 1:
+        if rank.size > 1 and not rank.data_parallel:
+            width = config.vocab_size // rank.size
+            self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
             self.sample = SampleFromParts(ops, self.ranks, self.vocab_part.start)
         self.weights = weights
         self.linear = ops.linear
@@ -177,6 +190,9 @@ class DeepseekV4:
         logits = self.compute_logits(streams)
         self.side_streams.join(CONTEXT_STREAM)
         return logits, streams
+
+    def serve_others(self, lane_rows: int) -> None:
+        serve_others(self.layers, self.weights.embed[:0], lane_rows)
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         streams = self._embedded(inputs)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from finwhale.models.deepseek_v4.context import LayerContext
@@ -42,6 +43,7 @@ class Moe:
         self.combine = ops.experts_combine
         self.swiglu_mlp = ops.swiglu_mlp
         self.side_streams = context.side_streams
+        self.ranks = context.ranks
         self.weights = weights
         self.num_experts = config.n_routed_experts
         self.topk = config.num_experts_per_tok
@@ -80,3 +82,35 @@ class Moe:
         """The outputs of each token's routed experts: [N,K,D]."""
         pairs = self.dispatch(ids_NK, self.num_experts)
         return self.compute(x_ND, weights_NK, pairs, self.weights.experts, self.limit)
+
+
+class SharedMoe(Moe):
+    """The same among data-parallel ranks: maps x [N,D] of this rank's tokens to complete outputs.
+
+    Each rank computes its part of every expert's width for the M tokens of all ranks: of each rank
+    as many as `StepInputs.lane_rows`, with rows of zeros if it has fewer.
+    """
+
+    def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
+        ids, weights = self.route(x_ND, inputs)
+        if self.routed is not None:
+            self.routed[: len(ids)].copy_(ids)
+        return self._serve(x_ND, ids, weights, inputs.lane_rows)
+
+    def serve_others(self, x_0D: Tensor, lane_rows: int) -> None:
+        """Compute this rank's part in a step in which it has no tokens of its own."""
+        weights = x_0D.new_empty(0, self.topk, dtype=torch.float32)
+        self._serve(x_0D, weights.int(), weights, lane_rows)
+
+    def _serve(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, lane_rows: int) -> Tensor:
+        ranks, K = self.ranks, self.topk
+        # The added rows have the choice 0, so that their expert is -1.
+        choices = torch.cat([ids_NK.int() + 1, weights_NK.view(torch.int32)], 1)
+        x_MD = ranks.gather_tokens(x_ND, lane_rows)
+        choices = ranks.gather_tokens(choices, lane_rows)
+        ids_MK = choices[:, :K] - 1
+        weights_MK = choices[:, K:].contiguous().view(torch.float32)
+        shared = self.side_streams.start(SHARED_STREAM, lambda: self.run_shared_expert(x_MD))
+        each = self.run_experts(x_MD, ids_MK, weights_MK)
+        self.side_streams.join(SHARED_STREAM)
+        return ranks.sum_of_own_tokens(self.combine(each, ids_MK, shared), len(x_ND))

@@ -85,7 +85,16 @@ class MtpLayer(DraftLayers):
                 max_len=tokens.max_len,
                 max_query=1,
             )
-            inputs = StepInputs(token_ids=drafts[-1], tokens=read, tables=start.tables)
+            inputs = StepInputs(
+                token_ids=drafts[-1], tokens=read, tables=start.tables, lane_rows=start.lane_rows
+            )
             streams = self(inputs, streams, drafts[-1], cache, segments)
             drafts.append(choose(self.compute_logits(streams), step))
         return Drafts(ids=torch.stack(drafts))
+
+    def serve_others_tokens(self, lane_rows: int) -> None:
+        self.serve_layers(lane_rows)
+
+    def serve_others(self, num_drafts: int, lane_rows: int) -> None:
+        for _ in range(1, num_drafts):
+            self.serve_layers(lane_rows)

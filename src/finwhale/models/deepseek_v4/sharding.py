@@ -1,14 +1,16 @@
-"""How the ranks of a model divide its weights: tensor parallelism.
+"""How the ranks of a model divide its weights.
 
 A rank holds some heads with their output groups, some rows of the LM head and of DSpark's Markov
 head, and a part of every expert's intermediate size. It holds a copy of every other weight. An FP8
 block, an FP4 block and a group of 128 activations that are rounded together never span two ranks.
 
 With `Rank.whole_attention`, a rank loads the weights of all heads, and also keeps a copy of those
-of its own heads. The table (weights.py) says for each weight how it is divided.
+of its own heads. With `Rank.data_parallel`, the ranks divide the experts only. The table
+(weights.py) says for each weight how it is divided.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from finwhale.checkpoint.formats import FP8_BLOCK
 from finwhale.config import RANK_COUNTS
@@ -20,48 +22,62 @@ GROUP = FP8_BLOCK
 
 
 def rank_config(
-    config: DeepseekV4Config, size: int, *, round_activations: bool = False
+    config: DeepseekV4Config,
+    size: int,
+    *,
+    round_activations: bool = False,
+    data_parallel: bool = False,
 ) -> DeepseekV4Config:
     """The sizes of one of `size` ranks. vocab_size stays whole: only the LM head is divided.
 
     Args:
         round_activations: the model rounds activations in groups of 128, quantised or not.
+        data_parallel: see Rank.
 
     Raises:
         FinwhaleError: the ranks cannot divide the model.
     """
     if size == 1:
         return config
-    obstacle = _obstacle(config, size, round_activations)
+    obstacle_of = partial(
+        _obstacle, config, round_activations=round_activations, data_parallel=data_parallel
+    )
+    obstacle = obstacle_of(size)
     if obstacle is not None:
-        fits = [n for n in RANK_COUNTS if _obstacle(config, n, round_activations) is None]
+        fits = [n for n in RANK_COUNTS if obstacle_of(n) is None]
+        option = "data_parallel_size" if data_parallel else "tensor_parallel_size"
         raise FinwhaleError(
-            f"{size} ranks cannot divide this model: {obstacle}. Set tensor_parallel_size to "
+            f"{size} ranks cannot divide this model: {obstacle}. Set {option} to "
             f"{' or '.join(map(str, fits))}"
         )
+    heads = 1 if data_parallel else size
     return replace(
         config,
-        num_attention_heads=config.num_attention_heads // size,
-        o_groups=config.o_groups // size,
+        num_attention_heads=config.num_attention_heads // heads,
+        o_groups=config.o_groups // heads,
         moe_intermediate_size=config.moe_intermediate_size // size,
     )
 
 
-def _obstacle(config: DeepseekV4Config, size: int, round_activations: bool) -> str | None:
+def _obstacle(
+    config: DeepseekV4Config, size: int, *, round_activations: bool, data_parallel: bool
+) -> str | None:
     """Why `size` ranks cannot divide the model; None: they can."""
     if size < 1:
         return f"the number of ranks must be at least 1, got {size}"
     if size == 1:
         return None
-    for name in ("vocab_size", "num_attention_heads", "o_groups", "moe_intermediate_size"):
+    divided = ("vocab_size", "num_attention_heads", "o_groups", "moe_intermediate_size")
+    for name in divided[-1:] if data_parallel else divided:
         if getattr(config, name) % size:
             return f"{name} {getattr(config, name)} is not a multiple of {size}"
     # Rounding groups divide these widths, and so do FP8 and FP4 blocks.
     widths: dict[str, int] = {}
     if config.quantised or round_activations:
         widths["moe_intermediate_size"] = config.moe_intermediate_size
+    if not data_parallel and (config.quantised or round_activations):
         widths["o_groups * o_lora_rank"] = config.o_groups * config.o_lora_rank
-    if config.quantised:
+    if not data_parallel and config.quantised:
         widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
     for name, width in widths.items():
         if width % (size * GROUP):

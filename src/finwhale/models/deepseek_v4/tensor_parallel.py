@@ -9,6 +9,10 @@ computes its rows, and holds only the residual streams of these rows. A reduce-s
 outputs and an all-gather of the next block's inputs send as many bytes as the all-reduce that they
 replace.
 
+Data-parallel ranks hold everything but the experts whole, and compute tokens of their own. Only the
+experts' inputs and outputs are exchanged: a part of every expert's width computes the tokens of all
+ranks.
+
 Legend: N tokens, R rows of this rank (R = N in steps of few tokens), D hidden, M rows of logits.
 """
 
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.ops import Ops
@@ -53,7 +58,8 @@ class TensorParallel:
 
     def divides_tokens(self, num_tokens: int) -> bool:
         """Whether the ranks divide the tokens between blocks. All ranks decide alike."""
-        return self.rank.size > 1 and num_tokens >= self.divided_tokens
+        divides = self.rank.size > 1 and not self.rank.data_parallel
+        return divides and num_tokens >= self.divided_tokens
 
     def own_rows(self, x_NX: Tensor) -> Tensor:
         """This rank's rows: [N, ...] -> [R, ...]."""
@@ -65,7 +71,9 @@ class TensorParallel:
 
         The choice depends only on the shape, so all ranks make the same one.
         """
-        if self._mhc is None or not 0 < num_tokens <= self._mhc.expert_tokens:
+        if self._mhc is None or self.rank.data_parallel:
+            return False
+        if not 0 < num_tokens <= self._mhc.expert_tokens:
             return False
         return self.rank.size == 1 or self._channel(num_tokens, width) is not None
 
@@ -76,9 +84,12 @@ class TensorParallel:
 
         A `PartialSum`, or on one rank `UnreducedExperts`, leaves the sum to the operators of
         `FusedReduceMhc`. The choice depends only on the shape, so all ranks make the same one. The
-        call may overwrite the partial sums.
+        call may overwrite the partial sums. Among data-parallel ranks, x is complete already.
         """
         num_tokens, width = partial_ND.shape
+        if self.rank.data_parallel:
+            assert isinstance(partial_ND, Tensor)
+            return partial_ND.to(dtype)
         channel = None if self.divides_tokens(num_tokens) else self._channel(num_tokens, width)
         if channel is not None:
             return PartialSum(partial_ND, channel)
@@ -103,6 +114,18 @@ class TensorParallel:
     def all_gather_columns(self, part_MX: Tensor) -> Tensor:
         """The columns of all ranks: [M,X] -> [M,X * ranks]."""
         return self._collectives.all_gather(part_MX, 1)
+
+    def gather_tokens(self, x_NX: Tensor, lane_rows: int) -> Tensor:
+        """All tokens of data-parallel ranks, each padded with zeros: [N, ...] -> [L * ranks, ...].
+
+        Args:
+            lane_rows: L, the most tokens that a rank has.
+        """
+        return self._collectives.all_gather(ref.padded(x_NX, lane_rows).contiguous(), 0)
+
+    def sum_of_own_tokens(self, partial_MD: Tensor, num_tokens: int) -> Tensor:
+        """The sum over data-parallel ranks of the rows of this rank's tokens: [M,D] -> [N,D]."""
+        return self._collectives.reduce_scatter_rows(partial_MD)[:num_tokens]
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:

@@ -38,8 +38,9 @@ from finwhale.weights.allocation import WeightForm
 from finwhale.weights.assembler import Assembler
 from finwhale.weights.table import Lines, WeightList
 
-ROWS, COLUMNS = Shard(0), Shard(1)
-HEAD_ROWS, HEAD_COLUMNS = Shard(0, of_heads=True), Shard(1, of_heads=True)
+TOKEN_ROWS = Shard(0, "vocabulary")
+HEAD_ROWS, HEAD_COLUMNS = Shard(0, "heads"), Shard(1, "heads")
+EXPERT_ROWS, EXPERT_COLUMNS = Shard(0, "experts"), Shard(1, "experts")
 
 
 # A start asks for them several times.
@@ -54,7 +55,7 @@ def weight_specs(config: DeepseekV4Config, rank: Rank = ALONE) -> Mapping[str, W
     Raises:
         FinwhaleError: this number of ranks cannot divide the model.
     """
-    rank_config(config, rank.size)
+    rank_config(config, rank.size, data_parallel=rank.data_parallel)
     listed = WeightList(rank)
     with no_collection():
         _Table(config, listed).model()
@@ -69,7 +70,12 @@ def assembler(
     Raises:
         FinwhaleError: this number of ranks cannot divide the model.
     """
-    rank_config(config, form.rank.size, round_activations=form.round_activations)
+    rank_config(
+        config,
+        form.rank.size,
+        round_activations=form.round_activations,
+        data_parallel=form.rank.data_parallel,
+    )
     return Assembler(lambda weights: _Table(config, weights).model(), form, device)
 
 
@@ -95,7 +101,7 @@ class _Table:
         w = self._lines("", "embedding and head")
         return ModelWeights(
             embed=make.tensor(w("embed.weight", (V, D), "bf16"), make.dtype),
-            head=self._logits(w("head.weight", (V, D), "bf16", ROWS)),
+            head=self._logits(w("head.weight", (V, D), "bf16", TOKEN_ROWS)),
             hc_head=self._hc_head(self._lines("", "final norm and hc head")),
             layers=tuple(
                 self._layer(f"layers.{i}.", "norms and mHC", ratio, config.is_hash_layer(i))
@@ -271,9 +277,9 @@ class _Table:
     def _expert_lines(self, w: Lines, storage: Storage) -> tuple[WeightSpec, ...]:
         D, I = self.config.hidden_size, self.config.moe_intermediate_size  # noqa: E741
         return (
-            w("w1.weight", (I, D), storage, ROWS),
-            w("w3.weight", (I, D), storage, ROWS),
-            w("w2.weight", (D, I), storage, COLUMNS),
+            w("w1.weight", (I, D), storage, EXPERT_ROWS),
+            w("w3.weight", (I, D), storage, EXPERT_ROWS),
+            w("w2.weight", (D, I), storage, EXPERT_COLUMNS),
         )
 
     def _mtp(self, mtp: str) -> MtpWeights:
@@ -312,7 +318,9 @@ class _Table:
             markov_w1=make.tensor(
                 markov("markov_w1.weight", (V, head.markov_rank), "bf16"), make.dtype
             ),
-            markov_w2=self._logits(markov("markov_w2.weight", (V, head.markov_rank), "bf16", ROWS)),
+            markov_w2=self._logits(
+                markov("markov_w2.weight", (V, head.markov_rank), "bf16", TOKEN_ROWS)
+            ),
             confidence=confidence,
         )
 

@@ -83,7 +83,7 @@ class EngineLoop:
         An exception of the engine is reported as `EngineFailed` and raised again.
         """
         config, rank = self._engine.model_config, self._engine.executor.description
-        stored = self._engine.scheduler.admission.stored
+        stored = self._engine.lanes[0].scheduler.admission.stored
         try:
             self._send(
                 wire.Ready(

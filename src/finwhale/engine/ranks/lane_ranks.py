@@ -1,0 +1,124 @@
+"""The ranks of a model with data parallelism: each executes the plans of its own lane.
+
+All ranks run every step, because they share the experts. So the lanes' plans wait here until every
+lane has planned. Then one message has all of them, with the sizes of the largest, and a rank
+without a plan computes only its part of the experts.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import Store
+
+from finwhale.distributed.workers import Workers
+from finwhale.engine.plan.executor import Executor, RankDescription, StepResult, StepRunner
+from finwhale.engine.plan.step_plan import LargestLane, SamplingPlan, StepPlan
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import LANE_SAMPLE, LANE_STEP, Ranks
+from finwhale.engine.steps.executor import StepTransfer
+
+
+class LaneRanks(Ranks):
+    """The ranks, with one executor for each lane.
+
+    Attributes:
+        lanes: the executors, in the order of the ranks.
+    """
+
+    def __init__(self, local: LocalExecutor, workers: Workers, store: Store) -> None:
+        super().__init__(local, workers, store)
+        self.lanes = [LaneExecutor(self, index) for index in range(workers.size)]
+        # The results of this process's rank that are not read yet, with their numbers.
+        self.local_results: deque[tuple[int, StepTransfer]] = deque()
+
+    def send_plans(self) -> None:
+        """Launch the step that the lanes have planned."""
+        taken = [lane.take() for lane in self.lanes]
+        largest = LargestLane.of([plan for plan in taken if plan is not None])
+        mine, *others = [None if one is None else one._replace(largest=largest) for one in taken]
+        # Each worker unpickles only its own plan.
+        sent = largest, [None if plan is None else pickle.dumps(plan, 5) for plan in others]
+        self._keep(self._on_all(LANE_STEP, sent, lambda: self.local.execute_lane(mine, largest)))
+
+    def sample_lane(self, index: int, plan: SamplingPlan) -> None:
+        """Launch the sampling of one lane's last step."""
+
+        def sample() -> StepTransfer | None:
+            return None if index else self.local.sample(plan)
+
+        self._keep(self._on_all(LANE_SAMPLE, (index, plan), sample))
+
+    def _keep(self, result: StepTransfer | None) -> None:
+        if result is not None:
+            self.local_results.append((self.lanes[0].launched, result))
+
+
+class LaneExecutor:
+    """One lane's view of the ranks (a StepRunner).
+
+    Attributes:
+        launched: the number of results that its rank was asked for.
+    """
+
+    def __init__(self, ranks: LaneRanks, index: int) -> None:
+        self._ranks, self._index = ranks, index
+        self._plan: StepPlan | None = None
+        self.launched = 0
+
+    @property
+    def description(self) -> RankDescription:
+        return self._ranks.description
+
+    def execute(self, plan: StepPlan) -> "LaneResult | None":
+        """Keep the plan until `LaneRanks.send_plans`."""
+        assert self._plan is None
+        self._plan = plan
+        return None if plan.sampling is None else self._expected()
+
+    def sample(self, plan: SamplingPlan) -> "LaneResult":
+        result = self._expected()
+        if self._plan is not None:
+            self._plan = self._plan._replace(sampling=plan)
+        else:
+            self._ranks.sample_lane(self._index, plan)
+        return result
+
+    def take(self) -> StepPlan | None:
+        """The kept plan, which leaves; None: the lane has planned nothing."""
+        plan, self._plan = self._plan, None
+        return plan
+
+    def _expected(self) -> "LaneResult":
+        self.launched += 1
+        return LaneResult(self._ranks, self._index, self.launched)
+
+
+class LaneResult:
+    """Result `number` of a lane's rank, counted from 1."""
+
+    def __init__(self, ranks: LaneRanks, index: int, number: int) -> None:
+        self._ranks, self._index, self._number = ranks, index, number
+
+    def wait(self) -> StepResult:
+        ranks = self._ranks
+        if self._index:
+            pickled = ranks.workers.wait_result(self._index, self._number)
+            result: StepResult = pickle.loads(pickled)
+            return result
+        # Results of steps that were discarded are skipped.
+        while True:
+            number, pending = ranks.local_results.popleft()
+            if number == self._number:
+                return ranks.wait(pending)
+
+
+def lane_executors(executor: Executor) -> Sequence[StepRunner]:
+    """The executors of an engine's lanes."""
+    return executor.lanes if isinstance(executor, LaneRanks) else [executor]
+
+
+def send_plans(executor: Executor) -> None:
+    """Launch the step that the lanes have planned, unless that has happened."""
+    if isinstance(executor, LaneRanks):
+        executor.send_plans()

@@ -1,0 +1,247 @@
+"""Data-parallel ranks: each serves requests of its own, and all share the experts."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, settings
+from hypothesis import given as given_examples
+from hypothesis import strategies as st
+from tests.support.integrity import check_engine
+from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
+
+from finwhale import LLM, EngineDeadError, FinwhaleError, RequestOutput, SamplingParams
+from finwhale.chat.grammar import regex_guide
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.ranks.lane_ranks import LaneRanks
+from finwhale.engine.ranks.ranks import first_rank
+from finwhale.models.deepseek_v4.model import DeepseekV4
+
+from .in_slices import add_in_slices
+from .test_equal_ranks import greedy, sharded_config, text
+
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 1024,
+    "cache_memory_bytes": 2**24,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
+    path, config = tmp_path_factory.mktemp("lanes") / "model", sharded_config()
+    write_plain_checkpoint(path, config, random_weights(config, 3, torch.bfloat16))
+    (path / "tokenizer.json").symlink_to(tiny_path / "tokenizer.json")
+    return path
+
+
+def open_lanes(path: Path, size: int, **options: Any) -> LLM:
+    return LLM(path, data_parallel_size=size, **{"activations": "exact", **OPTIONS, **options})
+
+
+@pytest.fixture(scope="module")
+def two(path: Path) -> Iterator[LLM]:
+    """Two lanes that draft."""
+    llm = open_lanes(path, 2, draft_tokens=2)
+    yield llm
+    llm.close()
+
+
+def sliced(path: Path, size: int, **options: Any) -> LLM:
+    """One rank that adds the experts' parts as `size` ranks do. Its attention is whole."""
+    llm = LLM(path, **{"activations": "exact", **OPTIONS, **options})
+    model = first_rank(llm._engine.executor).runner.model
+    assert isinstance(model, DeepseekV4)
+    add_in_slices(model, size, whole_from=0)
+    return llm
+
+
+Told = list[tuple[list[int], Any]]
+
+
+def told(results: Sequence[RequestOutput]) -> list[Told]:
+    """Tokens and log-probabilities, to the last bit."""
+    assert not [one.error for one in results if one.error]
+    return [[(each.token_ids, each.logprobs) for each in one.outputs] for one in results]
+
+
+def requests(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    draw = random.Random(seed)
+    trunk = text(300, seed)
+    prompts = [
+        trunk[: draw.choice((0, 0, 256, 257))] + text(draw.choice((1, 5, 100)), (seed, i))
+        for i in range(count)
+    ]
+    params = [
+        SamplingParams(
+            n=draw.choice((1, 1, 2)),
+            temperature=draw.choice((0.0, 0.8)),
+            seed=i,
+            presence_penalty=draw.choice((0.0, 0.4)),
+            max_tokens=draw.choice((1, 2, 8, 20)),
+            logprobs=draw.choice((None, 2)),
+            ignore_eos=True,
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize(
+    ("size", "activations"),
+    [
+        (2, "as-trained"),
+        (4, "exact"),
+        pytest.param(2, "exact", marks=pytest.mark.long),
+        pytest.param(4, "as-trained", marks=pytest.mark.long),
+    ],
+)
+def test_every_lane_computes_the_bits_of_one_rank(path: Path, size: int, activations: str) -> None:
+    case = requests(size, 6)
+    lanes = open_lanes(path, size, activations=activations)
+    found = told(lanes.generate(*case))
+    used = [lane.scheduler.counts.prompt_tokens for lane in lanes._engine.lanes]
+    lanes.close()
+    assert all(used)
+    assert found == told(sliced(path, size, activations=activations).generate(*case))
+
+
+@pytest.mark.parametrize(("head", "drafts"), [("mtp", 3), ("dspark", 5)])
+def test_drafts(path: Path, tmp_path: Path, head: str, drafts: int) -> None:
+    """A lane without sequences takes part in the others' drafts, and all tokens stay the same."""
+    if head == "dspark":
+        config, path = with_dspark(sharded_config()), tmp_path / "dspark"
+        write_plain_checkpoint(path, config, random_weights(config, 3, torch.bfloat16))
+    prompts, params = requests(9, 6)
+    lanes = open_lanes(path, 4, draft_tokens=drafts)
+    found = told(lanes.generate(prompts, params))
+    proposed = lanes.metrics().drafts_proposed
+    assert told(lanes.generate(prompts[:1], params[:1])) == found[:1]
+    lanes.close()
+    assert proposed[drafts - 1]
+    assert [[tokens for tokens, _ in one] for one in found] == [
+        [tokens for tokens, _ in one] for one in told(sliced(path, 4).generate(prompts, params))
+    ]
+
+
+def test_grammars_and_scores(path: Path, two: LLM) -> None:
+    params = [
+        SamplingParams(seed=4, guide=regex_guide("[a-z]{2,5}-[0-9]{1,3}"), max_tokens=12),
+        SamplingParams(temperature=0, guide=regex_guide("(yes|no) [0-9]+"), max_tokens=8),
+        SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3),
+        SamplingParams(temperature=0, max_tokens=9, min_tokens=4),
+    ]
+    prompts = [text(20, i) for i in range(len(params))]
+    found, wanted = (llm.generate(prompts, params) for llm in (two, sliced(path, 2)))
+    assert [one.outputs[0].token_ids for one in found] == [
+        one.outputs[0].token_ids for one in wanted
+    ]
+    assert found[2].prompt_logprobs == wanted[2].prompt_logprobs
+
+
+def test_a_prefix_is_found_on_its_lane(two: LLM) -> None:
+    prompts = [text(600, i) for i in range(2)]
+    two.generate(prompts, greedy(1))
+    cached = [one.num_cached_tokens for one in two.generate(prompts[::-1], greedy(1))]
+    assert cached == [512, 512]
+    assert [lane.outputs.work for lane in two._engine.lanes] == [0, 0]
+
+
+def limited(engine: Engine, blocks: int) -> Scheduler:
+    groups = engine.executor.description.groups
+    num_pages = dict(engine.executor.description.num_pages)
+    for group in groups:
+        if group.keep is None:
+            num_pages[group.name] = 1 + blocks * (256 // group.tokens_per_page)
+    tokens = engine.model_config.draft_block_tokens
+    pages = PageManager(groups, num_pages)
+    return Scheduler(pages, sizes=engine.sizes, prefix_salt="x", draft_block_tokens=tokens)
+
+
+@settings(max_examples=max(4, settings().max_examples // 10))
+@given_examples(st.integers(0, 2**32))
+def test_random_schedules(path: Path, two: LLM, reference: LLM, seed: int) -> None:
+    """Requests that come and go at random, few pages, idle lanes; every token is right."""
+    draw, engine = random.Random(seed), two._engine
+    prompts, params = requests(seed, draw.randint(1, 8))
+    engine.begin(*(limited(engine, draw.choice((3, 8))) for _ in engine.lanes))
+    waiting = list(enumerate(zip(prompts, params, strict=True)))
+    made: dict[int, RequestOutput] = {}
+    while waiting or engine.has_work:
+        while waiting and (draw.random() < 0.3 or not engine.has_work):
+            number, (prompt, one) = waiting.pop(0)
+            made[number] = engine.add_request(str(number), prompt, one)
+        if draw.random() < 0.02:
+            engine.abort(str(draw.randrange(len(prompts))))
+        engine.step()
+        check_engine(engine)
+    wanted = told(reference.generate(prompts, params))
+    for number, result in made.items():
+        for each, (tokens, _) in zip(result.outputs, wanted[number], strict=True):
+            whole = tokens if each.finish_reason == "length" else tokens[: len(each.token_ids)]
+            assert each.token_ids == whole
+    counts = [lane.scheduler.counts for lane in engine.lanes]
+    event(f"preempted: {any(one.preemptions for one in counts)}")
+    event(f"a lane was idle: {not all(one.prompt_tokens for one in counts)}")
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path) -> LLM:
+    return sliced(path, 2)
+
+
+def test_pause_sleep_and_new_weights(path: Path) -> None:
+    llm = open_lanes(path, 2, enable_sleep_mode=True)
+    case = requests(3, 4)
+    wanted = told(llm.generate(*case))
+    running = [llm._engine.add_request(str(i), one, greedy(8)) for i, one in enumerate(case[0])]
+    llm._engine.step()
+    llm.sleep()
+    llm.wake()
+    while llm._engine.has_work:
+        llm._engine.step()
+    assert all(one.finished and not one.error for one in running)
+    llm.update_weights(path)
+    assert told(llm.generate(*case)) == wanted
+    llm.pause("abort")
+    llm.resume()
+    assert told(llm.generate(*case)) == wanted
+    llm.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_a_signal_ends_or_stops(path: Path, number: signal.Signals) -> None:
+    """All requests of all lanes get the error."""
+    llm = open_lanes(path, 2)
+    engine, executor = llm._engine, llm._engine.executor
+    assert isinstance(executor, LaneRanks)
+    begun = [engine.add_request(str(i), text(9, i), greedy(500)) for i in range(4)]
+    engine.step()
+    os.kill(executor.workers.states()[0].process.pid, number)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\) was (killed|stopped)"):
+        while True:
+            engine.step()
+    assert all(one.finished and "rank 1 (cpu)" in (one.error or "") for one in begun)
+    llm.close()
+
+
+def test_options_that_contradict_each_other(path: Path, tmp_path: Path) -> None:
+    for options in (
+        {"tensor_parallel_size": 2},
+        {"whole_attention": True},
+        {"prefix_store": str(tmp_path)},
+        {"kv_events": "127.0.0.1:0"},
+    ):
+        with pytest.raises(FinwhaleError, match="data_parallel_size does not work with"):
+            open_lanes(path, 2, **options)
+    with pytest.raises(FinwhaleError, match="data_parallel_size must be one of 1, 2, 4, 8, got 3"):
+        open_lanes(path, 3)
