@@ -301,7 +301,6 @@ class EngineConfig:
         refused = {
             "tensor_parallel_size": self.tensor_parallel_size not in (None, 1),
             "whole_attention": self.whole_attention,
-            "prefix_store": self.prefix_store,
             "kv_events": self.kv_events,
         }
         for name, given in refused.items():

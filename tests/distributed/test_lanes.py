@@ -234,11 +234,32 @@ def test_a_rank_that_a_signal_ends_or_stops(path: Path, number: signal.Signals) 
     llm.close()
 
 
-def test_options_that_contradict_each_other(path: Path, tmp_path: Path) -> None:
+def test_any_lane_takes_a_stored_prefix(path: Path, tmp_path: Path) -> None:
+    """Evicted, on another lane, and after a restart: with the same bits."""
+    prompts = [text(600, i) for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    plain = sliced(path, 2)
+    wanted = told(plain.generate(prompts, params))
+    for start in range(2):
+        llm = open_lanes(path, 2, prefix_store=str(tmp_path / "store"), draft_tokens=1)
+        for seed in range(2):
+            mixed = random.Random(seed + start).sample(range(4), 4)
+            found = llm.generate([prompts[i] for i in mixed], params)
+            assert told(found) == [wanted[i] for i in mixed]
+            cached = [one.num_cached_tokens for one in found]
+            assert cached == ([512] * 4 if seed or start else [0] * 4)
+            llm._engine.reset_prefix_cache()
+        used = [lane.scheduler.admission.stored for lane in llm._engine.lanes]
+        assert all(stored is not None and stored.counts.loaded_tokens for stored in used)
+        counts = llm.metrics().store
+        assert counts is not None and counts.loads >= 4 and not counts.failed
+        llm.close()
+
+
+def test_options_that_contradict_each_other(path: Path) -> None:
     for options in (
         {"tensor_parallel_size": 2},
         {"whole_attention": True},
-        {"prefix_store": str(tmp_path)},
         {"kv_events": "127.0.0.1:0"},
     ):
         with pytest.raises(FinwhaleError, match="data_parallel_size does not work with"):

@@ -38,7 +38,7 @@ def server(model: Model, path: Path, *, blocks: int = 20, states: int = 8) -> En
     assert engine.scheduler.prefix is not None
     engine.scheduler.prefix.set_salt("salt")  # `start_engine` takes it from the store
     config = replace(engine.config, prefix_store=str(path / "store"))
-    attach_store(config, engine.model_config, None, engine.executor, engine.scheduler)
+    attach_store(config, engine.model_config, None, engine.executor, [engine.scheduler])
     return engine
 
 

@@ -244,7 +244,7 @@ def test_prefixes_come_back_to_both_ranks(two: Engine, tmp_path: Path) -> None:
     """The ranks hold equal pages, when they have computed them and when rank 0's were loaded."""
     two.reset_prefix_cache()
     config = replace(two.config, prefix_store=str(tmp_path))
-    attach_store(config, two.model_config, None, two.executor, two.scheduler)
+    attach_store(config, two.model_config, None, two.executor, [two.scheduler])
     prompts = [text(seed, length) for seed, length in ((3, 1300), (4, 700), (5, 3900))]
     found = []
     for _ in range(2):

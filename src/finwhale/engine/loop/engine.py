@@ -386,7 +386,7 @@ class Engine:
             if self._dead is None:
                 with suppress(EngineDeadError):
                     self.drain("abort")
-            for lane in self.lanes:
+            for lane in reversed(self.lanes):
                 lane.close()
             healthy, self._dead = self._dead is None, self._dead or "the engine is closed"
             self.executor.close()

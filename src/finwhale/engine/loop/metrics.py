@@ -4,14 +4,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import InitVar, asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from finwhale.engine.plan.executor import RankState
 from finwhale.engine.plan.prefix_store import StoreCounts
-from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
+from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.request import FinishReason
 
+T = TypeVar("T")
 # Seconds; the last bucket has no bound.
 BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075),
@@ -226,6 +227,14 @@ class Meter:
             self.time_per_output_token.add((clock.last - clock.first) / (num_tokens - 1))
 
 
+def _total(counts: Sequence[T]) -> T:
+    """The sum of counters of one class, field by field."""
+    first: Any = counts[0]
+    sums = {each.name: sum(getattr(one, each.name) for one in counts) for each in fields(first)}
+    found: T = replace(first, **sums)
+    return found
+
+
 def read_metrics(
     schedulers: Sequence[Scheduler],
     meter: Meter,
@@ -234,16 +243,12 @@ def read_metrics(
 ) -> EngineMetrics:
     """Read the current state and the counters, added over the lanes' schedulers."""
     late, used, total = Counter[str](), Counter[str](), Counter[str]()
-    counts: dict[str, Any] = {
-        one.name: sum(getattr(scheduler.counts, one.name) for scheduler in schedulers)
-        for one in fields(SchedulerCounts)
-    }
     for scheduler in schedulers:
         for name, pool in scheduler.pages.pools.items():
             used[name] += pool.num_pages - 1 - pool.num_free
             total[name] += pool.num_pages - 1
     prefixes = [one.prefix for one in schedulers if one.prefix is not None]
-    stored = schedulers[0].admission.stored
+    stores = [s.admission.stored for s in schedulers if s.admission.stored is not None]
     for rank in ranks:
         late.update(rank.late_compilations)
     return EngineMetrics(
@@ -253,12 +258,12 @@ def read_metrics(
         pages={name: PageUse(used[name], total[name]) for name in total},
         idle_blocks=sum(one.num_idle for one in prefixes),
         evicted_blocks=sum(one.num_evicted for one in prefixes),
-        store=None if stored is None else replace(stored.counts),
-        store_off="" if stored is None else stored.off,
+        store=_total([one.counts for one in stores]) if stores else None,
+        store_off=next((one.off for one in stores if one.off), ""),
         dropped_events=sum(one.events.dropped for one in prefixes if one.events is not None),
         draft_tokens=max(one.drafting.draft_tokens for one in schedulers),
         late_compilations=late,
         ranks=ranks,
-        **counts,
+        **asdict(_total([one.counts for one in schedulers])),
         **{one.name: deepcopy(getattr(meter, one.name)) for one in fields(meter)},
     )

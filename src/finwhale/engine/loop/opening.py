@@ -56,8 +56,8 @@ def start_engine(
             warm_up(engine)
             engine.start_seconds["warm-up"] = time.monotonic() - began
         # After the warm-up, whose requests are not worth saving.
-        if config.prefix_store is not None:
-            attach_store(config, model_config, weights.checkpoint, executor, engine.scheduler)
+        schedulers = [lane.scheduler for lane in engine.lanes]
+        attach_store(config, model_config, weights.checkpoint, executor, schedulers)
         executor.mark_ready()
         failed.pop_all()
     if config.kv_events is not None:

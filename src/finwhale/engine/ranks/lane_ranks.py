@@ -8,15 +8,17 @@ without a plan computes only its part of the experts.
 import pickle
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from torch._C._distributed_c10d import Store
 
 from finwhale.distributed.workers import Workers
-from finwhale.engine.plan.executor import Executor, RankDescription, StepResult, StepRunner
-from finwhale.engine.plan.step_plan import LargestLane, SamplingPlan, StepPlan
+from finwhale.engine.plan.executor import Executor, RankDescription, StepResult
+from finwhale.engine.plan.step_plan import LargestLane, PageCopy, SamplingPlan, StepPlan
 from finwhale.engine.ranks.local_executor import LocalExecutor
-from finwhale.engine.ranks.ranks import LANE_SAMPLE, LANE_STEP, Ranks
+from finwhale.engine.ranks.ranks import LANE_COPY, LANE_SAMPLE, LANE_STEP, Ranks
 from finwhale.engine.steps.executor import StepTransfer
+from finwhale.engine.steps.page_copies import COUNTER_BYTES
 
 
 class LaneRanks(Ranks):
@@ -49,6 +51,15 @@ class LaneRanks(Ranks):
 
         self._keep(self._on_all(LANE_SAMPLE, (index, plan), sample))
 
+    def copy_lane(self, index: int, copies: Sequence[PageCopy]) -> None:
+        """Launch copies of one lane's pages."""
+
+        def copy() -> None:
+            if not index:
+                self.local.copy_pages(copies)
+
+        self._on_all(LANE_COPY, (index, copies), copy)
+
     def _keep(self, result: StepTransfer | None) -> None:
         if result is not None:
             self.local_results.append((self.lanes[0].launched, result))
@@ -64,7 +75,8 @@ class LaneExecutor:
     def __init__(self, ranks: LaneRanks, index: int) -> None:
         self._ranks, self._index = ranks, index
         self._plan: StepPlan | None = None
-        self.launched = 0
+        self.launched = self._batches = 0
+        self._counter: memoryview | None = None
 
     @property
     def description(self) -> RankDescription:
@@ -83,6 +95,17 @@ class LaneExecutor:
         else:
             self._ranks.sample_lane(self._index, plan)
         return result
+
+    def attach_staging(self, file: str, mark: bytes, buffer: memoryview) -> None:
+        """Let the lane's rank copy pages to and from a staging buffer (PageCopies)."""
+        self._counter = buffer[:COUNTER_BYTES].cast("q")
+        self._ranks.call_ranks(partial(_attach, index=self._index, file=file, mark=mark))
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> "LaneCopies":
+        assert self._counter is not None
+        self._batches += 1
+        self._ranks.copy_lane(self._index, copies)
+        return LaneCopies(self._counter, self._batches)
 
     def take(self) -> StepPlan | None:
         """The kept plan, which leaves; None: the lane has planned nothing."""
@@ -113,7 +136,22 @@ class LaneResult:
                 return ranks.wait(pending)
 
 
-def lane_executors(executor: Executor) -> Sequence[StepRunner]:
+class LaneCopies:
+    """Batch `number` of a lane's copies (PendingCopies)."""
+
+    def __init__(self, counter: memoryview, number: int) -> None:
+        self._counter, self._number = counter, number
+
+    def done(self) -> bool:
+        return bool(self._counter[0] >= self._number)
+
+
+def _attach(executor: LocalExecutor, index: int, file: str, mark: bytes) -> None:
+    if executor.collectives.rank.index == index:
+        executor.attach_staging(file, mark)
+
+
+def lane_executors(executor: Executor) -> "Sequence[Executor | LaneExecutor]":
     """The executors of an engine's lanes."""
     return executor.lanes if isinstance(executor, LaneRanks) else [executor]
 

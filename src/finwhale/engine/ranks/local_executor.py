@@ -58,8 +58,14 @@ class LocalExecutor(StepExecutor):
     def attach_staging(self, file: str, mark: bytes) -> None:
         """Let this rank copy pages to and from a staging buffer (PageCopies)."""
         rank, runner = self.collectives.rank, self.runner
+        users = (0, 1) if rank.data_parallel else (rank.index, rank.size)
         self.page_copies = PageCopies(
-            file, mark, runner.cache.pages, runner.device, (rank.index, rank.size)
+            file,
+            mark,
+            runner.cache.pages,
+            runner.device,
+            users,
+            counts_saves=rank.data_parallel,
         )
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:

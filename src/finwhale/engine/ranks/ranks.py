@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 # The first byte of a message to the workers says what the message is.
 _EXECUTE, _SAMPLE, _COPY, _READY, _CALL = b"e", b"s", b"p", b"r", b"c"
-LANE_STEP, LANE_SAMPLE = b"l", b"o"  # of data-parallel ranks (lane_ranks.py)
+LANE_STEP, LANE_SAMPLE, LANE_COPY = b"l", b"o", b"i"  # of data-parallel ranks (lane_ranks.py)
 CAUSE_S = 2.0  # how long a failed rank waits for another rank to report the cause
 CLOSE_S = 10.0  # time limit for closing the device and NCCL
 FAILED_CLOSE_S = 2.0  # the same after a rank has failed, for which this rank's device may wait
@@ -311,6 +311,10 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
             index, plan = pickle.loads(content)
             if index == owner.rank.index:
                 results.put(executor.sample(plan))
+        elif kind == LANE_COPY:
+            index, copies = pickle.loads(content)
+            if index == owner.rank.index:
+                executor.copy_pages(copies)
         elif kind == _CALL:
             owner.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
         else:

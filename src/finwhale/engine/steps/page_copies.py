@@ -1,4 +1,5 @@
-"""Copies pages of the cache to and from a staging buffer that all ranks of a host share.
+"""Copies pages of the cache to and from a staging buffer that all ranks of a host share, or one
+data-parallel rank and the engine.
 
 The buffer begins with a counter for each rank: how many batches of loads the rank has finished. A
 rank's device writes its counter itself, after the copies, so the engine knows without a message
@@ -28,7 +29,8 @@ class PageCopies:
         file: a file in memory, of which the buffer is made.
         mark: what the engine wrote to the end of the buffer's header.
         pages: by group, uint8 [num_pages, page_bytes] (PagedCache.pages).
-        rank: this rank's index, and the number of ranks.
+        rank: this rank's index, and the number of ranks that use the buffer.
+        counts_saves: the counter counts batches of saves, too.
 
     Raises:
         FinwhaleError: this rank does not see the engine's memory, because it is on another host.
@@ -42,8 +44,10 @@ class PageCopies:
         pages: Mapping[str, Tensor],
         device: torch.device,
         rank: tuple[int, int],
+        *,
+        counts_saves: bool = False,
     ) -> None:
-        self._pages, self._device = pages, device
+        self._pages, self._device, self._counts_saves = pages, device, counts_saves
         self._rank, self._num_ranks = rank
         try:
             with open(file, "r+b") as memory:
@@ -77,25 +81,26 @@ class PageCopies:
     def begin(self, copies: Sequence[PageCopy]) -> "Copying":
         """Launch copies after all work that was launched before.
 
-        All ranks must be told the same loads in the same order. Only rank 0 saves.
+        All ranks that use the buffer must be told the same loads in the same order. Only the first
+        of them saves.
         """
-        loads = any(copy.load for copy in copies)
-        self._batches += loads
+        counted = self._counts_saves or any(copy.load for copy in copies)
+        self._batches += counted
         if self._stream is None:
             self._copy(copies)
-            if loads:
+            if counted:
                 self._counters[self._rank] = self._batches
-            return Copying(self._counters[: self._num_ranks], self._batches * loads)
+            return Copying(self._counters[: self._num_ranks], self._batches * counted)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._copy(copies)
-            if loads:
+            if counted:
                 self._count.add_(1)
                 place = self._counters[self._rank : self._rank + 1]
                 place.copy_(self._count, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return Copying(self._counters[: self._num_ranks], self._batches * loads, event)
+        return Copying(self._counters[: self._num_ranks], self._batches * counted, event)
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         for group, number, offset, load in copies:

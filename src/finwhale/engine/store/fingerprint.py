@@ -38,6 +38,7 @@ def describe(
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
         kind, library = torch.cuda.get_device_name(device), "triton"
+    ranks = str(rank.num_ranks) + " data-parallel" * (config.data_parallel_size > 1)
     return {
         "weights": "random" if checkpoint is None else weights_digest(checkpoint),
         "model": _digest(repr(model_config)),
@@ -46,7 +47,7 @@ def describe(
         "activations": config.activations,
         "wo_a_input": config.wo_a_input,
         "operators": "reference" if config.reference else "compiled" if config.compile else "own",
-        "ranks": "any" if config.batch_invariant else str(rank.num_ranks),
+        "ranks": "any" if config.batch_invariant else ranks,
         "batch_invariant": str(config.batch_invariant),
         "device": kind,
         "libraries": f"torch {torch.__version__}, {library} {version(library)}",

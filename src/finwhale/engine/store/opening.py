@@ -5,7 +5,7 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from finwhale.engine.plan.pages import PageManager, pages_at_block_end
 from finwhale.engine.plan.prefix_store import PrefixStore, RecordKind, StoreCounts, StoreName
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.stored_prefixes import MOVING_STATES, StoredPrefixes
+from finwhale.engine.ranks.lane_ranks import LaneExecutor, lane_executors
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.steps.page_copies import HEADER_BYTES, MARK_BYTES
@@ -64,9 +65,9 @@ def attach_store(
     model_config: ModelConfig,
     checkpoint: Checkpoint | None,
     executor: Executor,
-    scheduler: Scheduler,
+    schedulers: Sequence[Scheduler],
 ) -> None:
-    """Let a scheduler save and load prefixes, if the options name a store.
+    """Let the lanes' schedulers save and load prefixes, if the options name a store.
 
     Args:
         checkpoint: that of the engine's weights; None: they are random.
@@ -75,7 +76,7 @@ def attach_store(
         FinwhaleError: ranks are on several hosts.
         ResourceError: the directory cannot be used, or the host lacks memory.
     """
-    if config.prefix_store is None or scheduler.prefix is None:
+    if config.prefix_store is None or schedulers[0].prefix is None:
         return
     path, limit = parse(config.prefix_store)
     runner = first_rank(executor).runner
@@ -83,25 +84,29 @@ def attach_store(
     about = describe(
         config, model_config, checkpoint, executor.description, page_bytes, runner.model.dtype
     )
-    counts = StoreCounts()
     name = StoreName(str(path), fingerprint(about), about)
-    own = DirectoryStore(path, name.fingerprint, about, limit, counts)
-    sizes = record_bytes(scheduler.pages, page_bytes)
+    sizes = record_bytes(schedulers[0].pages, page_bytes)
+    counts = [StoreCounts() for _ in schedulers]
+    own = DirectoryStore(path, name.fingerprint, about, limit, counts[0])
     store = open_peers(config, own, about, sizes)
-    transfers = open_transfers(store, executor, sizes, page_bytes, counts)
-    token_bytes = sizes["block"] / scheduler.prefix.block_tokens
+    for number, lane in enumerate(lane_executors(executor)):
+        scheduler = schedulers[number]
+        assert scheduler.prefix is not None
+        # The first lane is the last one to close.
+        shared = _Shared(store) if number else store
+        scheduler.admission.stored = StoredPrefixes(
+            scheduler.pages,
+            scheduler.prefix,
+            open_transfers(shared, lane, sizes, page_bytes, counts[number]),
+            saves_all=config.prefix_store_saves == "all",
+            name=name,
+        )
+    token_bytes = sizes["block"] / schedulers[0].prefix.block_tokens
     logger.info(
         "prefixes are kept in %s (%s): %s bytes a token, so prompts of %s new tokens per second "
         "write %.1f TB a day",
         *(path, f"at most {limit:,} bytes" if limit else "without a limit"),
         *(f"{token_bytes:,.0f}", f"{EXAMPLE_RATE:,}", token_bytes * EXAMPLE_RATE * 86400 / 1e12),
-    )
-    scheduler.admission.stored = StoredPrefixes(
-        scheduler.pages,
-        scheduler.prefix,
-        transfers,
-        saves_all=config.prefix_store_saves == "all",
-        name=name,
     )
 
 
@@ -115,12 +120,12 @@ def record_bytes(pages: PageManager, page_bytes: Mapping[str, int]) -> dict[Reco
 
 def open_transfers(
     store: PrefixStore,
-    executor: Executor,
+    executor: Executor | LaneExecutor,
     sizes: Mapping[RecordKind, int],
     page_bytes: Mapping[str, int],
     counts: StoreCounts,
 ) -> StoreTransfers:
-    """Give all ranks a staging buffer, and move the store's records through it."""
+    """Give all ranks of a lane a staging buffer, and move the store's records through it."""
     block, state = _aligned(sizes["block"]), _aligned(sizes["state"])
     on_gpu = executor.description.device != "cpu"
     blocks = max(FEWEST_BLOCKS, (STAGING_BYTES if on_gpu else CPU_STAGING_BYTES) // block)
@@ -137,10 +142,23 @@ def open_transfers(
         mark = secrets.token_bytes(MARK_BYTES)
         buffer[HEADER_BYTES - MARK_BYTES : HEADER_BYTES] = mark
         name = f"/proc/{os.getpid()}/fd/{file}"
-        executor.call_ranks(partial(LocalExecutor.attach_staging, file=name, mark=mark))
+        if isinstance(executor, LaneExecutor):
+            executor.attach_staging(name, mark, memoryview(buffer))
+        else:
+            executor.call_ranks(partial(LocalExecutor.attach_staging, file=name, mark=mark))
     finally:
         os.close(file)
     return StoreTransfers(store, executor.copy_pages, memoryview(buffer), page_bytes, slots, counts)
+
+
+class _Shared:
+    """A store that another lane closes."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self.contains, self.read, self.write = store.contains, store.read, store.write
+
+    def close(self) -> None:
+        pass
 
 
 def _aligned(size: int) -> int:
