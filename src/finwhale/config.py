@@ -4,7 +4,7 @@
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -290,6 +290,19 @@ class EngineConfig:
     def num_ranks(self) -> int | None:
         """Number of ranks; None: as many as the model needs."""
         return self.data_parallel_size if self.data_parallel_size > 1 else self.tensor_parallel_size
+
+    def of_lane(self) -> "EngineConfig":
+        """The options of one of data_parallel_size lanes, which divide the sizes of steps."""
+        lanes, seqs, tokens = (
+            self.data_parallel_size,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+        )
+        return replace(
+            self,
+            max_num_seqs=None if seqs is None else -(-seqs // lanes),
+            max_num_batched_tokens=None if tokens is None else -(-tokens // lanes),
+        )
 
     def _check_data_parallel(self) -> None:
         """Raise FinwhaleError if another option contradicts data_parallel_size."""

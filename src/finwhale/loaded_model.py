@@ -152,7 +152,7 @@ class LoadedModel:
         ranks = f"{rank.num_ranks} ranks, " if rank.num_ranks > 1 else ""
         return (
             f"<{name}: {ranks}{rank.device}, context of {self._engine.max_model_len} tokens, "
-            f"up to {self._engine.sizes.num_seqs} sequences at once>"
+            f"up to {self._engine.max_num_seqs} sequences at once>"
         )
 
     def metrics(self) -> EngineMetrics:

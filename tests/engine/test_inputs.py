@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.traffic import Traffic
 
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.plan.step_plan import PENDING, StepPlan
+from finwhale.engine.plan.step_plan import PENDING, LargestLane, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.plan.step_sizes import LARGE_MIXED_STEP, LARGE_STEP
 from finwhale.engine.steps.graphs import Captured, Graphs
@@ -159,16 +159,23 @@ def test_which_steps_have_a_graph() -> None:
     sizes = prefill_sizes(8192, 2)
     graphs = object.__new__(Graphs)
     graphs.sizes, graphs.decode = sizes, False
-    graphs.static = cast(Any, SimpleNamespace(num_seqs=8))
+    graphs.static = cast("Any", SimpleNamespace(num_seqs=8))
 
-    def fits(num_tokens: int, num_seqs: int = 1) -> bool:
-        return graphs.fits(cast(Any, SimpleNamespace(num_tokens=num_tokens, slots=[0] * num_seqs)))
+    def size(num_tokens: int, num_seqs: int = 1, *, decodes: bool = False) -> int | None:
+        return graphs.size(LargestLane(num_tokens, num_seqs, decodes))
 
     for found, most in (sizes, 6144), ([], 0):
         limits = StepLimits(num_tokens=9, num_seqs=1, max_len=9, prefill_graphs=tuple(found))
         assert limits.always_captured == most
-    assert fits(3) and fits(1281) and fits(2049) and fits(6144)
-    assert not (fits(6145) or fits(8192) or fits(2048, 9))
+    assert [size(n) for n in (3, 1281, 2049, 6144)] == [16, 1536, 2304, 6144]
+    assert size(6145) is size(8192) is size(2048, 9) is None
+    graphs.sizes, graphs.decode = [1, 4, 8], True
+    assert size(3, 3) is size(9, 9, decodes=True) is None and size(5, 5, decodes=True) == 8
+    # A data-parallel rank takes the size of the largest.
+    plan = StepPlan((0,), (5,), (1,), (7,), (1,), decodes=True)
+    assert graphs.size(plan) == 1
+    assert graphs.size(plan._replace(largest=LargestLane(3, 3, True))) == 4
+    assert graphs.size(plan._replace(largest=LargestLane(3, 3, False))) is None
 
 
 def test_a_replay_bounds_every_input_that_was_recorded() -> None:

@@ -100,7 +100,7 @@ def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
     stepper = Stepper(llm._engine)
     chunks = stepper.prefilled([text(i, n) for i, n in enumerate(LENGTHS[:batch])])
     plan = stepper.plan(chunks)
-    assert runner.graphs is not None and runner.graphs.fits(plan)
+    assert runner.graphs is not None and runner.graphs.size(plan)
     captured = runner.graphs.run(plan).clone()
     inputs = runner.graphs.captured(batch).inputs
     eager = runner.model.compute_logits(runner.model(inputs, runner.cache, runner.segments))
@@ -124,7 +124,7 @@ def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
             stepper.pages.grow(sequence.tables, 0, length)
             chunks.append(Chunk(sequence, 0, length))
         graphs, plan = runner.prefill_graphs, stepper.plan(chunks)
-        assert graphs is not None and graphs.fits(plan)
+        assert graphs is not None and graphs.size(plan)
         captured = graphs.run(plan).clone()
         inputs = with_bounds(graphs.captured(sum(lengths)).inputs, plan)
         eager = runner.model(inputs, runner.cache, runner.segments)[: sum(lengths)]

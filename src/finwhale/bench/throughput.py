@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
     found = {
         **measured(args, engine),
         "load": f"{args.requests} requests of {args.prompt_tokens} in, {made} out",
-        "at_once": engine.sizes.num_seqs,
+        "at_once": engine.max_num_seqs,
         "max_num_batched_tokens": engine.sizes.num_tokens,
         "wo_a_input": args.wo_a_input,
         "start_s": start_s,

@@ -145,8 +145,13 @@ class Engine:
 
     @property
     def sizes(self) -> StepSizes:
-        """Of the largest steps."""
+        """Of the largest steps of a lane."""
         return self.executor.description.sizes
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of sequences that run at once, in all lanes."""
+        return self.sizes.num_seqs * len(self.lanes)
 
     @property
     def memory(self) -> MemoryUse:

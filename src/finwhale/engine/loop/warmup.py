@@ -39,15 +39,16 @@ def warm_up(engine: Engine) -> None:
     few, *lengths = (min(longest, length) for length in (*LENGTHS, engine.sizes.num_tokens + 1))
     can_route = engine.executor.description.routed_experts is not None
     kinds = list(_kinds(engine.model_config.vocab_size, can_route))
+    lanes = len(engine.lanes)  # equal requests go to one lane after the other
     for number, params in enumerate(kinds):
-        _run(engine, [([few, *lengths][number % (1 + len(lengths))], params)])
+        _run(engine, [([few, *lengths][number % (1 + len(lengths))], params)] * lanes)
     # Run all kinds together, then as many requests as may run at once.
-    _run(engine, [(few, params) for params in kinds])
+    _run(engine, [(few, params) for params in kinds for _ in range(lanes)])
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    _run(engine, [(few, greedy)] * engine.sizes.num_seqs)
+    _run(engine, [(few, greedy)] * engine.max_num_seqs)
     for rows in (1, 2):
         guided = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, n=rows)
-        _run(engine, [(few, guided)], AnyToken())
+        _run(engine, [(few, guided)] * lanes, AnyToken())
     engine.reset()
 
 

@@ -169,15 +169,18 @@ class PageCopy(NamedTuple):
 
 
 class LargestLane(NamedTuple):
-    """The sizes of a step of data-parallel ranks, which all of them must know.
+    """The sizes of a step of data-parallel ranks, by which all of them choose the same exchanges.
 
     Attributes:
-        num_tokens: the most tokens that a rank has.
+        num_tokens, num_seqs: the most tokens and sequences that a rank has.
+        decodes: StepPlan.decodes of all of them.
         drafts: pairs, ascending: a number of drafts, and the most sequences of a rank that get as
             many after the step.
     """
 
     num_tokens: int
+    num_seqs: int
+    decodes: bool
     drafts: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -186,7 +189,12 @@ class LargestLane(NamedTuple):
         for plan in plans:
             if plan.draft is not None:
                 most |= Counter(filter(None, plan.draft.propose))
-        return cls(max(plan.num_tokens for plan in plans), tuple(sorted(most.items())))
+        return cls(
+            max(plan.num_tokens for plan in plans),
+            max(plan.num_seqs for plan in plans),
+            all(plan.decodes for plan in plans),
+            tuple(sorted(most.items())),
+        )
 
 
 class StepPlan(NamedTuple):
@@ -241,6 +249,10 @@ class StepPlan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slots)
 
     @property
     def logits_rows(self) -> list[int]:

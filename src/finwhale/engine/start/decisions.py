@@ -121,7 +121,8 @@ class Decisions:
             "wo_a_input": config.wo_a_input,
             "eager": config.enforce_eager,
             "compile": config.compile,
-            "ranks": config.tensor_parallel_size,
+            "ranks": config.num_ranks,
+            "data_parallel": self.rank.data_parallel,
         }
 
     def assembler(self, device: torch.device) -> Assembler[Any]:
@@ -165,7 +166,11 @@ class Decisions:
         room = None
         if self.device.type == "cuda" and self.capabilities.bounded_workspace:
             weights = self.architecture.weight_bytes(
-                self.model_config, self.dtype, self.ops, self.rank.size
+                self.model_config,
+                self.dtype,
+                self.ops,
+                self.rank.size,
+                data_parallel=self.rank.data_parallel,
             )
             room = int(total * self.config.gpu_memory_utilization) - weights
         return choose_step_sizes(self.config, self.rank.size, room)
@@ -173,7 +178,7 @@ class Decisions:
     def _holds_whole_attention(self, total: int) -> bool:
         """Whether each rank holds the weights of all heads, on GPUs of `total` bytes."""
         config = self.config
-        if self.peers.rank.size == 1:
+        if self.peers.rank.size == 1 or config.data_parallel_size > 1:
             return False
         if config.whole_attention is not None:
             return config.whole_attention

@@ -89,7 +89,7 @@ def open_rank(
         ResourceError: the device does not exist, or model and cache do not fit its memory.
         CheckpointError: the weights do not match the configuration.
     """
-    mine = replace(config, device=devices[peers.rank.index])
+    mine = replace(config.of_lane(), device=devices[peers.rank.index])
     if config.data_parallel_size == 1:
         mine = replace(mine, tensor_parallel_size=len(devices))
     chosen = Decisions(mine, model_config, weights, peers, num_sharers(config.device))

@@ -19,7 +19,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_plan import LargestLane, StepPlan
 from finwhale.engine.steps.inputs import StaticInputs, with_bounds
 from finwhale.models.step_inputs import Inline, Segments, StepInputs
 from finwhale.non_owning import non_owning_view
@@ -181,20 +181,30 @@ class Graphs:
             )
         memory.end_captures()
 
-    def fits(self, plan: StepPlan) -> bool:
-        """Whether a captured graph can run the step."""
-        if self.decode:
-            return plan.decodes and len(plan.slots) <= self.sizes[-1]
-        return len(plan.slots) <= self.static.num_seqs and plan.num_tokens <= self.sizes[-1]
+    def size(self, plan: StepPlan | LargestLane) -> int | None:
+        """The size of the graph that runs a step; None: no graph can."""
+        plan = (isinstance(plan, StepPlan) and plan.largest) or plan
+        most = self.sizes[-1] if self.decode else self.static.num_seqs
+        if plan.decodes < self.decode or plan.num_seqs > most or plan.num_tokens > self.sizes[-1]:
+            return None
+        return self._padded(plan.num_tokens)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
-        """The result of `forward` for the step's tokens, valid until any graph runs again."""
-        captured = self.captured(plan.num_tokens)
+        """The result of `forward` for the step's tokens, valid until any graph runs again.
+
+        The step has a `size`.
+        """
+        size = self.size(plan)
+        assert size is not None
+        captured = self.captured(size)
         self.static.fill(plan, decode=self.decode)
         captured.replay(partial(with_bounds, plan=plan))
         return captured.out[: plan.num_tokens]
 
     def captured(self, num_tokens: int) -> Captured[StepInputs, Tensor]:
         """The step that runs so many tokens."""
-        return self._captured[self.sizes[bisect.bisect_left(self.sizes, num_tokens)]]
+        return self._captured[self._padded(num_tokens)]
+
+    def _padded(self, num_tokens: int) -> int:
+        return self.sizes[bisect.bisect_left(self.sizes, num_tokens)]

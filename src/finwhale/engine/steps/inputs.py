@@ -48,6 +48,7 @@ def planned_inputs(
     tables: SlotTables,
     device: torch.device,
     sampled: Tensor | None = None,
+    lane_rows: int = 0,
 ) -> Batch:
     """The inputs of a planned step, which are sent to the device in one transfer.
 
@@ -56,6 +57,7 @@ def planned_inputs(
         tables: the page tables of the plan's slots.
         sampled: [num_seqs] int64 on the device: the ids sampled in the previous step, row by row.
             None: no token is pending.
+        lane_rows: see StepInputs.
     """
     count = len(plan.slots)
     token_ids = np.array(plan.token_ids, np.int64)
@@ -90,7 +92,7 @@ def planned_inputs(
             group.name: PageTable(pages, first, group.rows_per_page)
             for group, pages, first in zip(groups, sent[::2], sent[1::2], strict=True)
         },
-        lane_rows=0 if plan.largest is None else plan.largest.num_tokens,
+        lane_rows=lane_rows,
     )
     return Batch(inputs, rows)
 
@@ -150,6 +152,7 @@ def synthetic_inputs(
             max_query=max_query or max(lengths),
         ),
         tables=tables,
+        lane_rows=len(ids),
     )
 
 
@@ -250,6 +253,7 @@ class StaticInputs:
                     self.groups, *self._layout.cut(self._page_device), strict=True
                 )
             },
+            lane_rows=num_tokens,
         )
 
     def gather_ids(self, num_tokens: int) -> None:

@@ -65,7 +65,13 @@ class ModelRunner:
 
     def batch(self, plan: StepPlan) -> Batch:
         """Make the inputs of a step that the host launches."""
-        return planned_inputs(plan, self.groups, self.tables, self.device, self.sampled)
+        rows = plan.num_tokens if plan.largest is None else self.lane_rows(plan.largest)
+        return planned_inputs(plan, self.groups, self.tables, self.device, self.sampled, rows)
+
+    def lane_rows(self, largest: LargestLane) -> int:
+        """The number of tokens that each data-parallel rank has in an exchange, with padding."""
+        sizes = (each.size(largest) for each in (self.graphs, self.prefill_graphs) if each)
+        return next((size for size in sizes if size is not None), largest.num_tokens)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
@@ -77,14 +83,14 @@ class ModelRunner:
     def serve_others(self, largest: LargestLane) -> None:
         """Take part in a step in which this data-parallel rank has no tokens."""
         self.use_device()
-        self.model.serve_others(largest.num_tokens)
+        self.model.serve_others(self.lane_rows(largest))
         if self.drafter is not None:
             self.drafter.serve_others(largest)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Compute this rank's part [M,X] float32 of the logits that the plan wants."""
-        if self.graphs is not None and self.graphs.fits(plan):
+        if self.graphs is not None and self.graphs.size(plan) is not None:
             return self.graphs.run(plan)
         return self.forward_with_logits(plan).logits
 
@@ -92,7 +98,7 @@ class ModelRunner:
     def forward_with_logits(self, plan: StepPlan) -> Forward:
         """Compute the plan's logits, and keep the residual streams and what the drafter needs."""
         batch, prefills = None, self.prefill_graphs
-        if prefills is None or not prefills.fits(plan):
+        if prefills is None or prefills.size(plan) is None:
             batch, streams = self.forward(plan)
         else:
             if plan.draft is not None:

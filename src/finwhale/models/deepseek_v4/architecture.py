@@ -99,9 +99,16 @@ def _draft_head(config: DeepseekV4Config) -> str:
     )
 
 
-def weight_bytes(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
+def weight_bytes(
+    config: DeepseekV4Config,
+    dtype: torch.dtype,
+    ops: Ops,
+    ranks: int = 1,
+    *,
+    data_parallel: bool = False,
+) -> int:
     """Bytes of one rank's weights in the operator table's memory layout."""
-    return _bytes_of(config, dtype, ops, Rank(0, ranks))
+    return _bytes_of(config, dtype, ops, Rank(0, ranks, data_parallel=data_parallel))
 
 
 def whole_attention_bytes(

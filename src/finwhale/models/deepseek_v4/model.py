@@ -146,7 +146,12 @@ class DeepseekV4:
     @property
     def launch_sizes(self) -> ModelSizes:
         """The sizes that this rank's launch signatures depend on."""
-        return replace(launch_sizes(self.part), num_ranks=self.ranks.rank.size)
+        rank = self.ranks.rank
+        return replace(launch_sizes(self.part), num_ranks=1 if rank.data_parallel else rank.size)
+
+    @property
+    def num_lanes(self) -> int:
+        return self.ranks.rank.size if self.ranks.rank.data_parallel else 1
 
     @property
     def divided_steps(self) -> DividedSteps | None:

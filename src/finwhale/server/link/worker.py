@@ -88,7 +88,7 @@ class EngineLoop:
             self._send(
                 wire.Ready(
                     max_model_len=self._engine.max_model_len,
-                    max_num_seqs=self._engine.sizes.num_seqs,
+                    max_num_seqs=self._engine.max_num_seqs,
                     max_num_batched_tokens=self._engine.sizes.num_tokens,
                     vocab_size=config.vocab_size,
                     bos_token_id=config.bos_token_id,
