@@ -49,6 +49,7 @@ from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.tensor_parallel import NoCollectives
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
+from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, launches, triton_cache
 from finwhale.ops.builds.kernel_builds import KernelBuilds
@@ -190,6 +191,23 @@ class DividedSample(LaunchEnumerator):
             yield n, n, [(draw.randint(1, length), n) for length in lengths]
 
 
+class LaneSample(LaunchEnumerator):
+    """Steps of any number of tokens, in which another data-parallel rank has as many or more."""
+
+    def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+        draw = random.Random(0)
+        for n in (*range(1, 70), *range(70, self.largest.num_tokens + 1, 17)):
+            for _ in range(2):
+                yield n, n, [(draw.randint(1, self.largest.max_len), n)]
+        for n in range(1, self.largest.num_seqs + 1):
+            yield n, 1, [(draw.randint(1, self.largest.max_len), 1)]
+
+    def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
+        inputs = super()._inputs(num_tokens, max_len, max_query)
+        most = self.largest.num_seqs if max_query == 1 else self.largest.num_tokens
+        return replace(inputs, lane_rows=random.Random(num_tokens).randint(num_tokens, most))
+
+
 class DraftingSample(LaunchEnumerator):
     """Steps of an engine that drafts: of every size and width, and passes of any draft head."""
 
@@ -236,13 +254,13 @@ def names(variants: list[Variant]) -> set[tuple[str, str]]:
     return {(v.name, v.specialization) for v in variants}
 
 
-def left_out(experts: int, topk: int, last: int) -> list[str]:
+def left_out(experts: int, topk: int, last: int, lanes: int = 1) -> list[str]:
     """The experts' launch plans that no size in LaunchSizes meets. They change most often."""
 
     def keys(counts: Iterable[int]) -> set[tuple[object, ...]]:
         found: set[tuple[object, ...]] = set()
         for n in counts:
-            pairs = n * topk
+            pairs = n * lanes * topk
             block_n = experts_hopper.plan(pairs, experts).block_rows
             padded = -(-(pairs + 7 * min(pairs, experts)) // 8) * 8
             slots = experts + padded // block_n
@@ -253,7 +271,12 @@ def left_out(experts: int, topk: int, last: int) -> list[str]:
             found.add((block_n, *(next_power_of_2(size) for size in sizes)))
         return found
 
-    model = replace(launch_sizes(small_flash()), num_experts=experts, experts_per_token=topk)
+    model = replace(
+        launch_sizes(small_flash()),
+        num_experts=experts,
+        experts_per_token=topk,
+        num_lanes=lanes,
+    )
     sizes = LaunchSizes(OPS, model)
     return [
         f"{experts} experts from {first} tokens on: {key}"
@@ -526,6 +549,20 @@ def compare_divided_launches() -> list[tuple[str, str]]:
     return sorted(every - walked)
 
 
+def compare_lane_launches() -> list[tuple[str, str]]:
+    """The launches of data-parallel ranks that are not built ahead."""
+    config = replace(small_flash(), moe_intermediate_size=512)
+    model = new_model(config, True, Rank(0, 4, data_parallel=True))
+    groups = cache_spec(model.config)
+    cache = LargestSteps.alone(model, groups, OPS).cache
+    walked, every = (
+        names(collect(run(model, groups, OPS, cache, EAGER, eager=True)))
+        for run in (LaunchEnumerator, LaneSample)
+    )
+    assert len(every) > 20
+    return sorted(every - walked)
+
+
 def compare_launches(
     round_wo_a: bool, sample: type[Sample] = Sample
 ) -> tuple[list[Variant], dict[str, Any]]:
@@ -583,7 +620,8 @@ def main() -> None:
         "left out": [
             line
             for experts, topk in ((256, 6), (384, 6), (384, 8), (64, 6), (16, 4))
-            for line in left_out(experts, topk, 8192)
+            for lanes in (1, 4)
+            for line in left_out(experts, topk, 8192 // lanes, lanes)
         ],
         "compiling": compile_twice(cheap),
     }
@@ -599,6 +637,7 @@ def main() -> None:
         "built before": build_before(),
         "another thread waits": another_thread_waits(),
         "divided": compare_divided_launches(),
+        "lanes": compare_lane_launches(),
     }
     print(json.dumps(report))
 

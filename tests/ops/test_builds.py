@@ -93,6 +93,11 @@ def test_every_step_that_ranks_divide_finds_its_kernels(all_launches: dict[str, 
 
 
 @pytest.mark.kernels
+def test_every_step_of_data_parallel_ranks_finds_its_kernels(all_launches: dict[str, Any]) -> None:
+    assert all_launches["lanes"] == []
+
+
+@pytest.mark.kernels
 def test_every_step_that_drafts_finds_its_kernels(all_launches: dict[str, Any]) -> None:
     """Steps have every size and width, and draft passes have any number of sequences."""
     for found in (all_launches["drafting"], all_launches["demo"]):

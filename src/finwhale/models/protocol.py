@@ -224,11 +224,6 @@ class BuildableModel(Model, Protocol):
         ...
 
     @property
-    def num_lanes(self) -> int:
-        """The number of data-parallel ranks, whose tokens the experts compute together."""
-        ...
-
-    @property
     def divided_steps(self) -> DividedSteps | None:
         """The steps in which a rank computes whole layers for some tokens; None: there are none."""
         ...

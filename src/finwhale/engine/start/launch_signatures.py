@@ -115,16 +115,16 @@ class LaunchEnumerator:
         # The draft head is not captured: it runs on any number of tokens.
         free = self.eager or self.drafts > 0
         if free:
-            decodes |= set(self._tokens(1, largest.num_seqs))
-            prefills |= set(self._tokens(2, captured))
-        prefills |= set(self._tokens(captured + 1, largest.num_tokens))
+            decodes |= set(self.sizes.tokens(1, largest.num_seqs))
+            prefills |= set(self.sizes.tokens(2, captured))
+        prefills |= set(self.sizes.tokens(captured + 1, largest.num_tokens))
         if self.divided is not None:
             per_rank = self.divided.tokens_per_rank
             own = self.own_sizes.tokens(per_rank(self.divided.least), per_rank(largest.num_tokens))
             prefills |= {count * self.divided.num_ranks for count in own}
             # Some kernels run on all tokens in these steps only.
             first = max(captured + 1, self.divided.least)
-            prefills |= set(self._tokens(first, largest.num_tokens))
+            prefills |= set(self.sizes.tokens(first, largest.num_tokens))
         # Steps with one token of each sequence that are not decodes.
         ones = {n for n in prefills if n <= largest.num_seqs}
         for n in sorted(decodes | ones):
@@ -135,7 +135,7 @@ class LaunchEnumerator:
         if self.drafts:
             # Steps of any width may be ragged, so they all declare the longest verification.
             longest = 1 + self.drafts
-            verified = set(self._tokens(2, largest.num_seqs * longest))
+            verified = set(self.sizes.tokens(2, largest.num_seqs * longest))
             sizes = decodes.union(largest.verify_graphs)
             verified |= {size * (1 + count) for size in sizes for count in largest.drafts if count}
             for n in sorted(verified):
@@ -144,22 +144,13 @@ class LaunchEnumerator:
             # The eager part of a captured step may have one token of each sequence.
             yield n, n, self._bounds(n, (1, n), seen)
 
-    def _tokens(self, first: int, last: int) -> list[int]:
-        """Numbers of tokens that cover every class of steps from `first` to `last` tokens, and of
-        the experts' tokens of all lanes together.
-        """
-        lanes, found = self.model.num_lanes, set(self.sizes.tokens(first, last))
-        if lanes > 1:
-            found |= {-(-n // lanes) for n in self.sizes.tokens(first * lanes, last * lanes)}
-        return sorted(found)
-
     def _draft_passes(self) -> list[int]:
         """Numbers of sequences whose draft passes, in blocks, cover every class of steps."""
         block = self.model.config.draft_block_tokens
         largest = self.largest
         if not self.drafts or not block or largest.max_len <= block:
             return []
-        found = {size // block for size in self._tokens(1, largest.num_seqs * block)}
+        found = {size // block for size in self.sizes.tokens(1, largest.num_seqs * block)}
         return sorted({*found, *largest.verify_graphs, 1, largest.num_seqs} - {0})
 
     def _captured_contexts(self) -> list[int]:

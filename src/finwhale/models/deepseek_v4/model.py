@@ -146,12 +146,10 @@ class DeepseekV4:
     @property
     def launch_sizes(self) -> ModelSizes:
         """The sizes that this rank's launch signatures depend on."""
-        rank = self.ranks.rank
-        return replace(launch_sizes(self.part), num_ranks=1 if rank.data_parallel else rank.size)
-
-    @property
-    def num_lanes(self) -> int:
-        return self.ranks.rank.size if self.ranks.rank.data_parallel else 1
+        sizes, rank = launch_sizes(self.part), self.ranks.rank
+        if rank.data_parallel:
+            return replace(sizes, num_lanes=rank.size)
+        return replace(sizes, num_ranks=rank.size)
 
     @property
     def divided_steps(self) -> DividedSteps | None:

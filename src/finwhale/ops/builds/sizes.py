@@ -22,7 +22,7 @@ class LaunchSizes:
 
     def tokens(self, first: int, last: int) -> list[int]:
         """Numbers of tokens of a step, from first to last."""
-        return _in_every_class(first, last, self._tokens(last))
+        return _in_every_class(first, last, self._tokens(last), self._model.num_lanes)
 
     def rows(self, last: int) -> list[int]:
         """Numbers of rows of logits, from 1 to last."""
@@ -41,17 +41,25 @@ class LaunchSizes:
         return tuple(sum(size < num_tokens for size in sizes) for sizes in found)
 
     def _tokens(self, most: int) -> set[int]:
-        return {size for c in self._classes for size in c.tokens(self._model, most)}
+        factors = {1, self._model.num_lanes}
+        return {
+            size // factor
+            for factor in factors
+            for c in self._classes
+            for size in c.tokens(self._model, most * factor)
+        }
 
 
-def _in_every_class(first: int, last: int, last_of_classes: set[int]) -> list[int]:
-    """Sizes with every launch signature: the first size of each alignment within each class."""
+def _in_every_class(first: int, last: int, last_of_classes: set[int], factor: int = 1) -> list[int]:
+    """Sizes with every launch signature: the first size of each alignment within each class. Some
+    operators run with a size that is `factor` times as large.
+    """
     found: list[int] = []
-    seen: set[tuple[bool, ...]] = set()
+    seen: set[object] = set()
     for size in range(first, last + 1):
         if size - 1 in last_of_classes:
             seen.clear()
-        alignment = _alignment(size)
+        alignment = _alignment(size), _alignment(size * factor)
         if alignment not in seen:
             seen.add(alignment)
             found.append(size)

@@ -19,6 +19,7 @@ class ModelSizes:
         linears: (rows per token, groups, values per group) of the inputs of linear layers.
         complete_ratios: compression ratios of which attention reads every entry.
         num_ranks: number of ranks that divide the vocabulary among themselves.
+        num_lanes: number of ranks whose tokens the experts compute together, as many of each.
     """
 
     vocab_size: int
@@ -31,6 +32,7 @@ class ModelSizes:
     experts_per_token: int
     linears: frozenset[tuple[int, int, int]]
     num_ranks: int = 1
+    num_lanes: int = 1
 
 
 def _none(model: ModelSizes, *sizes: int) -> set[int]:
