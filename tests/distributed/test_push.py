@@ -268,10 +268,12 @@ def test_the_size_chooses_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None
     assert push.reduce_scatter_rows(rows).shape == (129, 40)
     assert push.all_gather_rows(rows[:129], 257).shape == (257, 40)
     assert push.reduce_scatter_rows(rows.bfloat16()).dtype == torch.bfloat16
+    assert push.all_gather(rows[:129], 0).shape == (258, 40)
     assert pieces == [
         *(("reduce_scatter", 129 * 40, start) for start in (0, 2048, 4096)),
         *(("gather_parts", 129 * 40, start) for start in (0, 2048, 4096)),
         *(("reduce_scatter", 129 * 20, start) for start in (0, 2048)),
+        *(("gather_parts", 129 * 40, start) for start in (0, 2048, 4096)),
     ]
     x = torch.zeros(2**15)
     for length in (1, 512, 513, 1024, 1025, 2**12 + 1):

@@ -141,6 +141,8 @@ class Push(Collectives):
         width = math.prod(x.shape[dim:]) * x.element_size()
         fits = x.numel() * x.element_size() <= self.sizes.gather
         if not _has_words(x) or width % WORD_BYTES or not fits:
+            if dim == 0:
+                return self.all_gather_rows(x, self.rank.size * len(x))
             return self._nccl.all_gather(x, dim)
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
         push_triton.all_gather(

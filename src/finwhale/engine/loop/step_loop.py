@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from finwhale.engine.loop.in_flight import InFlightStep
 from finwhale.engine.loop.lanes import Lane
+from finwhale.engine.plan.prefill_turns import PrefillTurns
 from finwhale.request import RequestOutput
 
 
@@ -36,6 +37,9 @@ class StepLoop:
 
     def __init__(self, lanes: Sequence[Lane], send: Callable[[], None]) -> None:
         self._lanes, self._send = lanes, send
+        self._turns: PrefillTurns | None = None
+        if len(lanes) > 1:
+            self._turns = PrefillTurns([lane.scheduler for lane in lanes])
         self.in_flight: deque[list[tuple[Lane, InFlightStep]]] = deque()
 
     def launch(self, steps_ahead: int) -> None:
@@ -43,6 +47,8 @@ class StepLoop:
         now.
         """
         while len(self.in_flight) <= steps_ahead:
+            if self._turns is not None:
+                self._turns.decide()
             parts: list[tuple[Lane, InFlightStep]] = []
             try:
                 for lane in self._lanes:

@@ -50,6 +50,7 @@ class Scheduler:
     Attributes:
         admission: the waiting sequences.
         drafting: the rules for drafts.
+        holds_prompts: no prompt begins or continues (prefill_turns.py).
         running: the running sequences, in order of priority and arrival.
         prefix: the prefix cache; None: the engine has none.
     """
@@ -68,6 +69,7 @@ class Scheduler:
         self.sizes = sizes
         self.long_tokens = max(1, sizes.mixed_tokens * LONG_SHARE[0] // LONG_SHARE[1])
         self.running: list[SequenceState] = []
+        self.holds_prompts = False
         self.counts = SchedulerCounts()
         # A model with window layers only has no blocks to cache.
         self.prefix: PrefixIndex | None = None
@@ -81,6 +83,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.num_waiting)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt waits for its next chunk, or a sequence for its admission."""
+        waits = self.num_waiting > 0 and len(self.running) < self.sizes.num_seqs
+        return waits or any(sequence.remaining > 1 for sequence in self.running)
 
     @property
     def num_waiting(self) -> int:
@@ -112,6 +120,8 @@ class Scheduler:
             taken = sum(chunk.end - chunk.start for chunk in chunks)
             mixed = max(self.sizes.mixed_tokens - taken, self.long_tokens)
             budget = min(budget - taken, mixed)
+        if self.holds_prompts:
+            budget = 0
         prefilling = [s for s in prefilling if s.running]
         long = [s for s in prefilling if self._is_long(s)]
         # Leave at least half of the budget to short prompts.
