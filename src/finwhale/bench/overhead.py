@@ -10,6 +10,7 @@ time that it takes on an idle machine; the table also shows its wall-clock time.
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -25,9 +26,10 @@ from finwhale.demo import DEMO_PATH
 from finwhale.distributed.peers import Peers
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
-from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_plan import LargestLane, StepPlan
 from finwhale.engine.plan.step_sizes import choose_step_sizes
 from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.engine.ranks.lane_ranks import LaneRanks
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.rank_processes import spawn
 from finwhale.engine.ranks.ranks import Ranks, open_ranks
@@ -39,6 +41,7 @@ from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.presets import published
+from finwhale.models.deepseek_v4.tensor_parallel import NoCollectives
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.options import add_options
@@ -81,6 +84,9 @@ class StubRunner:
     def use_device(self) -> None:
         pass
 
+    def serve_others(self, largest: LargestLane) -> None:
+        pass
+
     def logits(self, plan: StepPlan) -> Tensor:
         if plan.decodes:
             self.static.fill(plan, decode=True)
@@ -101,8 +107,10 @@ def stub_engine(config: EngineConfig, model_config: DeepseekV4Config) -> Engine:
     """An engine over StubRunners, one step ahead. Every rank has a runner in its own process."""
     open_stub = partial(stub_executor, config, model_config)
     executor: LocalExecutor | Ranks = open_stub(Peers())
-    if config.tensor_parallel_size not in (None, 1):
-        executor = open_ranks(open_stub, open_stub, spawn(["cpu"] * config.tensor_parallel_size))
+    if config.num_ranks not in (None, 1):
+        kind = LaneRanks if config.data_parallel_size > 1 else None
+        processes = spawn(["cpu"] * config.num_ranks)
+        executor = open_ranks(open_stub, open_stub, processes, kind)
     return Engine(config, model_config, executor, Tokenizer.open(DEMO_PATH))
 
 
@@ -112,7 +120,7 @@ def stub_executor(
     """An executor of a StubRunner."""
     groups = cache_spec(model_config)
     max_len = config.max_model_len or model_config.max_position_embeddings
-    sizes = choose_step_sizes(config, num_ranks=1, room=None)
+    sizes = choose_step_sizes(config.of_lane(), num_ranks=1, room=None)
     plan = plan_cache(
         groups,
         itemsize=2,
@@ -134,7 +142,10 @@ def stub_executor(
         memory=MemoryUse(weights=0, workspace=0, cache=plan.total_bytes),
     )
     runner: Any = StubRunner(model_config, groups, max_len, sizes.num_seqs)
-    return LocalExecutor(runner, Builds(), description)
+    executor = LocalExecutor(runner, Builds(), description)
+    if config.data_parallel_size > 1:
+        executor.collectives = NoCollectives(replace(peers.rank, data_parallel=True))
+    return executor
 
 
 def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:
@@ -145,13 +156,15 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         max_num_batched_tokens=8192,
         max_model_len=args.context + 2 * (args.steps + WARM_UP) + 64,
         tensor_parallel_size=args.tensor_parallel_size,
+        data_parallel_size=args.data_parallel_size,
     )
     engine = stub_engine(config, model_config)
     for number in range(batch):
         # The prompts differ in length, so that pages and blocks do not all end in the same step.
         prompt = [number + 5] * (args.context - number % 128)
         engine.add_request(str(number), prompt, params)
-    while not all(stream.output.token_ids for stream in engine.outputs.streams.values()):
+    streams = [stream for lane in engine.lanes for stream in lane.outputs.streams.values()]
+    while not all(stream.output.token_ids for stream in streams):
         engine.step()
     for _ in range(WARM_UP):
         engine.step()
@@ -162,7 +175,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         engine.step()
         times.append(1e6 * (time.thread_time() - used))
         clock.append(1e6 * (time.perf_counter() - start))
-    assert len(engine.scheduler.running) == batch, "a request has ended"
+    assert engine.metrics().running == batch, "a request has ended"
     for number in range(batch):
         engine.abort(str(number))
     if isinstance(engine.executor, Ranks):
@@ -173,9 +186,10 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench overhead`. Returns 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
-    ranks = args.tensor_parallel_size or 1
+    ranks = (args.tensor_parallel_size or 1) * args.data_parallel_size
     record = stamp("overhead", argv, ("torch",))
-    record |= {"context": args.context, "tensor_parallel_size": ranks}
+    record |= {"context": args.context, "tensor_parallel_size": args.tensor_parallel_size or 1}
+    record |= {"data_parallel_size": args.data_parallel_size}
     results = []
     for (name, params), batch in product(PARAMS.items(), args.batches):
         allowed = STEP_US + REQUEST_US * batch + (RANKS_US if ranks > 1 else 0)
@@ -191,5 +205,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
     add("--context", type=int, default=1024, help="length of a prompt")
     add("--steps", type=int, default=400, help="number of steps to time")
-    add_options(parser, EngineConfig, ["tensor_parallel_size"])
+    add_options(parser, EngineConfig, ["tensor_parallel_size", "data_parallel_size"])
     return parser
