@@ -19,6 +19,7 @@ from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import LANE_COPY, LANE_SAMPLE, LANE_STEP, Ranks
 from finwhale.engine.steps.executor import StepTransfer
 from finwhale.engine.steps.page_copies import COUNTER_BYTES
+from finwhale.errors import EngineDeadError
 
 
 class LaneRanks(Ranks):
@@ -59,6 +60,15 @@ class LaneRanks(Ranks):
                 self.local.copy_pages(copies)
 
         self._on_all(LANE_COPY, (index, copies), copy)
+
+    def wait_worker(self, index: int, number: int) -> StepResult:
+        """Wait for a result of another rank, unless a rank fails."""
+        try:
+            found: StepResult = pickle.loads(self.workers.wait_result(index, number))
+        except EngineDeadError:
+            self._hurry_exit()
+            raise
+        return found
 
     def _keep(self, result: StepTransfer | None) -> None:
         if result is not None:
@@ -126,9 +136,7 @@ class LaneResult:
     def wait(self) -> StepResult:
         ranks = self._ranks
         if self._index:
-            pickled = ranks.workers.wait_result(self._index, self._number)
-            result: StepResult = pickle.loads(pickled)
-            return result
+            return ranks.wait_worker(self._index, self._number)
         # Results of steps that were discarded are skipped.
         while True:
             number, pending = ranks.local_results.popleft()

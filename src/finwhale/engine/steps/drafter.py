@@ -147,9 +147,9 @@ class Drafter:
         return out
 
     @torch.inference_mode()
-    def serve_others(self, largest: LargestLane) -> None:
-        """Take part in a step in which this data-parallel rank has no tokens."""
-        self._head.serve_others_tokens(largest.num_tokens)
+    def serve_others(self, lane_rows: int, largest: LargestLane) -> None:
+        """Take part in a step in which this data-parallel rank has no tokens (StepInputs)."""
+        self._head.serve_others_tokens(lane_rows)
         self._serve_drafts(dict(largest.drafts))
 
     def _serve_drafts(self, groups: Mapping[int, int]) -> None:

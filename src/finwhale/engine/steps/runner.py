@@ -83,9 +83,10 @@ class ModelRunner:
     def serve_others(self, largest: LargestLane) -> None:
         """Take part in a step in which this data-parallel rank has no tokens."""
         self.use_device()
-        self.model.serve_others(self.lane_rows(largest))
+        rows = self.lane_rows(largest)
+        self.model.serve_others(rows)
         if self.drafter is not None:
-            self.drafter.serve_others(largest)
+            self.drafter.serve_others(rows, largest)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
