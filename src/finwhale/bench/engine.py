@@ -151,10 +151,12 @@ def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verificati
 def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """The fields of a record that describe the model: its name, layers and number of ranks."""
     assert isinstance(engine.model_config, DeepseekV4Config)
+    rank = first_rank(engine.executor).collectives.rank
     return {
         "config": args.model or args.config,
         "layers": engine.model_config.num_hidden_layers,
-        "tensor_parallel_size": first_rank(engine.executor).collectives.rank.size,
+        "tensor_parallel_size": 1 if rank.data_parallel else rank.size,
+        "data_parallel_size": rank.size if rank.data_parallel else 1,
     }
 
 
