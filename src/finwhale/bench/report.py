@@ -66,8 +66,9 @@ def _work(data: dict[str, Any]) -> str:
     if data.get("layers") is not None:
         words.append(f"{data['layers']} layers")
     ranks = data.get("tensor_parallel_size") or data.get("ranks") or 1
-    ranks *= data.get("data_parallel_size", 1)
     words += [f"{ranks} ranks"] if ranks != 1 else []
+    lanes = data.get("data_parallel_size", 1)
+    words += [f"{lanes} data-parallel ranks"] if lanes != 1 else []
     return ", ".join([*words, load] if load else words)
 
 
