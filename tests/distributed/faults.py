@@ -11,6 +11,7 @@ from finwhale.engine.ranks import ranks
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import OpenRank, run_worker
 from finwhale.engine.start import startup
+from finwhale.engine.steps.executor import StepTransfer
 from finwhale.errors import OtherRankError
 
 
@@ -54,6 +55,16 @@ def no_memory_told_last(open_worker: OpenRank, address: StoreAddress, owner: Own
 def not_connecting(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     owner.report(CONNECTING)
     time.sleep(1000)
+
+
+def lost_result(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
+    """The device fails while it transfers a result, which only the results' thread notices."""
+
+    def wait(result: StepTransfer) -> Any:
+        raise RuntimeError("the device has failed")
+
+    StepTransfer.wait = wait  # type: ignore[method-assign]
+    run_worker(open_worker, address, owner)
 
 
 def no_memory_in_a_step(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:

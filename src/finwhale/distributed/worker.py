@@ -58,6 +58,14 @@ class OwnerLink:
         with self._lock, contextlib.suppress(OSError):
             self._control.send(report)
 
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the owner that this worker cannot continue."""
+        if isinstance(error, FinwhaleError):
+            self.report(Failed(type(error), str(error)))
+            return
+        logger.error("the rank has failed", exc_info=error)
+        self.report(Failed(FinwhaleError, f"{type(error).__name__}: {first_line(error)}"))
+
     def read(self) -> bytes:
         """The next message from the owner."""
         return self._inbox.read()
@@ -122,10 +130,6 @@ def run_task(owner: OwnerLink, control: Connection, level: int) -> NoReturn:
     root.setLevel(level)
     try:
         pickle.loads(payload)(owner)
-    except FinwhaleError as error:
-        owner.report(Failed(type(error), str(error)))
     except BaseException as error:
-        logger.exception("the rank has failed")
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        owner.report(Failed(FinwhaleError, reason))
+        owner.report_failure(error)
     os._exit(1)

@@ -324,11 +324,14 @@ def _report_results(
     executor: LocalExecutor, owner: OwnerLink, results: "SimpleQueue[StepTransfer | None]"
 ) -> None:
     """Report a data-parallel rank's results, in order, when its device has finished them."""
-    executor.runner.use_device()
-    while True:
-        pending = results.get()
-        if pending is None:
-            continue
-        found = pending.wait()
-        executor.check()  # a collective that gave up has computed nothing
-        owner.report(LaneResults(pickle.dumps(found, 5)))
+    try:
+        executor.runner.use_device()
+        while True:
+            pending = results.get()
+            if pending is None:
+                continue
+            found = pending.wait()
+            executor.check()  # a collective that gave up has computed nothing
+            owner.report(LaneResults(pickle.dumps(found, 5)))
+    except Exception as error:
+        owner.report_failure(error)
