@@ -65,7 +65,7 @@ def lost_result(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) 
     def wait(result: StepTransfer) -> Any:
         raise RuntimeError("the device has failed")
 
-    StepTransfer.wait = wait  # type: ignore[method-assign]
+    StepTransfer.wait = wait  # type: ignore[assignment, method-assign]
     run_worker(open_worker, address, owner)
 
 
@@ -80,7 +80,7 @@ def killed_told_last(open_worker: OpenRank, address: StoreAddress, owner: OwnerL
         os.kill(os.getpid(), signal.SIGKILL)
 
     if owner.rank.index in (1, 2):
-        LocalExecutor.execute = failing  # type: ignore[method-assign]
+        LocalExecutor.execute = failing  # type: ignore[assignment, method-assign]
     run_worker(open_worker, address, owner)
 
 

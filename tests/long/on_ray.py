@@ -27,8 +27,7 @@ def main(path: str, kind: str, size: str, how: str) -> None:
     if how != "too few":
         cluster.add_node(num_cpus=of_node)
     ray.init(address=cluster.address)
-    if how == "too few":
-        vars(ray_actors).update(CONNECT_S=3.0)
+    vars(ray_actors).update(CONNECT_S=3.0 if how == "too few" else 240.0)
     try:
         llm = LLM(
             path,

@@ -28,8 +28,18 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environments.make(tmp_path_factory.mktemp("environment"), "ray>=2.40") / "python"
 
 
-@pytest.mark.parametrize("how", ["generate", "kill", "too few"])
-@pytest.mark.parametrize(("kind", "size"), [("tensor", 2), ("data", 2), ("data", 4)])
+@pytest.mark.parametrize(
+    ("kind", "size", "how"),
+    [
+        ("tensor", 2, "generate"),
+        ("tensor", 2, "kill"),
+        ("tensor", 2, "too few"),
+        ("data", 2, "generate"),
+        ("data", 2, "kill"),
+        ("data", 4, "generate"),
+        ("data", 4, "kill"),
+    ],
+)
 def test_ranks_on_ray(path: Path, python: Path, kind: str, size: int, how: str) -> None:
     script = Path(__file__).parent / "on_ray.py"
     command = [python, script, path, kind, str(size), how]
