@@ -139,6 +139,7 @@ def test_requests_and_the_loss_of_a_rank(cluster: Cluster, path: Path) -> None:
     assert all(codes), codes
 
 
+@pytest.mark.parametrize("cluster", SMALL, indirect=True)
 def test_sigterm_ends_everything_in_good_order(cluster: Cluster) -> None:
     processes = cluster.all_processes()
     server = cluster.processes(0)[0]
