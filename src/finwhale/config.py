@@ -287,6 +287,11 @@ class EngineConfig:
             raise FinwhaleError("prefix_salt must not be empty: leave it out for a random one")
 
     @property
+    def size_option(self) -> str:
+        """The name of the option with the number of ranks."""
+        return f"{'data' if self.data_parallel_size > 1 else 'tensor'}_parallel_size"
+
+    @property
     def num_ranks(self) -> int | None:
         """Number of ranks; None: as many as the model needs."""
         return self.data_parallel_size if self.data_parallel_size > 1 else self.tensor_parallel_size

@@ -1,16 +1,19 @@
 """Workers with faults: each function stands in for ranks.run_worker in a worker's process."""
 
+import os
 import random
+import signal
 import time
 from typing import Any
 
+from finwhale.distributed import worker
 from finwhale.distributed.rank import StoreAddress
 from finwhale.distributed.worker import OwnerLink
 from finwhale.distributed.worker_messages import CONNECTING
-from finwhale.engine.ranks import ranks
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import OpenRank, run_worker
 from finwhale.engine.start import startup
+from finwhale.engine.steps.executor import StepTransfer
 from finwhale.errors import OtherRankError
 
 
@@ -39,7 +42,7 @@ def no_memory(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) ->
 
 def no_memory_told_last(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     """Rank 2 has no memory. The other ranks notice before it reports its error, and wait for it."""
-    ranks.CAUSE_S = 120.0
+    worker.CAUSE_S = 120.0
 
     def load(start: Any) -> None:
         if owner.rank.index != 2:
@@ -54,6 +57,31 @@ def no_memory_told_last(open_worker: OpenRank, address: StoreAddress, owner: Own
 def not_connecting(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     owner.report(CONNECTING)
     time.sleep(1000)
+
+
+def lost_result(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
+    """The device fails while it transfers a result, which only the results' thread notices."""
+
+    def wait(result: StepTransfer) -> Any:
+        raise RuntimeError("the device has failed")
+
+    StepTransfer.wait = wait  # type: ignore[assignment, method-assign]
+    run_worker(open_worker, address, owner)
+
+
+def killed_told_last(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
+    """Rank 2 is killed in a step. Rank 1 has noticed before."""
+    worker.CAUSE_S = 120.0
+
+    def failing(executor: LocalExecutor, plan: Any) -> Any:
+        if owner.rank.index == 1:
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if owner.rank.index in (1, 2):
+        LocalExecutor.execute = failing  # type: ignore[assignment, method-assign]
+    run_worker(open_worker, address, owner)
 
 
 def no_memory_in_a_step(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:

@@ -67,7 +67,8 @@ def test_a_wrong_environment_is_refused(wrong: Mapping[str, str], message: str) 
 @pytest.mark.parametrize(
     ("options", "size", "message"),
     [
-        ({"tensor_parallel_size": 2}, 4, "is 2, but the launcher has placed 4"),
+        ({"tensor_parallel_size": 2}, 4, "tensor_parallel_size is 2, but the launcher has placed"),
+        ({"data_parallel_size": 4}, 2, "data_parallel_size is 4, but .* 2 ranks: set it to 2"),
         ({}, 3, "1, 2, 4 or 8 ranks, but the launcher has placed 3"),
         ({"device": "cuda:0,1"}, 2, "use CUDA_VISIBLE_DEVICES"),
     ],

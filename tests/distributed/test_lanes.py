@@ -20,10 +20,12 @@ from finwhale.chat.grammar import regex_guide
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.ranks import ranks
 from finwhale.engine.ranks.lane_ranks import LaneRanks
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.model import DeepseekV4
 
+from . import faults
 from .in_slices import add_in_slices
 from .test_equal_ranks import greedy, sharded_config, text
 
@@ -254,6 +256,15 @@ def test_any_lane_takes_a_stored_prefix(path: Path, reference: LLM, tmp_path: Pa
         counts = llm.metrics().store
         assert counts is not None and counts.loads >= 4 and not counts.failed
         llm.close()
+
+
+def test_a_result_that_is_lost_on_its_rank(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    monkeypatch.setattr(ranks, "run_worker", faults.lost_result)
+    llm = open_lanes(path, 2)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\): RuntimeError: the device has"):
+        llm.generate([text(9, i) for i in range(2)], greedy(4))
+    llm.close()
 
 
 def test_options_that_contradict_each_other(path: Path) -> None:

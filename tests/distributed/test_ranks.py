@@ -50,6 +50,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def four_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model that four ranks can divide."""
+    path = tmp_path_factory.mktemp("ranks") / "model"
+    config = divisible_config() | {"o_groups": 4}
+    write_plain_checkpoint(path, config, random_weights(config, 3))
+    return path
+
+
 def open_llm(path: Path, size: int = 2, **options: Any) -> LLM:
     return LLM(
         path,
@@ -269,7 +278,7 @@ def test_a_rank_that_cannot_start(
 
 
 def test_the_rank_that_failed_tells_the_cause(
-    tmp_path: Path, fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    four_path: Path, fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although all other ranks, in this process and in others, stop before it."""
 
@@ -278,11 +287,18 @@ def test_the_rank_that_failed_tells_the_cause(
 
     monkeypatch.setattr(startup._Start, "_load", load)
     monkeypatch.setattr(ranks, "CAUSE_S", 120.0)
-    config = divisible_config() | {"o_groups": 4}
-    write_plain_checkpoint(tmp_path, config, random_weights(config, 3))
     fault(faults.no_memory_told_last)
     with pytest.raises(ResourceError, match=r"^rank 2 \(cpu\): the model does not fit cpu: cannot"):
-        open_llm(tmp_path, 4)
+        open_llm(four_path, 4)
+
+
+def test_the_rank_that_was_killed_is_named(four_path: Path, fault: Callable[[Any], None]) -> None:
+    """Although another rank has noticed it first, in a step."""
+    fault(faults.killed_told_last)
+    llm = open_llm(four_path, 4)
+    with pytest.raises(EngineDeadError, match=r"rank 2 \(cpu\) was killed by signal 9"):
+        llm.generate(PROMPTS, GREEDY)
+    wait_for(lambda: not any(map(is_there, pids(llm))))
 
 
 def test_an_interrupt_waits_for_the_step_so_that_the_ranks_live_on(

@@ -1,9 +1,14 @@
-"""What test_ray.py runs where Ray is installed: `python on_ray.py PATH generate|kill|"too few"`."""
+"""What test_ray.py runs where Ray is installed, on two nodes:
+
+python on_ray.py PATH tensor|data SIZE generate|kill|"too few"
+"""
 
 import os
 import signal
 import sys
+import threading
 import time
+from dataclasses import replace
 
 import ray
 from ray.cluster_utils import Cluster
@@ -12,25 +17,25 @@ from finwhale import LLM, EngineDeadError, FinwhaleError, SamplingParams
 from finwhale.distributed import ray_actors
 from finwhale.engine.ranks.ranks import Ranks
 
-PROMPTS = [[5, 6, 7], [9] * 140]
+PROMPTS = [[5, 6, 7], [9] * 140, [8, 8], [33, 12, 4]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def main(path: str, how: str) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+def main(path: str, kind: str, size: str, how: str) -> None:
+    of_node = int(size) // 2
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": of_node})
     if how != "too few":
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=of_node)
     ray.init(address=cluster.address)
-    if how == "too few":
-        vars(ray_actors).update(CONNECT_S=3.0)
+    vars(ray_actors).update(CONNECT_S=3.0 if how == "too few" else 240.0)
     try:
         llm = LLM(
             path,
             device="cpu",
             activations="exact",
             max_num_seqs=4,
-            tensor_parallel_size=2,
             distributed_executor="ray",
+            **{f"{kind}_parallel_size": int(size)},
         )
     except FinwhaleError as error:
         assert how == "too few" and "has not placed the ranks" in str(error), error
@@ -47,18 +52,19 @@ def main(path: str, how: str) -> None:
         kill(llm, executor)
     executor.close()
     end = time.monotonic() + 10
-    while ray.available_resources().get("CPU", 0) != 2:
+    while ray.available_resources().get("CPU", 0) != int(size):
         assert time.monotonic() < end, "the placement group is still there"
         time.sleep(0.1)
 
 
 def kill(llm: LLM, executor: Ranks) -> None:
+    last = executor.workers.states()[-1]
     began = time.monotonic()
-    os.kill(executor.workers.states()[0].process.pid, signal.SIGKILL)
+    threading.Timer(0.5, os.kill, (last.process.pid, signal.SIGKILL)).start()
     try:
-        llm.generate(PROMPTS, GREEDY)
+        llm.generate(PROMPTS, replace(GREEDY, max_tokens=300))
     except EngineDeadError as error:
-        assert "rank 1 (cpu of " in str(error), error
+        assert f"{last.name} has ended" in str(error), error
         assert time.monotonic() - began < 10
     else:
         raise AssertionError("the loss of a rank went unnoticed")

@@ -121,17 +121,15 @@ def is_ready(port: int) -> bool:
     return False
 
 
-def complete(port: int, prompt: object, max_tokens: int = 16) -> str:
-    """The greedy continuation of a prompt."""
+def complete(port: int, prompt: object, max_tokens: int = 16) -> list[int]:
+    """The tokens of the greedy continuation of a prompt."""
     one = client(port)
     answer = one.completions.create(
         model=one.models.list().data[0].id,
         prompt=prompt,
         max_tokens=max_tokens,
         temperature=0,
-        logprobs=0,
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.tokens is not None
-    return " ".join(logprobs.tokens)
+    tokens: list[int] = answer.choices[0].model_dump()["token_ids"]
+    return tokens

@@ -20,11 +20,12 @@ from typing import Any, NoReturn, Protocol
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import Ring
 from finwhale.distributed.worker_messages import STOP, Failed, Phase, Report, Status
-from finwhale.errors import FinwhaleError, first_line
+from finwhale.errors import FinwhaleError, OtherRankError, first_line
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.2
+CAUSE_S = 2.0  # how long a rank that noticed another's failure waits for the owner to know it
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,6 +59,20 @@ class OwnerLink:
         with self._lock, contextlib.suppress(OSError):
             self._control.send(report)
 
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the owner that this worker cannot continue.
+
+        If another rank has failed, this one may be the first to notice. So it waits: once the owner
+        knows the cause, it ends this process.
+        """
+        if notices_another(error):
+            time.sleep(CAUSE_S)
+        if isinstance(error, FinwhaleError):
+            self.report(Failed(type(error), str(error)))
+            return
+        logger.error("the rank has failed", exc_info=error)
+        self.report(Failed(FinwhaleError, f"{type(error).__name__}: {first_line(error)}"))
+
     def read(self) -> bytes:
         """The next message from the owner."""
         return self._inbox.read()
@@ -77,6 +92,11 @@ class OwnerLink:
             assert self._control.recv_bytes() == STOP
             code = 0
         os._exit(code)  # at once: a device that waits for another rank would block a normal exit
+
+
+def notices_another(error: BaseException) -> bool:
+    """Whether the error may only say that another rank has failed, whose connections break."""
+    return isinstance(error, RuntimeError | OtherRankError)
 
 
 class _Forwarding(logging.Handler):
@@ -122,10 +142,6 @@ def run_task(owner: OwnerLink, control: Connection, level: int) -> NoReturn:
     root.setLevel(level)
     try:
         pickle.loads(payload)(owner)
-    except FinwhaleError as error:
-        owner.report(Failed(type(error), str(error)))
     except BaseException as error:
-        logger.exception("the rank has failed")
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        owner.report(Failed(FinwhaleError, reason))
+        owner.report_failure(error)
     os._exit(1)

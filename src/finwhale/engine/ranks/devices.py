@@ -36,7 +36,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
     if indices:
         if size not in (None, len(indices)):
             raise FinwhaleError(
-                f"tensor_parallel_size is {size}, but device {given!r} names "
+                f"{config.size_option} is {size}, but device {given!r} names "
                 f"{_gpus(len(indices))}: name one GPU for each rank"
             )
         if len(indices) not in RANK_COUNTS:
@@ -47,7 +47,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
         return tuple(f"cuda:{index}" for index in indices)
     size = size or fewest(count)
     if size > count:
-        raise ResourceError(f"tensor_parallel_size is {size}, but torch sees {_gpus(count)}")
+        raise ResourceError(f"{config.size_option} is {size}, but torch sees {_gpus(count)}")
     if size == 1:
         return (given or kind,)
     return tuple(f"cuda:{index}" for index in range(size))
@@ -87,15 +87,14 @@ def device_kind(config: EngineConfig, size: int) -> str:
     Raises:
         FinwhaleError: the options contradict the launcher.
     """
-    if config.num_ranks not in (None, size):
-        option = "data" if config.data_parallel_size > 1 else "tensor"
-        raise FinwhaleError(
-            f"{option}_parallel_size is {config.num_ranks}, but the launcher has placed {size} "
-            "ranks: leave the option out"
-        )
     if size not in RANK_COUNTS:
         raise FinwhaleError(
             f"a model runs on {_either(RANK_COUNTS)} ranks, but the launcher has placed {size}"
+        )
+    if config.num_ranks not in (None, size):
+        raise FinwhaleError(
+            f"{config.size_option} is {config.num_ranks}, but the launcher has placed {size} "
+            f"ranks: set it to {size}"
         )
     kind, indices = parse_device(config.device)
     if indices:

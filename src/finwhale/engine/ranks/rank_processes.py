@@ -67,7 +67,9 @@ def on_ray(config: EngineConfig) -> RankProcesses:
     """
     size = config.num_ranks
     if size in (None, 1):
-        raise FinwhaleError("distributed_executor 'ray' needs a tensor_parallel_size above 1")
+        raise FinwhaleError(
+            "distributed_executor 'ray' needs a tensor_parallel_size or data_parallel_size above 1"
+        )
     assert size is not None
     kind = device_kind(config, size)
     actors = import_extra("finwhale.distributed.ray_actors").Actors(size, kind)

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Store
 from finwhale.distributed.peers import Peers, join_store
 from finwhale.distributed.rank import Rank, StoreAddress
 from finwhale.distributed.threads import start_in_thread
-from finwhale.distributed.worker import OwnerLink
+from finwhale.distributed.worker import CAUSE_S, OwnerLink, notices_another
 from finwhale.distributed.worker_messages import (
     CONNECTING,
     OPENING,
@@ -44,7 +44,7 @@ from finwhale.engine.ranks.rank_processes import RankProcesses
 from finwhale.engine.steps.executor import StepTransfer
 from finwhale.engine.steps.host_transfer import Transfer
 from finwhale.engine.steps.page_copies import Copying
-from finwhale.errors import EngineDeadError, FinwhaleError, OtherRankError, first_line
+from finwhale.errors import EngineDeadError, FinwhaleError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ T = TypeVar("T")
 # The first byte of a message to the workers says what the message is.
 _EXECUTE, _SAMPLE, _COPY, _READY, _CALL = b"e", b"s", b"p", b"r", b"c"
 LANE_STEP, LANE_SAMPLE, LANE_COPY = b"l", b"o", b"i"  # of data-parallel ranks (lane_ranks.py)
-CAUSE_S = 2.0  # how long a failed rank waits for another rank to report the cause
 CLOSE_S = 10.0  # time limit for closing the device and NCCL
 FAILED_CLOSE_S = 2.0  # the same after a rank has failed, for which this rank's device may wait
 EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank that is gone
@@ -81,9 +80,8 @@ def open_ranks(
         local = open_first(Peers(Rank(0, workers.size), processes.store, workers.check))
         workers.wait_opened()
     except BaseException as error:
-        # When a rank is gone, its connections break. When one fails, the others may notice first.
-        noticed = isinstance(error, RuntimeError | OtherRankError)
-        failure = workers.wait_failure(CAUSE_S if noticed else 0.0)
+        # A worker that has noticed a failure waits for CAUSE_S itself.
+        failure = workers.wait_failure(2 * CAUSE_S if notices_another(error) else 0.0)
         workers.close()
         if failure is not None and isinstance(error, Exception):
             raise failure from error
@@ -157,8 +155,8 @@ class Ranks:
         failure: FinwhaleError | None = None
         if isinstance(error, EngineDeadError):
             failure = error
-        elif isinstance(error, RuntimeError):
-            failure = self.workers.wait_failure()  # when a rank is gone, its connections break
+        elif notices_another(error):
+            failure = self.workers.wait_failure()
         if failure is None:
             reason = str(error).strip().partition("\n")[0]
             device = self.description.device
@@ -277,11 +275,7 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
     owner.report(CONNECTING)
     store = join_store(address)
     owner.report(OPENING)
-    try:
-        executor = open_worker(Peers(owner.rank, store))
-    except OtherRankError:
-        time.sleep(CAUSE_S)  # that rank tells the cause, and the owner ends this process
-        raise
+    executor = open_worker(Peers(owner.rank, store))
     results: SimpleQueue[StepTransfer | None] | None = None
     if executor.collectives.rank.data_parallel:
         results = SimpleQueue()
@@ -328,11 +322,14 @@ def _report_results(
     executor: LocalExecutor, owner: OwnerLink, results: "SimpleQueue[StepTransfer | None]"
 ) -> None:
     """Report a data-parallel rank's results, in order, when its device has finished them."""
-    executor.runner.use_device()
-    while True:
-        pending = results.get()
-        if pending is None:
-            continue
-        found = pending.wait()
-        executor.check()  # a collective that gave up has computed nothing
-        owner.report(LaneResults(pickle.dumps(found, 5)))
+    try:
+        executor.runner.use_device()
+        while True:
+            pending = results.get()
+            if pending is None:
+                continue
+            found = pending.wait()
+            executor.check()  # a collective that gave up has computed nothing
+            owner.report(LaneResults(pickle.dumps(found, 5)))
+    except Exception as error:
+        owner.report_failure(error)
