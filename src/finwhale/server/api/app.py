@@ -14,15 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import finwhale
-from finwhale.server.api import health
-from finwhale.server.api.gate import (
-    STATIC_PATH,
-    Admitted,
-    Bounded,
-    RefusalAnswers,
-    Reported,
-    cors_options,
-)
+from finwhale.server.api import gate, health
 from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
 from finwhale.server.api.rollouts import Endpoints
 from finwhale.server.api.tokens import add_tokens
@@ -77,7 +69,7 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
         description="DeepSeek-V4 behind OpenAI's and Anthropic's protocols.",
         docs_url="/docs",
         redoc_url=None,
-        static_url=STATIC_PATH,
+        static_url=gate.STATIC_PATH,
         # A redirect would go to the host that the client names.
         redirect_slashes=False,
     )
@@ -85,8 +77,8 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
     app.state.parser = BodyParser(lambda: max_items(state.max_model_len))
     app.state.lenient = state.config.lenient
     if state.config.cors_origins:
-        app.add_middleware(CORSMiddleware, **cors_options(state.config))
-    for layer in (Bounded, Admitted, RefusalAnswers, Reported):  # from the inside outwards
+        app.add_middleware(CORSMiddleware, **gate.cors_options(state.config))
+    for layer in gate.LAYERS:
         app.add_middleware(layer, state=state)
     for kind in (RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _translated)

@@ -252,6 +252,9 @@ class Bounded(_Layer):
             raise refused
 
 
+LAYERS = (Bounded, Admitted, RefusalAnswers, Reported)  # from the inside outwards
+
+
 def _given_key(headers: Headers) -> str:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
