@@ -191,8 +191,7 @@ class Draw:
         return torch.tensor(turns, device=self.device)[self.integers(4, num_rows, width // 2)]
 
     def tokens(self, chunks: Chunks) -> Tokens:
-        tokens: Tokens = to_device(step_tokens(chunks), self.device)
-        return tokens
+        return to_device(step_tokens(chunks), self.device)
 
     def rows(self, num_rows: int, rows_per_page: int, width: int, rope: int) -> Tensor:
         """A pool of rows as the cache stores them."""

@@ -207,14 +207,12 @@ class TilePlan:
 
     def steps(self, p: LinearProblem) -> int:
         """Number of steps of a part of K."""
-        steps: int = triton.cdiv(triton.cdiv(p.x.shape[2], self.block_k), self.split)
-        return steps
+        return triton.cdiv(triton.cdiv(p.x.shape[2], self.block_k), self.split)
 
 
 def tile_tokens(num_tokens: int) -> int:
     """Number of tokens of a tile."""
-    tokens: int = min(64, max(16, triton.next_power_of_2(num_tokens)))
-    return tokens
+    return min(64, max(16, triton.next_power_of_2(num_tokens)))
 
 
 def few_plan(p: LinearProblem) -> TilePlan | None:

@@ -42,8 +42,7 @@ def sinkhorn(mix_NHH: F32, num_iters: int, eps: float) -> F32:
             some = slice(start, start + TOKEN_BLOCK)
             _iterate(mix_NHH[some], num_iters, eps, factors[some])
     scale = np.multiply(factors[:, 0, :, None], factors[:, 1, None, :])
-    out: F32 = np.divide(mix_NHH, scale, dtype=np.float32, casting="same_kind")
-    return out
+    return np.divide(mix_NHH, scale, dtype=np.float32, casting="same_kind")
 
 
 def _factors(mix: list[float], num_iters: int, eps: float) -> tuple[float, ...]:
