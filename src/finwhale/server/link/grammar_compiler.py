@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import QueueFullError
-from finwhale.server.edge.fair_queue import FairQueue
+from finwhale.server.edge.room import FairQueue
 from finwhale.server.grammars.trial import STACK_BYTES
 from finwhale.server.link.wire import Add
 
