@@ -163,14 +163,6 @@ class Draw:
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device) * scale
 
-    def outliers(self, *shape: int) -> Tensor:
-        """Normal values. About 1% of them are 300 times as large, and the last row is zero."""
-        x = self.normal(*shape)
-        rare = torch.rand(shape, generator=self.generator) < 0.01
-        x = torch.where(rare, 300 * x, x)
-        x[-1:] = 0
-        return x
-
     def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
         """Random int64 values in low..high-1."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
