@@ -39,11 +39,10 @@ class GrammarCompiler:
         done: becomes readable (`multiprocessing.connection.wait`) when `take` has results.
     """
 
-    def __init__(self, tokenizer: Tokenizer, budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.done: Connection
         self.done, self._bell = Pipe(duplex=False)
         self._tokenizer = tokenizer
-        self._budget_bytes = budget_bytes
         self._outstanding = 0
         self._wanted: set[str] = set()
         self._todo: FairQueue[Add] = FairQueue()
@@ -132,7 +131,7 @@ class GrammarCompiler:
             live = list(self._live.values())
             used = sum(add.grammar_bytes for add in live)
             own = sum(add.grammar_bytes for add in live if add.user == command.user)
-            if own <= self._budget_bytes - used - command.grammar_bytes:
+            if own <= BUDGET_BYTES - used - command.grammar_bytes:
                 return
             if not self._cache:
                 raise QueueFullError(
