@@ -26,10 +26,9 @@ from finwhale.server.errors import ApiError, error_event, is_anthropic
 from finwhale.server.observe.logs import RequestLog, note_refusal
 from finwhale.server.observe.metrics import CONTENT_TYPE
 from finwhale.server.protocols import chat_answers, chat_requests, completions, schemas
-from finwhale.server.protocols.body_route import BodyRoute, note_ignored
+from finwhale.server.protocols.body_route import BodyRoute, note_ignored, validation_error
 from finwhale.server.protocols.json_answer import json_answer
 from finwhale.server.protocols.prefill_decode import take_transfer, transfer_fields
-from finwhale.server.protocols.validation_errors import validation_error
 from finwhale.server.sse import COMMENT, NO_BUFFER, Stream, event, unless_disconnected
 from finwhale.server.state import ServerState
 
