@@ -1,4 +1,4 @@
-"""Lets Ctrl-C wait until it can do no harm."""
+"""Lets Ctrl-C wait until it can do no harm, and SIGTERM do what Ctrl-C does."""
 
 import signal
 import threading
@@ -34,3 +34,20 @@ def interrupts_wait() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if waits:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, so that temporary files and processes are removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in a shell's background
+            raise KeyboardInterrupt
+        # asyncio has its own handler of SIGINT.
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -28,7 +28,7 @@ from finwhale.distributed.worker_messages import CONNECTING
 from finwhale.engine.ranks import ranks
 from finwhale.engine.start import startup
 from finwhale.errors import OtherRankError
-from finwhale.validation.scoring import score
+from finwhale.validation.language import score
 
 from . import faults
 

@@ -21,9 +21,8 @@ from finwhale.demo import DEMO_PATH
 from finwhale.number_formats import e2m1_values
 from finwhale.ops.moe import EXPONENT_SPREAD
 from finwhale.validation.expectations import expectations_of
-from finwhale.validation.language import check_language
+from finwhale.validation.language import check_language, score
 from finwhale.validation.report import Expectation
-from finwhale.validation.scoring import score
 from finwhale.validation.weights import check_weights, count_far_values
 
 Capture = pytest.CaptureFixture[str]

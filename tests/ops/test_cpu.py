@@ -16,7 +16,7 @@ from tests.support.cases import mhc as mhc_cases
 from tests.support.cases import moe as moe_cases
 from tests.support.cases import norm as norm_cases
 from tests.support.checked_case import CheckedCase
-from tests.support.op_arguments import results, take_tokens
+from tests.support.op_arguments import outliers, results, take_tokens
 from tests.support.packing import WINDOW_WRITERS
 from torch import Tensor
 
@@ -242,7 +242,7 @@ NEEDS_HALF = pytest.mark.skipif(
 def test_rows_of_a_packed_gemm_do_not_depend_on_other_rows(M: int, K: int, threads: int) -> None:
     draw = Draw()
     weight = draw.normal(M, K, scale=K**-0.5).bfloat16().float()
-    multiply, x = cpu_gemm.gemm(weight), draw.outliers(700, K)
+    multiply, x = cpu_gemm.gemm(weight), outliers(draw, 700, K)
     assert isinstance(multiply, cpu_gemm._Half)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -261,7 +261,7 @@ def test_what_checkpoints_store_is_packed_without_loss() -> None:
     draw = Draw()
     identity = torch.eye(64)
     e4m3 = draw.normal(32, 64).to(torch.float8_e4m3fn).float() * 2.0**-9
-    for stored in (e4m3, draw.outliers(32, 64).bfloat16().float(), torch.full((32, 64), 2.0**-30)):
+    for stored in (e4m3, outliers(draw, 32, 64).bfloat16().float(), torch.full((32, 64), 2.0**-30)):
         multiply = cpu_gemm.gemm(stored)
         assert isinstance(multiply, cpu_gemm._Half)
         assert torch.equal(multiply(identity), stored.T)
@@ -403,7 +403,7 @@ def test_e4m3_is_torch_s_at_every_value_and_boundary(group: int) -> None:
 def test_e4m3_of_random_rows(width: int) -> None:
     draw = Draw()
     for scale in (1e-30, 1e-6, 1e-4, 1.0, 1e5, 1e20):
-        x = draw.outliers(40, width) * scale
+        x = outliers(draw, 40, width) * scale
         assert np.array_equal(cpu_math.round_e4m3(x.numpy(), 128), round_e4m3(x, 128).numpy())
         apart = torch.cat((x, x), 1)[:, 1 : 1 + width]
         assert np.array_equal(cpu_math.round_e4m3(apart.numpy(), 64), round_e4m3(apart, 64).numpy())

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.support.op_arguments import outliers
 from tests.support.packing import unpack_keys
 from torch import Tensor
 
@@ -84,7 +85,7 @@ def test_smallest_groups() -> None:
 @pytest.mark.parametrize("width", [1, 2, 16, 32, 64, 128, 512])
 def test_random_values(width: int) -> None:
     draw = Draw()
-    for x in (draw.normal(40, width), draw.outliers(40, width), draw.normal(9, width) * 1e-30):
+    for x in (draw.normal(40, width), outliers(draw, 40, width), draw.normal(9, width) * 1e-30):
         codes, scale = scaled_fp4(x)
         assert codes.dtype == torch.uint8 and scale.shape == (len(x), max(1, width // 32))
         assert np.array_equal(f64(unscaled_fp4(codes, scale)), [naive_fp4(row) for row in f64(x)])
@@ -101,7 +102,7 @@ def test_the_hadamard_matrix(width: int) -> None:
     assert np.allclose(np.abs(found), width**-0.5, rtol=1e-7, atol=0)
     assert np.array_equal(found, found.T)
     assert np.allclose(found @ found, np.eye(width), atol=1e-6)
-    x = Draw().outliers(3, width)
+    x = outliers(Draw(), 3, width)
     unit = x.double().norm(dim=1)[:, None].numpy() + 1e-30
     assert (np.abs(f64(hadamard(x)) - [naive_hadamard(r) for r in f64(x)]) / unit).max() < 1e-6
 
@@ -123,7 +124,7 @@ def test_other_widths_are_refused(width: int) -> None:
 def test_the_cpu_s_rounding(width: int, shape: tuple[int, ...]) -> None:
     """The same bits after the rotation; sums of whole numbers are exact, so the same altogether."""
     draw = Draw()
-    for x in (draw.outliers(*shape, width), draw.normal(*shape, width) * 1e-38):
+    for x in (outliers(draw, *shape, width), draw.normal(*shape, width) * 1e-38):
         found = x.numpy().copy()
         cpu.round_fp4(found)
         assert torch.equal(torch.from_numpy(found), rounded(x))
@@ -132,19 +133,19 @@ def test_the_cpu_s_rounding(width: int, shape: tuple[int, ...]) -> None:
     assert torch.equal(torch.from_numpy(cpu.rotate_to_fp4(x.numpy())), rotate_to_fp4(x))
     assert torch.equal(x, before)
     # Of real values a sum may round otherwise, which changes one value in millions.
-    x = draw.outliers(*shape, width)
+    x = outliers(draw, *shape, width)
     same = torch.from_numpy(cpu.rotate_to_fp4(x.numpy())) == rotate_to_fp4(x)
     assert same.double().mean() > 0.999
 
 
 def test_bfloat16_holds_every_result() -> None:
-    x = Draw().outliers(50, 128)
+    x = outliers(Draw(), 50, 128)
     assert torch.equal(rotate_to_fp4(x.bfloat16()).float(), rotate_to_fp4(x.bfloat16().float()))
 
 
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 def test_packed_keys_are_what_was_rounded(width: int) -> None:
-    keys = rotate_to_fp4(Draw().outliers(128, width) * 1e-3)
+    keys = rotate_to_fp4(outliers(Draw(), 128, width) * 1e-3)
     pool = pack_keys(keys, 64)
     assert pool.shape == (2, page_bytes(64, width)) and pool.dtype == torch.uint8
     assert torch.equal(unpack_keys(pool, 64, width), keys)

@@ -22,7 +22,7 @@ from tests.support.cases import mhc as mhc_cases
 from tests.support.cases import moe as moe_cases
 from tests.support.cases import norm as norm_cases
 from tests.support.checked_case import CheckedCase
-from tests.support.op_arguments import results
+from tests.support.op_arguments import outliers, results
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
@@ -543,7 +543,8 @@ def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> No
     tokens = step_tokens(chunks)
     table, num_rows = draw.page_table(entry_rows(chunks, 4), 64)
     rotary = (draw.quarter_turns if rounds else draw.rotation)(tokens.max_len, 64)
-    q, weights = draw.outliers(len(tokens.positions), 4, 128), draw.normal(len(tokens.positions), 4)
+    N = len(tokens.positions)
+    q, weights = outliers(draw, N, 4, 128), draw.normal(N, 4)
     pool = draw.normal(num_rows, 128)
     args = (q, weights, CacheRows(pool, table), rotary, tokens, topk, scale, rounds)
     (found,) = results(ops.select_entries, args, ())
@@ -580,7 +581,7 @@ def test_every_operator_is_covered() -> None:
 
 def test_a_grouped_linear_takes_what_was_rounded_before() -> None:
     draw = Draw()
-    x, w = draw.outliers(5, 2, 384), LinearWeight(draw.normal(2, 24, 384), True)
+    x, w = outliers(draw, 5, 2, 384), LinearWeight(draw.normal(2, 24, 384), True)
     assert REFERENCE.grouped_form(w, 128) is None
     values, scales = scaled_e4m3(x.flatten(1), 128)
     found = REFERENCE.grouped_linear(values.view(x.shape), w, scales)
@@ -596,7 +597,7 @@ def test_e4m3_of_a_grid_and_of_random_values() -> None:
         (64, draw.normal(320)),
         (64, draw.normal(100) * 1e-5),
         (64, draw.normal(100) * 1e-9),
-        (128, draw.outliers(3, 300)[0]),
+        (128, outliers(draw, 3, 300)[0]),
         (128, torch.zeros(5)),
     ):
         assert np.array_equal(f64(round_e4m3(x, group)), rounded(f64(x), group))

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
-from tests.support.op_arguments import strided
+from tests.support.op_arguments import outliers, strided
 from tests.support.packing import unpack_rows
 from torch import Tensor
 
@@ -297,7 +297,7 @@ def test_rows_are_stored_and_latents_normalised(size: tuple[int, int, int]) -> N
     draw = Draw()
     chunks = ((5, 9), (30, 31))
     tokens = step_tokens(chunks)
-    both = strided(draw.outliers(5, latent + width).to(torch.bfloat16))
+    both = strided(outliers(draw, 5, latent + width).to(torch.bfloat16))
     q_lora, kv = both.split((latent, width), 1)
     q_norm, kv_norm, rotary = draw.normal(latent), draw.normal(width), draw.rotation(40, rope)
     table, num_rows = draw.page_table(window_rows(chunks, 16), 8)

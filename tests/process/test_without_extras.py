@@ -14,7 +14,7 @@ from finwhale.extras import EXTRAS
 ROOT = Path(__file__).parents[2]
 # Modules that implement an extra; without its packages, importing one names the extra.
 NEED_EXTRAS = re.compile(
-    r"finwhale\.(server(\..*)?|checkpoint\.hub|distributed\.ray_actors|engine\.loop\.kv_events|bench\.(serving|load_client)"
+    r"finwhale\.(server(\..*)?|checkpoint\.hub|distributed\.ray_actors|engine\.loop\.kv_events|bench\.serving"
     r"|cli\.(serve|run_batch|pages)|ops\..*deepgemm.*)"
 )
 ARGUMENTS = {

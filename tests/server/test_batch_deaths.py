@@ -13,9 +13,9 @@ import pytest
 from starlette.applications import Starlette
 
 from finwhale.server.batch import runner
-from finwhale.server.batch.attempts import Attempts
 from finwhale.server.batch.lines import BatchLine, RawLine, scan
 from finwhale.server.batch.results import ResultFile, error_of
+from finwhale.server.batch.runner import Attempts
 from finwhale.server.edge.room import Room
 
 from .attacks import MODEL as SERVED

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from finwhale.bench.load_client import Endpoint, Result, run_load
-from finwhale.bench.serving import main, summarise
+from finwhale.bench.serving import Endpoint, Result, main, run_load, summarise
 from finwhale.bench.workload import DATASETS, ServerLoad, make_sessions
 from finwhale.errors import FinwhaleError
 

@@ -15,6 +15,7 @@ from finwhale.chat.grammar_limits import GrammarError
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import QueueFullError
 from finwhale.request import Guide
+from finwhale.server.grammars import check
 from finwhale.server.grammars.check import GrammarChecker
 
 from .hostile import TOO_EXPENSIVE, chained_definitions, chained_rules, expensive_schema
@@ -30,12 +31,12 @@ class Counts:
         self.results.append(result)
 
 
-def with_checker(work: Callable[[GrammarChecker, Counts], Awaitable[None]], **options: Any) -> None:
+def with_checker(work: Callable[[GrammarChecker, Counts], Awaitable[None]]) -> None:
     """Runs `work` with a checker whose process has read the tokenizer, and closes it."""
 
     async def run() -> None:
         counts = Counts()
-        checker = GrammarChecker(DEMO_PATH, counts, **options)  # type: ignore[arg-type]
+        checker = GrammarChecker(DEMO_PATH, counts)  # type: ignore[arg-type]
         await checker.check(regex_guide("ready"))
         counts.__init__()  # type: ignore[misc]
         try:
@@ -128,7 +129,10 @@ def test_a_grammar_is_tried_once() -> None:
     with_checker(work)
 
 
-def test_the_queue_is_bounded_and_who_leaves_makes_room() -> None:
+def test_the_queue_is_bounded_and_who_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "NUM_TRIALS", 1)
+    monkeypatch.setattr(check, "MAX_WAITING", 1)
+
     async def work(checker: GrammarChecker, counts: Counts) -> None:
         running, waiting = (
             asyncio.ensure_future(checker.check(json_guide(expensive_schema(i)), user))
@@ -152,7 +156,7 @@ def test_the_queue_is_bounded_and_who_leaves_makes_room() -> None:
         assert counts.results == ["full", "passed"] and len(counts.trials) == 1
         assert running.cancelled() and waiting.cancelled()
 
-    with_checker(work, num_trials=1, max_waiting=1)
+    with_checker(work)
 
 
 def test_another_process_follows_one_that_died() -> None:
@@ -184,8 +188,10 @@ def test_its_process_ends_with_its_input() -> None:
     with_checker(work)
 
 
-def test_no_user_shuts_out_another() -> None:
+def test_no_user_shuts_out_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """One user gets half the room, and a newcomer's grammar is the next to be tried."""
+    monkeypatch.setattr(check, "NUM_TRIALS", 1)
+    monkeypatch.setattr(check, "MAX_WAITING", 39)
 
     async def work(checker: GrammarChecker, counts: Counts) -> None:
         schemas = [json_guide({"const": i}) for i in range(22)]
@@ -199,7 +205,7 @@ def test_no_user_shuts_out_another() -> None:
         assert [type(one) for one in results] == [type(None)] * 20 + [QueueFullError] * 2
         assert counts.results.count("passed") == 22 and checker._shares.total == 0
 
-    with_checker(work, num_trials=1, max_waiting=39)
+    with_checker(work)
 
 
 def test_a_verdict_says_nothing_to_other_users() -> None:

@@ -35,7 +35,8 @@ class Counted(Matcher):
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarCompiler]:
     Counted.made, Counted.go = [], threading.Event()
     monkeypatch.setattr(grammar_compiler, "Matcher", Counted)
-    made = GrammarCompiler(Tokenizer.open(DEMO_PATH), budget_bytes=100 * MIB)
+    monkeypatch.setattr(grammar_compiler, "BUDGET_BYTES", 100 * MIB)
+    made = GrammarCompiler(Tokenizer.open(DEMO_PATH))
     yield made
     made.close()
 

@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
-from finwhale.ops.case import Args
+from finwhale.ops.case import Args, Draw
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.paging import CacheRows, PageTable, Tokens
 from finwhale.ops.rounding import unscaled_e4m3
 
 # Number of columns between the rows of a strided tensor.
 MORE_COLUMNS = 16
+
+
+def outliers(draw: Draw, *shape: int) -> Tensor:
+    """Normal values. About 1% of them are 300 times as large, and the last row is zero."""
+    x = draw.normal(*shape)
+    rare = torch.rand(shape, generator=draw.generator) < 0.01
+    x = torch.where(rare, 300 * x, x)
+    x[-1:] = 0
+    return x
 
 
 def results(fn: Callable[..., Any], args: Args, written: Sequence[int]) -> list[Tensor]:

@@ -93,15 +93,12 @@ class Transformers:
         self._model = model
         self._experts = experts
         self._threads = threads
-        self._cache: Any = None
-        self._tokens = torch.empty(0)
-        self._chosen: list[list[list[int]]] = []
 
     @torch.inference_mode()
     def begin(self, prompts: Prompts, steps: int) -> None:
-        self._cache = None
+        self._cache: Any = None
         self._tokens = torch.tensor(prompts)
-        self._chosen = []
+        self._chosen: list[list[list[int]]] = []
         self.step()
 
     @torch.inference_mode()

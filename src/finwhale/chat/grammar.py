@@ -17,13 +17,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from finwhale.chat.grammar_limits import (
-    GrammarError,
-    check_lark,
-    check_regex,
-    check_schema,
-    check_text,
-)
+from finwhale.chat import grammar_limits
 from finwhale.chat.schema_document import SchemaDocument
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Guide
@@ -50,7 +44,7 @@ Words = NDArray[np.int32]
 def json_lark(schema: Mapping[str, Any]) -> str:
     """A JSON Schema as an item of a Lark rule, such as a part of a `SchemaDocument`. Raises
     GrammarError: the schema exceeds the limits of `chat.grammar_limits`."""
-    check_schema(schema)
+    grammar_limits.check_schema(schema)
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
@@ -65,14 +59,14 @@ def json_guide(schema: Mapping[str, Any], after: int | None = None) -> Guide:
 
 def regex_guide(regex: str, after: int | None = None) -> Guide:
     """Restrict output to texts that `regex` matches as a whole. Raises GrammarError."""
-    check_regex(regex)
+    grammar_limits.check_regex(regex)
     (found,) = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))["grammars"]
     return Guide(grammar=found["lark_grammar"], after=after)
 
 
 def lark_guide(grammar: str, after: int | None = None) -> Guide:
     """Restrict output to a grammar in llguidance's dialect of Lark. Raises GrammarError."""
-    check_lark(grammar)
+    grammar_limits.check_lark(grammar)
     return tool_guide(grammar, after)
 
 
@@ -81,7 +75,7 @@ def tool_guide(grammar: str, after: int | None = None) -> Guide:
 
     Raises GrammarError.
     """
-    check_text(grammar)
+    grammar_limits.check_text(grammar)
     return Guide(grammar=llguidance.LLMatcher.grammar_from_lark(grammar), after=after)
 
 
@@ -104,7 +98,7 @@ class Matcher:
     def __init__(self, tokenizer: Tokenizer, guide: Guide) -> None:
         """Compiles the grammar, without holding Python's lock (GIL). Raises GrammarError: the
         grammar is not valid, too large or of a kind not supported."""
-        check_text(guide.grammar)
+        grammar_limits.check_text(guide.grammar)
         self.error: str | None = None
         self._tokenizer = tokenizer
         self._after = guide.after
@@ -115,7 +109,7 @@ class Matcher:
         )
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
-            raise GrammarError("invalid", f"the grammar is not valid: {reason}")
+            raise grammar_limits.GrammarError("invalid", f"the grammar is not valid: {reason}")
 
     def copy(self) -> "Matcher":
         """An independent matcher in the same state, for the same request."""

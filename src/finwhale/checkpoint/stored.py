@@ -5,13 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import (
-    FP4_BLOCK,
-    FP8_BLOCK,
-    dequantise_fp4,
-    dequantise_fp8_block,
-    fp8_scale_shape,
-)
+from finwhale.checkpoint import formats
 from finwhale.checkpoint.reader import DTYPES, TensorInfo
 from finwhale.checkpoint.spec import Slice, Storage, WeightSpec
 
@@ -73,8 +67,8 @@ class StoredWeight:
         if stored.scale is None:
             return stored.data.to(dtype)
         if self.storage == "fp4":
-            return dequantise_fp4(stored.data, stored.scale, dtype)
-        return dequantise_fp8_block(stored.data, stored.scale, dtype)
+            return formats.dequantise_fp4(stored.data, stored.scale, dtype)
+        return formats.dequantise_fp8_block(stored.data, stored.scale, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +95,8 @@ def data_slice(part: Slice, storage: Storage) -> Slice:
 def scale_slice(part: Slice, storage: Storage) -> Slice:
     """The slice of a weight's scales: one for 128x128 values in FP8, for 1x32 in FP4."""
     if storage == "fp8_block":
-        return part.over(FP8_BLOCK)
-    return part.over(FP4_BLOCK) if part.axis == 1 else part
+        return part.over(formats.FP8_BLOCK)
+    return part.over(formats.FP4_BLOCK) if part.axis == 1 else part
 
 
 def storage_of(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
@@ -126,10 +120,10 @@ def storage_of(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
 
 def scale_mismatch(spec: WeightSpec, scale: TensorInfo, storage: Storage) -> Mismatch | None:
     if storage == "fp4":
-        shape: tuple[int, ...] = (*spec.shape[:-1], spec.shape[-1] // FP4_BLOCK)
+        shape: tuple[int, ...] = (*spec.shape[:-1], spec.shape[-1] // formats.FP4_BLOCK)
         dtypes: tuple[torch.dtype, ...] = _SCALE_DTYPES[:1]
     else:
-        shape, dtypes = fp8_scale_shape(spec.shape), _SCALE_DTYPES
+        shape, dtypes = formats.fp8_scale_shape(spec.shape), _SCALE_DTYPES
     if scale.shape == shape and scale.dtype in dtypes:
         return None
     return Mismatch(

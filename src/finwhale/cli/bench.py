@@ -2,11 +2,9 @@
 
 import argparse
 import importlib
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 
+from finwhale.interrupts import terminated_as_interrupted
 from finwhale.options import Parser
 
 BENCHMARKS = {
@@ -39,20 +37,3 @@ def run(argv: Sequence[str]) -> int:
     benchmark = importlib.import_module(f"finwhale.bench.{args.name}")
     with terminated_as_interrupted():
         return int(benchmark.main(argv[1:]))
-
-
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does, so that temporary files and processes are removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in a shell's background
-            raise KeyboardInterrupt
-        # asyncio has its own handler of SIGINT.
-        signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -15,16 +15,7 @@ from typing import Any, TextIO
 import finwhale
 from finwhale.chat.template import ChatTemplate
 from finwhale.checkpoint.location import checkpoint_directory
-from finwhale.cli.options import (
-    DIM,
-    PLAIN,
-    add_model_options,
-    add_sampling_options,
-    engine_config,
-    load_model,
-    sampling_params,
-    speed,
-)
+from finwhale.cli import options
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
 from finwhale.options import Parser
@@ -44,9 +35,9 @@ HISTORY, HISTORY_LINES = "chat_history", 1000
 
 def run(argv: Sequence[str]) -> int:
     args = parse_settings(_parser(), argv)
-    directory, config = checkpoint_directory(args.model, args.revision), engine_config(args)
-    llm = load_model(directory, config)
-    conversation = Conversation(llm, sampling_params(args, llm), args.system, args.think)
+    directory, config = checkpoint_directory(args.model, args.revision), options.engine_config(args)
+    llm = options.load_model(directory, config)
+    conversation = Conversation(llm, options.sampling_params(args, llm), args.system, args.think)
     if not sys.stdin.isatty():
         return _answer_lines(conversation)
     device, length = llm._engine.executor.description.device, llm._engine.max_model_len
@@ -154,7 +145,7 @@ class Conversation:
     def _stats(self, last: RequestOutput) -> str:
         used = len(last.prompt_token_ids) + len(last.outputs[0].token_ids)
         length = self.llm._engine.max_model_len
-        return f"{speed(last)}; {used} of the context's {length} tokens are used"
+        return f"{options.speed(last)}; {used} of the context's {length} tokens are used"
 
     def answer(self, text: str, out: TextIO) -> None:
         """Streams the answer to `text`. A turn that failed is not kept.
@@ -178,14 +169,15 @@ class Conversation:
                 for event in events:
                     if (event.kind == "reasoning") != reasoning:
                         reasoning = event.kind == "reasoning"
-                        out.write((DIM if reasoning else PLAIN + "\n") if out.isatty() else "\n")
+                        style = options.DIM if reasoning else f"{options.PLAIN}\n"
+                        out.write(style if out.isatty() else "\n")
                     out.write(event.text)
                     out.flush()
                 if result.error is not None:
                     raise RequestError(result.error)
                 if ended:
                     break
-        out.write((PLAIN if reasoning and out.isatty() else "") + "\n")
+        out.write((options.PLAIN if reasoning and out.isatty() else "") + "\n")
         if self.interrupted:
             print("(interrupted; Ctrl-C again leaves)", file=sys.stderr)
         self.last = result
@@ -242,6 +234,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--think", action="store_true", help="let the model think before answering")
-    add_sampling_options(parser, max_tokens=512)
-    add_model_options(parser)
+    options.add_sampling_options(parser, max_tokens=512)
+    options.add_model_options(parser)
     return parser

@@ -18,6 +18,7 @@ import torch
 from rich.markup import escape
 
 import finwhale
+from finwhale import platform as machine
 from finwhale.artefacts import default_directory
 from finwhale.engine.store.opening import parse
 from finwhale.errors import FinwhaleError, first_line
@@ -25,14 +26,6 @@ from finwhale.extras import EXTRAS
 from finwhale.ops import table_name
 from finwhale.ops.tables.optional import why_no_deepgemm
 from finwhale.options import Parser
-from finwhale.platform import (
-    Platform,
-    available_memory,
-    existing_folder,
-    lines_of,
-    processor_name,
-    usable_cores,
-)
 from finwhale.printing import new_console, print_table
 from finwhale.request import SamplingParams
 
@@ -119,9 +112,11 @@ def _software() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    memory = available_memory()
+    memory = machine.available_memory()
     amount = "" if memory is None else f", {memory / GIB:,.0f} GiB of memory available"
-    yield Finding("processor", f"{processor_name()}, {usable_cores()} cores{amount}")
+    yield Finding(
+        "processor", f"{machine.processor_name()}, {machine.usable_cores()} cores{amount}"
+    )
 
 
 def _gpus() -> Iterator[Finding]:
@@ -131,7 +126,7 @@ def _gpus() -> Iterator[Finding]:
     if DRIVER.exists():
         yield Finding("NVIDIA driver", _driver_version())
     for index in range(torch.cuda.device_count()):
-        here = Platform.detect(index)
+        here = machine.Platform.detect(index)
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         kernels = TABLES[table_name(here)]
@@ -142,7 +137,7 @@ def _gpus() -> Iterator[Finding]:
         elif free < total // 2:
             advice = "another process uses this GPU: nvidia-smi shows which"
         yield Finding.unless(bool(advice), f"GPU {index}", found, advice)
-    if table_name(Platform.detect()) == "nvidia_sm90":
+    if table_name(machine.Platform.detect()) == "nvidia_sm90":
         reason = why_no_deepgemm()
         advice = "prefill is slower without it: pip install 'finwhale[nvidia]' (Python 3.12)"
         yield Finding.unless(reason is not None, "DeepGEMM", reason or "installed", advice)
@@ -187,7 +182,7 @@ def _peers() -> Iterator[Finding]:
 
 def _disk() -> Iterator[Finding]:
     cache = default_directory(os.environ.get("XDG_CACHE_HOME"))
-    exists = existing_folder(cache)
+    exists = machine.existing_folder(cache)
     free = shutil.disk_usage(exists).free
     if os.access(exists, os.W_OK):
         found = f"{cache}, {free / GIB:,.1f} GiB free"
@@ -201,7 +196,7 @@ def _disk() -> Iterator[Finding]:
 def _prefix_store(option: str) -> Iterator[Finding]:
     """How fast a prefix store's directory is, and whether its files take memory."""
     path, limit = parse(option)
-    folder = existing_folder(path)
+    folder = machine.existing_folder(path)
     free = shutil.disk_usage(folder).free
     written, read = _speed(folder)
     found = (
@@ -209,7 +204,7 @@ def _prefix_store(option: str) -> Iterator[Finding]:
         f"{read / 1e9:,.2f} GB/s"
     )
     if _file_system(folder) in ("tmpfs", "ramfs"):
-        memory = available_memory() or free
+        memory = machine.available_memory() or free
         most = min(memory, free) // 2
         advice = f"its files take memory: give it a size of at most {most / 1e9:,.0f}GB"
         yield Finding.unless(limit is None or limit > most, "prefix store", found, advice)
@@ -239,7 +234,7 @@ def _speed(folder: Path) -> tuple[float, float]:
 
 def _file_system(folder: Path) -> str:
     """The kind of file system that a folder is in; empty: unknown."""
-    mounts = [line.split()[1:3] for line in lines_of(MOUNTS)]
+    mounts = [line.split()[1:3] for line in machine.lines_of(MOUNTS)]
     inside = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
     return max(inside, key=lambda mount: len(mount[0]), default=("", ""))[1]
 

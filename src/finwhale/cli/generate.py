@@ -5,16 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from finwhale.checkpoint.location import checkpoint_directory
-from finwhale.cli.options import (
-    DIM,
-    PLAIN,
-    add_model_options,
-    add_sampling_options,
-    engine_config,
-    load_model,
-    sampling_params,
-    speed,
-)
+from finwhale.cli import options
 from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
 from finwhale.options import Parser
@@ -26,10 +17,10 @@ def run(argv: Sequence[str]) -> int:
     if not prompt:
         raise RequestError("the prompt is empty: give at least one character")
     directory = checkpoint_directory(args.model, args.revision)
-    llm = load_model(directory, engine_config(args))
-    params = sampling_params(args, llm)
+    llm = options.load_model(directory, options.engine_config(args))
+    params = options.sampling_params(args, llm)
     if sys.stdout.isatty():
-        sys.stdout.write(f"{DIM}{prompt}{PLAIN}")
+        sys.stdout.write(f"{options.DIM}{prompt}{options.PLAIN}")
         sys.stdout.flush()
     shown = 0
     for result in llm.stream(prompt, params):
@@ -42,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
             raise RequestError(result.error)
     sys.stdout.write("\n")
     if args.stats:
-        print(speed(result), file=sys.stderr)
+        print(options.speed(result), file=sys.stderr)
     return 0
 
 
@@ -62,6 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads stdin')
     parser.add_argument("--stats", action="store_true", help="print the speed to stderr at the end")
-    add_sampling_options(parser, "stop", "ignore_eos", max_tokens=128)
-    add_model_options(parser)
+    options.add_sampling_options(parser, "stop", "ignore_eos", max_tokens=128)
+    options.add_model_options(parser)
     return parser

@@ -9,12 +9,12 @@ from importlib import import_module
 from pathlib import Path
 
 from finwhale.checkpoint.config_files import described
-from finwhale.cli.bench import terminated_as_interrupted
 from finwhale.cli.options import PATH_HELP, add_engine_options, add_revision
 from finwhale.cli.serve import open_checkpoint, options_of_model
 from finwhale.cli.settings import parse_settings
 from finwhale.distributed.rank import Placement
 from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.interrupts import terminated_as_interrupted
 from finwhale.options import Parser, add_options, read_options
 from finwhale.progress_bars import token_bar
 from finwhale.server.api.app import create_app

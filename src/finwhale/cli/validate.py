@@ -17,8 +17,7 @@ from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.registry import parse_config
 from finwhale.options import Parser
 from finwhale.printing import new_console, print_table
-from finwhale.validation.chat import check_chat, check_recall
-from finwhale.validation.drafts import check_drafts
+from finwhale.validation.chat import check_chat, check_drafts, check_recall
 from finwhale.validation.expectations import Expectations, expectations_of
 from finwhale.validation.language import check_language
 from finwhale.validation.report import Check, attempt, skipped

@@ -163,14 +163,6 @@ class Draw:
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device) * scale
 
-    def outliers(self, *shape: int) -> Tensor:
-        """Normal values. About 1% of them are 300 times as large, and the last row is zero."""
-        x = self.normal(*shape)
-        rare = torch.rand(shape, generator=self.generator) < 0.01
-        x = torch.where(rare, 300 * x, x)
-        x[-1:] = 0
-        return x
-
     def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
         """Random int64 values in low..high-1."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
@@ -191,8 +183,7 @@ class Draw:
         return torch.tensor(turns, device=self.device)[self.integers(4, num_rows, width // 2)]
 
     def tokens(self, chunks: Chunks) -> Tokens:
-        tokens: Tokens = to_device(step_tokens(chunks), self.device)
-        return tokens
+        return to_device(step_tokens(chunks), self.device)
 
     def rows(self, num_rows: int, rows_per_page: int, width: int, rope: int) -> Tensor:
         """A pool of rows as the cache stores them."""

@@ -61,8 +61,7 @@ class _Half:
             x_NK = torch.from_numpy(x_NK.numpy() * self.scale)
         num_rows = x_NK.shape[0]
         if num_rows > 0 and num_rows * self.numel < 2 * cpu_math.PARALLEL_WORK:
-            out: Tensor = _MULTIPLY(x_NK, self.packed, None)
-            return out
+            return _MULTIPLY(x_NK, self.packed, None)
         out_NM = np.empty((num_rows, self.width), np.float32)
 
         def run(rows: slice) -> None:

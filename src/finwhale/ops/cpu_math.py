@@ -153,8 +153,7 @@ def blas_keeps_bits() -> bool:
 def matmul(a: F32, b: F32, out: F32 | None = None) -> F32:
     """a [...,N,K] @ b [...,K,M]; a matrix's bits do not depend on the rest of the stack."""
     if blas_keeps_bits():
-        product: F32 = np.matmul(a, b, out)
-        return product
+        return np.matmul(a, b, out)
     return _matmul_in_order(a, b, out)
 
 
@@ -194,8 +193,7 @@ def inverse_rms(x: F32, eps: float) -> F32 | np.float32:
     mean *= share
     mean += eps
     np.sqrt(mean, mean)
-    inverse: F32 = np.reciprocal(mean, mean).astype(np.float32)
-    return inverse
+    return np.reciprocal(mean, mean).astype(np.float32)
 
 
 def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
@@ -210,8 +208,7 @@ def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
 @once_per_tensor
 def turns(rotation_NR: Tensor) -> C64:
     """cos + i sin [N,R/2] of a rotation [N,R/2,2] of (cos, sin)."""
-    turn: C64 = rotation_NR.numpy().view(np.complex64)[..., 0]
-    return turn
+    return rotation_NR.numpy().view(np.complex64)[..., 0]
 
 
 def rotate(x: F32, turn_NR: C64) -> None:

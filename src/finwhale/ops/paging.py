@@ -54,14 +54,12 @@ class PageTable:
     @cached_property
     def host_pages(self) -> Ints:
         """`pages` as a host array."""
-        pages: Ints = self.pages.cpu().numpy().astype(np.int64)
-        return pages
+        return self.pages.cpu().numpy().astype(np.int64)
 
     @cached_property
     def host_first(self) -> Ints:
         """`first` as a host array."""
-        first: Ints = self.first.cpu().numpy().astype(np.int64)
-        return first
+        return self.first.cpu().numpy().astype(np.int64)
 
     def has_pages(self, sequence: Ints, rows: Ints) -> NDArray[np.bool]:
         """Whether the sequences have pages with these rows; computed on the host."""
@@ -179,18 +177,15 @@ class Tokens:
 
     @cached_property
     def host_positions(self) -> Ints:
-        positions: Ints = self.positions.cpu().numpy()
-        return positions
+        return self.positions.cpu().numpy()
 
     @cached_property
     def host_sequence(self) -> Ints:
-        sequence: Ints = self.sequence.cpu().numpy().astype(np.int64)
-        return sequence
+        return self.sequence.cpu().numpy().astype(np.int64)
 
     @cached_property
     def host_query_start(self) -> list[int]:
-        starts: list[int] = self.query_start.tolist()
-        return starts
+        return self.query_start.tolist()
 
     def part(self, rows: slice) -> "Tokens":
         """Some adjacent tokens, with copies of their positions and sequences.

@@ -38,8 +38,7 @@ def scaled_e4m3(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def unscaled_e4m3(values: Tensor, scale: Tensor) -> Tensor:
     """The float32 values of a result of `scaled_e4m3`."""
     grouped = values.float().unflatten(-1, (scale.shape[-1], -1))
-    result: Tensor = grouped.mul_(scale[..., None]).flatten(-2)
-    return result
+    return grouped.mul_(scale[..., None]).flatten(-2)
 
 
 def round_e4m3(x: Tensor, group: int) -> Tensor:
@@ -73,8 +72,7 @@ def hadamard(x: Tensor) -> Tensor:
         first, second = y.unflatten(-1, (-1, 2, half)).unbind(-2)
         y = torch.stack((first + second, first - second), -2).flatten(-3)
         half *= 2
-    rotated: Tensor = y * width**-0.5
-    return rotated
+    return y * width**-0.5
 
 
 def fp4_group(width: int) -> int:
@@ -105,8 +103,7 @@ def scaled_fp4(x: Tensor, least_scale: Tensor | None = None) -> tuple[Tensor, Te
 def unscaled_fp4(codes: Tensor, scale: Tensor) -> Tensor:
     """The float32 values of a result of `scaled_fp4`."""
     grouped = e2m1_values(codes.device)[codes.long()].unflatten(-1, (scale.shape[-1], -1))
-    result: Tensor = grouped.mul_(scale[..., None]).flatten(-2)
-    return result
+    return grouped.mul_(scale[..., None]).flatten(-2)
 
 
 def rotate_to_fp4(x: Tensor) -> Tensor:

@@ -11,31 +11,16 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import PrepareQkv, SparseAttention, StoreWindowRows
-from finwhale.ops.compressor import Compress
-from finwhale.ops.drafts import AcceptDrafts, ContinueTokens, DraftConfidences, MakeBlocks
-from finwhale.ops.indexer import PrepareIndexQueries, SelectEntries
+from finwhale.ops import attention, compressor, drafts, indexer, mhc, moe, norm, sampling
+from finwhale.ops import linear as linears
 from finwhale.ops.launch.sizes import LaunchClasses
-from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
-from finwhale.ops.mhc import FusedReduceMhc, HcHead, MhcPost, MhcPostPre, MhcPre
-from finwhale.ops.moe import (
-    ExpertsCombine,
-    ExpertsCompute,
-    ExpertsDispatch,
-    ExpertWeight,
-    FinishExperts,
-    PrepareExperts,
-    RouteByHash,
-    RouteByScore,
-    SwigluMlp,
-)
-from finwhale.ops.norm import RmsNorm
-from finwhale.ops.sampling import BestCandidates, MergeCandidates, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """Properties of a table's operators that the loader, engine and benchmarks use.
+
+    The defaults are those of the references.
 
     Attributes:
         quantised_weights: The operators read FP8 and FP4 weights as the checkpoint stores them, and
@@ -58,16 +43,16 @@ class Capabilities:
         expert_id_dtype: The dtype of the expert ids that routing returns.
     """
 
-    quantised_weights: bool
-    packed_cache: bool
-    captures_steps: bool
-    builds_kernels: bool
-    bounded_workspace: bool
-    prefix_cache_tokens: int
-    side_streams: bool
-    compiles_layers: bool
-    compressor_first: range
-    expert_id_dtype: torch.dtype
+    quantised_weights: bool = False
+    packed_cache: bool = False
+    captures_steps: bool = False
+    builds_kernels: bool = False
+    bounded_workspace: bool = False
+    prefix_cache_tokens: int = 0
+    side_streams: bool = True
+    compiles_layers: bool = False
+    compressor_first: range = range(0)
+    expert_id_dtype: torch.dtype = torch.int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,44 +65,44 @@ class Ops:
 
     capabilities: Capabilities
     launch_classes: tuple[LaunchClasses, ...]
-    mhc_of_terms: FusedReduceMhc | None
-    prepare_linear: PrepareLinear
-    prepare_experts: PrepareExperts
-    finish_experts: FinishExperts
-    rms_norm: RmsNorm
-    linear: Linear
-    grouped_form: GroupedForm
-    grouped_linear: GroupedLinear
-    mhc_pre: MhcPre
-    mhc_post_pre: MhcPostPre
-    mhc_post: MhcPost
-    hc_head: HcHead
-    prepare_qkv: PrepareQkv
-    store_window_rows: StoreWindowRows
-    compress: Compress
-    prepare_index_queries: PrepareIndexQueries
-    select_entries: SelectEntries
-    sparse_attention: SparseAttention
-    route_by_score: RouteByScore
-    route_by_hash: RouteByHash
-    experts_dispatch: ExpertsDispatch
-    experts_compute: ExpertsCompute
-    experts_combine: ExpertsCombine
-    swiglu_mlp: SwigluMlp
-    sample: Sample
-    best_candidates: BestCandidates
-    merge_candidates: MergeCandidates
-    continue_tokens: ContinueTokens
-    accept_drafts: AcceptDrafts
-    make_blocks: MakeBlocks
-    draft_confidences: DraftConfidences
+    mhc_of_terms: mhc.FusedReduceMhc | None
+    prepare_linear: linears.PrepareLinear
+    prepare_experts: moe.PrepareExperts
+    finish_experts: moe.FinishExperts
+    rms_norm: norm.RmsNorm
+    linear: linears.Linear
+    grouped_form: linears.GroupedForm
+    grouped_linear: linears.GroupedLinear
+    mhc_pre: mhc.MhcPre
+    mhc_post_pre: mhc.MhcPostPre
+    mhc_post: mhc.MhcPost
+    hc_head: mhc.HcHead
+    prepare_qkv: attention.PrepareQkv
+    store_window_rows: attention.StoreWindowRows
+    compress: compressor.Compress
+    prepare_index_queries: indexer.PrepareIndexQueries
+    select_entries: indexer.SelectEntries
+    sparse_attention: attention.SparseAttention
+    route_by_score: moe.RouteByScore
+    route_by_hash: moe.RouteByHash
+    experts_dispatch: moe.ExpertsDispatch
+    experts_compute: moe.ExpertsCompute
+    experts_combine: moe.ExpertsCombine
+    swiglu_mlp: moe.SwigluMlp
+    sample: sampling.Sample
+    best_candidates: sampling.BestCandidates
+    merge_candidates: sampling.MergeCandidates
+    continue_tokens: drafts.ContinueTokens
+    accept_drafts: drafts.AcceptDrafts
+    make_blocks: drafts.MakeBlocks
+    draft_confidences: drafts.DraftConfidences
 
     def experts(
         self,
         x_ND: Tensor,
         ids_NK: Tensor,
         weights_NK: Tensor,
-        w: ExpertWeight,
+        w: moe.ExpertWeight,
         limit: float,
         shared_ND: Tensor | None = None,
     ) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of the model as an assistant: questions with certain answers, tools, JSON and recall."""
+"""Checks of what the model writes: answers to questions, tools, JSON, recall and drafts."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from finwhale.chat.grammar import json_guide
 from finwhale.errors import RequestError
 from finwhale.llm import LLM
 from finwhale.request import CompletionOutput, SamplingParams
+from finwhale.validation.expectations import Expectations
 from finwhale.validation.report import Check, CheckVerdict
 from finwhale.validation.texts import AUSTEN
 
@@ -45,6 +46,12 @@ SCHEMA = {
 }
 SECRETS = ("banana", "tiger", "violin")
 DEPTHS = (0.1, 0.5, 0.9)
+STARTS = (
+    "Tell me a story about a rabbit.",
+    "Tell me a story about a fox and a bear.",
+    "What does a farmer do?",
+    "What is a whale?",
+)
 
 
 def check_chat(llm: LLM) -> list[Check]:
@@ -75,6 +82,30 @@ def check_recall(llm: LLM, num_tokens: int) -> list[Check]:
     right = [_says(output, word) for output, word in zip(outputs, SECRETS, strict=True)]
     places = [f"at {depth:.0%} of the prompt" for depth in DEPTHS]
     return [_count(f"recall in {num_tokens:,} tokens", right, places)]
+
+
+def check_drafts(llm: LLM, expectations: Expectations) -> list[Check]:
+    """Check how many drafts of each position the model accepts. Raises RequestError if a request
+    fails.
+    """
+    before = llm.metrics()
+    ask(llm, STARTS, SamplingParams(temperature=0, max_tokens=96))
+    after = llm.metrics()
+    checks = []
+    for position, (proposed, accepted) in enumerate(
+        zip(after.drafts_proposed, after.drafts_accepted, strict=True)
+    ):
+        proposed -= before.drafts_proposed[position]
+        accepted -= before.drafts_accepted[position]
+        if not proposed:
+            continue
+        name = f"accepted drafts, position {position + 1}"
+        if position == 0:
+            checks.append(expectations.first_draft.check(name, accepted / proposed))
+        else:
+            reason = "no reference value is known for later drafts"
+            checks.append(Check(name, f"{accepted / proposed:.2f}", "any", "ok", reason))
+    return checks
 
 
 def ask(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from tests.support.checked_case import ROUNDED_FLIPS, CheckedCase
-from tests.support.op_arguments import strided
+from tests.support.op_arguments import outliers, strided
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
@@ -97,7 +97,7 @@ def _attend(size: Size) -> CheckedCase:
             window_rows(size.chunks, size.window), size.rows_per_page[0]
         )
         return (
-            strided(draw.normal(N, A, C) + draw.outliers(N, A, C)),
+            strided(draw.normal(N, A, C) + outliers(draw, N, A, C)),
             draw.rotation(tokens.max_len, size.rope),
             EPS,
             tokens,
@@ -155,7 +155,7 @@ def _prepare(
         draw, N = Draw(), num_tokens(chunks)
 
         def fused() -> Tensor:
-            return torch.cat((draw.outliers(N, Q), draw.normal(N, C)), 1)
+            return torch.cat((outliers(draw, N, Q), draw.normal(N, C)), 1)
 
         found = prepare_args(draw, chunks, fused, (Q, C, R), rows_per_page, round_nope)
         return found if with_query else found[2:]

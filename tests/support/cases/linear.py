@@ -7,7 +7,7 @@ sums.
 from dataclasses import replace
 
 from tests.support.checked_case import CheckedCase
-from tests.support.op_arguments import strided
+from tests.support.op_arguments import outliers, strided
 
 from finwhale.ops.case import Args, Draw
 from finwhale.ops.linear import LinearWeight
@@ -34,7 +34,7 @@ def _linear(N: int, K: int, M: int, round_input: bool) -> CheckedCase:
     def args() -> Args:
         draw = Draw()
         w = LinearWeight(draw.normal(M, K, scale=K**-0.5), round_input)
-        return draw.outliers(N, K), w
+        return outliers(draw, N, K), w
 
     name = f"{(N, K, M)} rounded" if round_input else str((N, K, M))
     return CheckedCase(operator="linear", name=name, args=args, by_token=(0,))
@@ -44,7 +44,7 @@ def _grouped(N: int, G: int, K: int, M: int, round_input: bool) -> CheckedCase:
     def args() -> Args:
         draw = Draw()
         w = LinearWeight(draw.normal(G, M, K, scale=K**-0.5), round_input)
-        return draw.outliers(N, G, K), w
+        return outliers(draw, N, G, K), w
 
     name = f"{(N, G, K, M)} rounded" if round_input else str((N, G, K, M))
     return CheckedCase(operator="grouped_linear", name=name, args=args, by_token=(0,))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support.checked_case import CheckedCase
+from tests.support.op_arguments import outliers
 from torch import Tensor
 
 from finwhale.ops.case import Draw
@@ -31,7 +32,7 @@ def state(draw: Draw, num_tokens: int, width: int) -> tuple[Tensor, ...]:
         draw.normal(num_tokens, width),
         draw.normal(num_tokens, 4).abs(),
         draw.normal(num_tokens, 4, 4).softmax(-1),
-        draw.outliers(num_tokens, 4, width),
+        outliers(draw, num_tokens, 4, width),
     )
 
 

@@ -7,6 +7,7 @@ of the first, so some of its values may be on the other side of a rounding bound
 
 import torch
 from tests.support.checked_case import CheckedCase
+from tests.support.op_arguments import outliers
 
 from finwhale.ops.case import Args, Draw
 from finwhale.ops.moe import ExpertWeight
@@ -50,7 +51,7 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[Che
         w = ExpertWeight(w13, draw.normal(E, D, I, scale=I**-0.5), rounded)
         ids = torch.stack([draw.distinct(E, K) for _ in range(N)]) if N else draw.integers(E, 0, K)
         ids[N // 2 :: 5, 0] = -1
-        return draw.outliers(N, D), ids, draw.normal(N, K).abs(), w, LIMIT
+        return outliers(draw, N, D), ids, draw.normal(N, K).abs(), w, LIMIT
 
     def with_shared() -> Args:
         return *experts(), Draw(1).normal(N, D)

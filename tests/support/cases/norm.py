@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.support.checked_case import CheckedCase
+from tests.support.op_arguments import outliers
 
 from finwhale.ops.case import Draw
 from finwhale.ops.norm.cases import EPS
@@ -13,7 +14,7 @@ SHAPES = ((0, 64), (1, 1), (1, 256), (3, 100), (2, 3, 7), (5, 130), (33, 128), (
 def _case(shape: tuple[int, ...]) -> CheckedCase:
     def args() -> tuple[Any, ...]:
         draw = Draw()
-        return draw.outliers(*shape), draw.normal(shape[-1]), EPS
+        return outliers(draw, *shape), draw.normal(shape[-1]), EPS
 
     return CheckedCase(operator="rms_norm", name=str(shape), args=args, by_token=(0,))
 

@@ -66,7 +66,6 @@ class StoreWindowRows(Protocol):
 
     def __call__(self, kv_NC: Tensor, form: RowForm, tokens: Tokens, window: CacheRows) -> None:
         """kv [N,C], rows may be strided."""
-        ...
 
 
 class PrepareQkv(Protocol):
@@ -82,7 +81,6 @@ class PrepareQkv(Protocol):
         window: CacheRows,
     ) -> Tensor:
         """q_lora [N,Q], rows may be strided; q_norm [Q] float32. Returns RMSNorm(q_lora) [N,Q]."""
-        ...
 
 
 class SparseAttention(Protocol):
@@ -113,4 +111,3 @@ class SparseAttention(Protocol):
         result in q's dtype for the next linear layer (`linear.LinearWeight.round_input`), and C is
         a multiple of 128.
         """
-        ...

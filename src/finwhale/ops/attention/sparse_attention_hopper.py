@@ -50,8 +50,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
     launch_classes,
     plan_for,
 )
-from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.launch.gluon_names import reinterpret
+from finwhale.ops.launch.gluon_functions import reinterpret, start_next, wait_for_last
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.paging import Tokens
 

@@ -33,7 +33,7 @@ from finwhale.ops.attention.sparse_attention_hopper_parts import (
     store_heads,
     store_rows,
 )
-from finwhale.ops.launch.early_launch_hopper import wait_for_last
+from finwhale.ops.launch.gluon_functions import wait_for_last
 
 
 @gluon.jit

@@ -8,8 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from finwhale.ops.launch.early_launch_hopper import wait_for_last
-from finwhale.ops.launch.gluon_names import reinterpret
+from finwhale.ops.launch.gluon_functions import reinterpret, wait_for_last
 
 UP = gl.constexpr(18446744073709551616.0)  # 2^64
 LOG2_E = gl.constexpr(1.4426950408889634)

@@ -189,5 +189,4 @@ def of_process(folder: Path) -> DeepGemmKernels:
     if not hasattr(deep_gemm, "finwhale_kernels"):
         deep_gemm.finwhale_kernels = DeepGemmKernels(folder)
         deep_gemm.finwhale_kernels.install()
-    kernels: DeepGemmKernels = deep_gemm.finwhale_kernels
-    return kernels
+    return deep_gemm.finwhale_kernels

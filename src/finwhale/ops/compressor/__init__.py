@@ -85,4 +85,3 @@ class Compress(Protocol):
         max_verify_tokens: int,
     ) -> None:
         """All parts have the same ratio and page tables. rotary [L,R/2,2] float32 (cos, sin)."""
-        ...

@@ -47,7 +47,6 @@ class ContinueTokens(Protocol):
                 sequence. Its tokens have the host's ids, and are ahead by its numbers, which are 0.
             ids_N, positions_N: int64, contiguous; written. ids_N may not overlap ids_S.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,6 @@ class AcceptDrafts(Protocol):
             last_B, positions_B: int64: the index and the position of the last accepted draft, or of
             the sequence's first token if no draft is accepted.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,6 @@ class MakeBlocks(Protocol):
             last: the last verified token of each sequence. The sequences are those of `table`, in
                 the same order.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,4 +174,3 @@ class DraftConfidences(Protocol):
             newest_B: int64: the token before the first draft.
             ids_BK: int64: the drafts.
         """
-        ...

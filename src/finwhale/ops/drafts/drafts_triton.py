@@ -18,7 +18,7 @@ from finwhale.ops.drafts import (
     PlannedTokens,
     VerifiedStep,
 )
-from finwhale.ops.launch.arguments import check_contiguous
+from finwhale.ops.launch import check_contiguous
 from finwhale.ops.mhc import MhcParams
 from finwhale.ops.paging import PageTable, Tokens
 

@@ -38,7 +38,6 @@ class PrepareIndexQueries(Protocol):
         self, q_NIC: Tensor, rotary_LR: Tensor, tokens: Tokens, topk: int, round_query: bool
     ) -> IndexQueries:
         """q [N,I,C] as projected, rows may be strided; rotary [L,R/2,2] float32."""
-        ...
 
 
 class SelectEntries(Protocol):
@@ -66,4 +65,3 @@ class SelectEntries(Protocol):
         Returns slots [N,K] int32 in order of the entries' positions, filled with -1. K is topk, or
         less if no token can see topk entries with tokens.max_len.
         """
-        ...

@@ -2,35 +2,28 @@
 
 from collections.abc import Iterator
 
-from finwhale.ops.case import (
-    Args,
-    Chunks,
-    ModelDraw,
-    OpCase,
-    OpSizes,
-    entry_rows,
-    num_tokens,
-    token_positions,
-)
+from finwhale.ops import case
 from finwhale.ops.indexer.layout import pack_keys, page_bytes
 from finwhale.ops.paging import CacheRows
 
 ROWS_PER_PAGE = 64
 
 
-def key_bytes(s: OpSizes) -> float:
+def key_bytes(s: case.OpSizes) -> float:
     """Bytes of an entry's key in packed pages."""
     return page_bytes(ROWS_PER_PAGE, s.index_head_dim) / ROWS_PER_PAGE
 
 
-def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+def model_cases(
+    s: case.OpSizes, draw: case.ModelDraw, chunks: case.Chunks
+) -> Iterator[case.OpCase]:
     """Integers and quarter turns, as in the small cases: the scores are exact in any order."""
     I, J, K = s.index_n_heads, s.index_head_dim, s.index_topk  # noqa: E741
-    N = num_tokens(chunks)
+    N = case.num_tokens(chunks)
 
-    def args() -> Args:
+    def args() -> case.Args:
         tokens = draw.tokens(chunks)
-        table, num_rows = draw.page_table(entry_rows(chunks, 4), ROWS_PER_PAGE)
+        table, num_rows = draw.page_table(case.entry_rows(chunks, 4), ROWS_PER_PAGE)
         keys = draw.integers(2, num_rows, J, low=-1).float()
         rotation = draw.quarter_turns(tokens.max_len, s.qk_rope_head_dim)
         return (
@@ -45,8 +38,8 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
         )
 
     scored = sum(end // 4 for _, end in chunks if end // 4 > K)
-    entries = (token_positions(chunks) + 1) // 4
-    yield OpCase(
+    entries = (case.token_positions(chunks) + 1) // 4
+    yield case.OpCase(
         operator="select_entries",
         args=args,
         bytes=N * (2 * I * J + 4 * I + 4 * K) + scored * key_bytes(s),

@@ -180,5 +180,4 @@ def _best(scores_NE: F32, topk: int) -> I64:
     first = bits.shape[1] - topk
     if first:
         bits.partition(first - 1, axis=1)
-    best: I64 = _LOW_BITS - (bits[:, first:] & _LOW_BITS)
-    return best
+    return _LOW_BITS - (bits[:, first:] & _LOW_BITS)

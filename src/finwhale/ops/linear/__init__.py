@@ -47,7 +47,6 @@ class PrepareLinear(Protocol):
 
     def __call__(self, w: LinearWeight) -> LinearWeight:
         """Returns the same fields; loading fills the returned `weight`, of any strides."""
-        ...
 
 
 class Linear(Protocol):
@@ -55,7 +54,6 @@ class Linear(Protocol):
 
     def __call__(self, x_NK: Tensor, w: LinearWeight) -> Tensor:
         """x [N, K] of any float dtype; rows may be strided; returns [N, M]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,6 @@ class GroupedForm(Protocol):
 
         Returns None if the input is always unrounded: [N, G, K] in the dtype of the activations.
         """
-        ...
 
 
 class GroupedLinear(Protocol):
@@ -90,4 +87,3 @@ class GroupedLinear(Protocol):
         """x [N, G, K]; returns [N, G, M]. With scales, x is already rounded, and
         `RoundedInput.empty` has allocated both.
         """
-        ...

@@ -25,8 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.launch.gluon_names import async_load
+from finwhale.ops.launch.gluon_functions import async_load, start_next, wait_for_last
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
 from finwhale.ops.linear.linear_triton import FEW_ROWS
 from finwhale.ops.rounding import MIN_AMAX

@@ -35,14 +35,8 @@ import torch
 import triton
 from torch import Tensor
 
+from finwhale.ops.launch import sizes as launch_sizes
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.sizes import (
-    NUM_MULTIPROCESSORS,
-    LaunchClasses,
-    ModelSizes,
-    last_of_classes,
-    up_to,
-)
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.gemm_triton import row_kernel, sum_kernel, tile_kernel
 from finwhale.ops.linear.quantise_triton import launch_tokens as quantise_tokens
@@ -103,7 +97,7 @@ class LinearOptions:
 
     invariant: bool = False
     early_launch: bool = False
-    num_multiprocessors: int = NUM_MULTIPROCESSORS
+    num_multiprocessors: int = launch_sizes.NUM_MULTIPROCESSORS
     few_tokens: Callable[..., None] | None = None
     early_steps: int = EARLY_STEPS
     max_stages: int = 6
@@ -207,14 +201,12 @@ class TilePlan:
 
     def steps(self, p: LinearProblem) -> int:
         """Number of steps of a part of K."""
-        steps: int = triton.cdiv(triton.cdiv(p.x.shape[2], self.block_k), self.split)
-        return steps
+        return triton.cdiv(triton.cdiv(p.x.shape[2], self.block_k), self.split)
 
 
 def tile_tokens(num_tokens: int) -> int:
     """Number of tokens of a tile."""
-    tokens: int = min(64, max(16, triton.next_power_of_2(num_tokens)))
-    return tokens
+    return min(64, max(16, triton.next_power_of_2(num_tokens)))
 
 
 def few_plan(p: LinearProblem) -> TilePlan | None:
@@ -242,17 +234,17 @@ def few_columns(num_tokens: int) -> int:
     return 8 if num_tokens <= 8 else ROUNDED_TOKENS
 
 
-def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+def launch_tokens(model: launch_sizes.ModelSizes, most: int) -> set[int]:
     """See LaunchClasses."""
     rows = {1, ROW_TOKENS, PLAIN_TOKENS, ROUNDED_TOKENS, SPLIT_TOKENS}
-    rows |= last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
-    rows |= last_of_classes(few_columns, ROUNDED_TOKENS)
+    rows |= launch_sizes.last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
+    rows |= launch_sizes.last_of_classes(few_columns, ROUNDED_TOKENS)
     each = {per_token for per_token, _, _ in model.linears}
     found = {row // per_token for row in rows for per_token in each}
-    return up_to(most, found) | quantise_tokens(model, most)
+    return launch_sizes.up_to(most, found) | quantise_tokens(model, most)
 
 
-LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
+LAUNCH_CLASSES = launch_sizes.LaunchClasses(tokens=launch_tokens)
 
 
 def _run_rows(p: LinearProblem, plan: RowPlan) -> Tensor:

@@ -73,7 +73,6 @@ class MhcPre(Protocol):
         self, residual_NHD: Tensor, w: MhcWeight, params: MhcParams
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns x [N,D] in the residual's dtype, post [N,H] and res [N,H,H] in float32."""
-        ...
 
 
 class MhcPost(Protocol):
@@ -83,7 +82,6 @@ class MhcPost(Protocol):
         self, x_ND: Tensor, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
     ) -> Tensor:
         """Returns the new residual streams [N,H,D] in the residual's dtype."""
-        ...
 
 
 class MhcPostPre(Protocol):
@@ -99,7 +97,6 @@ class MhcPostPre(Protocol):
         params: MhcParams,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the state for the next block; x is the block's normalised input."""
-        ...
 
 
 class HcHead(Protocol):
@@ -107,7 +104,6 @@ class HcHead(Protocol):
 
     def __call__(self, streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
         """Returns the hidden states [N,D] in the streams' dtype."""
-        ...
 
 
 Terms = PartialSum | UnreducedExperts

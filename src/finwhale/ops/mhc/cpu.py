@@ -42,8 +42,7 @@ def sinkhorn(mix_NHH: F32, num_iters: int, eps: float) -> F32:
             some = slice(start, start + TOKEN_BLOCK)
             _iterate(mix_NHH[some], num_iters, eps, factors[some])
     scale = np.multiply(factors[:, 0, :, None], factors[:, 1, None, :])
-    out: F32 = np.divide(mix_NHH, scale, dtype=np.float32, casting="same_kind")
-    return out
+    return np.divide(mix_NHH, scale, dtype=np.float32, casting="same_kind")
 
 
 def _factors(mix: list[float], num_iters: int, eps: float) -> tuple[float, ...]:
@@ -97,9 +96,10 @@ def _iterate(mix_NHH: F32, num_iters: int, eps: float, factors_N2H: F64) -> None
     factors_N2H[:, 1] = v.T
 
 
-def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, F32]:
-    N, H, D = residual_NHD.shape
-    mixes = _mixes(residual_NHD.reshape(N, H * D), w.fn, w.scale, w.base, params.rms_eps)
+def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
+    residual: F32 = np.ascontiguousarray(residual_NHD.numpy())
+    N, H, D = residual.shape
+    mixes = _mixes(residual.reshape(N, H * D), w.fn, w.scale, w.base, params.rms_eps)
     gates, res_NHH = mixes[:, : 2 * H], mixes[:, 2 * H :].reshape(N, H, H)
     np.negative(gates, gates)
     np.minimum(gates, constant(80.0), out=gates)  # e^80 is finite, and 1 / e^80 is 0 in any sum
@@ -112,39 +112,15 @@ def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, 
     mix_NHH = np.divide(res_NHH, np.add.reduce(res_NHH, -1)[..., None])
     np.add(mix_NHH, constant(params.eps), mix_NHH)
     res_NHH = sinkhorn(mix_NHH, params.num_iters, params.eps)
-    collapsed = cpu_math.matmul(pre_NH[:, None], residual_NHD)[:, 0]
-    return cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps), post_NH, res_NHH
-
-
-def _post(x_ND: F32, post_NH: F32, res_NHH: F32, residual_NHD: F32) -> F32:
-    mixed: F32 = cpu_math.matmul(res_NHH.swapaxes(1, 2), residual_NHD)
-    np.add(mixed, np.multiply(post_NH[:, :, None], x_ND[:, None]), mixed)
-    return mixed
-
-
-def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
-    residual = np.ascontiguousarray(residual_NHD.numpy())
-    x, post, res = _pre(residual, w, params)
-    return torch.from_numpy(x), torch.from_numpy(post), torch.from_numpy(res)
+    collapsed = cpu_math.matmul(pre_NH[:, None], residual)[:, 0]
+    x_ND = cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps)
+    return torch.from_numpy(x_ND), torch.from_numpy(post_NH), torch.from_numpy(res_NHH)
 
 
 def mhc_post(x_ND: Tensor, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor) -> Tensor:
-    return torch.from_numpy(
-        _post(x_ND.numpy(), post_NH.numpy(), res_NHH.numpy(), residual_NHD.numpy())
-    )
-
-
-def mhc_post_pre(
-    x_ND: Tensor,
-    post_NH: Tensor,
-    res_NHH: Tensor,
-    residual_NHD: Tensor,
-    w: MhcWeight,
-    params: MhcParams,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams = _post(x_ND.numpy(), post_NH.numpy(), res_NHH.numpy(), residual_NHD.numpy())
-    x, post, res, streams_NHD = map(torch.from_numpy, (*_pre(streams, w, params), streams))
-    return x, post, res, streams_NHD
+    mixed: F32 = cpu_math.matmul(res_NHH.numpy().swapaxes(1, 2), residual_NHD.numpy())
+    np.add(mixed, np.multiply(post_NH.numpy()[:, :, None], x_ND.numpy()[:, None]), mixed)
+    return torch.from_numpy(mixed)
 
 
 def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:

@@ -38,7 +38,7 @@ import torch
 import triton
 from torch import Tensor
 
-from finwhale.ops.launch.arguments import check_contiguous
+from finwhale.ops.launch import check_contiguous
 from finwhale.ops.launch.early_launch import launch_options
 from finwhale.ops.launch.sizes import LaunchClasses, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight

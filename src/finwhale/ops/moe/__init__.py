@@ -44,7 +44,6 @@ class PrepareExperts(Protocol):
 
     def __call__(self, w: ExpertWeight) -> ExpertWeight:
         """Returns the same fields; loading fills the returned `w13` and `w2`, of any strides."""
-        ...
 
 
 class FinishExperts(Protocol):
@@ -52,7 +51,6 @@ class FinishExperts(Protocol):
 
     def __call__(self, w: ExpertWeight) -> ExpertWeight:
         """Returns the weights to use from now on; `w` must not be used any more."""
-        ...
 
 
 class RouteByScore(Protocol):
@@ -74,7 +72,6 @@ class RouteByScore(Protocol):
         and weights [N,K] float32: the chosen scores, normalised to sum 1, times scaling. A token
         at position -1 is padding: its ids may be -1.
         """
-        ...
 
 
 class RouteByHash(Protocol):
@@ -90,7 +87,6 @@ class RouteByHash(Protocol):
         positions_N: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """tid2eid [V,K] int64, token_ids [N] int64. Returns ids [N,K] and weights [N,K]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,6 @@ class ExpertsDispatch(Protocol):
 
     def __call__(self, ids_NK: Tensor, num_experts: int) -> Dispatched:
         """Returns the argument for `compute` of the same table."""
-        ...
 
 
 class ExpertsCompute(Protocol):
@@ -130,7 +125,6 @@ class ExpertsCompute(Protocol):
         Returns each pair's output [N,K,D] in the weights' dtype, or in x's dtype if the weights are
         quantised. The values of a skipped pair are undefined.
         """
-        ...
 
 
 class ExpertsCombine(Protocol):
@@ -146,7 +140,6 @@ class ExpertsCombine(Protocol):
         """each [N,K,D] from `compute`, ids [N,K]. A pair with id -1 adds exactly 0. `each` and
         `shared` may be overwritten. Returns [N,D] in out_dtype, by default the dtype of `each`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,4 +169,3 @@ class SwigluMlp(Protocol):
 
     def __call__(self, x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
         """Returns [N,D] in the weights' dtype."""
-        ...

@@ -202,13 +202,11 @@ def order_sizes(pairs: int, num_experts: int, block_rows: int) -> tuple[int, int
 
 
 def _few_pairs_tile(pairs: int) -> int:
-    tile: int = max(16, triton.next_power_of_2(pairs))
-    return tile
+    return max(16, triton.next_power_of_2(pairs))
 
 
 def _few_blocks_tile(slots: int) -> int:
-    tile: int = min(1024, triton.next_power_of_2(slots))
-    return tile
+    return min(1024, triton.next_power_of_2(slots))
 
 
 def launch_class(pairs: int, num_experts: int, block_rows: int) -> tuple[int, ...]:
@@ -250,8 +248,7 @@ def _empty(like: Tensor, *shape: int) -> Tensor:
 
 def _experts_tile(num_experts: int) -> int:
     """The experts, and a place for pairs without one."""
-    tile: int = triton.next_power_of_2(num_experts + 1)
-    return tile
+    return triton.next_power_of_2(num_experts + 1)
 
 
 def _order_many(result: OrderedPairs, num_experts: int, options: dict[str, Any]) -> None:

@@ -38,8 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.launch.gluon_names import async_load, reinterpret
+from finwhale.ops.launch.gluon_functions import async_load, reinterpret, start_next, wait_for_last
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
 from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_few
 from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
@@ -600,13 +599,36 @@ def launch(
     plan: HopperPlan,
     each_NKD: Tensor,
 ) -> None:
-    """`compute` of several tokens with a given plan; `dispatch` must have used its block_rows."""
+    """`compute` of several tokens with a given plan; `dispatch` must have used its block_rows.
+
+    The hidden values bfloat16 [P,I] of x E4M3 [P,D] are rounded to odd, so rounding them to E4M3
+    next has the result of a single rounding. That holds only because the first kernel multiplies by
+    the routing weight in float32.
+
+    Both kernels read the pairs' order and blocks, and the first one the routing weights, before the
+    previous kernel has ended. That is safe: the previous kernel writes none of them, and lets this
+    one start only after all kernels before it have ended.
+    """
     x, x_scale = round_tokens(x_ND, pairs, early_launch=True)
-    shape = (len(x), w.w2.shape[2] * 2)
-    hidden = torch.empty(shape, dtype=torch.bfloat16, device=x_ND.device)
-    _gate_up(x, x_scale, weights_NK, pairs, w, limit, plan, hidden)
+    width, inner = x.shape[1], w.w2.shape[2] * 2
+    hidden = torch.empty((len(x), inner), dtype=torch.bfloat16, device=x_ND.device)
+    w13, exponent_bits13, row_scale13 = w.gate_up()
+    groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
+    _gate_up_kernel[(programs, len(pairs.blocks))](
+        *_descriptors(x, x_scale, w13, exponent_bits13, plan.block_rows),
+        *(pairs.order, pairs.blocks, row_scale13, weights_NK, hidden, width, inner, limit),
+        **_options(plan.block_rows, groups, tiles, plan.gate_up[1]),
+        **launch_options(early=True),
+    )
     hidden, hidden_scale = round_hidden(hidden, pairs, early_launch=True)
-    _down(hidden, hidden_scale, pairs, w, plan, each_NKD)
+    w2, exponent_bits2, row_scale2 = w.down()
+    groups, tiles, programs = _cut(width // 64, plan.groups, down_steps(plan.down[0], inner))
+    _down_kernel[(programs, len(pairs.blocks))](
+        *_descriptors(hidden, hidden_scale, w2, exponent_bits2, plan.block_rows),
+        *(pairs.order, pairs.blocks, row_scale2, each_NKD, width, inner),
+        **_options(plan.block_rows, groups, tiles, plan.down[1]),
+        **launch_options(early=True),
+    )
 
 
 def _descriptors(
@@ -650,56 +672,3 @@ def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
     groups = math.gcd(groups, rows)
     tiles = math.gcd(tiles, rows // groups)
     return groups, tiles, rows // (groups * tiles)
-
-
-def _gate_up(
-    x_PD: Tensor,
-    x_scale: Tensor,
-    weights_NK: Tensor,
-    pairs: OrderedPairs,
-    w: TiledExperts,
-    limit: float,
-    plan: HopperPlan,
-    hidden_PI: Tensor,
-) -> None:
-    """Compute hidden bfloat16 [P,I] from x E4M3 [P,D] and scales [D/128,P']; P a multiple of 8.
-
-    hidden is rounded to odd, so rounding it to E4M3 next has the result of a single rounding. That
-    holds only because this kernel multiplies by the routing weight in float32.
-
-    The kernel reads the pairs' order and blocks and the routing weights before the previous kernel
-    has ended. That is safe: the previous kernel writes none of them, and lets this one start only
-    after all kernels before it have ended.
-    """
-    width, inner = x_PD.shape[1], hidden_PI.shape[1]
-    w13, exponent_bits13, row_scale13 = w.gate_up()
-    groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
-    _gate_up_kernel[(programs, len(pairs.blocks))](
-        *_descriptors(x_PD, x_scale, w13, exponent_bits13, plan.block_rows),
-        *(pairs.order, pairs.blocks, row_scale13, weights_NK, hidden_PI, width, inner, limit),
-        **_options(plan.block_rows, groups, tiles, plan.gate_up[1]),
-        **launch_options(early=True),
-    )
-
-
-def _down(
-    hidden_PI: Tensor,
-    hidden_scale: Tensor,
-    pairs: OrderedPairs,
-    w: TiledExperts,
-    plan: HopperPlan,
-    each_NKD: Tensor,
-) -> None:
-    """Compute `each` bfloat16 [N,K,D] from hidden E4M3 [P,I] and scales [I/128,P'].
-
-    Like `_gate_up`, the kernel reads the pairs' order and blocks before the previous kernel ends.
-    """
-    width, inner = each_NKD.shape[2], hidden_PI.shape[1]
-    w2, exponent_bits2, row_scale2 = w.down()
-    groups, tiles, programs = _cut(width // 64, plan.groups, down_steps(plan.down[0], inner))
-    _down_kernel[(programs, len(pairs.blocks))](
-        *_descriptors(hidden_PI, hidden_scale, w2, exponent_bits2, plan.block_rows),
-        *(pairs.order, pairs.blocks, row_scale2, each_NKD, width, inner),
-        **_options(plan.block_rows, groups, tiles, plan.down[1]),
-        **launch_options(early=True),
-    )

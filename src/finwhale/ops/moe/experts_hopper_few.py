@@ -36,8 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.launch.gluon_names import async_load, reinterpret
+from finwhale.ops.launch.gluon_functions import async_load, reinterpret, start_next, wait_for_last
 from finwhale.ops.launch.streamed_loads import stream_tma_loads
 from finwhale.ops.moe.experts_hopper_parts import decode, mma, ring, swiglu, weight_descriptors
 from finwhale.ops.moe.experts_layout import TiledExperts

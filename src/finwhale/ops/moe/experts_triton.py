@@ -258,59 +258,29 @@ def launch(
 ) -> None:
     """`compute` with a given plan; `dispatch` must have used its block_rows."""
     x, x_scale = round_tokens(x_ND, pairs, early_launch=False)
-    hidden, hidden_scale = _gate_up(x, x_scale, weights_NK, pairs, w, limit, plan)
-    _down(hidden, hidden_scale, pairs, w, plan, each_NKD)
-
-
-def _tiles(w: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of w uint8 [E,M,K/2] as [tiles,blocks,64,64], for `rows` rows at a time."""
-    experts, height, row_bytes = w.shape
-    tiles = w.view(experts * height // 64, row_bytes // 64, 64, 64)
-    return TensorDescriptor.from_tensor(tiles, [rows // 64, 1, 64, 64])
-
-
-def _gate_up(
-    x_PD: Tensor,
-    x_scale: Tensor,
-    weights_NK: Tensor,
-    pairs: OrderedPairs,
-    w: TiledExperts,
-    limit: float,
-    plan: ExpertsPlan,
-) -> tuple[Tensor, Tensor]:
-    """Hidden values E4M3 [P,I] and their scales."""
-    (num_rows, width), inner = x_PD.shape, w.w2.shape[2] * 2
+    (num_rows, width), inner = x.shape, w.w2.shape[2] * 2
     block_i, stages, warps = plan.gate_up
-    dtype = torch.float8_e4m3fn if block_i == GROUP else torch.float32
-    hidden = torch.empty((num_rows, inner), dtype=dtype, device=x_PD.device)
+    rounds = block_i == GROUP  # whether the tiles hold whole scale groups
+    hidden_dtype = torch.float8_e4m3fn if rounds else torch.float32
+    hidden = torch.empty((num_rows, inner), dtype=hidden_dtype, device=x.device)
     shape = (inner // GROUP, num_rows + plan.block_rows)
-    scale = torch.empty(shape, dtype=torch.float32, device=x_PD.device)
+    hidden_scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     _gate_up_kernel[(inner // block_i, len(pairs.blocks))](
-        TensorDescriptor.from_tensor(x_PD, [plan.block_rows, 64]),
+        TensorDescriptor.from_tensor(x, [plan.block_rows, 64]),
         *(x_scale, pairs.order, pairs.blocks),
         _tiles(w.w13, 2 * block_i),
         *w.gate_up()[1:],
-        *(weights_NK, hidden, scale, x_scale.stride(0), width, inner, limit),
+        *(weights_NK, hidden, hidden_scale, x_scale.stride(0), width, inner, limit),
         BLOCK_I=block_i,
         BLOCK_N=plan.block_rows,
         STAGES=stages,
         num_warps=warps,
     )
-    return (hidden, scale) if block_i == GROUP else round_hidden(hidden, pairs, early_launch=False)
-
-
-def _down(
-    hidden_PI: Tensor,
-    hidden_scale: Tensor,
-    pairs: OrderedPairs,
-    w: TiledExperts,
-    plan: ExpertsPlan,
-    each_NKD: Tensor,
-) -> None:
-    width, inner = each_NKD.shape[2], hidden_PI.shape[1]
+    if not rounds:
+        hidden, hidden_scale = round_hidden(hidden, pairs, early_launch=False)
     block_d, stages, warps = plan.down
     _down_kernel[(width // block_d, len(pairs.blocks))](
-        TensorDescriptor.from_tensor(hidden_PI, [plan.block_rows, 64]),
+        TensorDescriptor.from_tensor(hidden, [plan.block_rows, 64]),
         *(hidden_scale, pairs.order, pairs.blocks),
         _tiles(w.w2, block_d),
         *w.down()[1:],
@@ -320,3 +290,10 @@ def _down(
         STAGES=stages,
         num_warps=warps,
     )
+
+
+def _tiles(w: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of w uint8 [E,M,K/2] as [tiles,blocks,64,64], for `rows` rows at a time."""
+    experts, height, row_bytes = w.shape
+    tiles = w.view(experts * height // 64, row_bytes // 64, 64, 64)
+    return TensorDescriptor.from_tensor(tiles, [rows // 64, 1, 64, 64])

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch.arguments import check_contiguous
+from finwhale.ops.launch import check_contiguous
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses, up_to
 

@@ -10,4 +10,3 @@ class RmsNorm(Protocol):
 
     def __call__(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """x [..., D] of any float dtype, weight [D] float32; returns x's shape and dtype."""
-        ...

@@ -190,7 +190,6 @@ class Sample(Protocol):
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         """logits [S,V] float32, not changed; a logit of -inf excludes its token."""
-        ...
 
 
 class BestCandidates(Protocol):
@@ -215,7 +214,6 @@ class BestCandidates(Protocol):
         Raises:
             ValueError: `batch.needs_whole_rows`.
         """
-        ...
 
 
 class MergeCandidates(Protocol):
@@ -223,4 +221,3 @@ class MergeCandidates(Protocol):
 
     def __call__(self, candidates_SC: Tensor) -> SampledTokens:
         """candidates [S,C] int64 of parts that cover the vocabulary, in any order."""
-        ...

@@ -25,7 +25,7 @@ OPS = replace(
     linear=linear.linear,
     grouped_linear=linear.grouped_linear,
     mhc_pre=mhc.mhc_pre,
-    mhc_post_pre=mhc.mhc_post_pre,
+    mhc_post_pre=bind(reference.OPS.mhc_post_pre, post=mhc.mhc_post, pre=mhc.mhc_pre),
     mhc_post=mhc.mhc_post,
     hc_head=mhc.hc_head,
     prepare_qkv=attention.prepare_qkv,

@@ -46,9 +46,7 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
             builds_kernels=True,
             bounded_workspace=True,
             prefix_cache_tokens=2**24,  # Flash needs 65 GB for it.
-            side_streams=True,
             compiles_layers=True,
-            compressor_first=range(0),
             expert_id_dtype=torch.int32,
         ),
         launch_classes=launch_classes(linear_triton, sparse_attention_triton, experts_triton),

@@ -1,7 +1,5 @@
 """The reference operators, in plain torch on any device. They define every operator."""
 
-import torch
-
 from finwhale.ops.attention import ref as attention
 from finwhale.ops.compressor.ref import compress
 from finwhale.ops.drafts import ref as drafts
@@ -14,18 +12,7 @@ from finwhale.ops.sampling import ref as sampling
 from finwhale.ops.table import Capabilities, Ops
 
 OPS = Ops(
-    capabilities=Capabilities(
-        quantised_weights=False,
-        packed_cache=False,
-        captures_steps=False,
-        builds_kernels=False,
-        bounded_workspace=False,
-        prefix_cache_tokens=0,
-        side_streams=True,
-        compiles_layers=False,
-        compressor_first=range(0),
-        expert_id_dtype=torch.int64,
-    ),
+    capabilities=Capabilities(),
     launch_classes=(),
     prepare_linear=linear.prepare_linear,
     prepare_experts=moe.prepare_experts,

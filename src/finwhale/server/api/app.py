@@ -14,15 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import finwhale
-from finwhale.server.api import health
-from finwhale.server.api.gate import (
-    STATIC_PATH,
-    Admitted,
-    Bounded,
-    RefusalAnswers,
-    Reported,
-    cors_options,
-)
+from finwhale.server.api import gate, health
 from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
 from finwhale.server.api.rollouts import Endpoints
 from finwhale.server.api.tokens import add_tokens
@@ -34,10 +26,9 @@ from finwhale.server.errors import ApiError, error_event, is_anthropic
 from finwhale.server.observe.logs import RequestLog, note_refusal
 from finwhale.server.observe.metrics import CONTENT_TYPE
 from finwhale.server.protocols import chat_answers, chat_requests, completions, schemas
-from finwhale.server.protocols.body_route import BodyRoute, note_ignored
+from finwhale.server.protocols.body_route import BodyRoute, note_ignored, validation_error
 from finwhale.server.protocols.json_answer import json_answer
 from finwhale.server.protocols.prefill_decode import take_transfer, transfer_fields
-from finwhale.server.protocols.validation_errors import validation_error
 from finwhale.server.sse import COMMENT, NO_BUFFER, Stream, event, unless_disconnected
 from finwhale.server.state import ServerState
 
@@ -77,7 +68,7 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
         description="DeepSeek-V4 behind OpenAI's and Anthropic's protocols.",
         docs_url="/docs",
         redoc_url=None,
-        static_url=STATIC_PATH,
+        static_url=gate.STATIC_PATH,
         # A redirect would go to the host that the client names.
         redirect_slashes=False,
     )
@@ -85,8 +76,8 @@ def create_app(state: ServerState, store: Store | None = None) -> FastAPI:
     app.state.parser = BodyParser(lambda: max_items(state.max_model_len))
     app.state.lenient = state.config.lenient
     if state.config.cors_origins:
-        app.add_middleware(CORSMiddleware, **cors_options(state.config))
-    for layer in (Bounded, Admitted, RefusalAnswers, Reported):  # from the inside outwards
+        app.add_middleware(CORSMiddleware, **gate.cors_options(state.config))
+    for layer in gate.LAYERS:
         app.add_middleware(layer, state=state)
     for kind in (RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _translated)

@@ -169,7 +169,7 @@ class Admitted(_Layer):
         found, path = scope["state"], scope["path"]
         with ExitStack() as taken:
             found["taken"] = taken
-            found["batch"] = "user" in found  # as `internal_request.post` calls
+            found["batch"] = "user" in found  # as `runner.post` calls
             if not found["batch"]:
                 found["key"] = key = self._find_key(scope, path)
                 found["user"] = user_of(scope["client"][0]) if key is None else key.identity
@@ -250,6 +250,9 @@ class Bounded(_Layer):
             resize(0)  # a request's text lives as long as the request
         if refused is not None:
             raise refused
+
+
+LAYERS = (Bounded, Admitted, RefusalAnswers, Reported)  # from the inside outwards
 
 
 def _given_key(headers: Headers) -> str:

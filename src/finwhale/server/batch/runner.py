@@ -2,18 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator
+import os
+from array import array
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Scope
 
 from finwhale.errors import EngineDeadError, FinwhaleError
-from finwhale.server.batch.attempts import Attempts
-from finwhale.server.batch.internal_request import InternalAnswer, post
 from finwhale.server.batch.lines import BatchLine, RawLine, Scan, read_line, read_lines
 from finwhale.server.batch.results import Counts, ResultFile, error_of, result_of
 from finwhale.server.edge.room import Room
@@ -29,6 +30,48 @@ _MAX_DEATHS = 2  # a line that was in flight at so many deaths does not run agai
 _BUSY = frozenset({"overloaded", "loading"})
 
 
+class Attempts:
+    """The lines of a batch that were in flight when a process died. All methods raise OSError.
+
+    A line may end the process that answers it, and then each next process. So a file names the
+    lines that have begun; a process that stops in good order removes its own from it. It is not
+    synced: a process that is killed has written it all the same. `deaths`: how many processes have
+    died while a line was in flight, by the line's number; only for lines without a result.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("a+b", buffering=0)
+        self._file.seek(0)
+        found, numbers = self._file.read(), array("Q")
+        self._before = len(found) // numbers.itemsize * numbers.itemsize
+        numbers.frombytes(found[: self._before])
+        self.deaths = Counter(numbers)
+        self.forget()
+
+    def begin(self, number: int) -> None:
+        """Notes that a line begins."""
+        self._file.write(array("Q", [number]).tobytes())
+
+    def forget(self) -> None:
+        """Removes the lines that have begun in this process, which does not die."""
+        self._file.truncate(self._before)
+
+    def close(self, *, ended: bool) -> None:
+        """Closes the file; removes it if the batch has ended or it is empty."""
+        if ended or not os.fstat(self._file.fileno()).st_size:
+            self._path.unlink(missing_ok=True)
+        self._file.close()
+
+
+@dataclass(slots=True)
+class InternalAnswer:
+    """The status, headers and whole body of an answer."""
+
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+
+
 @dataclass(slots=True)
 class BatchJob:
     """A running batch.
@@ -37,7 +80,7 @@ class BatchJob:
         max_bytes, max_items: limits of a line.
         url: the endpoint that all lines must name; None: each may name another one.
         good, bad: files of the results with status 200, and of the others; may be one file.
-        begun: the file of lines that have begun; see `attempts.py`.
+        begun: the file of lines that have begun; see `Attempts`.
         in_flight: number of lines at once.
         key: the batch's API key; None: the server needs none.
         alone: held by the one line that runs again after a death.
@@ -204,3 +247,48 @@ async def _ask(app: ASGIApp, line: BatchLine, key: ApiKey | None) -> InternalAns
             return answer
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, _MAX_WAIT_S)
+
+
+async def post(app: ASGIApp, path: str, body: bytes, key: ApiKey | None) -> InternalAnswer:
+    """Posts a JSON body inside the application's process, so that batches get the answers of HTTP.
+    Host, key and the number of requests at once are not checked again.
+
+    The state of the scope, where no client can put anything, has the API key of the batch (None:
+    the server needs none), and whose shares the request takes: without keys, all batches are one
+    user.
+    """
+    answer, parts = InternalAnswer(), [body]
+    gone = asyncio.Event()  # never set: this client stays
+
+    async def receive() -> Message:
+        if not parts:
+            await gone.wait()
+        return {"type": "http.request", "body": parts.pop(), "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            answer.status = message["status"]
+            answer.headers = {k.decode(): v.decode("latin-1") for k, v in message["headers"]}
+        else:
+            answer.body += message.get("body", b"")
+
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
+        "client": None,
+        "server": None,
+        "state": {"key": key, "user": "batches" if key is None else key.identity},
+    }
+    await app(scope, receive, send)
+    return answer

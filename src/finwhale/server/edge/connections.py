@@ -28,7 +28,6 @@ from finwhale.errors import FinwhaleError, QueueFullError
 from finwhale.platform import max_files
 from finwhale.server.config import UNIX, ServerConfig
 from finwhale.server.edge.listening import plain_address, user_of
-from finwhale.server.edge.repeated import RepeatedMessages
 from finwhale.server.edge.shares import Shares
 
 logger = logging.getLogger(__name__)
@@ -40,9 +39,25 @@ RESERVED_FILES = 128
 MIN_CONNECTIONS = 32  # the server does not start if it has room for fewer
 # If no descriptor is left, this many waiting connections are closed at once.
 MADE_ROOM = 16
+REPEAT_S = 60.0  # the log gets the same message once in this time
 
 Phase = Literal["idle", "head", "body", "busy"]
 ConnectionRefusal = Literal["slow_client", "too_many_connections"]
+
+
+class RepeatedMessages:
+    """Lets each message pass once in REPEAT_S, so that no client can fill the log."""
+
+    def __init__(self) -> None:
+        self._passed: dict[str, tuple[float, int]] = {}
+
+    def left_out(self, message: str) -> int | None:
+        """How often a message was left out since it passed; None: leave it out, too."""
+        now = time.monotonic()
+        before, count = self._passed.get(message, (-REPEAT_S, 0))
+        passes = now - before >= REPEAT_S
+        self._passed[message] = (now, 0) if passes else (before, count + 1)
+        return count if passes else None
 
 
 class Connections:

@@ -48,14 +48,7 @@ class GrammarMetrics(Protocol):
 class GrammarChecker:
     """Tries grammars for one server, on one asyncio loop."""
 
-    def __init__(
-        self,
-        directory: Path | None,
-        metrics: GrammarMetrics,
-        *,
-        num_trials: int = NUM_TRIALS,
-        max_waiting: int = MAX_WAITING,
-    ) -> None:
+    def __init__(self, directory: Path | None, metrics: GrammarMetrics) -> None:
         """
         Args:
             directory: the tokenizer's directory; None: no tokenizer, so no request has a grammar.
@@ -63,8 +56,8 @@ class GrammarChecker:
         """
         self._directory = directory
         self._metrics = metrics
-        self._room = Room(lambda: num_trials)
-        self._shares = Shares("new grammars", lambda: num_trials + max_waiting, error=self._full)
+        self._room = Room(lambda: NUM_TRIALS)
+        self._shares = Shares("new grammars", lambda: NUM_TRIALS + MAX_WAITING, error=self._full)
         self._known: OrderedDict[tuple[str, bytes], Verdict] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
         self._commands: socket.socket | None = None

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import QueueFullError
-from finwhale.server.edge.fair_queue import FairQueue
+from finwhale.server.edge.room import FairQueue
 from finwhale.server.grammars.trial import STACK_BYTES
 from finwhale.server.link.wire import Add
 
@@ -39,11 +39,10 @@ class GrammarCompiler:
         done: becomes readable (`multiprocessing.connection.wait`) when `take` has results.
     """
 
-    def __init__(self, tokenizer: Tokenizer, budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.done: Connection
         self.done, self._bell = Pipe(duplex=False)
         self._tokenizer = tokenizer
-        self._budget_bytes = budget_bytes
         self._outstanding = 0
         self._wanted: set[str] = set()
         self._todo: FairQueue[Add] = FairQueue()
@@ -132,7 +131,7 @@ class GrammarCompiler:
             live = list(self._live.values())
             used = sum(add.grammar_bytes for add in live)
             own = sum(add.grammar_bytes for add in live if add.user == command.user)
-            if own <= self._budget_bytes - used - command.grammar_bytes:
+            if own <= BUDGET_BYTES - used - command.grammar_bytes:
                 return
             if not self._cache:
                 raise QueueFullError(

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 import finwhale
 from finwhale.extras import named_extras
 from finwhale.request import RequestTimes
-from finwhale.server.edge.repeated import RepeatedMessages
+from finwhale.server.edge.connections import RepeatedMessages
 from finwhale.server.observe.logs import RequestLog, printable
 
 with named_extras():

@@ -17,9 +17,8 @@ from finwhale.server.link.client import Generation
 from finwhale.server.link.wire import Delta, LogprobTables
 from finwhale.server.observe.logs import RequestLog
 from finwhale.server.protocols.answer_formats import completion_format, held_grammar
-from finwhale.server.protocols.chat_answers import prompt_logprobs, usage_of
+from finwhale.server.protocols.chat_answers import RoutedExpertFields, prompt_logprobs, usage_of
 from finwhale.server.protocols.json_answer import in_turns, json_pieces
-from finwhale.server.protocols.routed_experts import RoutedExpertFields
 from finwhale.server.protocols.schemas import CompletionBody
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState

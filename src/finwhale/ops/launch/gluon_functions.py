@@ -1,8 +1,14 @@
-"""Gluon functions for kernels on Hopper that start early (early_launch.py)."""
+"""Functions of Gluon kernels: those that start early (early_launch.py), and renamed ones."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# From Triton 3.9 on, these have another name. reinterpret(memory, dtype, shape, layout)
+_memory = gl.shared_memory_descriptor
+reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
