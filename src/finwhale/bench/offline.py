@@ -15,7 +15,7 @@ stored in FP8 or FP4 and for the indexer, and bfloat16 for the rest.
 import argparse
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +51,7 @@ from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.case import BF16_RATE, FP8_RATE
 from finwhale.options import read_options, word_or_number
+from finwhale.printing import new_console, print_table
 
 WARM_UP = 5
 # The default numbers of timed steps. "auto" changes the number of drafts from time to time, and one
@@ -109,8 +110,7 @@ class Bench:
         hit = (hit + self._experts_hit()) / 2
         result["experts_hit"] = round(hit, 1)
         result["floor_ms"] = read_ms(self.bytes.step(shape.tokens, shape.batch, hit))
-        for name in list(engine.outputs.requests):
-            engine.abort(name)
+        self._abort_all()
         return result
 
     def prefill(self, shape: Shape) -> dict[str, Any]:
@@ -123,6 +123,32 @@ class Bench:
         fp8, bf16 = self._prefill_ops(shape.tokens)
         result["floor_ms"] = round(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE), 4)
         return result
+
+    def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:
+        """(kernel, launches, microseconds) of one step, the slowest kernel first.
+
+        Kernels of one step may overlap, so their sum can exceed its time.
+        """
+        run: Callable[[], object] = partial(prefill, self.engine, self.prompt(shape.tokens))
+        if shape.batch:
+            begin_decodes(self.engine, [self.prompt(shape.tokens) for _ in range(shape.batch)])
+            run = self.engine.step
+        torch.cuda.synchronize()
+        activity = torch.profiler.ProfilerActivity.CUDA
+        with torch.profiler.profile(activities=[activity]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        rows = [
+            (event.key, event.count, event.self_device_time_total)
+            for event in profiler.key_averages()
+            if event.self_device_time_total
+        ]
+        self._abort_all()
+        return sorted(rows, key=lambda row: -row[2])[:count]
+
+    def _abort_all(self) -> None:
+        for name in list(self.engine.outputs.requests):
+            self.engine.abort(name)
 
     def _plan(self) -> StepPlan:
         """Plan the next step without the engine, which later plans the same step itself."""
@@ -219,6 +245,15 @@ def _room(shape: Shape, steps: int, step_tokens: int) -> int:
     return shape.tokens + prefill_steps + 2 * WARM_UP + steps + 8
 
 
+def show_kernels(shape: Shape, rows: list[tuple[str, int, float]]) -> None:
+    cells = (
+        (name[:70], launches, f"{micros:,.0f}", f"{micros / launches:,.1f}")
+        for name, launches, micros in rows
+    )
+    columns = ("kernel", "launches", "us", "us each")
+    print_table(new_console(), f"{shape}: kernels of one step", columns, cells)
+
+
 # Options of the engine that the benchmark derives from the measured shapes.
 SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
 
@@ -239,10 +274,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         rows.append((shape, bench.decode(shape) if shape.batch else bench.prefill(shape)))
         if args.verbose:
             print(f"{shape}: {rows[-1][1]}")
+    kernels = {}
+    for shape in shapes if args.kernels else ():
+        kernels[str(shape)] = bench.kernels(shape, args.kernels)
+        show_kernels(shape, kernels[str(shape)])
     return {
         **measured(args, engine),
         "load_s": load_s,
         "memory": memory(engine),
+        "kernels": kernels,
         "results": [
             {"what": str(shape), "batch": shape.batch, "tokens": shape.tokens, **result}
             for shape, result in rows
@@ -333,5 +373,7 @@ def _parser() -> argparse.ArgumentParser:
         help="force these fractions of the drafts to be right; with auto, they are the means of "
         "probabilities that differ between requests and positions (default: the model's own)",
     )
+    about = "print the N slowest kernels of each shape"
+    add("--kernels", type=int, default=0, metavar="N", help=about)
     add("--verbose", action="store_true", help="print each result as soon as it is known")
     return parser
