@@ -45,7 +45,6 @@ class Collectives(Protocol):
         Returns:
             A tensor of the shape and dtype of x.
         """
-        ...
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Concatenate the ranks' x along `dim`, in the order of the ranks.
@@ -56,7 +55,6 @@ class Collectives(Protocol):
         Returns:
             A contiguous tensor; dimension `dim` is `rank.size` times as large as that of x.
         """
-        ...
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
         """Sum the ranks' x, and return this rank's rows of the sum (`Rank.rows`).

@@ -34,11 +34,9 @@ class Inbox(Protocol):
 
     def read(self) -> bytes:
         """Wait for the next message, and remove it from the inbox."""
-        ...
 
     def beat(self) -> None:
         """Send a heartbeat to the owner."""
-        ...
 
 
 class OwnerLink:

@@ -68,23 +68,18 @@ class Process(Protocol):
 
     def beats(self) -> int:
         """Number of the process's heartbeats so far."""
-        ...
 
     def is_stopped(self) -> bool:
         """Whether a signal is known to have stopped the process."""
-        ...
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for the end of the process. Returns whether it has ended in this time."""
-        ...
 
     def ending(self) -> str:
         """How the process has ended: the predicate of a message about it."""
-        ...
 
     def kill(self) -> None:
         """End the process at once. Any thread may call this."""
-        ...
 
 
 class WorkerProcesses(Protocol):
@@ -99,7 +94,6 @@ class WorkerProcesses(Protocol):
 
     def start(self) -> list[tuple[Connection, Process]]:
         """Start the processes; returns each with its socket. The calling thread watches them."""
-        ...
 
     def write(self, message: bytes, wait: Callable[[], None]) -> None:
         """Put a message into every inbox.
@@ -107,11 +101,9 @@ class WorkerProcesses(Protocol):
         Args:
             wait: called whenever an inbox has no room; it may raise.
         """
-        ...
 
     def close(self) -> None:
         """Free the processes' resources, after they have ended."""
-        ...
 
 
 class SpawnedProcesses:

@@ -39,23 +39,19 @@ class ModelConfig(Protocol):
     @property
     def draft_head(self) -> str | None:
         """The kind of the checkpoint's draft head ("mtp", "dspark"); None: it has none."""
-        ...
 
     @property
     def max_draft_tokens(self) -> int:
         """The most drafts that the draft head makes at once; 0 if there is none."""
-        ...
 
     @property
     def draft_block_tokens(self) -> int:
         """Number of rows that a draft pass writes, starting at the newest token, whatever the
         number of drafts. 0: K drafts write K - 1 rows.
         """
-        ...
 
     def without_draft_head(self) -> "ModelConfig":
         """The same model without its draft head."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +90,6 @@ class DraftHead(Protocol):
             streams_NHD: the model's residual streams of these tokens.
             next_token_ids: [N] int64: the token that follows each of them.
         """
-        ...
 
     def draft(
         self,
@@ -105,19 +100,15 @@ class DraftHead(Protocol):
         choose: ChooseDraft,
     ) -> Drafts:
         """Draft tokens after each sequence's newest one; calls `choose` once for each, in order."""
-        ...
 
     def serve_others_tokens(self, lane_rows: int) -> None:
         """Take part in a call in which this data-parallel rank has no tokens (StepInputs)."""
-        ...
 
     def serve_others(self, num_drafts: int, lane_rows: int) -> None:
         """Take part in a `draft` in which this data-parallel rank has no sequences (DraftStart)."""
-        ...
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of rows that the head returned."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,31 +132,26 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig:
         """The configuration of the whole model."""
-        ...
 
     @property
     def weights(self) -> Any:
         """The result of `Assembler.finish`: data classes and tuples of tensors."""
-        ...
 
     @property
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the activations."""
-        ...
 
     @property
     def residual_shape(self) -> tuple[int, ...]:
         """Shape of one token's residual streams: (H, D)."""
-        ...
 
     @property
     def draft_head(self) -> DraftHead | None: ...
     @property
     def vocab_part(self) -> range:
         """The token ids whose logits this rank computes. A single rank computes all."""
-        ...
 
     @property
     def sample(self) -> Sample:
@@ -174,21 +160,17 @@ class Model(Protocol):
         The tokens are those that the sampling operator chooses from the whole rows. With several
         ranks, the call is a collective.
         """
-        ...
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Compute N tokens and write their state; returns their residual streams [N,H,D]."""
-        ...
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of residual streams [M,H,D]; no collective."""
-        ...
 
     def forward_with_logits(
         self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
         """A call, then `compute_logits` of all tokens: logits [N,X] and residual streams."""
-        ...
 
     def serve_others(self, lane_rows: int) -> None:
         """Take part in a step of data-parallel ranks in which this rank has no tokens.
@@ -196,7 +178,6 @@ class Model(Protocol):
         Args:
             lane_rows: the most tokens that a rank has.
         """
-        ...
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         """Make every later call write the experts that its layers choose for each token.
@@ -208,11 +189,9 @@ class Model(Protocol):
             The tensor [max_tokens, layers, top-k] to which calls write: uint8 for models of up to
             256 experts, otherwise int16. Row i belongs to the call's token i.
         """
-        ...
 
     def limit_positions(self, max_positions: int) -> None:
         """Shrink the rotary tables to the first `max_positions` positions."""
-        ...
 
 
 class BuildableModel(Model, Protocol):
@@ -221,16 +200,13 @@ class BuildableModel(Model, Protocol):
     @property
     def launch_sizes(self) -> ModelSizes:
         """The sizes that the launch signatures of kernels depend on."""
-        ...
 
     @property
     def divided_steps(self) -> DividedSteps | None:
         """The steps in which a rank computes whole layers for some tokens; None: there are none."""
-        ...
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Run only one layer of each kind, which launches every kernel of the forward."""
-        ...
 
     def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
         """Run the GEMMs of weights that are not quantised, for every number of rows.
@@ -242,11 +218,9 @@ class BuildableModel(Model, Protocol):
             num_rows: the most rows of logits.
             num_tokens: the most tokens of a step.
         """
-        ...
 
     def without_collectives(self) -> AbstractContextManager[None]:
         """Skip collectives inside this context. Results have the right shape, arbitrary values.
 
         The ranks build their kernels one after the other, so building must not communicate.
         """
-        ...

@@ -56,7 +56,6 @@ class Segments(Protocol):
 
         At a replay, a StepInputs among the arguments may have other bounds (`StepInputs.bounded`).
         """
-        ...
 
 
 class Inline:

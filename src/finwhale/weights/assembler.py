@@ -44,7 +44,6 @@ class WeightStream(Protocol):
                 its destination itself, it yields None instead of the values.
             ranks: the ranks that iterate together, if they can read for each other.
         """
-        ...
 
 
 class Assembler(Allocation, Generic[W]):

@@ -74,7 +74,6 @@ class DraftChooser(Protocol):
     @property
     def kind(self) -> StepKind:
         """The kind of the last step."""
-        ...
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
@@ -88,7 +87,6 @@ class DraftChooser(Protocol):
         Returns:
             The number of drafts that each sequence verifies.
         """
-        ...
 
 
 class FixedDrafts:

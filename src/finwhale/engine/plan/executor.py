@@ -241,7 +241,6 @@ class PendingResult(Protocol):
 
     def wait(self) -> StepResult:
         """Wait until the device has finished the step."""
-        ...
 
 
 class PendingCopies(Protocol):
@@ -249,7 +248,6 @@ class PendingCopies(Protocol):
 
     def done(self) -> bool:
         """Whether every rank has ended them. Returns at once."""
-        ...
 
 
 class StepRunner(Protocol):
@@ -265,11 +263,9 @@ class StepRunner(Protocol):
         repeat all settings and page tables (StepPlanner.resend_all). After an
         EngineDeadError no further call is possible.
         """
-        ...
 
     def sample(self, plan: SamplingPlan) -> PendingResult:
         """Launch the sampling of the last step, whose plan had no sampling."""
-        ...
 
 
 class Executor(StepRunner, Protocol):
@@ -279,7 +275,6 @@ class Executor(StepRunner, Protocol):
         """Launch copies between pages and the staging buffer (LocalExecutor.attach_staging).
         Every rank loads; only rank 0 saves.
         """
-        ...
 
     def call_ranks(self, work: Callable[[Any], T]) -> list[T]:
         """Call `work` on every rank with its executor, between two steps, and wait for the results.
@@ -295,20 +290,15 @@ class Executor(StepRunner, Protocol):
                 has ended its call.
             EngineDeadError: a rank has failed.
         """
-        ...
 
     def check(self) -> None:
         """Raise EngineDeadError if a rank has failed. Returns at once."""
-        ...
 
     def close(self) -> None:
         """End the other ranks' processes, and disconnect this rank. No call may follow."""
-        ...
 
     def mark_ready(self) -> None:
         """Start to count compilations, because the warm-up is over."""
-        ...
 
     def rank_states(self) -> tuple[RankState, ...]:
         """The state of each rank, rank 0 first. Returns at once."""
-        ...

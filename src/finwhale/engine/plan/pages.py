@@ -109,11 +109,9 @@ class Reclaimer(Protocol):
     @property
     def num_idle(self) -> int:
         """Number of blocks that the cache can at least free now, in the full groups."""
-        ...
 
     def reclaim(self, group: "CacheGroup") -> None:
         """Free at least one page of the group, unless the cache has none that it can free."""
-        ...
 
 
 class PageManager:

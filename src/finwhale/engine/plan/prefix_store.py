@@ -70,16 +70,12 @@ class PrefixStore(Protocol):
         """Which records the store has. This counts as a use of them, and of the first as the last
         one, so a store with too little room drops a block before its parent.
         """
-        ...
 
     def read(self, record: Record, into: memoryview) -> bool:
         """Fill `into` with a record of exactly its length; False: the store does not have it."""
-        ...
 
     def write(self, record: Record, content: memoryview) -> bool:
         """Keep a record; False: the store could not."""
-        ...
 
     def close(self) -> None:
         """End the store's own work. No call may follow."""
-        ...

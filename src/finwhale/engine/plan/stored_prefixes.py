@@ -66,29 +66,23 @@ class Transfers(Protocol):
 
     def find(self, records: Sequence[Record]) -> "Future[list[bool]]":
         """PrefixStore.contains, on another thread."""
-        ...
 
     def load(self, record: Record, pages: State) -> Transfer: ...
 
     def save(self, record: Record, pages: State) -> Transfer | None:
         """Begin to save a record; None: too many others are on their way."""
-        ...
 
     def saving(self, keys: Collection[bytes]) -> bool:
         """Return whether a record of one of these blocks is still being saved."""
-        ...
 
     def advance(self) -> None:
         """Launch the copies that can begin, and note which have ended."""
-        ...
 
     def give_up_loads(self) -> None:
         """Let the loads whose records are not read yet fail now."""
-        ...
 
     def close(self) -> None:
         """Wait until the files are written, and end the store's threads. No call may follow."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
