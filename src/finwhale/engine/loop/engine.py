@@ -299,7 +299,10 @@ class Engine:
         return touched
 
     def _take_touched(self) -> list[RequestOutput]:
-        return [output for lane in self.lanes for output in lane.outputs.take_touched()]
+        touched: list[RequestOutput] = []
+        for lane in self.lanes:
+            touched += lane.outputs.take_touched()
+        return touched
 
     def _collect(self) -> list[RequestOutput]:
         try:

@@ -73,5 +73,8 @@ class StepLoop:
 
     def forget_discarded(self) -> None:
         """Forget the steps of which the lanes have discarded every part."""
-        while self.in_flight and not any(lane.in_flight for lane, _ in self.in_flight[-1]):
+        while self.in_flight:
+            for lane, _ in self.in_flight[-1]:
+                if lane.in_flight:
+                    return
             self.in_flight.pop()
