@@ -139,6 +139,11 @@ def test_dspark(tmp_path: Path) -> None:
     assert found == told(sliced(path, 2).generate(prompts, params))
 
 
+def test_what_works_with_one_lane_only_says_so(two: LLM) -> None:
+    with pytest.raises(FinwhaleError, match="does not work with data_parallel_size"):
+        _ = two._engine.scheduler
+
+
 def test_grammars_and_scores(two: LLM, reference: LLM) -> None:
     params = [
         SamplingParams(seed=4, guide=regex_guide("[a-z]{2,5}-[0-9]{1,3}"), max_tokens=12),

@@ -126,18 +126,19 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of the only lane."""
+        """Of the only lane. Raises FinwhaleError if there are several."""
         return self._only_lane.scheduler
 
     @property
     def outputs(self) -> Outputs:
-        """Of the only lane."""
+        """Of the only lane. Raises FinwhaleError if there are several."""
         return self._only_lane.outputs
 
     @property
     def _only_lane(self) -> Lane:
-        (lane,) = self.lanes
-        return lane
+        if len(self.lanes) > 1:
+            raise FinwhaleError("this does not work with data_parallel_size: leave it out")
+        return self.lanes[0]
 
     @property
     def max_model_len(self) -> int:

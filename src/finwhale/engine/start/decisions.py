@@ -122,7 +122,7 @@ class Decisions:
             "eager": config.enforce_eager,
             "compile": config.compile,
             "ranks": config.num_ranks,
-            "data_parallel": self.rank.data_parallel,
+            "data_parallel": config.data_parallel_size,
         }
 
     def assembler(self, device: torch.device) -> Assembler[Any]:
