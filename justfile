@@ -41,7 +41,7 @@ long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long
 # Random schedules of the engine: about 25 minutes.
 long-schedules:
     pytest tests/unit/test_scheduler.py tests/engine/test_prefix.py --hypothesis-profile long
-    pytest tests/engine/test_drafting.py tests/distributed/test_equal_ranks.py -k random_schedules --hypothesis-profile long
+    pytest tests/engine/test_drafting.py tests/distributed/test_equal_ranks.py tests/distributed/test_lanes.py -k random_schedules --hypothesis-profile long
 
 # Requests generated from the server's OpenAPI description, and hostile grammars.
 long-fuzz examples="200":
