@@ -205,12 +205,19 @@ def test_random_schedules(two: LLM, reference: LLM, seed: int) -> None:
     event(f"a lane was idle: {not all(one.prompt_tokens for one in counts)}")
 
 
-def test_pause_sleep_and_new_weights(path: Path) -> None:
+def test_pause_sleep_and_new_weights(path: Path, reference: LLM) -> None:
+    """One step ahead, as on a GPU."""
     llm = open_lanes(path, 2, enable_sleep_mode=True)
+    llm._engine.steps_ahead = 1
     case = requests(3, 4)
     wanted = told(llm.generate(*case))
+    assert wanted == told(reference.generate(*case))
     running = [llm._engine.add_request(str(i), one, greedy(8)) for i, one in enumerate(case[0])]
     llm._engine.step()
+    assert llm._engine._loop.in_flight
+    llm._engine.add_request("leaves", text(9, 0), greedy(8))
+    llm._engine.step()
+    llm._engine.abort("leaves")
     llm.sleep()
     llm.wake()
     while llm._engine.has_work:
