@@ -278,17 +278,14 @@ def test_shared_prefixes_and_preemption(processes: RankProcesses, path: Path) ->
     assert any(cached for _, _, cached in ran.outputs)
 
 
-@settings(max_examples=max(2, settings().max_examples // 50))
-@given_examples(st.integers(0, 2**32), st.sampled_from(SIZES), st.sampled_from(ACTIVATIONS))
-def test_random_schedules(
-    processes: RankProcesses, path: Path, seed: int, size: int, activations: str
-) -> None:
-    """Requests that arrive at random, common beginnings, few pages, drafts, divided tokens."""
-    draw = random.Random(seed)
+def random_requests(
+    draw: random.Random, seed: int, count: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, some of which begin alike, and what is asked for each."""
     trunk = text(300, seed)
     prompts = [
         trunk[: draw.choice((0, 255, 256, 257))] + text(draw.choice((1, 5, 100)), (seed, i))
-        for i in range(draw.randint(3, 6))
+        for i in range(count)
     ]
     params = [
         SamplingParams(
@@ -296,11 +293,23 @@ def test_random_schedules(
             temperature=draw.choice((0.0, 0.8)),
             seed=i,
             presence_penalty=draw.choice((0.0, 0.4)),
-            max_tokens=draw.choice((2, 8, 20)),
+            max_tokens=draw.choice((1, 2, 8, 20)),
+            logprobs=draw.choice((None, 2)),
             ignore_eos=True,
         )
-        for i in range(len(prompts))
+        for i in range(count)
     ]
+    return prompts, params
+
+
+@settings(max_examples=max(2, settings().max_examples // 50))
+@given_examples(st.integers(0, 2**32), st.sampled_from(SIZES), st.sampled_from(ACTIVATIONS))
+def test_random_schedules(
+    processes: RankProcesses, path: Path, seed: int, size: int, activations: str
+) -> None:
+    """Requests that arrive at random, common beginnings, few pages, drafts, divided tokens."""
+    draw = random.Random(seed)
+    prompts, params = random_requests(draw, seed, draw.randint(3, 6))
     divided_tokens = draw.choice((None, 6, 40))
     case = given(
         path,

@@ -27,7 +27,7 @@ from finwhale.models.deepseek_v4.model import DeepseekV4
 
 from . import faults
 from .in_slices import add_in_slices
-from .test_equal_ranks import greedy, sharded_config, text
+from .test_equal_ranks import greedy, random_requests, sharded_config, text
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -82,25 +82,7 @@ def told(results: Sequence[RequestOutput]) -> list[Told]:
 
 
 def requests(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    draw = random.Random(seed)
-    trunk = text(300, seed)
-    prompts = [
-        trunk[: draw.choice((0, 0, 256, 257))] + text(draw.choice((1, 5, 100)), (seed, i))
-        for i in range(count)
-    ]
-    params = [
-        SamplingParams(
-            n=draw.choice((1, 1, 2)),
-            temperature=draw.choice((0.0, 0.8)),
-            seed=i,
-            presence_penalty=draw.choice((0.0, 0.4)),
-            max_tokens=draw.choice((1, 2, 8, 20)),
-            logprobs=draw.choice((None, 2)),
-            ignore_eos=True,
-        )
-        for i in range(count)
-    ]
-    return prompts, params
+    return random_requests(random.Random(seed), seed, count)
 
 
 CASES = [

@@ -1,5 +1,6 @@
 """Pauses an engine, lets it sleep and wake, and changes its weights, between two steps."""
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -122,10 +123,11 @@ def change_weights(
         engine.drain(requests)
         _change_ranks(engine, work)
         engine.reset_prefix_cache()
+        salt = secrets.token_hex()
         for lane in engine.lanes:
             if lane.scheduler.prefix is not None and lane.scheduler.admission.stored is not None:
                 # The store's fingerprint is that of the first weights: share nothing with them.
-                lane.scheduler.prefix.set_salt(None)
+                lane.scheduler.prefix.set_salt(salt)
         engine.allow("no weights")
 
 

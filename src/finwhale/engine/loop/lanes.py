@@ -38,14 +38,10 @@ class Lane:
         moves = self.scheduler.admission.moves_prefixes
         return self.scheduler.has_work or moves or bool(self.outputs.touched)
 
-    def work_of(self, prompt: Sequence[int], owner: str) -> int:
-        """The tokens of a prompt that this lane must compute."""
+    def cached_tokens(self, keys: Sequence[bytes]) -> int:
+        """How many of a prompt's tokens this lane has, given the keys of the prompt's blocks."""
         prefix = self.scheduler.prefix
-        if prefix is None:
-            return len(prompt)
-        keys: list[bytes] = []
-        prefix.extend_keys(keys, prompt[:-1], owner)
-        return len(prompt) - prefix.match(keys)[1] * prefix.block_tokens
+        return 0 if prefix is None else prefix.match(keys)[1] * prefix.block_tokens
 
     def launch(self) -> InFlightStep | None:
         """Launch the step after those in flight; None: it cannot be planned now."""
@@ -99,6 +95,10 @@ def choose_lane(
     """
     if len(lanes) == 1:
         return lanes[0], 0
-    works = [lane.work_of(prompt, owner) + count * OUTPUT_WORK for lane in lanes]
+    keys: list[bytes] = []
+    if (prefix := lanes[0].scheduler.prefix) is not None:
+        prefix.extend_keys(keys, prompt[:-1], owner)  # all lanes have one salt
+    most = len(prompt) + count * OUTPUT_WORK
+    works = [most - lane.cached_tokens(keys) for lane in lanes]
     index = min(range(len(lanes)), key=lambda i: lanes[i].outputs.work + works[i])
     return lanes[index], works[index]
