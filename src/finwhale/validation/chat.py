@@ -85,9 +85,7 @@ def check_recall(llm: LLM, num_tokens: int) -> list[Check]:
 
 
 def check_drafts(llm: LLM, expectations: Expectations) -> list[Check]:
-    """Check how many drafts of each position the model accepts. Raises RequestError if a request
-    fails.
-    """
+    """How many drafts the model accepts at each position. Raises RequestError: a request failed."""
     before = llm.metrics()
     ask(llm, STARTS, SamplingParams(temperature=0, max_tokens=96))
     after = llm.metrics()

@@ -101,7 +101,7 @@ class ForcedTokens:
 def score(
     llm: LLM, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[NDArray[np.float64]]:
-    """The natural log-probability of each token of each continuation.
+    """Score continuations: returns an array for each, with its tokens' natural log-probabilities.
 
     Args:
         texts: pairs of a prompt, at least one token, and the continuation to score.

@@ -87,8 +87,8 @@ class Moe:
 class SharedMoe(Moe):
     """The same among data-parallel ranks: maps x [N,D] of this rank's tokens to complete outputs.
 
-    Each rank computes its part of every expert's width for the M tokens of all ranks: of each rank
-    as many as `StepInputs.lane_rows`, with rows of zeros if it has fewer.
+    A rank holds a part of every expert's width, and computes it for the tokens of all ranks. Each
+    rank gives `StepInputs.lane_rows` rows of the M; rows without a token are zero.
     """
 
     def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:

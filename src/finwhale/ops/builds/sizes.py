@@ -51,8 +51,10 @@ class LaunchSizes:
 
 
 def _in_every_class(first: int, last: int, last_of_classes: set[int], factor: int = 1) -> list[int]:
-    """Sizes with every launch signature: the first size of each alignment within each class. Some
-    operators run with a size that is `factor` times as large.
+    """Sizes that together have every launch signature: the first of each alignment in each class.
+
+    Args:
+        factor: some operators run with sizes that are `factor` times as large.
     """
     found: list[int] = []
     seen: set[object] = set()
