@@ -61,7 +61,7 @@ def digest(device: str, **options: Any) -> str:
     """A digest of all blocks and states that a prefix store would save for one request."""
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     prompt = [{"prompt_token_ids": PROMPT}]
-    with LLM(device=device, max_num_seqs=1, **options) as llm:
+    with LLM(device=device, max_num_seqs=1, cache_memory_bytes=2**28, **options) as llm:
         (result,) = llm.generate(prompt, params, show_progress=False)
         token_ids = PROMPT + list(result.outputs[0].token_ids[:-1])
         rows = first_rank(llm._engine.executor).runner.cache.pages
