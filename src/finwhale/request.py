@@ -350,6 +350,23 @@ class RequestTimes:
     last_token: float
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far the engine has read a prompt.
+
+    Attributes:
+        total: number of the prompt's tokens.
+        cached: how many of them the prefix cache had.
+        processed: number of tokens that are cached, computed or being computed.
+        seconds: since the prefill began.
+    """
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The result of one prompt.

@@ -14,6 +14,7 @@ import pytest
 import finwhale
 from finwhale import LLM, SamplingParams
 from finwhale.demo import DEMO_PATH
+from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.request import Logprob
 from finwhale.server.link.wire import Add
 
@@ -204,6 +205,38 @@ def test_continuous_usage(server: RunningServer, path: str) -> None:
     )
     plain = chunks(server, path, **prompt, stream_options={"include_usage": True}, max_tokens=7)
     assert [chunk["usage"] for chunk in plain[:-1]] == [None] * (len(plain) - 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_progress_of_a_prompt(
+    server: RunningServer, demo_llm: LLM, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A chunk after each step that reads a part of it; otherwise the stream is the same."""
+    monkeypatch.setattr(demo_llm._engine.scheduler, "sizes", StepSizes.given(8, 256))
+    text = f"{path} sang to the whale. " * 60
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+    body = {**(prompt if "chat" in path else {"prompt": text}), "max_tokens": 3}
+    body["stream_options"] = {"include_usage": True}
+
+    def told(found: list[dict[str, Any]]) -> list[dict[str, int]]:
+        return [chunk["prompt_progress"] for chunk in found if "prompt_progress" in chunk]
+
+    found = chunks(server, path, **body, return_progress=True)
+    total, read = found[-1]["usage"]["prompt_tokens"], [one["processed"] for one in told(found)]
+    assert len(read) > 2 and read == sorted(set(read)) and read[-1] == total
+    assert all((one["total"], one["cache"]) == (total, 0) for one in told(found))
+    times = [one["time_ms"] for one in told(found)]
+    assert times == sorted(times) and times[-1] > 0
+
+    plain = chunks(server, path, **body)
+    assert not told(plain)
+    rest = [chunk["choices"] for chunk in found if "prompt_progress" not in chunk]
+    assert [chunk["choices"] for chunk in plain] == rest
+
+    (again,) = told(chunks(server, path, **body, return_progress=True))
+    assert again["processed"] == total > again["cache"] > 0
+    del body["stream_options"]
+    assert "prompt_progress" not in post(server, path, **body, return_progress=True).json()
 
 
 # --- Log-probabilities of prompts -----------------------------------------------------------------

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from finwhale import LLM
+from finwhale.engine.plan.step_sizes import StepSizes
+
 from .running import RunningServer
 from .test_openai import ANSWER
 
@@ -87,6 +90,24 @@ def test_tool_calls_and_errors_are_shown(page: Page, server: RunningServer) -> N
     configure(page, tokens="0")
     ask(page, "again")
     expect(page.locator(".turn .error")).to_contain_text("max_tokens")
+
+
+def test_progress_of_a_long_prompt(
+    page: Page, demo_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_llm._engine.scheduler, "sizes", StepSizes.given(8, 16))
+    page.evaluate("""() => {
+        window.seen = [];
+        const look = () => seen.push(document.querySelector(".waiting")?.textContent);
+        new MutationObserver(look).observe(document, {subtree: true, childList: true});
+    }""")
+    configure(page, temperature="0", tokens="2")
+    ask(page, "Page after page, the whale read on. " * 60)
+    expect(page.locator(".turn.assistant .usage")).to_contain_text("written in", timeout=60_000)
+    seen = [text for text in page.evaluate("window.seen") if text and text.startswith("Reading")]
+    shares = [int(text.removeprefix("Reading the prompt: ").removesuffix("%")) for text in seen]
+    assert shares == sorted(shares) and 0 < shares[0] < 100
+    assert page.locator(".waiting").count() == 0
 
 
 def test_stop_frees_the_request(page: Page, server: RunningServer) -> None:

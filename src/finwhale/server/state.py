@@ -220,11 +220,13 @@ class ServerState:
         log: RequestLog,
         stop_after: int | None = None,
         priority: int | None = None,
+        progress: bool = False,
     ) -> AsyncGenerator[Generation, None]:
         """Runs a request on the engine, and removes it from the engine at the end.
 
         Args:
             prompts: prompts that `check_prompt` accepts.
+            progress: also generate deltas that tell how far the prompts are read (wire.Delta).
 
         Raises:
             RequestError, ApiError, QueueFullError, EngineDeadError: the request is not accepted.
@@ -249,7 +251,9 @@ class ServerState:
                 owner += f"/{log.cache_salt}"
             size = self.grammars.bytes_of(params.guide, log.user)
             request = Add(
-                "", (), params, stop_after, priority, owner, log.user, size, filter, log.saves_first
+                *("", (), params, stop_after, priority, owner, log.user, size, filter),
+                saves_first=log.saves_first,
+                progress=progress,
             )
             generation = self.client.submit(prompts, request)
             # Count the request only now: a dead or stopping engine makes `submit` raise.

@@ -34,7 +34,7 @@ from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.ranks.sleep import free_for_good
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
-from finwhale.request import RequestOutput, Requests, SamplingParams
+from finwhale.request import PromptProgress, RequestOutput, Requests, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +234,13 @@ class Engine:
         """Whether an ended request waits until the prefix store has its blocks."""
         stores = [lane.scheduler.admission.stored for lane in self.lanes]
         return any(stored is not None and stored.is_flushing(request_id) for stored in stores)
+
+    def prompt_progress(self, request_id: str) -> PromptProgress | None:
+        """How far a request's prompt is read; None: its prefill has not begun, or it has ended."""
+        for lane in self.lanes:
+            if request_id in lane.outputs.requests:
+                return lane.outputs.prompt_progress(request_id)
+        return None
 
     def _check_accepts(self) -> None:
         """Raise an error if the engine accepts no requests now."""

@@ -66,11 +66,13 @@ class Request:
     Attributes:
         work: the work that it gives its lane (lanes.py).
         unfinished: number of its sequences that have not ended.
+        first: continuation 0.
     """
 
     output: RequestOutput
     work: int = 0
     unfinished: int = 0
+    first: SequenceState | None = None
 
 
 class Rows:

@@ -25,6 +25,7 @@ from finwhale.request import (
     ExpertIds,
     FinishReason,
     Logprob,
+    PromptProgress,
     RequestOutput,
     RequestTimes,
 )
@@ -72,6 +73,7 @@ class Outputs:
         self.requests[output.request_id] = request  # first, so that `abort` finds a part of it, too
         for sequence in sequences:
             request.unfinished += 1
+            request.first = request.first or sequence
             params, form = sequence.params, self._routed_form
             detokenizer = stop = None
             if self._tokenizer is not None:
@@ -95,6 +97,15 @@ class Outputs:
                 sequence.num_routed = stream.routed.end
             self._scheduler.add(sequence)
         self._meter.requests += 1
+
+    def prompt_progress(self, request_id: str) -> PromptProgress | None:
+        """How far a request's prompt is read; None: its prefill has not begun."""
+        sequence = self.requests[request_id].first
+        if sequence is None or sequence.num_cached is None:
+            return None
+        processed = min(sequence.num_computed, sequence.num_prompt)
+        seconds = time.monotonic() - sequence.admitted
+        return PromptProgress(sequence.num_prompt, sequence.num_cached, processed, seconds)
 
     def take_touched(self) -> list[RequestOutput]:
         touched, self.touched = self.touched, []

@@ -8,7 +8,14 @@ from typing import Any, Self
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.plan.prefix_store import StoreName
 from finwhale.engine.plan.token_filter import TokenFilter
-from finwhale.request import ExpertIds, FinishReason, Logprob, RequestTimes, SamplingParams
+from finwhale.request import (
+    ExpertIds,
+    FinishReason,
+    Logprob,
+    PromptProgress,
+    RequestTimes,
+    SamplingParams,
+)
 
 # --- Server to engine -----------------------------------------------------------------------------
 
@@ -20,6 +27,7 @@ class Add:
     Attributes:
         grammar_bytes: memory that the grammar takes, as its trial measured.
         saves_first: the answer waits until the prefix store has the prompt.
+        progress: while the prompt is read, deltas without tokens tell how far.
     """
 
     request_id: str
@@ -32,6 +40,7 @@ class Add:
     grammar_bytes: int = 0
     filter: TokenFilter | None = None
     saves_first: bool = False
+    progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +184,7 @@ class Delta:
         finish_reason, stop_reason: as in CompletionOutput.
         error: why the request failed; None if it did not.
         milestone: None, except in the first and the last delta of the continuation.
+        progress: how far the prompt is read, in a delta that has nothing else.
     """
 
     request_id: str
@@ -186,6 +196,7 @@ class Delta:
     stop_reason: str | int | None = None
     error: str | None = None
     milestone: Milestone | None = None
+    progress: PromptProgress | None = None
 
     @property
     def cached_tokens(self) -> int:

@@ -73,6 +73,8 @@ class EngineLoop:
         tokenizer = engine.tokenizer
         self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer)
         self._sent: dict[str, list[_Sent]] = {}
+        # How many tokens of each prompt are told to be read, until its first token.
+        self._reading: dict[str, int] = {}
         self._flushing: list[RequestOutput] = []  # ended requests that the prefix store saves
         self._metrics_due = 0.0
         self._last_metrics: EngineMetrics | None = None
@@ -150,6 +152,7 @@ class EngineLoop:
                 self._grammars.drop(command.request_id)
             self._engine.abort(command.request_id)
             self._sent.pop(command.request_id, None)
+            self._reading.pop(command.request_id, None)
         elif self._grammars is not None and command.params.guide is not None:
             self._grammars.submit(command)
         else:
@@ -181,6 +184,8 @@ class EngineLoop:
             self._send(wire.Refused(command.request_id, str(error), full))
             return
         self._sent[command.request_id] = [_Sent(output) for output in request.outputs]
+        if command.progress:
+            self._reading[command.request_id] = 0
         self._send(wire.Accepted(command.request_id, compile_seconds))
 
     def _step(self) -> None:
@@ -191,7 +196,8 @@ class EngineLoop:
                 touched = self._engine.step()
         with self._engine.lock:
             ready = self._flushed(touched)
-            deltas = [delta for request in ready for delta in self._deltas(request)]
+            deltas = self._progress()
+            deltas += [delta for request in ready for delta in self._deltas(request)]
         metrics = self._due_metrics()
         if deltas or metrics is not None:
             self._send(wire.Step(deltas, metrics))
@@ -207,10 +213,22 @@ class EngineLoop:
             (self._flushing if waits else ready).append(one)
         return ready
 
+    def _progress(self) -> list[wire.Delta]:
+        """How far the prompts are read whose requests want to know it."""
+        deltas = []
+        for request_id, told in list(self._reading.items()):
+            found = self._engine.prompt_progress(request_id)
+            if found is not None and found.processed > told:
+                self._reading[request_id] = found.processed
+                deltas.append(wire.Delta(request_id, 0, [], "", progress=found))
+        return deltas
+
     def _deltas(self, request: RequestOutput) -> list[wire.Delta]:
         sent = self._sent.get(request.request_id)
         if sent is None:
             return []
+        if request.outputs[0].token_ids or request.finished:
+            self._reading.pop(request.request_id, None)
         if request.finished:
             del self._sent[request.request_id]
         deltas = [one.delta(request) for one in sent]

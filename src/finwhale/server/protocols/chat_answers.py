@@ -8,7 +8,7 @@ from typing import Any
 import deepseek_recipe as recipe
 
 from finwhale.chat.output import new_gate
-from finwhale.request import ExpertIds, Logprob
+from finwhale.request import ExpertIds, Logprob, PromptProgress
 from finwhale.server.link.wire import Delta, LogprobTables
 from finwhale.server.observe.logs import RequestLog
 from finwhale.server.protocols.answer_stream import AnswerStream, Events
@@ -177,6 +177,12 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     }
 
 
+def progress_of(progress: PromptProgress) -> dict[str, Any]:
+    """How far a prompt is read, in llama.cpp's form."""
+    counts = {"total": progress.total, "cache": progress.cached, "processed": progress.processed}
+    return {"prompt_progress": {**counts, "time_ms": round(1000 * progress.seconds)}}
+
+
 def _sum(usages: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The usage of n answers to one prompt; the prompt is counted once."""
     if not usages:
@@ -245,15 +251,19 @@ class _Answers:
             Also what `ServerState.generating` raises.
         """
         request, state = self._request, self._state
-        prompts, priority = [request.token_ids], request.body.priority
+        body, prompts = request.body, [request.token_ids]
+        progress = isinstance(body, ChatBody) and body.wants_progress
         async with state.generating(
-            prompts, request.params, self._log, request.stop_after, priority
+            prompts, request.params, self._log, request.stop_after, body.priority, progress
         ) as generation:
             yield -1, []
             if self._log.stream:  # it opens now: the first token may come much later
                 for index in range(request.params.n):
                     yield index, self._new_stream(cached_tokens=0).begin()
             async for delta in generation:
+                if delta.progress is not None:
+                    yield delta.index, [(None, self._progress_chunk(delta.progress))]
+                    continue
                 state.count(self._log, delta)
                 self.routed_experts.add(delta)
                 yield delta.index, self._feed(delta)
@@ -263,6 +273,13 @@ class _Answers:
                     stream is not None and stream.finished for stream in self.streams
                 ):
                     return
+
+    def _progress_chunk(self, progress: PromptProgress) -> str:
+        """A chunk of chat that tells how far the prompt is read."""
+        head = {"id": self._request.answer_id, "object": "chat.completion.chunk"}
+        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+        more = {"model": self._state.model_name, "choices": [choice], **progress_of(progress)}
+        return json.dumps({**head, **more})
 
     def _feed(self, delta: Delta) -> Events:
         stream = self.streams[delta.index]

@@ -17,7 +17,12 @@ from finwhale.server.link.client import Generation
 from finwhale.server.link.wire import Delta, LogprobTables
 from finwhale.server.observe.logs import RequestLog
 from finwhale.server.protocols.answer_formats import completion_format, held_grammar
-from finwhale.server.protocols.chat_answers import RoutedExpertFields, prompt_logprobs, usage_of
+from finwhale.server.protocols.chat_answers import (
+    RoutedExpertFields,
+    progress_of,
+    prompt_logprobs,
+    usage_of,
+)
 from finwhale.server.protocols.json_answer import in_turns, json_pieces
 from finwhale.server.protocols.schemas import CompletionBody
 from finwhale.server.sse import event
@@ -54,7 +59,10 @@ class CompletionJob:
         self, state: ServerState, log: RequestLog
     ) -> AbstractAsyncContextManager[Generation]:
         assert self.params is not None
-        return state.generating(self.prompts, self.params, log, priority=self.body.priority)
+        body = self.body
+        return state.generating(
+            self.prompts, self.params, log, priority=body.priority, progress=body.wants_progress
+        )
 
     @property
     def generates(self) -> bool:
@@ -164,12 +172,14 @@ async def stream(
     head = _head(state, job)
     choices = _choices(state, job)
 
+    def usage(choice: _Choice) -> dict[str, Any]:
+        if job.body.wants_continuous_usage:
+            return {"usage": usage_of(len(choice.prompt), choice.num_tokens)}
+        return {"usage": None} if job.body.wants_usage else {}
+
     def chunk(index: int) -> Iterator[bytes]:
         choice = choices[index]
-        usage: dict[str, Any] = {"usage": None} if job.body.wants_usage else {}
-        if job.body.wants_continuous_usage:
-            usage = {"usage": usage_of(len(choice.prompt), choice.num_tokens)}
-        found = {**head, "choices": [{"index": index, **choice.new()}], **usage}
+        found = {**head, "choices": [{"index": index, **choice.new()}], **usage(choice)}
         if job.body.logprobs is None:
             yield event(json.dumps(found))
         else:
@@ -191,6 +201,12 @@ async def stream(
                 async for piece in chunks(range(len(choices))):
                     yield piece
             async for delta in generation:
+                if delta.progress is not None:
+                    empty = {"text": "", "logprobs": None, "finish_reason": None}
+                    found = {**head, "choices": [{"index": delta.index, **empty}]}
+                    more = {**usage(choices[delta.index]), **progress_of(delta.progress)}
+                    yield event(json.dumps({**found, **more}))
+                    continue
                 state.count(log, delta)
                 due = []
                 if delta.prompt_logprobs is not None:

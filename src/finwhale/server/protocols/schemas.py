@@ -221,7 +221,15 @@ class OpenAIBody(_second_names(_FirstNames)):  # type: ignore[misc]
     return_token_ids: bool | None = described(
         f"{_VLLM}: prompt_token_ids and token_ids in the answer"
     )
+    return_progress: bool | None = described(
+        "extension, as in llama.cpp: a stream tells how far the prompt is read"
+    )
     return_hidden_states: Literal[False] | None = described(_ROUTERS)
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a stream tells how far the prompt is read."""
+        return bool(self.stream and self.return_progress)
 
     @property
     def wants_usage(self) -> bool:

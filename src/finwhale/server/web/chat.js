@@ -115,6 +115,7 @@ export class Chat {
     let saved = begin;
     try {
       const body = {model: await this.model(), messages, stream: true, stream_options: {include_usage: true},
+        return_progress: true,
         ...this.settings.fields()};
       for await (const chunk of chat(body, controller.signal)) {
         if (take(node, chunk)) node.first ??= seconds();
@@ -129,6 +130,7 @@ export class Chat {
       else node.error = error.message;
     }
     node.seconds = seconds();
+    delete node.progress;
     this.runs.delete(conversation.id);
     conversation.record.updated = Date.now();
     this.save(conversation);
@@ -163,6 +165,7 @@ function isAtEnd() {
 function take(node, chunk) {
   let any = false;
   if (chunk.usage) node.usage = chunk.usage;
+  if (chunk.prompt_progress) node.progress = chunk.prompt_progress;
   for (const choice of chunk.choices || []) {
     const delta = choice.delta || {};
     if (delta.reasoning_content) node.reasoning = (node.reasoning || "") + delta.reasoning_content;

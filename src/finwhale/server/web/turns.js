@@ -60,7 +60,8 @@ export class AnswerTurn {
     this.thinking.open = running;
     if (running) {
       this.turn.setAttribute("aria-busy", "true");
-      this.foot.append(element("span", {className: "waiting", textContent: "…", "aria-hidden": "true"}));
+      this.waiting = element("span", {className: "waiting", textContent: "…", "aria-hidden": "true"});
+      this.foot.append(this.waiting);
       this.refresh();
     } else {
       this.finish();
@@ -68,6 +69,7 @@ export class AnswerTurn {
   }
 
   refresh() {
+    this.#showProgress();
     this.#showThought();
     this.markdown.grow(this.node.content);
     this.#showCalls(false);
@@ -86,6 +88,13 @@ export class AnswerTurn {
       button("Regenerate", this.actions.regenerate,
         {className: "quiet regenerate", "aria-label": "Regenerate the answer"}),
       element("span", {className: "usage", textContent: speeds(node)})));
+  }
+
+  /* How far the server has read a prompt that takes several steps. */
+  #showProgress() {
+    const {total, processed} = this.node.progress || {};
+    const reading = processed < total && !this.node.content && !this.node.reasoning;
+    this.waiting.textContent = reading ? `Reading the prompt: ${Math.floor(100 * processed / total)}%` : "…";
   }
 
   /* Appends what is new, so that a long thought stays cheap. */
