@@ -73,7 +73,7 @@ class Transfers(Protocol):
         """Begin to save a record; None: too many others are on their way."""
 
     def saving(self, keys: Collection[bytes]) -> bool:
-        """Whether one of these blocks is still being saved."""
+        """Return whether the save of any of these blocks has not ended yet."""
 
     def advance(self) -> None:
         """Launch the copies that can begin, and note which have ended."""

@@ -73,7 +73,7 @@ class EngineLoop:
         tokenizer = engine.tokenizer
         self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer)
         self._sent: dict[str, list[_Sent]] = {}
-        # How many tokens of each prompt are told to be read, until its first token.
+        # Requests whose clients follow the prefill, with the last number that each was sent.
         self._reading: dict[str, int] = {}
         self._flushing: list[RequestOutput] = []  # ended requests that the prefix store saves
         self._metrics_due = 0.0

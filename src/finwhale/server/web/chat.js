@@ -119,6 +119,7 @@ export class Chat {
         ...this.settings.fields()};
       for await (const chunk of chat(body, controller.signal)) {
         if (take(node, chunk)) node.first ??= seconds();
+        run.progress = chunk.prompt_progress;
         this.#grow(conversation, run);
         if (performance.now() - saved > SAVE_INTERVAL_MS) {
           saved = performance.now();
@@ -130,7 +131,6 @@ export class Chat {
       else node.error = error.message;
     }
     node.seconds = seconds();
-    delete node.progress;
     this.runs.delete(conversation.id);
     conversation.record.updated = Date.now();
     this.save(conversation);
@@ -150,7 +150,7 @@ export class Chat {
       run.drawing = false;
       if (this.conversation !== conversation || this.#run !== run) return;
       const atEnd = isAtEnd();
-      run.turn.refresh();
+      run.turn.refresh(run.progress);
       if (atEnd) $("talk").scrollTop = $("talk").scrollHeight;
     }, 40);
   }
@@ -165,7 +165,6 @@ function isAtEnd() {
 function take(node, chunk) {
   let any = false;
   if (chunk.usage) node.usage = chunk.usage;
-  if (chunk.prompt_progress) node.progress = chunk.prompt_progress;
   for (const choice of chunk.choices || []) {
     const delta = choice.delta || {};
     if (delta.reasoning_content) node.reasoning = (node.reasoning || "") + delta.reasoning_content;

@@ -68,8 +68,11 @@ export class AnswerTurn {
     }
   }
 
-  refresh() {
-    this.#showProgress();
+  /* `progress`: how far the server has read the prompt, while it reads it. */
+  refresh(progress) {
+    const reading = progress && progress.processed < progress.total;
+    const share = reading && Math.floor(100 * progress.processed / progress.total);
+    this.waiting.textContent = reading ? `Reading the prompt: ${share}%` : "…";
     this.#showThought();
     this.markdown.grow(this.node.content);
     this.#showCalls(false);
@@ -88,13 +91,6 @@ export class AnswerTurn {
       button("Regenerate", this.actions.regenerate,
         {className: "quiet regenerate", "aria-label": "Regenerate the answer"}),
       element("span", {className: "usage", textContent: speeds(node)})));
-  }
-
-  /* How far the server has read a prompt that takes several steps. */
-  #showProgress() {
-    const {total, processed} = this.node.progress || {};
-    const reading = processed < total && !this.node.content && !this.node.reasoning;
-    this.waiting.textContent = reading ? `Reading the prompt: ${Math.floor(100 * processed / total)}%` : "…";
   }
 
   /* Appends what is new, so that a long thought stays cheap. */
