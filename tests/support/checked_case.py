@@ -20,6 +20,10 @@ ROUNDED_FLIPS = 0.06
 # one E4M3 step, a tenth of the value, and sums of thousands of values differ by one or two percent
 # of the largest. On an H200, one of the 5.7 million values of 1,400 tokens differed by 0.034.
 HIDDEN_TOLERANCE = 3 * 2.0**-6
+# Kernels round the normalised, rotated query to bfloat16, which moves scores of up to 10. Where two
+# entries share most of the weight, a result can differ by 1% of the largest: on an H200, the worst
+# of all tokens, 0.8%, was reproduced to 0.1% by rounding the query in the reference.
+ATTENTION_TOLERANCE = 3 * 2.0**-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ _MODEL_CHECKS: dict[str, dict[str, Any]] = {
     "sparse_attention": {
         "by_token": (0, 3, 4, 5, 8, 9),
         "written": (8,),
-        "tolerance": 2.0**-7,
+        "tolerance": ATTENTION_TOLERANCE,
         "batch_invariant": False,
     },
     "compress": {"written": (0,), "tolerance": 1e-4, "flips": 0.01},
