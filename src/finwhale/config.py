@@ -41,7 +41,7 @@ class EngineConfig:
     data_parallel_size: int = option(
         1,
         "number of ranks that each serve requests of their own, with their own attention and "
-        "cache, and share the experts. Runs on CPUs only so far, for tests",
+        "cache, and share the experts. On GPUs, it works without drafts; its speed is not known",
     )
     whole_attention: bool | None = option(
         None,

@@ -68,8 +68,8 @@ class Decisions:
         if self.round_activations:
             self.architecture.check_rounding(model_config)
         lanes = config.data_parallel_size > 1
-        if lanes and self.device.type != "cpu":
-            raise FinwhaleError("data_parallel_size runs on CPUs only so far: leave it out")
+        if lanes and self.device.type != "cpu" and config.draft_tokens:
+            raise FinwhaleError("on GPUs, data_parallel_size works without drafts: leave them out")
         self.architecture.rank_config(
             model_config,
             peers.rank.size,
