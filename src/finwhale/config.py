@@ -119,6 +119,14 @@ class EngineConfig:
         "less than 24 GiB, or with --cache-memory-bytes below 4 GiB",
         least=1,
     )
+    target_interval: float | None = option(
+        None,
+        "milliseconds between a request's tokens that steps aim at while prompts are read: a step "
+        "reads as much of the prompts as fits into this time",
+        unset="steps are as large as --max-num-batched-tokens says, for throughput",
+        metavar="MS",
+        above=0,
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "fraction of GPU memory to use for weights, workspace and cache; memory that other "

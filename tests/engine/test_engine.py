@@ -1,5 +1,6 @@
 """The engine's loop: mixed batches, aborts in every phase, failures of one request alone."""
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.step_budget import LEAST_TOKENS
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.start.kv_cache import plan_cache
@@ -61,13 +63,31 @@ def test_a_long_prompt_is_read_in_chunks_beside_running_ones(new_llm: Callable[.
     engine.step()
     assert len(tokens(first)) == 1
     second = engine.add_request("second", prompt(41), GREEDY)
-    # Longer than a step: 5 tokens beside each of the first's. The last 20 and less: up to 14.
-    for made in range(2, 8):
+    # Longer than a step: 7 tokens beside each of the first's. The last 20 and less: up to 14.
+    for made in range(2, 6):
         assert engine.step() == [first]
         assert (len(tokens(first)), len(tokens(second))) == (made, 0)
     assert engine.step() == [first, second]
     run(engine)
     assert tokens(second) == alone(llm, prompt(41))
+
+
+def test_a_target_interval_makes_steps_small(new_llm: Callable[..., LLM]) -> None:
+    """No step keeps this target, so beside a stream each reads the least."""
+    llm = new_llm(max_num_batched_tokens=512, target_interval=0.001)
+    engine = llm._engine
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine.add_request("stream", prompt(5), params)
+    engine.step()
+    ids = prompt(400)
+    second = engine.add_request("second", ids, SamplingParams(temperature=0, max_tokens=4))
+    read = [0]
+    while not tokens(second):
+        engine.step()
+        read.append(engine.lanes[0].scheduler.running[-1].num_computed)
+    assert max(b - a for a, b in itertools.pairwise(read)) == LEAST_TOKENS
+    run(engine)
+    assert tokens(second) == alone(llm, ids)[:4]
 
 
 def test_more_requests_than_fit_in_memory_take_turns(new_llm: Callable[..., LLM]) -> None:

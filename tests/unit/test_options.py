@@ -53,6 +53,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "max_model_len": (["--max-model-len", "100"], 100),
     "max_num_seqs": (["--max-num-seqs", "3"], 3),
     "max_num_batched_tokens": (["--max-num-batched-tokens", "300"], 300),
+    "target_interval": (["--target-interval", "40"], 40.0),
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "cache_memory_bytes": (["--cache-memory-bytes", "1000"], 1000),
     "enable_prefix_caching": (["--no-prefix-caching"], False),

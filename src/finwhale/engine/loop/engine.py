@@ -92,13 +92,14 @@ class Engine:
         self._can_step.set()
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
+        self._collected = 0.0
         self._process = os.getpid()
         # One salt for all lanes, so that a prompt has the same keys in each.
         self._salt = config.prefix_salt or secrets.token_hex()
         self.begin(*(self._new_scheduler() for _ in lane_executors(executor)))
 
     def _new_scheduler(self) -> Scheduler:
-        config, rank = self.config, self.executor.description
+        config, rank, target = self.config, self.executor.description, self.config.target_interval
         return Scheduler(
             PageManager(rank.groups, rank.num_pages),
             sizes=rank.sizes,
@@ -106,6 +107,7 @@ class Engine:
             prefix_salt=self._salt,
             max_model_len=rank.max_model_len,
             draft_block_tokens=self.model_config.draft_block_tokens,
+            target_seconds=None if target is None else target / 1000,
         )
 
     def begin(self, *schedulers: Scheduler) -> None:
@@ -285,7 +287,8 @@ class Engine:
         """
         self._can_step.wait(CANNOT_STEP_WAIT_S)
         with self.lock, self._watchdog:
-            began = time.monotonic()
+            # On a GPU, the step in flight began when the one before it ended.
+            began = self._collected if self._loop.in_flight else time.monotonic()
             self.check_usable()
             if self.stops:
                 return self._take_touched()
@@ -297,9 +300,9 @@ class Engine:
             if self._loop.in_flight:
                 parts = self._loop.in_flight[0]
                 touched += self._collect()
-                seconds = time.monotonic() - began
+                self._collected = time.monotonic()
                 for lane, part in parts:
-                    lane.scheduler.admission.record_step(part.planned, seconds)
+                    lane.scheduler.record_step(part.planned, self._collected - began)
                 return touched
             moves = any(lane.scheduler.admission.moves_prefixes for lane in self.lanes)
         if moves and not touched:

@@ -1,12 +1,12 @@
 """Decides which waiting sequence starts next, and when it has enough pages. No torch."""
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import count
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
-from finwhale.engine.plan.sequences import Chunk, SequenceState
+from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.plan.stored_prefixes import Load, StoredPrefixes
 
@@ -128,11 +128,6 @@ class Admission:
         """Continue the loads. When a load has ended, its followers return to the queue."""
         if self.stored is not None:
             self._release_loads(self.stored.advance())
-
-    def record_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Record how long a step took, which says whether loads are faster."""
-        if self.stored is not None:
-            self.stored.speed.record(chunks, seconds)
 
     def cancel_loads(self) -> None:
         """Let no load add blocks to the cache any more."""

@@ -1,10 +1,11 @@
 """Decides which sequences run in the next step. Pure Python: no torch.
 
 Each step has one budget of tokens. It goes first to the next token of every running sequence, then
-to prefill, in order of priority and arrival. A sequence is admitted when there are pages for all
-its tokens so far (admission.py). If there are no pages left for its output later, the scheduler
-preempts the last sequence in order. That sequence frees its pages, waits, and is prefilled again;
-the prefix cache often still has its blocks.
+to prefill, in order of priority and arrival. Beside decodes, prompts have a budget of their own
+(step_budget.py), and one that is longer than a step leaves half of it to others. A sequence is
+admitted when there are pages for all its tokens so far (admission.py). If there are no pages left
+for its output later, the scheduler preempts the last sequence in order. That sequence frees its
+pages, waits, and is prefilled again; the prefix cache often still has its blocks.
 """
 
 import sys
@@ -18,14 +19,8 @@ from finwhale.engine.plan.draft_rules import DraftRules
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
 from finwhale.engine.plan.sequences import Chunk, SequenceState
+from finwhale.engine.plan.step_budget import LEAST_TOKENS, StepBudget, growth
 from finwhale.engine.plan.step_sizes import StepSizes
-
-# Share of a step with decodes for a prompt that needs several steps, while any other sequence
-# prefills or decodes. The share shrinks as the prompt's context grows, because a chunk at
-# DOUBLE_COST tokens takes twice as long; it never falls below FEWEST_LONG tokens.
-LONG_SHARE = (1, 3)
-DOUBLE_COST = 65536
-FEWEST_LONG = 32
 
 
 @dataclass(slots=True)
@@ -46,8 +41,10 @@ class Scheduler:
         prefix_salt: salt of the blocks' keys (PrefixIndex).
         max_model_len: the most tokens of a sequence, drafts included.
         draft_block_tokens: ModelConfig.draft_block_tokens.
+        target_seconds: of the budget.
 
     Attributes:
+        budget: the budget of prompts beside decodes.
         admission: the waiting sequences.
         drafting: the rules for drafts.
         holds_prompts: no prompt begins or continues (prefill_turns.py).
@@ -64,10 +61,11 @@ class Scheduler:
         prefix_salt: str | None = None,
         max_model_len: int = sys.maxsize,
         draft_block_tokens: int = 0,
+        target_seconds: float | None = None,
     ) -> None:
         self.pages = pages
         self.sizes = sizes
-        self.long_tokens = max(1, sizes.mixed_tokens * LONG_SHARE[0] // LONG_SHARE[1])
+        self.budget = StepBudget(sizes, target_seconds)
         self.running: list[SequenceState] = []
         self.holds_prompts = False
         self.counts = SchedulerCounts()
@@ -118,18 +116,17 @@ class Scheduler:
         if decodes:
             self.drafting.add_to_decodes(chunks, budget - len(chunks))
             taken = sum(chunk.end - chunk.start for chunk in chunks)
-            mixed = max(self.sizes.mixed_tokens - taken, self.long_tokens)
-            budget = min(budget - taken, mixed)
+            budget = min(budget - taken, self.budget.beside(len(chunks), taken))
         if self.holds_prompts:
             budget = 0
         prefilling = [s for s in prefilling if s.running]
         long = [s for s in prefilling if self._is_long(s)]
         # Leave at least half of the budget to short prompts.
-        share = max(1, min(self.long_tokens, budget // 2))
+        share = max(1, min(self.budget.long_tokens, budget // 2))
         kept = share if long else 0
         for sequence in prefilling:
             if sequence not in long:
-                budget -= self._prefill(sequence, budget - kept, chunks)
+                budget -= self._prefill(sequence, budget - kept, chunks, decodes)
         while budget > kept and len(self.running) < self.sizes.num_seqs:
             # A sequence that was just preempted must not take its pages again.
             found = self.admission.admit() if self.counts.preemptions == preempted else None
@@ -140,12 +137,12 @@ class Scheduler:
                 long.append(admitted)
                 kept = share
             else:
-                budget -= self._prefill(admitted, budget - kept, chunks)
+                budget -= self._prefill(admitted, budget - kept, chunks, decodes)
         if long:
             turn = min(long, key=in_order)
-            least = min(FEWEST_LONG, kept)
-            part = max(least, kept * DOUBLE_COST // (DOUBLE_COST + turn.num_computed))
-            self._prefill(turn, min(budget, part) if decodes else budget, chunks)
+            if decodes:
+                budget = max(kept, self.budget.of_long_prompt(budget))
+            self._prefill(turn, budget, chunks, decodes)
         self.drafting.add_proposals(chunks)
         return chunks
 
@@ -165,14 +162,28 @@ class Scheduler:
     def _is_long(self, sequence: SequenceState) -> bool:
         return sequence.remaining > self.sizes.num_tokens
 
-    def _prefill(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
-        """Add the longest chunk of a prompt that fits the budget; returns its number of tokens."""
+    def _prefill(
+        self, sequence: SequenceState, budget: int, chunks: list[Chunk], decodes: bool = False
+    ) -> int:
+        """Add the longest chunk of a prompt that fits the budget; returns what it takes of it.
+
+        Args:
+            decodes: sequences decode in the step, so a token counts the time that it takes.
+        """
         start = sequence.num_computed
-        end = start + min(sequence.remaining, budget)
+        weight = growth(start) if decodes else 1.0
+        most = max(round(budget / weight), min(budget, LEAST_TOKENS))
+        end = start + min(sequence.remaining, most)
         if end <= start or not sequence.running or not self._make_room(sequence, end, chunks):
             return 0
         chunks.append(Chunk(sequence, start, end))
-        return end - start
+        return round((end - start) * weight)
+
+    def record_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Record how long a step took."""
+        self.budget.record(chunks, seconds)
+        if self.admission.stored is not None:
+            self.admission.stored.speed.record(chunks, seconds)
 
     def _make_room(self, sequence: SequenceState, end: int, chunks: list[Chunk]) -> bool:
         """Allocate the pages for tokens up to `end`; preempts other sequences if necessary.

@@ -150,7 +150,7 @@ class StoreSpeed:
     def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Record how long a step took, if most of its tokens are of prompts."""
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        if sum(c.end - c.start for c in chunks if c.decodes) < tokens / 2:
+        if sum(c.end - c.start for c in chunks if c.known == c.start + 1) < tokens / 2:
             self.tokens += tokens
             self.seconds += seconds
 
