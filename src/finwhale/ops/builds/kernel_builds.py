@@ -177,14 +177,9 @@ class KernelBuilds(Builds):
         return nullcontext() if self._deepgemm is None else self._deepgemm.collecting()
 
     def _new_pool(self, num_jobs: int = MAX_WORKERS) -> Pool:
-        target = driver.active.get_current_target()
         first = {
             "cache": str(self._artefacts.folder("triton")),
-            "target": {
-                "backend": target.backend,
-                "arch": target.arch,
-                "warp_size": target.warp_size,
-            },
+            "target": asdict(driver.active.get_current_target()),
             "modules": ["torch", f"finwhale.ops.tables.{self._table}"],
         }
         return Pool(
