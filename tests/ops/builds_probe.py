@@ -312,7 +312,6 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         load_all(variants)
         found = {
             "errors": [a["error"] for a in answers if "error" in a],
-            "loaded": counter.total,
             "compiled": counter.compiled,
             "damaged by moving": moved,
         }

@@ -187,7 +187,8 @@ class KernelBuilds(Builds):
         )
 
     def _num_gemms(self) -> int:
-        return self._deepgemm.num_built() if self._deepgemm is not None else 0
+        """Number of kernels in DeepGEMM's cache."""
+        return len(list(self._deepgemm.folder.iterdir())) if self._deepgemm is not None else 0
 
     def _new_gemm_pool(self, num_jobs: int) -> Pool | None:
         if self._deepgemm is None:
