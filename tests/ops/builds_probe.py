@@ -289,7 +289,7 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
     """Compile in workers, load from their cache after a move, and load again after damage."""
     with tempfile.TemporaryDirectory() as directory:
         artefacts = Artefacts(f"{directory}/made", {"device": "none"})
-        cache = artefacts.folder("triton")
+        cache = artefacts.path / "triton"
         first = {
             "cache": str(cache),
             "target": {"backend": "cuda", "arch": 90, "warp_size": 32},
@@ -305,7 +305,7 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         Path(directory, "made").rename(Path(directory, "moved"))
         artefacts = Artefacts(f"{directory}/moved", {"device": "none"})
         moved = artefacts.check()
-        cache = artefacts.folder("triton")
+        cache = artefacts.path / "triton"
         triton_cache.use_folder(str(cache))
         counter = Counter()
         artefacts.mark_complete("this")

@@ -55,11 +55,11 @@ class KernelBuilds(Builds):
             directory or default_directory(), _versions(platform, device_index)
         )
         self._artefacts.check()
-        triton_cache.use_folder(str(self._artefacts.folder("triton")))
+        triton_cache.use_folder(str(self._artefacts.path / "triton"))
         self._counter = Counter()
         self._deepgemm: deepgemm_builds.DeepGemmKernels | None = None
         if HAS_DEEPGEMM and self._table == "nvidia_sm90":
-            self._deepgemm = deepgemm_builds.of_process(self._artefacts.folder("deepgemm/cache"))
+            self._deepgemm = deepgemm_builds.of_process(self._artefacts.path / "deepgemm/cache")
         self._pool: Pool | None = None
         self._begun: set[str] = set()  # names of the kernels that `begin` built
         self._compiled = 0  # by `begin`
@@ -178,7 +178,7 @@ class KernelBuilds(Builds):
 
     def _new_pool(self, num_jobs: int = MAX_WORKERS) -> Pool:
         first = {
-            "cache": str(self._artefacts.folder("triton")),
+            "cache": str(self._artefacts.path / "triton"),
             "target": asdict(driver.active.get_current_target()),
             "modules": ["torch", f"finwhale.ops.tables.{self._table}"],
         }
