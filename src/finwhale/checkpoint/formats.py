@@ -25,10 +25,6 @@ E8M0_NAN = 255
 _SLICE_ELEMENTS = 1 << 24
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 # --- E8M0 ---------------------------------------------------------------------------------------
 
 
@@ -114,7 +110,7 @@ def _reciprocal(raw: Tensor) -> Tensor:
 def fp8_scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """The shape of the scales of an FP8 weight [out, in]."""
     rows, columns = shape
-    return ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK)
+    return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
 
 
 def quantise_fp8_block(
@@ -142,7 +138,7 @@ def quantise_fp8_block(
         part = weight[start:stop].to(torch.float32, copy=True)
         amax = _block_amax(part)
         _check_finite(amax)
-        blocks = slice(start // FP8_BLOCK, ceil_div(stop, FP8_BLOCK))
+        blocks = slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK))
         if scale_dtype == torch.float32:
             smallest = torch.finfo(torch.float32).tiny
             scale[blocks] = torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp_min(smallest))
@@ -163,7 +159,7 @@ def dequantise_fp8_block(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
     out = torch.empty(rows, columns, dtype=dtype, device=data.device)
     for start, stop in row_slices(rows, columns, FP8_BLOCK):
         part = data[start:stop].float()
-        _multiply_blocks(part, factors[start // FP8_BLOCK : ceil_div(stop, FP8_BLOCK)])
+        _multiply_blocks(part, factors[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
         out[start:stop] = part
     return out
 
