@@ -23,6 +23,7 @@ import torch
 
 from finwhale import SamplingParams
 from finwhale.config import EngineConfig
+from finwhale.distributed.rank import Rank
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.presets import published
@@ -48,7 +49,7 @@ class Kernel:
 
 def captured_steps(ranks: int, layers: int, drafts: int, context: int) -> dict[str, Any]:
     """The CUDA graphs of a step, ready to be replayed at a context of about `context` tokens."""
-    config = rank_config(published("flash-0731").with_layers(layers), ranks)
+    config = rank_config(published("flash-0731").with_layers(layers), Rank(0, ranks))
     options = EngineConfig(
         device="cuda",
         draft_tokens=drafts,

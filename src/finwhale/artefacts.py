@@ -23,8 +23,8 @@ from finwhale.errors import ResourceError
 
 logger = logging.getLogger(__name__)
 
-# Folders of the compilers, and the depth at which each artefact is one folder.
-KINDS = {"triton": 1, "deepgemm/cache": 1}
+# Folders of the compilers, in which each artefact is one folder.
+KINDS = ("triton", "deepgemm/cache")
 # Suffixes of the files that a process reads; their checksums cover every byte.
 CHECKED = (".cubin", ".hsaco", ".json", ".so", ".cu")
 SEALS = "seals.json"
@@ -119,7 +119,7 @@ class Artefacts:
     """The folder of one combination of device and versions.
 
     Attributes:
-        path: the folder.
+        path: the folder; each compiler stores its artefacts in a folder of KINDS in it.
         writable: whether this process may write to it.
 
     Args:
@@ -144,10 +144,6 @@ class Artefacts:
                 "choose another (--cache-dir)"
             ) from error
         self.writable = os.access(self.path, os.W_OK)
-
-    def folder(self, kind: str) -> Path:
-        """The folder in which a compiler stores its artefacts."""
-        return self.path / kind
 
     # --- Marks ------------------------------------------------------------------------------------
 

@@ -374,7 +374,7 @@ def test_building_kernels_waits_for_no_rank(path: Path) -> None:
     largest = StepLimits(num_tokens=8, num_seqs=2, max_len=300, draft_kinds=((2, 1),))
     widths: set[int] = set()
     own = replace(runner.ops, sample=lambda logits, batch: widths.add(logits.shape[1]))
-    LaunchEnumerator(runner.model, runner.groups, own, runner.cache, largest, eager=True)()
+    LaunchEnumerator(runner.model, runner.groups, own, runner.cache, largest)()
     assert widths == {VOCAB}
     with pytest.raises(AssertionError, match="for ever"):
         streams = torch.zeros(1, *runner.model.residual_shape)
@@ -407,7 +407,7 @@ def test_kernels_are_built_for_whole_rows_and_for_parts(path: Path) -> None:
         one = collectives.rank.size == 1
         model.sample = sample if one else SampleFromParts(own, model.ranks, model.vocab_part.start)
         largest = StepLimits(num_tokens=8, num_seqs=3, max_len=300)
-        LaunchEnumerator(model, runner.groups, own, runner.cache, largest, eager=True)()
+        LaunchEnumerator(model, runner.groups, own, runner.cache, largest)()
         return whole, parts, merged
 
     one_rank, no_parts, _ = calls(Alone())

@@ -339,9 +339,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
         verify_graphs=sizes,
         draft_kinds=kinds,
     )
-    built = LaunchEnumerator(
-        runner.model, runner.groups, runner.ops, runner.cache, largest, eager=False
-    )
+    built = LaunchEnumerator(runner.model, runner.groups, runner.ops, runner.cache, largest)
     steps = new_verification_steps(runner, largest, None)
     real = [steps._inputs(size, size * width, 300).tokens for size in sizes for width, _ in kinds]
     wanted = {(len(tokens.positions), tokens.max_query) for tokens in real}
@@ -368,9 +366,7 @@ def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) 
     LargestSteps.alone(runner.model, runner.groups, runner.ops).run(largest)
     assert set(blocks) == {(4, 294)}  # its last row is the context's last
     blocks.clear()
-    LaunchEnumerator(
-        runner.model, runner.groups, runner.ops, runner.cache, largest, eager=True
-    )._call_all()
+    LaunchEnumerator(runner.model, runner.groups, runner.ops, runner.cache, largest)._call_all()
     assert {count for count, _ in blocks} >= {1, 4}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.support.tensors import read_tensor
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
@@ -78,7 +79,7 @@ def first_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     ignored = tuple(architecture_of(engine.model_config).ignored_prefixes(engine.model_config))
     for name in checkpoint.tensors:
         if not name.startswith(ignored):
-            yield name, checkpoint.read(name)
+            yield name, read_tensor(checkpoint, name)
 
 
 def free_bytes() -> int:

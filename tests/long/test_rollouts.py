@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.engine.trainers import described, free_port
 from tests.engine.weights import bits_of, in_one_buffer
+from tests.support.tensors import read_tensor
 from tests.support.tiny import (
     divisible_config,
     random_weights,
@@ -187,7 +188,7 @@ def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:
         names = sorted(new.tensors, key=lambda name: name[::-1])
         for some in (False, True):
             staged = StagedWeights(model, form, partial=some)
-            staged.add((name, new.read(name)) for name in names)
+            staged.add((name, read_tensor(new, name)) for name in names)
             staged.prepare()
             staged.commit()
             for ours, theirs in zip(tensors_of(running), tensors_of(fresh), strict=True):
@@ -195,10 +196,10 @@ def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:
         staged = StagedWeights(model, form, partial=True)
         name = next(n for n in names if n.endswith("wq_a.weight"))
         with pytest.raises(CheckpointError, match=r"stored as bf16.*fp8_block"):
-            staged.add([(name, new.read(name).to(torch.bfloat16))])
+            staged.add([(name, read_tensor(new, name).to(torch.bfloat16))])
         staged = StagedWeights(model, form, partial=True)
         name = next(n for n in names if n.endswith(".scale"))
-        staged.add([(name, new.read(name))])
+        staged.add([(name, read_tensor(new, name))])
         with pytest.raises(CheckpointError, match="without"):
             staged.prepare()
 

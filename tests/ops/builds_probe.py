@@ -162,7 +162,7 @@ class Sample(LaunchEnumerator):
             yield n, min(n, 8), [(length(), min(n, 8))]
         for n in self.largest.decode_graphs:
             yield n, 1, [(self.largest.max_len, 1)]
-        for n in range(1, self.largest.num_seqs + 1) if self.eager else ():
+        for n in range(1, self.largest.num_seqs + 1) if not self.largest.captures_decodes else ():
             yield n, 1, [(length(), 1) for _ in range(8)]
 
 
@@ -289,7 +289,7 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
     """Compile in workers, load from their cache after a move, and load again after damage."""
     with tempfile.TemporaryDirectory() as directory:
         artefacts = Artefacts(f"{directory}/made", {"device": "none"})
-        cache = artefacts.folder("triton")
+        cache = artefacts.path / "triton"
         first = {
             "cache": str(cache),
             "target": {"backend": "cuda", "arch": 90, "warp_size": 32},
@@ -305,14 +305,13 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         Path(directory, "made").rename(Path(directory, "moved"))
         artefacts = Artefacts(f"{directory}/moved", {"device": "none"})
         moved = artefacts.check()
-        cache = artefacts.folder("triton")
+        cache = artefacts.path / "triton"
         triton_cache.use_folder(str(cache))
         counter = Counter()
         artefacts.mark_complete("this")
         load_all(variants)
         found = {
             "errors": [a["error"] for a in answers if "error" in a],
-            "loaded": counter.total,
             "compiled": counter.compiled,
             "damaged by moving": moved,
         }
@@ -467,7 +466,7 @@ def new_model(config: DeepseekV4Config, round_wo_a: bool, rank: Rank = ALONE) ->
 
 
 def without_weights(
-    config: DeepseekV4Config, round_wo_a: bool, largest: StepLimits, *, eager: bool
+    config: DeepseekV4Config, round_wo_a: bool, largest: StepLimits
 ) -> set[tuple[str, str]]:
     """The launches of a model whose tensors have no memory, as `Builds.begin` gets them."""
 
@@ -479,7 +478,7 @@ def without_weights(
         model = DeepseekV4(config, OPS, weights, round_activations=True, max_positions=40000)
         groups = cache_spec(config)
         cache = LargestSteps.alone(model, groups, OPS).cache
-        LaunchEnumerator(model, groups, OPS, cache, largest, eager=eager)()
+        LaunchEnumerator(model, groups, OPS, cache, largest)()
 
     return names(collect(launch_all))
 
@@ -492,8 +491,8 @@ def compare_drafting_launches(config: DeepseekV4Config, max_len: int) -> dict[st
     model, groups = new_model(config, True), cache_spec(config)
     cache = LargestSteps.alone(model, groups, OPS).cache
     largest = replace(DRAFTING, max_len=max_len)
-    run = LaunchEnumerator(model, groups, OPS, cache, largest, eager=False)
-    every = collect(DraftingSample(model, groups, OPS, cache, largest, eager=False))
+    run = LaunchEnumerator(model, groups, OPS, cache, largest)
+    every = collect(DraftingSample(model, groups, OPS, cache, largest))
     steps = VerificationSteps(
         model,
         cache,
@@ -521,9 +520,7 @@ def compare_drafting_launches(config: DeepseekV4Config, max_len: int) -> dict[st
     walked = names(collect(run))
     return {
         "missing": sorted(names(every) - walked)[:5],
-        "missing without weights": sorted(
-            walked - without_weights(config, True, largest, eager=False)
-        )[:5],
+        "missing without weights": sorted(walked - without_weights(config, True, largest))[:5],
         "other verifications": [
             query for query in range(5, 9) if verification(query) != verification(4)
         ],
@@ -543,7 +540,7 @@ def compare_divided_launches() -> list[tuple[str, str]]:
         model = new_model(config, True, Rank(index, 2, whole_attention=True))
         groups = cache_spec(config)
         cache = LargestSteps.alone(model, groups, OPS).cache
-        found.append(names(collect(run(model, groups, OPS, cache, largest, eager=False))))
+        found.append(names(collect(run(model, groups, OPS, cache, largest))))
     walked, every = found
     assert len(every) > 20
     return sorted(every - walked)
@@ -556,7 +553,7 @@ def compare_lane_launches() -> list[tuple[str, str]]:
     groups = cache_spec(model.config)
     cache = LargestSteps.alone(model, groups, OPS).cache
     walked, every = (
-        names(collect(run(model, groups, OPS, cache, EAGER, eager=True)))
+        names(collect(run(model, groups, OPS, cache, EAGER)))
         for run in (LaunchEnumerator, LaneSample)
     )
     assert len(every) > 20
@@ -571,15 +568,15 @@ def compare_launches(
     model = new_model(config, round_wo_a)
     groups = cache_spec(config)
     cache = LargestSteps.alone(model, groups, OPS).cache
-    walked = collect(LaunchEnumerator(model, groups, OPS, cache, LARGEST, eager=False))
-    every = collect(sample(model, groups, OPS, cache, LARGEST, eager=False))
+    walked = collect(LaunchEnumerator(model, groups, OPS, cache, LARGEST))
+    every = collect(sample(model, groups, OPS, cache, LARGEST))
     missing = names(every) - names(walked)
-    missing |= names(collect(sample(model, groups, OPS, cache, ALL_CAPTURED, eager=False))) - names(
-        collect(LaunchEnumerator(model, groups, OPS, cache, ALL_CAPTURED, eager=False))
+    missing |= names(collect(sample(model, groups, OPS, cache, ALL_CAPTURED))) - names(
+        collect(LaunchEnumerator(model, groups, OPS, cache, ALL_CAPTURED))
     )
 
-    missing |= names(collect(sample(model, groups, OPS, cache, EAGER, eager=True))) - names(
-        collect(LaunchEnumerator(model, groups, OPS, cache, EAGER, eager=True))
+    missing |= names(collect(sample(model, groups, OPS, cache, EAGER))) - names(
+        collect(LaunchEnumerator(model, groups, OPS, cache, EAGER))
     )
 
     def choices() -> None:
@@ -597,7 +594,7 @@ def compare_launches(
         "every": len(every),
         "missing": sorted(missing)[:5],
         "missing without weights": sorted(
-            names(walked) - without_weights(config, round_wo_a, LARGEST, eager=False)
+            names(walked) - without_weights(config, round_wo_a, LARGEST)
         )[:5],
     }
     return walked, report

@@ -86,7 +86,7 @@ def launch_all() -> None:
     model = DeepseekV4(config, ops, weights, round_activations=True, max_positions=2**20)
     groups = cache_spec(config)
     cache = LargestSteps.alone(model, groups, ops).cache
-    LaunchEnumerator(model, groups, ops, cache, LIMITS, eager=True)()
+    LaunchEnumerator(model, groups, ops, cache, LIMITS)()
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The tensors of a small checkpoint, all at once."""
+"""The tensors of a small checkpoint: all at once, or one."""
 
 from pathlib import Path
 
@@ -12,3 +12,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     checkpoint = Checkpoint.open(path)
     with checkpoint.reader() as reader:
         return {name: reader.read(name) for name in checkpoint.tensors}
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor by its official name, memory-mapped (copy on write)."""
+    with checkpoint.reader() as reader:
+        return reader.read(name)

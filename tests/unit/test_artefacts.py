@@ -25,7 +25,7 @@ def elf(sections: int = 64, size: int = 200) -> bytes:
 
 
 def add_triton(cache: Artefacts, name: str) -> Path:
-    entry = cache.folder("triton") / name
+    entry = cache.path / "triton" / name
     entry.mkdir()
     (entry / "k.cubin").write_bytes(elf())
     (entry / "k.json").write_text('{"name": "k"}')
@@ -35,7 +35,7 @@ def add_triton(cache: Artefacts, name: str) -> Path:
 
 
 def add_deepgemm(cache: Artefacts, name: str) -> Path:
-    entry = cache.folder("deepgemm/cache") / name
+    entry = cache.path / "deepgemm/cache" / name
     entry.mkdir()
     (entry / "kernel.cu").write_text("code")
     (entry / "kernel.cubin").write_bytes(elf())
@@ -199,7 +199,7 @@ def test_damaged_checksums_are_made_again(cache: Artefacts) -> None:
 
 def test_what_another_process_is_at_stays(cache: Artefacts) -> None:
     """Triton makes a folder first, then each file in one piece, then the list of them."""
-    entry = cache.folder("triton") / "A"
+    entry = cache.path / "triton" / "A"
     entry.mkdir()
     (entry / "tmp.pid_1_x").mkdir()
     (entry / "k.cubin").write_bytes(elf())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.official_config import config_json
+from tests.support.tensors import read_tensor
 from tests.support.tiny import tiny_config
 from torch import Tensor
 
@@ -74,20 +75,26 @@ def test_written_checkpoint_reads_back(tmp_path: Path, max_shard_bytes: int) -> 
     values = write(tmp_path, max_shard_bytes)
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.config == CONFIG
-    assert checkpoint.read("layers.0.ffn.gate.tid2eid").equal(values["layers.0.ffn.gate.tid2eid"])
-    assert checkpoint.read("norm.weight").equal(values["norm.weight"].bfloat16())
-    assert checkpoint.read("layers.0.attn.attn_sink").equal(values["layers.0.attn.attn_sink"])
+    assert read_tensor(checkpoint, "layers.0.ffn.gate.tid2eid").equal(
+        values["layers.0.ffn.gate.tid2eid"]
+    )
+    assert read_tensor(checkpoint, "norm.weight").equal(values["norm.weight"].bfloat16())
+    assert read_tensor(checkpoint, "layers.0.attn.attn_sink").equal(
+        values["layers.0.attn.attn_sink"]
+    )
 
     weight = values["layers.0.attn.wq_a.weight"]
-    data, scale = (checkpoint.read(f"layers.0.attn.wq_a.{part}") for part in ("weight", "scale"))
+    data, scale = (
+        read_tensor(checkpoint, f"layers.0.attn.wq_a.{part}") for part in ("weight", "scale")
+    )
     assert data.dtype == torch.float8_e4m3fn and scale.dtype == torch.float8_e8m0fnu
     factor = scale.float()[:, 0].repeat_interleave(128)[:130, None]
     codes = (weight / factor).to(torch.float8_e4m3fn)
     assert codes.view(torch.uint8).equal(data.view(torch.uint8))
     assert dequantise_fp8_block(data, scale, torch.float32).equal(codes.float() * factor)
 
-    packed = checkpoint.read("layers.0.ffn.experts.0.w1.weight")
-    scale = checkpoint.read("layers.0.ffn.experts.0.w1.scale")
+    packed = read_tensor(checkpoint, "layers.0.ffn.experts.0.w1.weight")
+    scale = read_tensor(checkpoint, "layers.0.ffn.experts.0.w1.scale")
     assert packed.dtype == torch.int8 and packed.shape == (32, 32) and scale.shape == (32, 2)
     error = (
         dequantise_fp4(packed, scale, torch.float32) - values["layers.0.ffn.experts.0.w1.weight"]
@@ -124,19 +131,19 @@ def test_plain_and_float32_scale_options(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "f32", {}, values.items(), SPECS, plain_dtype=torch.float32)
     checkpoint = Checkpoint.open(tmp_path / "f32")
     assert set(checkpoint.tensors) == set(values)
-    assert all(checkpoint.read(name).equal(value) for name, value in values.items())
+    assert all(read_tensor(checkpoint, name).equal(value) for name, value in values.items())
     specs = {n: s for n, s in SPECS.items() if s.storage == "fp8_block"}
     one = {n: values[n] for n in specs}
     write_checkpoint(tmp_path / "base", {}, one.items(), specs, scale_dtype=torch.float32)
-    scale = Checkpoint.open(tmp_path / "base").read("layers.0.attn.wq_a.scale")
+    scale = read_tensor(Checkpoint.open(tmp_path / "base"), "layers.0.attn.wq_a.scale")
     assert scale.dtype == torch.float32
     assert scale[0, 0] == values["layers.0.attn.wq_a.weight"][:128].abs().max() / 448
 
 
 def test_reading_never_changes_the_file(tmp_path: Path) -> None:
     values = write(tmp_path)
-    Checkpoint.open(tmp_path).read("layers.0.attn.attn_sink").zero_()
-    again = Checkpoint.open(tmp_path).read("layers.0.attn.attn_sink")
+    read_tensor(Checkpoint.open(tmp_path), "layers.0.attn.attn_sink").zero_()
+    again = read_tensor(Checkpoint.open(tmp_path), "layers.0.attn.attn_sink")
     assert again.equal(values["layers.0.attn.attn_sink"])
 
 
@@ -144,7 +151,7 @@ def test_slices_of_one_tensor_are_written_apart(tmp_path: Path) -> None:
     specs = {n: WeightSpec(n, (2,), "f32") for n in ("a", "b")}
     both = torch.arange(4.0)
     write_checkpoint(tmp_path, {}, [("a", both[:2]), ("b", both[2:])], specs)
-    assert Checkpoint.open(tmp_path).read("b").tolist() == [2.0, 3.0]
+    assert read_tensor(Checkpoint.open(tmp_path), "b").tolist() == [2.0, 3.0]
 
 
 # --- Names ---
@@ -169,9 +176,9 @@ def test_stacked_experts_appear_one_by_one(tmp_path: Path) -> None:
     assert len(checkpoint.tensors) == 9
     assert checkpoint.total_bytes == gate_up.nbytes + down.nbytes
     for e in range(3):
-        assert checkpoint.read(f"layers.0.ffn.experts.{e}.w1.weight").equal(gate_up[e, :4])
-        assert checkpoint.read(f"layers.0.ffn.experts.{e}.w3.weight").equal(gate_up[e, 4:])
-        assert checkpoint.read(f"layers.0.ffn.experts.{e}.w2.weight").equal(down[e])
+        assert read_tensor(checkpoint, f"layers.0.ffn.experts.{e}.w1.weight").equal(gate_up[e, :4])
+        assert read_tensor(checkpoint, f"layers.0.ffn.experts.{e}.w3.weight").equal(gate_up[e, 4:])
+        assert read_tensor(checkpoint, f"layers.0.ffn.experts.{e}.w2.weight").equal(down[e])
 
 
 # --- Faults of a directory ---
@@ -226,9 +233,9 @@ def test_a_shard_that_goes_away_after_opening(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"cannot read norm.weight from model.safetensors"):
-        checkpoint.read("norm.weight")
+        read_tensor(checkpoint, "norm.weight")
     with pytest.raises(CheckpointError, match="has no tensor nope"):
-        checkpoint.read("nope")
+        read_tensor(checkpoint, "nope")
 
 
 def test_missing_shard(tmp_path: Path) -> None:
@@ -338,7 +345,7 @@ def test_two_checkpoints_share_a_file_of_the_directory_beside_them(tmp_path: Pat
     names = {"x": "../first/base.safetensors", "y": "head.safetensors"}
     index.write_text(json.dumps({"weight_map": names}))
     second = Checkpoint.open(tmp_path / "second")
-    assert torch.equal(second.read("x"), x) and torch.equal(second.read("y"), other)
+    assert torch.equal(read_tensor(second, "x"), x) and torch.equal(read_tensor(second, "y"), other)
     (tmp_path / "first/base.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks 1 of 2 files.*\.\./first/base"):
         Checkpoint.open(tmp_path / "second")

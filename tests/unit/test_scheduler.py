@@ -16,6 +16,7 @@ from tests.support.integrity import check_scheduler
 from tests.support.tiny import tiny_config
 
 from finwhale.bench import prefix as bench_prefix
+from finwhale.bench.stepping import new_sequence
 from finwhale.engine.plan import prefix_index as prefix
 from finwhale.engine.plan.admission import PATIENCE, WATERMARK
 from finwhale.engine.plan.draft_policy import FixedDrafts
@@ -715,7 +716,7 @@ def operations(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, i
     """Of a prompt that was read before, until it is planned: calls, and bytes hashed."""
     scheduler = bench_prefix._scheduler(num_tokens)
     prompt = list(range(num_tokens))
-    first, again = (bench_prefix._sequence(key, prompt) for key in ("first", "again"))
+    first, again = (new_sequence(key, prompt, num_tokens + 1) for key in ("first", "again"))
     scheduler.add(first)
     while first.remaining:
         scheduler.record_computed(scheduler.schedule())

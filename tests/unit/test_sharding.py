@@ -55,7 +55,7 @@ def wanted_axis(name: str) -> int | None:
 def test_blocks_and_rounding_groups_stay_whole(model: str, size: int) -> None:
     """Of each kind of weight: the experts of a layer are alike."""
     config = MODELS[model].with_layers(4)
-    part = rank_config(config, size, round_activations=True)
+    part = rank_config(config, Rank(0, size), round_activations=True)
     assert part.num_attention_heads * config.o_groups == config.num_attention_heads * part.o_groups
     for index in range(size):
         for spec in weight_specs(config, Rank(index, size)).values():
@@ -109,7 +109,7 @@ def test_sizes_that_do_not_divide_are_refused(
 ) -> None:
     config = replace(tiny(), **sizes)
     with pytest.raises(FinwhaleError) as caught:
-        rank_config(config, size)
+        rank_config(config, Rank(0, size))
     text = str(caught.value)
     assert text.startswith(f"{size} ranks cannot divide this model: ") and message in text
     assert "\n" not in text and "Set tensor_parallel_size to 1" in text
@@ -119,12 +119,12 @@ def test_sizes_that_do_not_divide_are_refused(
 
 def test_only_what_rounds_needs_whole_groups() -> None:
     plain = replace(tiny(), quantised=False, moe_intermediate_size=96, o_lora_rank=24)
-    part = rank_config(plain, 8)
+    part = rank_config(plain, Rank(0, 8))
     assert (part.moe_intermediate_size, part.num_attention_heads, part.o_groups) == (12, 2, 1)
     assert part.vocab_size == plain.vocab_size and part.hidden_size == plain.hidden_size
-    assert rank_config(plain, 1, round_activations=True) is plain
+    assert rank_config(plain, Rank(0, 1), round_activations=True) is plain
     with pytest.raises(FinwhaleError, match="a multiple of 128, the size of an FP8 block"):
-        rank_config(plain, 8, round_activations=True)
+        rank_config(plain, Rank(0, 8), round_activations=True)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -140,7 +140,7 @@ def test_bytes_of_a_rank(model: str) -> None:
         if wanted_axis(spec.name) is not None
     )
     for size in (2, 4, 8):
-        share = weight_bytes(config, torch.bfloat16, ops, size)
+        share = weight_bytes(config, torch.bfloat16, ops, Rank(0, size))
         assert share == whole - divided * (size - 1) / size
 
 
@@ -166,7 +166,7 @@ def test_bytes_of_whole_attention(model: str) -> None:
             others = 1.0 if name in copied | indexers else 1 - 1 / size
             each = 4 if name.endswith("attn_sink") else 1 + 4 / 128**2
             added += others * each * math.prod(both[name].shape)
-        assert whole_attention_bytes(config, torch.bfloat16, ops, size) == added
+        assert whole_attention_bytes(config, torch.bfloat16, ops, Rank(0, size)) == added
     values = sum(math.prod(both[name].shape) for name in whole | indexers)
     assert fits_whole_attention(config, 24 * values)
     assert not fits_whole_attention(config, 24 * values - 1)

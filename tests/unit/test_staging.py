@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.tensors import read_tensor
 from tests.support.tiny import tiny_config
 
 from finwhale.checkpoint.reader import Checkpoint
@@ -36,7 +37,8 @@ CONFIG = replace(
 def path(tmp_path: Path) -> Path:
     """A small official layout of several files, written from stored form."""
     specs = weight_specs(CONFIG)
-    total = sum(s.num_bytes for _, s in DummySource(specs, CPU))
+    stored = [one for _, one in DummySource(specs, CPU)]
+    total = sum(t.nbytes for one in stored for t in (one.data, one.scale) if t is not None)
     write_stored(tmp_path, {}, DummySource(specs, CPU), max_shard_bytes=total // 3)
     return tmp_path
 
@@ -107,7 +109,7 @@ def test_adjacent_tensors_are_read_at_once(path: Path, monkeypatch: pytest.Monke
 
     checkpoint = Checkpoint.open(path)
     infos = sorted(checkpoint.tensors.values(), key=lambda i: (i.file, i.offset))
-    wanted = {i.name: checkpoint.read(i.name) for i in infos}
+    wanted = {i.name: read_tensor(checkpoint, i.name) for i in infos}
     monkeypatch.setattr("finwhale.weights.staging.os.preadv", preadv)
     for info, tensor in Staging(path, CPU).tensors(infos):
         assert tensor is not None

@@ -14,15 +14,14 @@ from typing import Any
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.stepping import new_sequence
 from finwhale.bench.timing import seconds_of
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
-from finwhale.engine.plan.sequences import SequenceState
 from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.presets import published
-from finwhale.request import SamplingParams
 
 LENGTHS = (1024, 8192, 65536, 1048576)
 STEP_TOKENS = 8192
@@ -36,7 +35,7 @@ def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
     assert scheduler.prefix is not None
     draw = random.Random(num_tokens)
     prompt = [draw.randrange(129280) for _ in range(num_tokens)]
-    first = _sequence("first", prompt)
+    first = new_sequence("first", prompt, num_tokens + 1)
     scheduler.add(first)
     while first.remaining:
         scheduler.record_computed(scheduler.schedule())
@@ -46,7 +45,7 @@ def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
     for repeat in range(repeats):
         extend = partial(scheduler.prefix.extend_keys, [], prompt)
         keys_ns.append(1e9 * seconds_of(extend) / num_tokens)
-        again = _sequence(f"again {repeat}", prompt)
+        again = new_sequence(f"again {repeat}", prompt, num_tokens + 1)
         start = time.perf_counter()
         scheduler.add(again)
         scheduler.schedule()
@@ -75,18 +74,6 @@ def _scheduler(num_tokens: int) -> Scheduler:
     )
     pages = PageManager(groups, plan.num_pages)
     return Scheduler(pages, sizes=StepSizes.given(4, STEP_TOKENS))
-
-
-def _sequence(key: str, prompt: list[int]) -> SequenceState:
-    return SequenceState(
-        key=key,
-        request_id=key,
-        index=0,
-        token_ids=list(prompt),
-        num_prompt=len(prompt),
-        max_len=len(prompt) + 1,
-        params=SamplingParams(),
-    )
 
 
 def main(argv: Sequence[str]) -> int:

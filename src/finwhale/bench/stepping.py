@@ -17,6 +17,19 @@ from finwhale.models.step_inputs import StepInputs
 from finwhale.request import SamplingParams
 
 
+def new_sequence(name: str, token_ids: Sequence[int], max_len: int) -> SequenceState:
+    """A sequence without computed tokens and without pages."""
+    return SequenceState(
+        key=name,
+        request_id=name,
+        index=0,
+        token_ids=list(token_ids),
+        num_prompt=len(token_ids),
+        max_len=max_len,
+        params=SamplingParams(),
+    )
+
+
 class Stepper:
     """Replaces an idle engine's scheduler: the caller chooses the chunks of each forward.
 
@@ -42,18 +55,9 @@ class Stepper:
             # The engine's cached prefixes use the same pages, so free them.
             self._engine.reset_prefix_cache()
         self._count += 1
-        name = f"stepper-{self._count}"
-        return SequenceState(
-            key=name,
-            request_id=name,
-            index=0,
-            token_ids=list(token_ids),
-            num_prompt=len(token_ids),
-            max_len=self.runner.max_model_len,
-            params=SamplingParams(),
-            slot=self._count,
-            tables=self.pages.new_tables(),
-        )
+        made = new_sequence(f"stepper-{self._count}", token_ids, self.runner.max_model_len)
+        made.slot, made.tables = self._count, self.pages.new_tables()
+        return made
 
     def step(self, parts: Sequence[tuple[SequenceState, int]]) -> list[Tensor]:
         """Compute the next `count` tokens of each sequence in one forward, and store its `inputs`.

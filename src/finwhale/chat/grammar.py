@@ -48,13 +48,13 @@ def json_lark(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
-def json_guide(schema: Mapping[str, Any], after: int | None = None) -> Guide:
+def json_guide(schema: Mapping[str, Any]) -> Guide:
     """Output that is one JSON text of `schema`. Raises GrammarError: the schema is too large, or
     has a keyword that cannot be enforced."""
     document = SchemaDocument(schema, "schema")
     part = document.part(schema)
     document.check_strict()
-    return Guide(grammar=f"start: {json_lark(part)}", after=after)
+    return Guide(grammar=f"start: {json_lark(part)}")
 
 
 def regex_guide(regex: str, after: int | None = None) -> Guide:

@@ -25,10 +25,6 @@ E8M0_NAN = 255
 _SLICE_ELEMENTS = 1 << 24
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 # --- E8M0 ---------------------------------------------------------------------------------------
 
 
@@ -114,7 +110,7 @@ def _reciprocal(raw: Tensor) -> Tensor:
 def fp8_scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """The shape of the scales of an FP8 weight [out, in]."""
     rows, columns = shape
-    return ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK)
+    return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
 
 
 def quantise_fp8_block(
@@ -138,11 +134,11 @@ def quantise_fp8_block(
     data = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(fp8_scale_shape((rows, columns)), device=weight.device)
     raw = torch.empty_like(scale, dtype=torch.uint8)
-    for start, stop in _row_slices(rows, columns, FP8_BLOCK):
+    for start, stop in row_slices(rows, columns, FP8_BLOCK):
         part = weight[start:stop].to(torch.float32, copy=True)
         amax = _block_amax(part)
         _check_finite(amax)
-        blocks = slice(start // FP8_BLOCK, ceil_div(stop, FP8_BLOCK))
+        blocks = slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK))
         if scale_dtype == torch.float32:
             smallest = torch.finfo(torch.float32).tiny
             scale[blocks] = torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp_min(smallest))
@@ -161,9 +157,9 @@ def dequantise_fp8_block(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
     factors = scale_to_float32(scale)
     rows, columns = data.shape
     out = torch.empty(rows, columns, dtype=dtype, device=data.device)
-    for start, stop in _row_slices(rows, columns, FP8_BLOCK):
+    for start, stop in row_slices(rows, columns, FP8_BLOCK):
         part = data[start:stop].float()
-        _multiply_blocks(part, factors[start // FP8_BLOCK : ceil_div(stop, FP8_BLOCK)])
+        _multiply_blocks(part, factors[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
         out[start:stop] = part
     return out
 
@@ -215,7 +211,7 @@ def quantise_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     flat = weight.reshape(-1, columns)
     packed = torch.empty(flat.shape[0], columns // 2, dtype=torch.uint8, device=weight.device)
     raw = torch.empty(flat.shape[0], columns // FP4_BLOCK, dtype=torch.uint8, device=weight.device)
-    for start, stop in _row_slices(flat.shape[0], columns, 1):
+    for start, stop in row_slices(flat.shape[0], columns, 1):
         part = flat[start:stop].to(torch.float32, copy=True).view(stop - start, -1, FP4_BLOCK)
         low, high = torch.aminmax(part, dim=2)
         amax = torch.maximum(high, -low)
@@ -242,7 +238,7 @@ def dequantise_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     codes = packed.reshape(-1, half).view(torch.uint8)
     factors = scale_to_float32(scale).reshape(codes.shape[0], -1)
     out = torch.empty(codes.shape[0], half * 2, dtype=dtype, device=packed.device)
-    for start, stop in _row_slices(codes.shape[0], half * 2, 1):
+    for start, stop in row_slices(codes.shape[0], half * 2, 1):
         pairs = table.index_select(0, codes[start:stop].reshape(-1).int())
         part = pairs.view(stop - start, -1, FP4_BLOCK).mul_(factors[start:stop, :, None])
         out[start:stop] = part.view(stop - start, half * 2)
@@ -252,7 +248,7 @@ def dequantise_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 # --- Helpers ------------------------------------------------------------------------------------
 
 
-def _row_slices(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
+def row_slices(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
     """(start, stop) over the rows, each slice a multiple of `multiple` rows but the last."""
     step = max(_SLICE_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
     for start in range(0, rows, step):

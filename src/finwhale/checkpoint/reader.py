@@ -155,11 +155,6 @@ class Checkpoint:
         """A context manager that reads tensors and keeps the files it needs open."""
         return TensorReader(self)
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor by its official name: on the CPU, memory-mapped (copy on write)."""
-        with self.reader() as reader:
-            return reader.read(name)
-
 
 class TensorReader(ExitStack):
     """Reads tensors by official name; files stay open until `close_all` or the end of `with`."""

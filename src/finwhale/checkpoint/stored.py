@@ -35,11 +35,6 @@ class StoredWeight:
     scale: Tensor | None
     storage: Storage
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of data and scales."""
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
     def to(self, device: torch.device | str) -> "StoredWeight":
         """The same weight on a device. The result shares tensors that are already there."""
         scale = None if self.scale is None else self.scale.to(device)

@@ -139,13 +139,12 @@ class Conversation:
             Path(text).expanduser().write_text(saved + "\n", encoding="utf-8")
             return f"{len(self.messages)} messages are in {text}"
         if command == "/stats":
-            return "no answer yet" if self.last is None else self._stats(self.last)
+            if self.last is None:
+                return "no answer yet"
+            used = len(self.last.prompt_token_ids) + len(self.last.outputs[0].token_ids)
+            length = self.llm._engine.max_model_len
+            return f"{options.speed(self.last)}; {used} of the context's {length} tokens are used"
         return HELP
-
-    def _stats(self, last: RequestOutput) -> str:
-        used = len(last.prompt_token_ids) + len(last.outputs[0].token_ids)
-        length = self.llm._engine.max_model_len
-        return f"{options.speed(last)}; {used} of the context's {length} tokens are used"
 
     def answer(self, text: str, out: TextIO) -> None:
         """Streams the answer to `text`. A turn that failed is not kept.

@@ -15,6 +15,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.cli.options import add_path
 from finwhale.config import RANK_COUNTS, EngineConfig
+from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.step_sizes import choose_step_sizes
 from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.errors import FinwhaleError, ResourceError
@@ -135,18 +136,19 @@ def _print_ranks(
     refusals: list[FinwhaleError] = []
     added: list[int] = []
     for size in RANK_COUNTS:
+        rank = Rank(0, size)
         try:
-            part = architecture.rank_config(config, size, round_activations=True)
+            part = architecture.rank_config(config, rank, round_activations=True)
         except FinwhaleError as error:
             refusals.append(error)
             rows.append((str(size), "cannot divide it"))
             continue
         is_packed = not architecture.kernel_obstacles(part, inventory.storages)
         dtype, ops = _forms()[2 if is_packed else 1]
-        weights = architecture.weight_bytes(config, dtype, ops, size)
+        weights = architecture.weight_bytes(config, dtype, ops, rank)
         left = [int(share * total) - weights - WORKSPACE_BYTES for total in gpus.values()]
         if is_packed and size > 1:
-            whole = architecture.whole_attention_bytes(config, dtype, ops, size)
+            whole = architecture.whole_attention_bytes(config, dtype, ops, rank)
             for i, total in enumerate(gpus.values()):
                 if architecture.fits_whole_attention(config, total):
                     left[i] -= whole

@@ -5,6 +5,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
@@ -49,8 +50,7 @@ def run(argv: Sequence[str]) -> int:
         raise FinwhaleError(f"no input: {source} is not a file")
     if output.exists() and output.samefile(source):
         raise FinwhaleError(f"{output} is the input: give another file for the results")
-    results = ResultFile(output)
-    try:
+    with closing(ResultFile(output)) as results:
         found = scan(source, SCAN_BYTES, max_items(1 << 20), shares_cpu=False)
         if found.duplicate is not None:
             first, second = found.duplicate
@@ -66,8 +66,6 @@ def run(argv: Sequence[str]) -> int:
         earlier = job.counts.completed + job.counts.failed
         if earlier < found.num_lines:
             _answer(args, config, placement, job)
-    finally:
-        results.close()
     counts = job.counts
     print(
         f"{source}: {found.num_lines} lines, {counts.completed} answered, {counts.failed} with "

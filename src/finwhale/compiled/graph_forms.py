@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,8 @@ from torch.export import ExportedProgram
 
 from finwhale.errors import ResourceError
 
-
-class Graph(Protocol):
-    """A compiled graph. A call empties the list of its arguments."""
-
-    def __call__(self, arguments: list[Tensor]) -> list[Tensor]: ...
+# A compiled graph. A call empties the list of its arguments.
+Graph = Callable[[list[Tensor]], list[Tensor]]
 
 
 def _compile_library(program: ExportedProgram, path: Path) -> None:

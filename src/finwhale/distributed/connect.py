@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.cuda_ipc import IpcHandle, export_handle, open_buffer, uuid_of
 from finwhale.distributed.gloo import Gloo
 from finwhale.distributed.nccl import FromZero, Nccl, new_group
-from finwhale.distributed.push_sizes import SIZES, PushSizes
+from finwhale.distributed.push_sizes import SIZES
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.self_check import self_check
 from finwhale.distributed.threads import start_in_thread
@@ -166,16 +166,10 @@ def _on_one_gpu(
         torch.cuda.synchronize(device)
         gloo.all_reduce(torch.zeros(1))
 
-    return Push(
-        rank,
-        device,
-        _shared_memory(rank, device, exchange),
-        barrier,
-        gloo,
-        ordered=ordered,
-        # Captured steps need kernels for every size.
-        sizes=replace(SIZES[rank.size], nccl=2**62, gather=2**24),
-    )
+    memory = _shared_memory(rank, device, exchange)
+    # Captured steps need kernels for every size.
+    sizes = replace(SIZES[rank.size], nccl=2**62, gather=2**24)
+    return Push(rank, device, memory, barrier, gloo, ordered=ordered, sizes=sizes)
 
 
 def _shared_memory(
@@ -207,33 +201,16 @@ def _shared_memory(
 
 
 def make_push(
-    rank: Rank,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    nccl: Nccl,
-    *,
-    ordered: bool,
-    sizes: PushSizes | None = None,
-    timeout_seconds: float = 60.0,
+    rank: Rank, device: torch.device, group: dist.ProcessGroup, nccl: Nccl, **options: Any
 ) -> "Push":
-    """Make `Push` over symmetric memory. All ranks of `group` call this at once."""
+    """Make `Push` with options over symmetric memory. All ranks of `group` call this at once."""
     from finwhale.distributed.push import Push, symmetric_memory
 
     def barrier() -> None:
         nccl.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
 
-    allocate = symmetric_memory(group, device)
-    return Push(
-        rank,
-        device,
-        allocate,
-        barrier,
-        nccl,
-        ordered=ordered,
-        sizes=sizes,
-        timeout_seconds=timeout_seconds,
-    )
+    return Push(rank, device, symmetric_memory(group, device), barrier, nccl, **options)
 
 
 def _lacking_access(rank: Rank, device: torch.device, locations: list[str]) -> str:

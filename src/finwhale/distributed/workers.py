@@ -25,19 +25,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from finwhale.distributed import worker_messages
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import Ring
 from finwhale.distributed.worker import OwnerLink
-from finwhale.distributed.worker_messages import (
-    CONNECTING,
-    STOP,
-    Answer,
-    Failed,
-    LaneResults,
-    Phase,
-    Report,
-    Status,
-)
 from finwhale.errors import EngineDeadError, FinwhaleError
 
 logger = logging.getLogger(__name__)
@@ -181,14 +172,14 @@ class WorkerState:
     label: str
     control: Connection
     process: Process
-    phase: Phase | None = None
+    phase: worker_messages.Phase | None = None
     phase_s: float = 0.0
     opened: bool = False
     about: Any = None
     beats: int = 0
     silent_s: float = 0.0
     status: Any = None
-    answers: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
+    answers: SimpleQueue[worker_messages.Answer] = field(default_factory=SimpleQueue)
     results: SimpleQueue[bytes] = field(default_factory=SimpleQueue)
     read: int = 0
 
@@ -263,7 +254,7 @@ class Workers:
         """The latest state of each worker."""
         return list(self._workers)
 
-    def wait_answers(self) -> list[Answer]:
+    def wait_answers(self) -> list[worker_messages.Answer]:
         """Wait for one answer of each worker; raises if a worker fails."""
         return [self._wait_in(worker.answers) for worker in self._workers]
 
@@ -341,7 +332,7 @@ class Workers:
     def _receive(self, worker: WorkerState) -> None:
         while self._failure is None and worker.control.poll():
             try:
-                report: Report = worker.control.recv()
+                report: worker_messages.Report = worker.control.recv()
             except (EOFError, OSError):
                 if not self._closing:
                     self._fail(None, f"{worker.name} {worker.process.ending()}")
@@ -349,15 +340,15 @@ class Workers:
             if isinstance(report, logging.LogRecord):
                 report.msg = f"{worker.name}: {report.msg}"
                 logging.getLogger(report.name).handle(report)
-            elif isinstance(report, Failed):
+            elif isinstance(report, worker_messages.Failed):
                 self._fail(report.kind, f"{worker.name}: {report.message}")
-            elif isinstance(report, Status):
+            elif isinstance(report, worker_messages.Status):
                 worker.status = report.status
-            elif isinstance(report, Answer):
+            elif isinstance(report, worker_messages.Answer):
                 worker.answers.put(report)
-            elif isinstance(report, LaneResults):
+            elif isinstance(report, worker_messages.LaneResults):
                 worker.results.put(report.pickled)
-            elif isinstance(report, Phase):
+            elif isinstance(report, worker_messages.Phase):
                 worker.phase, worker.phase_s = report, 0.0
             else:
                 worker.about, worker.opened = report.about, True
@@ -371,7 +362,7 @@ class Workers:
             self._fail(None, f"{worker.name} was stopped by a signal")
         elif worker.silent_s >= (SILENT_S if self.steady else SILENT_AT_START_S):
             self._fail(None, f"{worker.name} has not answered for {worker.silent_s:.0f} s")
-        elif worker.phase in (None, CONNECTING) and worker.phase_s >= CONNECT_S:
+        elif worker.phase in (None, worker_messages.CONNECTING) and worker.phase_s >= CONNECT_S:
             cause = "rank 0 does not answer" if worker.phase else "its process does not begin"
             self._fail(None, f"{worker.name} has not connected for {CONNECT_S:.0f} s: {cause}")
 
@@ -389,7 +380,7 @@ class Workers:
             # A worker that does not react to this message is killed.
             for worker in self._workers:
                 with contextlib.suppress(OSError):
-                    worker.control.send_bytes(STOP)
+                    worker.control.send_bytes(worker_messages.STOP)
             patience = STOP_S
         else:
             patience = 0.0

@@ -14,9 +14,10 @@ Legend: N rows, K input width, M output width, G matrices.
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +35,8 @@ _MULTIPLY: Any = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", Non
 _TOP = 15
 
 
-class Gemm(Protocol):
-    """A GEMM with one weight: x [N,K] float32 -> x @ weight^T [N,M] float32."""
-
-    def __call__(self, x_NK: Tensor) -> Tensor: ...
+# A GEMM with one weight: x [N,K] float32 -> x @ weight^T [N,M] float32.
+Gemm = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +71,21 @@ class _Half:
         return torch.from_numpy(out_NM)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """One GEMV per row, for a weight with the memory layout [K,M]."""
-
-    matrix_KM: F32
-
-    def __call__(self, x_NK: Tensor) -> Tensor:
-        return torch.from_numpy(cpu_math.matmul_rows(x_NK.numpy(), self.matrix_KM))
-
-
 @once_per_tensor
 def gemm(weight_MK: Tensor) -> Gemm:
     """The GEMM with a weight that no longer changes."""
-    return _half(weight_MK) or _Rows(weight_MK.mT.numpy())
+    return _half(weight_MK) or partial(_multiply_rows, weight_MK.mT.numpy())
 
 
 @once_per_tensor
 def gemms(weight_GMK: Tensor) -> tuple[Gemm, ...]:
     """The GEMMs with G matrices that no longer change."""
     return tuple(gemm(weight_MK) for weight_MK in weight_GMK)
+
+
+def _multiply_rows(matrix_KM: F32, x_NK: Tensor) -> Tensor:
+    """One GEMV per row."""
+    return torch.from_numpy(cpu_math.matmul_rows(x_NK.numpy(), matrix_KM))
 
 
 def _half(weight_MK: Tensor) -> Gemm | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import E8M0_BIAS, FP4_BLOCK, fp8_scale_shape
+from finwhale.checkpoint.formats import E8M0_BIAS, FP4_BLOCK, fp8_scale_shape, row_slices
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
 from finwhale.checkpoint.stored import PLAIN_DTYPES, StoredWeight
 from finwhale.number_formats import E2M1_VALUES
@@ -19,7 +19,6 @@ from finwhale.weights.destinations import Destinations
 from finwhale.weights.joint_ranks import JointRanks
 
 _E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
-_SLICE_ELEMENTS = 1 << 24
 _SMALL = 0.1
 
 
@@ -93,9 +92,8 @@ class DummySource:
         router = self._specs[spec.name.removesuffix("tid2eid") + "weight"]
         experts = router.shape[0]
         out = torch.empty(tokens, count, dtype=torch.int64, device=self._device)
-        step = max(_SLICE_ELEMENTS // experts, 1)
-        for start in range(0, tokens, step):
-            part = out[start : start + step]
+        for start, stop in row_slices(tokens, experts, 1):
+            part = out[start:stop]
             keys = torch.rand(part.shape[0], experts, generator=generator, device=self._device)
             part.copy_(keys.topk(count).indices)
         return out
@@ -115,9 +113,8 @@ def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
     deviation = 1 / math.sqrt(spec.fan_in)
     exponent = math.floor(math.log2(deviation)) - 5
     data = torch.empty(spec.shape, dtype=torch.float8_e4m3fn, device=device)
-    step = max(_SLICE_ELEMENTS // spec.fan_in, 1)
-    for start in range(0, spec.shape[0], step):
-        part = data[start : start + step]
+    for start, stop in row_slices(spec.shape[0], spec.fan_in, 1):
+        part = data[start:stop]
         values = torch.empty(part.shape, device=device)
         values.normal_(0.0, deviation * 2.0**-exponent, generator=generator)
         part.copy_(values.clamp_(-448, 448).to(torch.float8_e4m3fn))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from finwhale.config import RANK_COUNTS, EngineConfig
+from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of
@@ -72,11 +73,11 @@ def fewest_ranks(config: EngineConfig, model_config: ModelConfig, num_gpus: int)
         if size > num_gpus:
             break
         try:
-            architecture.rank_config(model_config, size, round_activations=rounds)
+            architecture.rank_config(model_config, Rank(0, size), round_activations=rounds)
         except FinwhaleError:
             continue
         most = size
-        if architecture.weight_bytes(model_config, dtype, ops, size) <= room:
+        if architecture.weight_bytes(model_config, dtype, ops, Rank(0, size)) <= room:
             break
     return most
 

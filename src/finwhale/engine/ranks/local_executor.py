@@ -60,12 +60,7 @@ class LocalExecutor(StepExecutor):
         rank, runner = self.collectives.rank, self.runner
         users = (0, 1) if rank.data_parallel else (rank.index, rank.size)
         self.page_copies = PageCopies(
-            file,
-            mark,
-            runner.cache.pages,
-            runner.device,
-            users,
-            counts_saves=rank.data_parallel,
+            file, mark, runner.cache.pages, runner.device, users, counts_saves=rank.data_parallel
         )
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:

@@ -24,17 +24,11 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
+from finwhale.distributed import worker_messages
 from finwhale.distributed.peers import Peers, join_store
 from finwhale.distributed.rank import Rank, StoreAddress
 from finwhale.distributed.threads import start_in_thread
 from finwhale.distributed.worker import CAUSE_S, OwnerLink, notices_another
-from finwhale.distributed.worker_messages import (
-    CONNECTING,
-    OPENING,
-    Answer,
-    LaneResults,
-    Opened,
-)
 from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import PageCopy, SamplingPlan, StepPlan
@@ -272,9 +266,9 @@ def _limit_exit() -> None:
 
 def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     """Open one rank in its process, and execute the plans that arrive."""
-    owner.report(CONNECTING)
+    owner.report(worker_messages.CONNECTING)
     store = join_store(address)
-    owner.report(OPENING)
+    owner.report(worker_messages.OPENING)
     executor = open_worker(Peers(owner.rank, store))
     results: SimpleQueue[StepTransfer | None] | None = None
     if executor.collectives.rank.data_parallel:
@@ -283,7 +277,7 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
     else:
         executor.transfer = lambda tensors: Transfer(())  # the engine reads the results of rank 0
     logger.info("%s holds %s", executor.description.device, executor.description.memory)
-    owner.report(Opened(executor.description.memory))
+    owner.report(worker_messages.Opened(executor.description.memory))
     while True:
         message = owner.read()
         executor.check()
@@ -310,7 +304,7 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -
             if index == owner.rank.index:
                 executor.copy_pages(copies)
         elif kind == _CALL:
-            owner.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
+            owner.report(worker_messages.Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
         else:
             assert kind == _READY, kind
             executor.mark_ready()
@@ -330,6 +324,6 @@ def _report_results(
                 continue
             found = pending.wait()
             executor.check()  # a collective that gave up has computed nothing
-            owner.report(LaneResults(pickle.dumps(found, 5)))
+            owner.report(worker_messages.LaneResults(pickle.dumps(found, 5)))
     except Exception as error:
         owner.report_failure(error)

@@ -70,15 +70,11 @@ class Decisions:
         lanes = config.data_parallel_size > 1
         if lanes and self.device.type != "cpu" and config.draft_tokens:
             raise FinwhaleError("on GPUs, data_parallel_size works without drafts: leave them out")
-        self.architecture.rank_config(
-            model_config,
-            peers.rank.size,
-            round_activations=self.round_activations,
-            data_parallel=lanes,
-        )  # refuses sizes that do not divide
+        part = replace(peers.rank, data_parallel=lanes)
+        # refuses sizes that do not divide
+        self.architecture.rank_config(model_config, part, round_activations=self.round_activations)
         total = self._gpu_bytes()
-        whole = self._holds_whole_attention(total)
-        self.rank = replace(peers.rank, whole_attention=whole, data_parallel=lanes)
+        self.rank = replace(part, whole_attention=self._holds_whole_attention(total))
         self.stream = weights.open(self.device, self.rank)
         self.ops = load_ops(
             self.platform,
@@ -165,13 +161,8 @@ class Decisions:
         """The sizes of steps, on GPUs of `total` bytes."""
         room = None
         if self.device.type == "cuda" and self.capabilities.bounded_workspace:
-            weights = self.architecture.weight_bytes(
-                self.model_config,
-                self.dtype,
-                self.ops,
-                self.rank.size,
-                data_parallel=self.rank.data_parallel,
-            )
+            part = replace(self.rank, whole_attention=False)
+            weights = self.architecture.weight_bytes(self.model_config, self.dtype, self.ops, part)
             room = int(total * self.config.gpu_memory_utilization) - weights
         return choose_step_sizes(self.config, self.rank.size, room)
 

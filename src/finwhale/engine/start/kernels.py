@@ -54,12 +54,6 @@ class Kernels:
         return built
 
     def _every_launch(self, model: BuildableModel, max_len: int) -> LaunchEnumerator:
-        chosen, largest = self._chosen, self._chosen.step_limits(max_len)
-        return LaunchEnumerator(
-            model,
-            chosen.groups,
-            chosen.ops,
-            LargestSteps.alone(model, chosen.groups, chosen.ops).cache,
-            largest,
-            eager=not largest.captures_decodes,
-        )
+        groups, ops = self._chosen.groups, self._chosen.ops
+        cache = LargestSteps.alone(model, groups, ops).cache
+        return LaunchEnumerator(model, groups, ops, cache, self._chosen.step_limits(max_len))

@@ -53,8 +53,8 @@ class LaunchEnumerator:
 
     Args:
         cache: a cache with at least two pages of each group.
-        largest: the largest steps, and the sizes of captured steps.
-        eager: whether decodes may run without a graph.
+        largest: the largest steps, and the sizes of captured steps. If it captures no decodes, they
+            run without a graph.
     """
 
     def __init__(
@@ -64,11 +64,9 @@ class LaunchEnumerator:
         ops: Ops,
         cache: PagedCache,
         largest: StepLimits,
-        *,
-        eager: bool,
     ) -> None:
         self.model, self.groups, self.ops, self.cache = model, tuple(groups), ops, cache
-        self.largest, self.eager = largest, eager
+        self.largest = largest
         self.device = model.device
         self.drafts = largest.draft_tokens
         self.sizes = LaunchSizes(ops, model.launch_sizes)
@@ -113,7 +111,7 @@ class LaunchEnumerator:
         decodes, prefills = set(largest.decode_graphs), set(largest.prefill_graphs)
         captured = largest.always_captured
         # The draft head is not captured: it runs on any number of tokens.
-        free = self.eager or self.drafts > 0
+        free = not largest.captures_decodes or self.drafts > 0
         if free:
             decodes |= set(self.sizes.tokens(1, largest.num_seqs))
             prefills |= set(self.sizes.tokens(2, captured))

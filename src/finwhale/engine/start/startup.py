@@ -96,7 +96,9 @@ def open_rank(
     try:
         return _Start(chosen).open()
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        # If a CPU allocation fails, torch raises a plain RuntimeError and numpy a MemoryError.
+        is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not is_known and "allocate" not in str(error):
             raise
         raise ResourceError(
             f"the model does not fit {chosen.device}: {first_line(error)}"
@@ -270,8 +272,3 @@ def _form(routed: Tensor | None) -> RoutedExpertsForm | None:
     if routed is None:
         return None
     return RoutedExpertsForm((routed.shape[1], routed.shape[2]), str(routed.dtype)[len("torch.") :])
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """If a CPU allocation fails, torch raises a plain RuntimeError and numpy a MemoryError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate" in str(error)

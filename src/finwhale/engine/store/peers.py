@@ -245,10 +245,7 @@ class PeerStore:
 
 
 def open_peers(
-    config: EngineConfig,
-    own: PrefixStore,
-    about: dict[str, str],
-    sizes: Mapping[RecordKind, int],
+    config: EngineConfig, own: PrefixStore, about: dict[str, str], sizes: Mapping[RecordKind, int]
 ) -> PrefixStore:
     """Let a store answer the servers of other hosts, and ask those that the options name.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from finwhale.checkpoint.spec import Storage
-from finwhale.distributed.rank import Rank
+from finwhale.distributed.rank import ALONE, Rank
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -99,31 +99,20 @@ def _draft_head(config: DeepseekV4Config) -> str:
     )
 
 
-def weight_bytes(
-    config: DeepseekV4Config,
-    dtype: torch.dtype,
-    ops: Ops,
-    ranks: int = 1,
-    *,
-    data_parallel: bool = False,
-) -> int:
-    """Bytes of one rank's weights in the operator table's memory layout."""
-    return _bytes_of(config, dtype, ops, Rank(0, ranks, data_parallel=data_parallel))
+def weight_bytes(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, rank: Rank = ALONE) -> int:
+    """Bytes of a rank's weights in the operator table's memory layout."""
+    form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
+    return assembler(config, form, torch.device("meta")).num_bytes
 
 
 def whole_attention_bytes(
-    config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, ranks: int = 1
+    config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, rank: Rank
 ) -> int:
-    """Bytes that `Rank.whole_attention` adds to the weights of one of several ranks."""
+    """Bytes that `Rank.whole_attention` adds to the weights of a rank without it."""
     # It does not depend on the experts, and fewer of them take less time.
     config = replace(config, n_routed_experts=config.num_experts_per_tok)
-    part, both = (_bytes_of(config, dtype, ops, Rank(0, ranks, whole)) for whole in (False, True))
-    return both - part
-
-
-def _bytes_of(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, rank: Rank) -> int:
-    form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
-    return assembler(config, form, torch.device("meta")).num_bytes
+    both = weight_bytes(config, dtype, ops, replace(rank, whole_attention=True))
+    return both - weight_bytes(config, dtype, ops, rank)
 
 
 def fits_whole_attention(config: DeepseekV4Config, total: int) -> bool:

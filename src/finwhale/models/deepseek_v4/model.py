@@ -90,12 +90,7 @@ class DeepseekV4:
     ) -> None:
         self.config = config
         rank = collectives.rank
-        self.part = rank_config(
-            config,
-            rank.size,
-            round_activations=round_activations,
-            data_parallel=rank.data_parallel,
-        )
+        self.part = rank_config(config, rank, round_activations=round_activations)
         self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
         self.vocab_part = range(config.vocab_size)
         self.sample: Sample = ops.sample

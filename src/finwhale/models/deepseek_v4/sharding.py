@@ -10,10 +10,10 @@ of its own heads. With `Rank.data_parallel`, the ranks divide the experts only. 
 """
 
 from dataclasses import replace
-from functools import partial
 
 from finwhale.checkpoint.formats import FP8_BLOCK
 from finwhale.config import RANK_COUNTS
+from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 
@@ -22,35 +22,29 @@ GROUP = FP8_BLOCK
 
 
 def rank_config(
-    config: DeepseekV4Config,
-    size: int,
-    *,
-    round_activations: bool = False,
-    data_parallel: bool = False,
+    config: DeepseekV4Config, rank: Rank, *, round_activations: bool = False
 ) -> DeepseekV4Config:
-    """The sizes of one of `size` ranks. vocab_size stays whole: only the LM head is divided.
+    """The sizes of a rank. vocab_size stays whole: only the LM head is divided.
 
     Args:
         round_activations: the model rounds activations in groups of 128, quantised or not.
-        data_parallel: see Rank.
 
     Raises:
         FinwhaleError: the ranks cannot divide the model.
     """
+    size = rank.size
     if size == 1:
         return config
-    obstacle_of = partial(
-        _obstacle, config, round_activations=round_activations, data_parallel=data_parallel
-    )
-    obstacle = obstacle_of(size)
+    obstacle = _obstacle(config, rank, round_activations)
     if obstacle is not None:
-        fits = [n for n in RANK_COUNTS if obstacle_of(n) is None]
-        option = "data_parallel_size" if data_parallel else "tensor_parallel_size"
+        others = [replace(rank, size=count) for count in RANK_COUNTS]
+        fits = [r.size for r in others if _obstacle(config, r, round_activations) is None]
+        option = "data_parallel_size" if rank.data_parallel else "tensor_parallel_size"
         raise FinwhaleError(
             f"{size} ranks cannot divide this model: {obstacle}. Set {option} to "
             f"{' or '.join(map(str, fits))}"
         )
-    heads = 1 if data_parallel else size
+    heads = 1 if rank.data_parallel else size
     return replace(
         config,
         num_attention_heads=config.num_attention_heads // heads,
@@ -59,10 +53,9 @@ def rank_config(
     )
 
 
-def _obstacle(
-    config: DeepseekV4Config, size: int, *, round_activations: bool, data_parallel: bool
-) -> str | None:
-    """Why `size` ranks cannot divide the model; None: they can."""
+def _obstacle(config: DeepseekV4Config, rank: Rank, round_activations: bool) -> str | None:
+    """Why as many ranks as `rank` names cannot divide the model; None: they can."""
+    size, data_parallel = rank.size, rank.data_parallel
     if size < 1:
         return f"the number of ranks must be at least 1, got {size}"
     if size == 1:

@@ -55,7 +55,7 @@ def weight_specs(config: DeepseekV4Config, rank: Rank = ALONE) -> Mapping[str, W
     Raises:
         FinwhaleError: this number of ranks cannot divide the model.
     """
-    rank_config(config, rank.size, data_parallel=rank.data_parallel)
+    rank_config(config, rank)
     listed = WeightList(rank)
     with no_collection():
         _Table(config, listed).model()
@@ -70,12 +70,7 @@ def assembler(
     Raises:
         FinwhaleError: this number of ranks cannot divide the model.
     """
-    rank_config(
-        config,
-        form.rank.size,
-        round_activations=form.round_activations,
-        data_parallel=form.rank.data_parallel,
-    )
+    rank_config(config, form.rank, round_activations=form.round_activations)
     return Assembler(lambda weights: _Table(config, weights).model(), form, device)
 
 

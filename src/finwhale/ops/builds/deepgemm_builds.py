@@ -169,10 +169,6 @@ class DeepGemmKernels:
         # Start the longest jobs first, so that short ones balance the workers at the end.
         return sorted(found, key=lambda job: -len(job["rows"]))
 
-    def num_built(self) -> int:
-        """Number of kernels in the cache."""
-        return len(list(self.folder.iterdir()))
-
 
 def _row_counts(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
     """The row counts to compile: one for each kernel that steps of up to `most` tokens can need."""

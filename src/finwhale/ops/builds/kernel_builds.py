@@ -55,11 +55,11 @@ class KernelBuilds(Builds):
             directory or default_directory(), _versions(platform, device_index)
         )
         self._artefacts.check()
-        triton_cache.use_folder(str(self._artefacts.folder("triton")))
+        triton_cache.use_folder(str(self._artefacts.path / "triton"))
         self._counter = Counter()
         self._deepgemm: deepgemm_builds.DeepGemmKernels | None = None
         if HAS_DEEPGEMM and self._table == "nvidia_sm90":
-            self._deepgemm = deepgemm_builds.of_process(self._artefacts.folder("deepgemm/cache"))
+            self._deepgemm = deepgemm_builds.of_process(self._artefacts.path / "deepgemm/cache")
         self._pool: Pool | None = None
         self._begun: set[str] = set()  # names of the kernels that `begin` built
         self._compiled = 0  # by `begin`
@@ -177,14 +177,9 @@ class KernelBuilds(Builds):
         return nullcontext() if self._deepgemm is None else self._deepgemm.collecting()
 
     def _new_pool(self, num_jobs: int = MAX_WORKERS) -> Pool:
-        target = driver.active.get_current_target()
         first = {
-            "cache": str(self._artefacts.folder("triton")),
-            "target": {
-                "backend": target.backend,
-                "arch": target.arch,
-                "warp_size": target.warp_size,
-            },
+            "cache": str(self._artefacts.path / "triton"),
+            "target": asdict(driver.active.get_current_target()),
             "modules": ["torch", f"finwhale.ops.tables.{self._table}"],
         }
         return Pool(
@@ -192,7 +187,8 @@ class KernelBuilds(Builds):
         )
 
     def _num_gemms(self) -> int:
-        return self._deepgemm.num_built() if self._deepgemm is not None else 0
+        """Number of kernels in DeepGEMM's cache."""
+        return len(list(self._deepgemm.folder.iterdir())) if self._deepgemm is not None else 0
 
     def _new_gemm_pool(self, num_jobs: int) -> Pool | None:
         if self._deepgemm is None:

@@ -118,14 +118,13 @@ class Counter:
 
     Attributes:
         compiled: number of kernels that were compiled.
-        total: number of kernels that were compiled, or loaded from Triton's cache.
-        late: how many of the total were not built ahead, so that a launch waited for them.
+        late: number of kernels that were compiled, or loaded from Triton's cache, by a launch that
+            waited for them, because they were not built ahead.
         warns: whether each late kernel is logged.
     """
 
     def __init__(self) -> None:
         self.compiled = 0
-        self.total = 0
         self.late = 0
         self.warns = False
         me = weakref.ref(self)
@@ -133,8 +132,8 @@ class Counter:
 
         def note(*args: Any, **kwargs: Any) -> Any:
             counter = me()
-            if counter is not None:
-                counter._note(kwargs["fn"].name, built_ahead=kwargs["is_manual_warmup"])
+            if counter is not None and not kwargs["is_manual_warmup"]:
+                counter._note_late(kwargs["fn"].name)
             return before(*args, **kwargs) if before is not None else None
 
         def listen(*args: Any, **kwargs: Any) -> None:
@@ -147,9 +146,7 @@ class Counter:
         knobs.runtime.jit_post_compile_hook = note
         knobs.compilation.listener = listen
 
-    def _note(self, kernel: str, *, built_ahead: bool) -> None:
-        self.total += 1
-        if not built_ahead:
-            self.late += 1
-            if self.warns:
-                logger.warning("a step waited until the kernel %s was compiled or loaded", kernel)
+    def _note_late(self, kernel: str) -> None:
+        self.late += 1
+        if self.warns:
+            logger.warning("a step waited until the kernel %s was compiled or loaded", kernel)
