@@ -44,7 +44,7 @@ def test_dummy_weights_run_from_a_configuration_alone(tiny_path: Path, tmp_path:
 PEAK = """
 import resource, sys
 from finwhale import LLM, SamplingParams
-llm = LLM(device="cpu", max_num_seqs=1, max_num_batched_tokens=256)
+llm = LLM(sys.argv[1], device="cpu", max_num_seqs=1, max_num_batched_tokens=256)
 def peak(length):
     prompt = [7 * i % 4000 + 40 for i in range(length)]
     (result,) = llm.generate([prompt], SamplingParams(max_tokens=1))
@@ -55,11 +55,12 @@ print(peak(1000), peak(5000))
 """
 
 
-def test_memory_grows_with_the_prompt_not_its_square() -> None:
+def test_memory_grows_with_the_prompt_not_its_square(short_demo_path: Path) -> None:
     """A score for each pair of 5,000 tokens would take 95 MiB a head; chunks of 256 need little.
 
     The cache is allocated before, but its pages become resident as they are written: 5 MiB.
     """
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", PEAK, str(short_demo_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     short, long = map(int, done.stdout.split())
     assert long - short < 60 * 1024, (short, long)  # KiB on Linux

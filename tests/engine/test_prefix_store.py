@@ -120,9 +120,9 @@ def draft_model(path: Path, kind: str) -> Path:
     config = tiny_config(3) | {
         "vocab_size": 300,
         "hidden_size": 64,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_hash_layers": 1,
-        "compress_ratios": [0, 4, 128, 4, 0],
+        "compress_ratios": [0, 4, 128, 0],
         "sliding_window": 13,
         "max_position_embeddings": 1024,
     }

@@ -74,12 +74,12 @@ def test_a_grammar_that_needs_a_bad_word_ends_its_request_alone(demo_llm: LLM) -
     assert "the request allows no token here" in (not_fitting.error or "")
 
 
-def test_drafts_obey() -> None:
+def test_drafts_obey(short_demo_path: Path) -> None:
     """With drafts, the same tokens as without."""
     options = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     found = []
     for drafts in (0, 2):
-        with LLM(device="cpu", draft_tokens=drafts, max_model_len=256) as llm:
+        with LLM(short_demo_path, device="cpu", draft_tokens=drafts, max_model_len=256) as llm:
             text = llm.generate(PROMPT, SamplingParams(**options))[0].outputs[0].text
             params = SamplingParams(**options, bad_words=sorted({*text.split()}))
             found.append(llm.generate(PROMPT, params)[0].outputs[0].token_ids)

@@ -1,6 +1,7 @@
 """`tool_grammar="auto"`: text is free until a call begins, and then the call holds its schema."""
 
 import json
+from pathlib import Path
 
 import deepseek_recipe as recipe
 import pytest
@@ -30,11 +31,14 @@ def calling(model: LLM) -> SamplingParams:
     return SamplingParams(logit_bias=bias, temperature=1.0, seed=3, max_tokens=120)
 
 
-def test_auto_leaves_text_free_and_holds_calls(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_leaves_text_free_and_holds_calls(
+    short_demo_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=20)
     texts = []
     for mode in ("off", "auto"):
-        model = LLM(device="cpu", max_num_seqs=4, max_model_len=2048, tool_grammar=mode)  # type: ignore[arg-type]
+        options = {"max_num_seqs": 4, "max_model_len": 2048, "tool_grammar": mode}
+        model = LLM(short_demo_path, device="cpu", **options)
         (free,) = model.chat(ASKED, greedy, tools=tools(PARAMETERS))
         texts.append(free.outputs[0].token_ids)
         for result in model.chat([ASKED, ASKED], calling(model), tools=tools(PARAMETERS)):

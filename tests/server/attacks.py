@@ -1,6 +1,6 @@
 """Attacks on a server, and an honest client beside them.
 
-An attack is one line of ATTACKS: a coroutine function of a `Target` that attacks once and checks
+An attack is one line of `attacks`: a coroutine function of a `Target` that attacks once and checks
 how it was refused. Add one for everything that has ever stopped a server. `run` starts them all;
 `Honest` measures meanwhile how long small requests take.
 """
@@ -334,85 +334,101 @@ async def downloads(target: Target) -> None:
 
 _BODY = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
 
-ATTACKS: dict[str, Attack] = {
-    "24 MiB to /tokenize": posting(
-        TOKENIZE, json.dumps({"prompt": "x" * 24 * MIB}).encode(), 413, "the body has more than"
-    ),
-    "3 MiB to /tokenize": posting(
-        TOKENIZE, json.dumps({"prompt": "x" * 3 * MIB}).encode(), 400, "context length"
-    ),
-    "16 MiB of prompt": posting(COMPLETIONS, completion(prompt="a b " * 4 * MIB), 413, "more than"),
-    "3 MiB of prompt": posting(
-        COMPLETIONS, completion(prompt="a b " * 800_000), 400, "context length"
-    ),
-    "3 MiB of chat": posting(CHAT, chat("a b " * 800_000), 400, "context length"),
-    "9 million lists": posting(CHAT, metadata(b"[]," * 9_000_000), 413, "the body has more than"),
-    "a million lists": posting(CHAT, metadata(b"[]," * 1_000_000), 400, "arrays, objects and"),
-    "many numbers": posting(CHAT, metadata(b"1," * 130_000), 200, "chat.completion"),
-    "as many lists as it may": posting(CHAT, metadata(b"[[]]," * 65_000), 200, "chat.completion"),
-    "a million numbers": posting(CHAT, metadata(b"1," * 1_500_000), 400, "items"),
-    "brackets in a string": posting(CHAT, metadata(b'"' + b"[" * 3 * MIB + b'",'), 200, "chat."),
-    "300,000 unknown fields": posting(
-        CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}", 400, "members"
-    ),
-    "100,000 unknown fields": posting(
-        CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}", 400, "fields"
-    ),
-    "many wrong messages": posting(CHAT, completion(messages=[1] * 130_000), 400, "messages.0"),
-    "many wrong modalities": posting(
-        CHAT, chat("x")[:-1] + b',"modalities":[' + b"1," * 130_000 + b"1]}", 400, "modalities"
-    ),
-    "many prompts": posting(COMPLETIONS, completion(prompt=["a"] * 130_000), 400, "allows"),
-    "many ids": posting(COMPLETIONS, completion(prompt=[5] * 130_000), 400, "tokens"),
-    "many ids to /detokenize": posting(
-        "/detokenize", json.dumps({"tokens": [5] * 130_000}).encode(), 200, "prompt"
-    ),
-    "deep nesting": posting(CHAT, metadata(b"[" * 100_000), 400, "nested deeper"),
-    "UTF-16": posting(CHAT, chat("x" * 70_000).decode().encode("utf-16"), 400, "not valid JSON"),
-    "log-probabilities of a prompt": posting(  # 4.5 MB
-        COMPLETIONS, completion(prompt=[5] * 300, n=8, prompt_logprobs=20), 200, "decoded_token"
-    ),
-    "echoed log-probabilities": posting(
-        COMPLETIONS, completion(prompt=[5] * 300, n=8, echo=True, logprobs=20), 200, "top_logprobs"
-    ),
-    "too many log-probabilities": posting(
-        COMPLETIONS, completion(prompt=[[5] * 1900] * 30, prompt_logprobs=20), 400, "may have"
-    ),
-    "log-probabilities of a chat": posting(
-        CHAT, completion(**ASKED, max_tokens=200, logprobs=True, top_logprobs=20), 200, "bytes"
-    ),
-    "token strings": posting(
-        TOKENIZE,
-        json.dumps({"prompt": "a b" * 19_000, "return_token_strs": True}).encode(),
-        200,
-        "token_strs",
-    ),
-    "left in the middle": leaving(COMPLETIONS, b"x" * 3 * MIB),
-    "silent connections": holding(100, b"", b"", 2),
-    "slow heads": holding(100, b"GET /health HTTP/1.1\r\nx: ", b"y", 2),
-    "slow bodies": holding(50, _BODY + b"content-length: 9000\r\n\r\n", b" ", 2),
-    "slow chunks": holding(50, _BODY + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n", 2),
-    "no reader": deaf,
-    "requests for all sequences": flooding(
-        lambda: [completion(prompt=["x"] * 64, max_tokens=4)] * 16
-    ),
-    "many continuations": flooding(lambda: [completion(prompt="x", n=128, max_tokens=4)] * 8),
-    "busy connections": flooding(lambda: [completion(prompt="x", n=8, max_tokens=8)] * 200),
-    "new grammars": flooding(new_grammars),
-    "downloads": downloads,
-    "strange hosts": strange_hosts,
-    "an absent trainer": absent_trainer,
-    **{
-        f"a trainer's path {path[:12]!a}": posting(
-            "/update_weights_from_disk", json.dumps({"model_path": path}).encode(), 400, message
-        )
-        for path, message in (
-            ("\0", "is no path"),
-            ("x" * 4096, "cannot be read"),
-            ("/dev/zero", "no checkpoint"),
-        )
-    },
-}
+
+def attacks() -> dict[str, Attack]:
+    """All attacks by name. Their bodies take 100 MB, and half a second of CPU time."""
+    return {
+        "24 MiB to /tokenize": posting(
+            TOKENIZE, json.dumps({"prompt": "x" * 24 * MIB}).encode(), 413, "the body has more than"
+        ),
+        "3 MiB to /tokenize": posting(
+            TOKENIZE, json.dumps({"prompt": "x" * 3 * MIB}).encode(), 400, "context length"
+        ),
+        "16 MiB of prompt": posting(
+            COMPLETIONS, completion(prompt="a b " * 4 * MIB), 413, "more than"
+        ),
+        "3 MiB of prompt": posting(
+            COMPLETIONS, completion(prompt="a b " * 800_000), 400, "context length"
+        ),
+        "3 MiB of chat": posting(CHAT, chat("a b " * 800_000), 400, "context length"),
+        "9 million lists": posting(
+            CHAT, metadata(b"[]," * 9_000_000), 413, "the body has more than"
+        ),
+        "a million lists": posting(CHAT, metadata(b"[]," * 1_000_000), 400, "arrays, objects and"),
+        "many numbers": posting(CHAT, metadata(b"1," * 130_000), 200, "chat.completion"),
+        "as many lists as it may": posting(
+            CHAT, metadata(b"[[]]," * 65_000), 200, "chat.completion"
+        ),
+        "a million numbers": posting(CHAT, metadata(b"1," * 1_500_000), 400, "items"),
+        "brackets in a string": posting(
+            CHAT, metadata(b'"' + b"[" * 3 * MIB + b'",'), 200, "chat."
+        ),
+        "300,000 unknown fields": posting(
+            CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}", 400, "members"
+        ),
+        "100,000 unknown fields": posting(
+            CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}", 400, "fields"
+        ),
+        "many wrong messages": posting(CHAT, completion(messages=[1] * 130_000), 400, "messages.0"),
+        "many wrong modalities": posting(
+            CHAT, chat("x")[:-1] + b',"modalities":[' + b"1," * 130_000 + b"1]}", 400, "modalities"
+        ),
+        "many prompts": posting(COMPLETIONS, completion(prompt=["a"] * 130_000), 400, "allows"),
+        "many ids": posting(COMPLETIONS, completion(prompt=[5] * 130_000), 400, "tokens"),
+        "many ids to /detokenize": posting(
+            "/detokenize", json.dumps({"tokens": [5] * 130_000}).encode(), 200, "prompt"
+        ),
+        "deep nesting": posting(CHAT, metadata(b"[" * 100_000), 400, "nested deeper"),
+        "UTF-16": posting(
+            CHAT, chat("x" * 70_000).decode().encode("utf-16"), 400, "not valid JSON"
+        ),
+        "log-probabilities of a prompt": posting(  # 4.5 MB
+            COMPLETIONS, completion(prompt=[5] * 300, n=8, prompt_logprobs=20), 200, "decoded_token"
+        ),
+        "echoed log-probabilities": posting(
+            COMPLETIONS,
+            completion(prompt=[5] * 300, n=8, echo=True, logprobs=20),
+            200,
+            "top_logprobs",
+        ),
+        "too many log-probabilities": posting(
+            COMPLETIONS, completion(prompt=[[5] * 1900] * 30, prompt_logprobs=20), 400, "may have"
+        ),
+        "log-probabilities of a chat": posting(
+            CHAT, completion(**ASKED, max_tokens=200, logprobs=True, top_logprobs=20), 200, "bytes"
+        ),
+        "token strings": posting(
+            TOKENIZE,
+            json.dumps({"prompt": "a b" * 19_000, "return_token_strs": True}).encode(),
+            200,
+            "token_strs",
+        ),
+        "left in the middle": leaving(COMPLETIONS, b"x" * 3 * MIB),
+        "silent connections": holding(100, b"", b"", 2),
+        "slow heads": holding(100, b"GET /health HTTP/1.1\r\nx: ", b"y", 2),
+        "slow bodies": holding(50, _BODY + b"content-length: 9000\r\n\r\n", b" ", 2),
+        "slow chunks": holding(50, _BODY + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n", 2),
+        "no reader": deaf,
+        "requests for all sequences": flooding(
+            lambda: [completion(prompt=["x"] * 64, max_tokens=4)] * 16
+        ),
+        "many continuations": flooding(lambda: [completion(prompt="x", n=128, max_tokens=4)] * 8),
+        "busy connections": flooding(lambda: [completion(prompt="x", n=8, max_tokens=8)] * 200),
+        "new grammars": flooding(new_grammars),
+        "downloads": downloads,
+        "strange hosts": strange_hosts,
+        "an absent trainer": absent_trainer,
+        **{
+            f"a trainer's path {path[:12]!a}": posting(
+                "/update_weights_from_disk", json.dumps({"model_path": path}).encode(), 400, message
+            )
+            for path, message in (
+                ("\0", "is no path"),
+                ("x" * 4096, "cannot be read"),
+                ("/dev/zero", "no checkpoint"),
+            )
+        },
+    }
 
 
 # --- The honest client ----------------------------------------------------------------------------
@@ -485,12 +501,13 @@ async def run(target: Target, attackers: int, seconds: float, seed: int = 0) -> 
     """Attacks with several clients at once, in random order; each attack at least once."""
     end = time.monotonic() + seconds
     draw = random.Random(seed)
-    todo = list(ATTACKS.values())
+    known = list(attacks().values())
+    todo = known.copy()
     draw.shuffle(todo)
 
     async def attacker() -> None:
         while todo or time.monotonic() < end:
-            attack = todo.pop() if todo else draw.choice(list(ATTACKS.values()))
+            attack = todo.pop() if todo else draw.choice(known)
             await attack(target)
 
     await asyncio.gather(*(attacker() for _ in range(attackers)))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -317,9 +318,9 @@ def test_cached_tokens_of_several_prompts(server: RunningServer) -> None:
     assert cached(prompts) == sum(each)
 
 
-def answer_with_drafts(draft_tokens: int) -> tuple[Any, list[str]]:
+def answer_with_drafts(path: Path, draft_tokens: int) -> tuple[Any, list[str]]:
     """One answer, and the server's metrics after it."""
-    engine = LLM(device="cpu", max_model_len=256, draft_tokens=draft_tokens)._engine
+    engine = LLM(path, device="cpu", max_model_len=256, draft_tokens=draft_tokens)._engine
     server = RunningServer(engine)
     answer = server.openai().completions.create(
         model=MODEL, prompt="Once upon a time", max_tokens=40, temperature=0.7, seed=5, logprobs=2
@@ -330,12 +331,12 @@ def answer_with_drafts(draft_tokens: int) -> tuple[Any, list[str]]:
     return (answer.choices[0].text, answer.choices[0].logprobs), lines
 
 
-def test_metrics_of_drafting() -> None:
+def test_metrics_of_drafting(short_demo_path: Path) -> None:
     """By position; and the answer is that of a server which does not draft."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    wanted, _ = answer_with_drafts(0)
-    found, lines = answer_with_drafts(2)
+    wanted, _ = answer_with_drafts(short_demo_path, 0)
+    found, lines = answer_with_drafts(short_demo_path, 2)
     torch.set_num_threads(threads)
     assert found == wanted
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
