@@ -385,6 +385,16 @@ def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
     assert [s.key for s in driver.finished] == ["a", "b", "long", "longer"]
 
 
+def test_a_long_prompt_gets_no_more_than_is_left() -> None:
+    """Whatever was kept for others before it began."""
+    driver = Driver(make_scheduler(0, 8, budget=40, blocks=30), 0, ahead=False)
+    driver.add(make_sequence("stream", 4, 50))
+    driver.step()
+    driver.add(make_sequence("short", 25, 1))
+    driver.add(make_sequence("long", 1000, 2))
+    assert sizes(driver.step()) == [("stream", 1), ("short", 25), ("long", 4)]
+
+
 def test_short_prompts_pass_beside_a_long_one_however_many_decode() -> None:
     """Where decodes leave no more of a step than a long prompt may take."""
     driver = Driver(make_scheduler(0, 150, budget=256, blocks=5000), 0, ahead=False)

@@ -141,7 +141,7 @@ class Scheduler:
         if long:
             turn = min(long, key=in_order)
             if decodes:
-                budget = max(kept, self.budget.of_long_prompt(budget))
+                budget = max(min(kept, budget), self.budget.of_long_prompt(budget))
             self._prefill(turn, budget, chunks, decodes)
         self.drafting.add_proposals(chunks)
         return chunks
