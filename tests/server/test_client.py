@@ -1,13 +1,18 @@
 """The server's side of the pipe, with an engine that is played by the test."""
 
 import asyncio
+import heapq
+import itertools
 import signal
 import threading
+from collections import Counter
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import EngineDeadError, RequestError
@@ -196,6 +201,42 @@ def test_a_model_that_does_not_load() -> None:
         await client.close()
 
     asyncio.run(run())
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 4)), min_size=2, max_size=5))
+def test_users_get_equal_shares(users: list[tuple[int, int]]) -> None:
+    """Each user has some requests of some continuations in the queue all the time, and one sequence
+    starts after the other. They start equally many, and the first one of a newcomer soon.
+    """
+    ours, theirs = Pipe()
+    client = EngineClient(ours)
+    queue: list[tuple[int, int, str, int]] = []
+    arrivals = itertools.count()
+
+    def submit(user: str, n: int) -> None:
+        turn = client._turn(user, 0, n)
+        heapq.heappush(queue, (turn, next(arrivals), user, n))
+
+    for number, (waiting, n) in enumerate(users):
+        for _ in range(waiting):
+            submit(f"{number}", n)
+    started: Counter[str] = Counter()
+    while sum(started.values()) < 400:
+        turn, _, user, n = heapq.heappop(queue)
+        client._last_turn = max(client._last_turn, turn)
+        started[user] += n
+        submit(user, n)
+    assert max(started.values()) <= 1.1 * min(started.values()) + 4
+    submit("new", 1)
+    for _ in users:
+        turn, _, user, n = heapq.heappop(queue)
+        client._last_turn = max(client._last_turn, turn)
+        submit(user, n)
+        if user == "new":
+            break
+    assert user == "new"
+    ours.close()
+    theirs.close()
 
 
 def test_users_take_turns() -> None:

@@ -75,22 +75,22 @@ def with_streams(streams: int, target: float | None, blocks: int = 5000) -> Sche
 def test_steps_take_the_target(
     decode: float, token: float, double: float, noise: float, seed: int
 ) -> None:
-    """Prompts of all lengths arrive beside 16 streams: 95% of the steps take no more than 1.12
+    """Prompts of all lengths arrive beside four streams: 95% of the steps take no more than 1.12
     times the target, and the steps of a long prompt use most of it.
     """
     target, draw = 0.04, random.Random(seed)
-    scheduler = with_streams(16, target)
+    scheduler = with_streams(4, target)
     clock = gpu(decode, token, double, noise, seed)
     run(scheduler, clock, 30)
     scheduler.add(make_sequence("long", 400_000, 2))
     run(scheduler, clock, 100)  # until the times are known
     times = []
-    for number in range(10):
+    for number in range(6):
         scheduler.add(make_sequence(f"short{number}", draw.randint(2, 9000), 2))
         times += run(scheduler, clock, 40)
     busy = sorted(seconds for seconds, read in times if read)
     full = sorted(seconds for seconds, read in times if "" in read)
-    assert len(busy) >= 40
+    assert len(busy) >= 20
     assert busy[int(0.95 * len(busy))] <= 1.12 * target
     assert len(full) < 20 or full[len(full) // 2] >= 0.7 * target
 
