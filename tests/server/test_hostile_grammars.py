@@ -41,7 +41,8 @@ from .test_limits import LONG, request, wait_until
 Start = Callable[..., RunningServer]
 Fields = dict[str, Any]
 
-MAX_PAUSE_S = 1.0
+# Of CPU time. A machine that was half as fast as usual needed 1.03 s for the process's other work.
+MAX_PAUSE_S = 2.0
 LONG_FORM = bool(os.environ.get("FINWHALE_LONG"))
 ASKED = [{"role": "user", "content": "Answer in json."}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
