@@ -29,9 +29,6 @@ from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config_json import config_of
-from finwhale.request import SamplingParams
-
-PARAMS = SamplingParams()
 
 
 def make_scheduler(
@@ -70,16 +67,9 @@ def make_sequence(
     """A prompt of this length has tokens that no other has, the key among them."""
     if isinstance(prompt, int):
         prompt = [1000 + int.from_bytes(key.encode()[-2:]), *[5] * (prompt - 1)]
-    return SequenceState(
-        key=key,
-        request_id=key,
-        index=0,
-        token_ids=list(prompt),
-        num_prompt=len(prompt),
-        max_len=len(prompt) + output,
-        params=PARAMS,
-        priority=priority,
-    )
+    made = new_sequence(key, prompt, len(prompt) + output)
+    made.priority = priority
+    return made
 
 
 class Text:

@@ -18,15 +18,20 @@ Clock = Callable[[list[Chunk]], float]
 
 
 def gpu(decode: float, token: float, double: float, noise: float = 0.0, seed: int = 0) -> Clock:
-    """A device whose steps take so many seconds for decodes and for a token of a prompt, twice as
-    many for a token with `double` tokens before it, and up to `noise` more.
+    """The clock of a device.
+
+    Args:
+        decode: seconds of a step without prompts.
+        token: seconds of the first token of a prompt.
+        double: the number of tokens after which a token takes twice as long.
+        noise: the largest share by which a step takes longer.
     """
     draw = random.Random(seed)
 
     def seconds(chunks: list[Chunk]) -> float:
         found = decode
         for chunk in chunks:
-            if chunk.known - chunk.start > 1:
+            if chunk.num_known > 1:
                 middle = (chunk.start + chunk.end) / 2
                 found += token * (chunk.end - chunk.start) * (1 + middle / double)
         return found * (1 + noise * draw.random())
@@ -35,8 +40,11 @@ def gpu(decode: float, token: float, double: float, noise: float = 0.0, seed: in
 
 
 def run(scheduler: Scheduler, clock: Clock, steps: int) -> list[tuple[float, dict[str, int]]]:
-    """Run steps; returns the time of each, and the tokens of each sequence that has more than one
-    and of "", if prompts are left.
+    """Run steps.
+
+    Returns:
+        The time of each step, and the number of tokens of each prompt that it read. The key "" says
+        that prompts were left to read.
     """
     found = []
     for _ in range(steps):

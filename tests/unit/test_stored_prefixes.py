@@ -26,12 +26,14 @@ from finwhale.engine.plan import stored_prefixes
 from finwhale.engine.plan.prefix_index import State
 from finwhale.engine.plan.prefix_store import Record, StoreCounts
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.stored_prefixes import (
     LEAST_BLOCKS,
     LEAST_SECONDS,
     LONGEST_S,
     MOVING_STATES,
     StoredPrefixes,
+    StoreSpeed,
 )
 
 # By record: what the rows of its pages were made from, by group.
@@ -374,6 +376,18 @@ def test_a_store_that_hangs_is_switched_off(
     transfers.hangs, transfers.pace = False, 1.0  # the saves from before
     settle(driver)
     assert_empty(driver.scheduler)
+
+
+def test_steps_of_decodes_do_not_count_as_prefill() -> None:
+    """Also once their tokens are appended, which is when their time is known."""
+    speed = StoreSpeed(StoreCounts(), 256)
+    sequence = make_sequence("s", 1000, 9)
+    prompt, decode = Chunk(sequence, 0, 999), Chunk(sequence, 999, 1000)
+    sequence.token_ids.append(7)
+    speed.record([decode], 0.25)
+    assert (speed.tokens, speed.seconds) == (0, 0.0)
+    speed.record([prompt, decode], 0.5)
+    assert (speed.tokens, speed.seconds) == (1000, 0.5)
 
 
 @pytest.mark.parametrize(

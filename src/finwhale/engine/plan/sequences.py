@@ -136,6 +136,13 @@ class Chunk:
         return self.end - len(self.drafts)
 
     @property
+    def num_known(self) -> int:
+        """Number of the chunk's tokens without drafts: 1 in a decode. It stays the same when the
+        step's tokens are appended.
+        """
+        return self.known - self.start
+
+    @property
     def ids(self) -> list[int]:
         """Ids of the chunk's tokens, drafts included; zeros while the chunk is unresolved."""
         if self.unresolved:
@@ -156,7 +163,7 @@ class Chunk:
     @property
     def decodes(self) -> bool:
         """Whether the chunk is a decode: one known token, the sequence's last, and its drafts."""
-        return self.unresolved or (self.known == self.start + 1 and self.completes)
+        return self.unresolved or (self.num_known == 1 and self.completes)
 
     @property
     def num_logits(self) -> int:

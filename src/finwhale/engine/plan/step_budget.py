@@ -9,6 +9,7 @@ Budgets are in tokens at the beginning of a prompt. A later token counts more (`
 
 from collections import deque
 from collections.abc import Sequence
+from heapq import nlargest
 from statistics import median
 
 from finwhale.engine.plan.sequences import Chunk
@@ -57,8 +58,8 @@ class StepBudget:
             return most
         if not self._token_seconds:
             return max(1, most * FIRST_SHARE[0] // FIRST_SHARE[1])
-        slower = sorted(self._ratios)[-1 - SLOWER :][:1] or [1.0]
-        aim = self._target / min(max(1.0, *slower), MOST_SLOWER)
+        slowest = nlargest(SLOWER + 1, self._ratios) or [1.0]
+        aim = self._target / min(max(1.0, slowest[-1]), MOST_SLOWER)
         left = aim - self._decode_seconds(num_decodes)
         return min(most, max(LEAST_TOKENS, int(left / median(self._token_seconds))))
 
@@ -70,7 +71,7 @@ class StepBudget:
         """Record how long a step took."""
         if self._target is None:
             return
-        prompts = [chunk for chunk in chunks if chunk.known - chunk.start > 1]
+        prompts = [chunk for chunk in chunks if chunk.num_known > 1]
         num_decodes = len(chunks) - len(prompts)
         if not prompts:
             times = self._decodes.setdefault(num_decodes.bit_length(), deque(maxlen=TIMES))
@@ -94,5 +95,5 @@ class StepBudget:
 
 
 def growth(context: int) -> float:
-    """The time of a token with so many tokens before it, as a multiple of the first one's."""
+    """How many times as long a token takes after `context` tokens as at the beginning."""
     return 1 + context / DOUBLE_CONTEXT

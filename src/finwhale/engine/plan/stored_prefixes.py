@@ -73,7 +73,7 @@ class Transfers(Protocol):
         """Begin to save a record; None: too many others are on their way."""
 
     def saving(self, keys: Collection[bytes]) -> bool:
-        """Return whether the save of any of these blocks has not ended yet."""
+        """Return whether a save of one of these blocks is still under way."""
 
     def advance(self) -> None:
         """Launch the copies that can begin, and note which have ended."""
@@ -150,7 +150,7 @@ class StoreSpeed:
     def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Record how long a step took, if most of its tokens are of prompts."""
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        if sum(c.end - c.start for c in chunks if c.known == c.start + 1) < tokens / 2:
+        if sum(c.end - c.start for c in chunks if c.num_known == 1) < tokens / 2:
             self.tokens += tokens
             self.seconds += seconds
 

@@ -51,7 +51,7 @@ class LaunchSizes:
 
 
 def _in_every_class(first: int, last: int, last_of_classes: set[int], factor: int = 1) -> list[int]:
-    """Choose sizes that need all kernels: in each class, the first size of each alignment.
+    """The first size of each alignment in each class. Together, these sizes need every kernel.
 
     Args:
         factor: some operators run with sizes that are `factor` times as large.
