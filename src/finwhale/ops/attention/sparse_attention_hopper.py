@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window, sparse_attention_triton
-from finwhale.ops.attention.sparse_attention_hopper_few_heads import consume_few_heads, produce_half
+from finwhale.ops.attention.sparse_attention_hopper_few_heads import consume_few_heads
 from finwhale.ops.attention.sparse_attention_hopper_parts import (
     LOG2_E,
     UP,
@@ -267,12 +267,15 @@ def _attend_kernel(
         entry_rows_ptr, entry_first, stride_window_page, stride_entry_page,
     )  # fmt: skip
     keys = words, ready, free, begin, end, rows
+    HALF: gl.constexpr = BLOCK_K // 2
     # fmt: off
     if ROWS == 64:
         gl.warp_specialize(
             [
                 (_consume, (heads, W, SPLITS, BLOCK_K, ROUND, WAIT)),
-                (produce, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP, WAIT)),
+                (produce, (
+                    keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0, BLOCK_K, STEP, WAIT,
+                )),
             ],
             [PRODUCER_WARPS],
             [PRODUCER_REGISTERS],
@@ -281,8 +284,12 @@ def _attend_kernel(
         gl.warp_specialize(
             [
                 (consume_few_heads, (heads, W, SPLITS, BLOCK_K, ROUND, WAIT)),
-                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0, WAIT)),
-                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 1, WAIT)),
+                (produce, (
+                    keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0, HALF, HALF, WAIT,
+                )),
+                (produce, (
+                    keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, HALF, HALF, HALF, WAIT,
+                )),
             ],
             [PRODUCER_WARPS, PRODUCER_WARPS],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -27,11 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from finwhale.ops.attention.sparse_attention_hopper_parts import (
     LOG2_E,
     UP,
-    find_rows,
-    load_found,
     prepare_query,
     store_heads,
-    store_rows,
 )
 from finwhale.ops.launch.gluon_functions import wait_for_last
 
@@ -116,37 +113,3 @@ def consume_few_heads(
         if begin < end or split == 0:
             part_at = part_ptr + ((token * SPLITS + split) * A + gl.expand_dims(stat_head, 0)) * C
             gl.store(part_at + column, out, mask=gl.expand_dims(is_stat, 0))
-
-
-@gluon.jit
-def produce_half(
-    work,
-    W: gl.constexpr,
-    WINDOW_ROWS: gl.constexpr,
-    ENTRY_ROWS: gl.constexpr,
-    ENTRIES: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    HALF_TILE: gl.constexpr,
-    WAIT: gl.constexpr,
-):
-    """The work of one of two groups of producers: half of the rows of tiles begin .. end - 1.
-
-    WAIT: wait for the previous kernel before the first rows, but not before their page numbers.
-    """
-    words, ready, free, begin, end, rows = work
-    K: gl.constexpr = BLOCK_K // 2
-    key0 = begin * BLOCK_K + HALF_TILE * K
-    found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
-    wait_for_last(WAIT)
-    loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
-    key0 += BLOCK_K
-    found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
-    for tile in range(begin, end):
-        buffer = (tile - begin) & 1
-        mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
-        store_rows(words.index(buffer).slice(HALF_TILE * K, K, dim=0), loaded)
-        fence_async_shared()
-        mbarrier.arrive(ready.index(buffer), count=1)
-        loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)
-        key0 += BLOCK_K
-        found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K)

@@ -258,26 +258,34 @@ def produce(
     ENTRY_ROWS: gl.constexpr,
     ENTRIES: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    FIRST: gl.constexpr,
+    OWN: gl.constexpr,
     STEP: gl.constexpr,
     WAIT: gl.constexpr,
 ):
-    """The producers' work: load tiles begin .. end - 1 of rows, STEP rows at a time.
+    """The work of a group of producers: OWN rows of tiles begin .. end - 1, from row FIRST on.
+
+    They load STEP rows at a time, and the page numbers of the STEP rows after them.
 
     WAIT: wait for the previous kernel before the first rows, but not before their page numbers.
     """
     words, ready, free, begin, end, rows = work
-    STEPS: gl.constexpr = BLOCK_K // STEP
-    key0 = begin * BLOCK_K
+    STEPS: gl.constexpr = OWN // STEP
+    key0 = begin * BLOCK_K + FIRST
     found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
     wait_for_last(WAIT)
     loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
+    key0 += STEP if STEPS > 1 else BLOCK_K
+    found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
     for tile in range(begin, end):
         buffer = (tile - begin) & 1
         mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
         for step in gl.static_range(STEPS):
-            store_rows(words.index(buffer).slice(step * STEP, STEP, dim=0), loaded)
-            key0 = tile * BLOCK_K + (step + 1) * STEP
-            found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
+            store_rows(words.index(buffer).slice(FIRST + step * STEP, STEP, dim=0), loaded)
+            if step == STEPS - 1:
+                fence_async_shared()
+                mbarrier.arrive(ready.index(buffer), count=1)
             loaded = load_found(rows, found, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
-        fence_async_shared()
-        mbarrier.arrive(ready.index(buffer), count=1)
+            # These are the first rows of the next tile if the last ones of this tile were loaded.
+            key0 += BLOCK_K - OWN + STEP if (step + 2) % STEPS == 0 else STEP
+            found = find_rows(rows, key0, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP)
