@@ -38,7 +38,7 @@ from finwhale.ops.drafts import BlockShape, ConfidenceWeight, PlannedTokens, Ver
 from finwhale.ops.drafts import drafts_triton as drafts
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import select_entries_triton as indexer
-from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
+from finwhale.ops.indexer.topk_long_triton import NUM_WARPS
 from finwhale.ops.linear import LinearWeight, few_tokens_hopper, quantise_triton
 from finwhale.ops.linear import linear_triton as linear
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
@@ -443,7 +443,7 @@ def call_indexer(width: int, heads: int, topk: int, N: int, max_len: int, max_qu
     part = compress_part(N, width, 128, "nope")
     compressor.compress((part,), tokens, rotary, 1e-6, 4)
     q, weights, keys = meta(N, heads, 128), f32(N, heads), parts[1].entries
-    options = {"inline_asm": True, "early_launch": True, "few_warps": NUM_WARPS}
+    options = {"inline_asm": True, "early_launch": True, "long_warps": NUM_WARPS}
     indexer.select_entries(q, weights, keys, rotary, tokens, topk, 0.1, True, **options)
 
 

@@ -38,12 +38,12 @@ BOUNDED = {
     ("indexer.topk_triton._select_kernel", "candidates_ptr"),
     ("indexer.topk_triton._select_kernel", "out_ptr"),
     # The output index of an entry is a sum of marks of at most topk entries.
-    ("indexer.topk_few_triton._select_few_kernel", "out_ptr"),
+    ("indexer.topk_long_triton._select_long_kernel", "out_ptr"),
     # Each byte of a sum counts entries of one line. All lines of a tile have at most TILE entries.
-    ("indexer.topk_few_triton._select_few_kernel", "candidates_ptr"),
+    ("indexer.topk_long_triton._select_long_kernel", "candidates_ptr"),
     # The kernel loads numbers of groups that it has stored.
-    ("indexer.topk_few_triton._select_few_kernel", "scores_ptr"),
-    ("indexer.topk_few_triton._select_few_kernel", "pages_ptr"),
+    ("indexer.topk_long_triton._select_long_kernel", "scores_ptr"),
+    ("indexer.topk_long_triton._select_long_kernel", "pages_ptr"),
     # All experts together have no more pairs than a step.
     ("moe.dispatch_triton._order_many_kernel", "order_ptr"),
     ("moe.dispatch_triton._order_many_kernel", "blocks_ptr"),

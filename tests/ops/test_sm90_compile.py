@@ -43,6 +43,7 @@ CALLS = [
 # Gluon programs of many columns, outside their loops over tiles.
 # The embedded model's compressors reserve 8 bytes that no instruction uses.
 SPILLING = {
+    "indexer.select_entries_triton._scores_kernel": 16,
     "compressor.compress_triton._compress_kernel": 8,
     "attention.sparse_attention_triton._attend_kernel": 256,
     "attention.sparse_attention_hopper._attend_kernel": 32,
@@ -58,7 +59,7 @@ if triton.__version__ < "3.7":  # it allocates a few more registers
         "sampling.draw_triton._least_kernel": 8,
     }
 else:
-    SPILLING |= {"indexer.topk_few_triton._select_few_kernel": 8}
+    SPILLING |= {"indexer.topk_long_triton._select_long_kernel": 8}
 if triton.__version__.startswith("3.9"):
     SPILLING |= {
         "attention.sparse_attention_triton._attend_kernel": 776,

@@ -23,7 +23,7 @@ from torch import Tensor
 from finwhale.distributed.rank import Rank
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.case import Args, Draw
-from finwhale.ops.indexer import IndexQueries, ref, topk_few_triton, topk_triton
+from finwhale.ops.indexer import IndexQueries, ref, topk_long_triton, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
@@ -42,7 +42,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "select_entries", one)
     monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 6)
     monkeypatch.setattr(kernels, "PREFILL_PROGRAMS", 6)
-    monkeypatch.setattr(topk_triton, "BLOCK", 512)
 
 
 def selected(args: Args) -> tuple[Tensor, Tensor]:
@@ -93,7 +92,7 @@ def test_parts_of_the_tokens() -> None:
 @pytest.mark.parametrize("score_bytes", (2**20, 2**13), ids=("at once", "in parts"))
 def test_verifications_of_up_to_8_tokens(score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run as decodes, and select what a prefill selects."""
-    monkeypatch.setattr(kernels, "MAX_SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(kernels, "MAX_DECODE_BYTES", score_bytes)
     case = next(c for c in CASES if c.args()[-1] and c.args()[4].max_query == 8)
     args = list(case.args())
     positions = torch.cat((args[4].positions[:-2], torch.full((2,), -1)))
@@ -104,14 +103,6 @@ def test_verifications_of_up_to_8_tokens(score_bytes: int, monkeypatch: pytest.M
         assert agree(found, wanted)
         both.append(found)
     assert torch.equal(*both)
-
-
-def test_rows_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of few entries: whole ones, a last one of less than topk, rows of one chunk."""
-    monkeypatch.setattr(topk_triton, "BLOCK", 32)
-    monkeypatch.setattr(topk_triton, "MIN_BLOCK", 32)
-    cases = SELECTING
-    assert agree(*selected(next(c for c in cases if c.args()[5] == 16).args()))
 
 
 KINDS = ("equal", "zero", "negative", "wide", "few", "together", "not finite")
@@ -152,8 +143,7 @@ def check_selection(
     for row, n in zip(padded, visible, strict=True):
         row[:n] = scores[:n]
     out = torch.full((count, topk), -7, dtype=torch.int32)
-    for _ in range(2):  # the counters are 0 again
-        select(padded, out, tokens, table, 0, topk, length, 4)
+    select(padded, out, tokens, table, 0, topk, length, 4)
     slots = (pages[:, None] * 64 + torch.arange(64)).flatten()[None]
     wanted = ref._top(padded, visible, slots.expand(count, -1), topk)
     assert torch.equal(out, wanted)
@@ -171,11 +161,9 @@ def for_kinds(*settings: tuple[int, ...]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "block"), for_kinds((256,), (512,), (1024,)))
-def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores alone. A row of more than 512 has two chunks, one, or no groups."""
-    monkeypatch.setattr(topk_triton, "BLOCK", block)
-    monkeypatch.setattr(topk_triton, "MIN_BLOCK", 256)
+@pytest.mark.parametrize("kind", KINDS)
+def test_thresholds(kind: str) -> None:
+    """Scores alone."""
     visible = torch.tensor((703, 99, 100, 101, 255, 257, 511, 512, 513, 514, 610))
     check_selection(scores_of_kind(kind, 703), visible, 100, 11, topk_triton.select_topk)
 
@@ -187,13 +175,12 @@ def test_thresholds_of_few_tokens(
     """Rows of one tile, of two and of more; candidates that a program holds, and more; maxima of
     one group, of two and of several; rows of fewer groups than topk.
     """
-    few, topk = topk_few_triton, 30
-    for name, value in (("LEAST_ENTRIES", 128), ("TILE", tile), ("MAXIMA", maxima)):
-        monkeypatch.setattr(few, name, value)
-    assert few.takes(11, topk, 703)
+    rows, topk = topk_long_triton, 30
+    for name, value in (("TILE", tile), ("MAXIMA", maxima)):
+        monkeypatch.setattr(rows, name, value)
 
     def select(scores: Tensor, *rest: Any) -> None:
-        few.select_topk_few(scores, maxima_of(scores, rest[1].positions), *rest)
+        rows.select_topk_long(scores, maxima_of(scores, rest[1].positions), *rest)
 
     visible = torch.tensor((703, 29, 30, 31, 127, 128, 129, 247, 256, 257, 610))
     check_selection(scores_of_kind(kind, 703), visible, topk, 1, select)
@@ -204,9 +191,9 @@ def test_few_tokens_and_tiles_of_the_models_size(kind: str) -> None:
     """The counts of a full line fill their byte."""
 
     def select(scores: Tensor, *rest: Any) -> None:
-        topk_few_triton.select_topk_few(scores, maxima_of(scores, rest[1].positions), *rest)
+        topk_long_triton.select_topk_long(scores, maxima_of(scores, rest[1].positions), *rest)
 
-    tile = topk_few_triton.TILE
+    tile = topk_long_triton.TILE
     scores = scores_of_kind(kind, 2 * tile + 300)
     visible = torch.tensor((tile, tile + 1, 2 * tile, 2 * tile + 1, 2 * tile + 300, 4500))
     check_selection(scores, visible, 512, 1, select)
@@ -215,15 +202,15 @@ def test_few_tokens_and_tiles_of_the_models_size(kind: str) -> None:
 @pytest.mark.parametrize("visible", [(703, 690, 257)])
 def test_a_floor_that_rises(visible: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Maxima that are compared as one keep too many groups; the second floor keeps few enough."""
-    few, topk = topk_few_triton, 12
-    for name, value in (("LEAST_ENTRIES", 128), ("TILE", 256), ("MAXIMA", 32)):
-        monkeypatch.setattr(few, name, value)
+    rows, topk = topk_long_triton, 12
+    for name, value in (("TILE", 256), ("MAXIMA", 32)):
+        monkeypatch.setattr(rows, name, value)
     searches: list[str] = []
     for name in ("_search_row", "_select_streamed"):
-        monkeypatch.setattr(few, name, counting(getattr(few, name), name, searches))
+        monkeypatch.setattr(rows, name, counting(getattr(rows, name), name, searches))
 
     def select(scores: Tensor, *rest: Any) -> None:
-        few.select_topk_few(scores, maxima_of(scores, rest[1].positions), *rest)
+        rows.select_topk_long(scores, maxima_of(scores, rest[1].positions), *rest)
 
     entry = torch.arange(703)
     # One high score in each group; groups that are compared as one have about the same score.
@@ -251,29 +238,27 @@ def maxima_of(scores: Tensor, positions: Tensor) -> Tensor:
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     seen = torch.arange(scores.shape[1])[None] < ((positions + 1) // 4)[:, None]
     keys = torch.where(seen, keys, -(2**31))
-    return keys.unflatten(1, (-1, topk_few_triton.GROUP)).amax(2)
+    return keys.unflatten(1, (-1, topk_long_triton.GROUP)).amax(2)
 
 
-def test_long_rows_of_few_tokens_and_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of the scores gives the maxima; both kernels select what the reference does."""
-    for name, value in (("LEAST_ENTRIES", 128), ("TILE", 512), ("MAXIMA", 256)):
-        monkeypatch.setattr(topk_few_triton, name, value)
-    cases = SELECTING
-    taken: list[int] = []
-    select = topk_few_triton.select_topk_few
+def test_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of the scores gives the maxima, of a decode and of a prefill."""
+    monkeypatch.setattr(topk_triton, "BLOCK", 32)
+    monkeypatch.setattr(topk_triton, "MIN_BLOCK", 32)
+    for name, value in (("TILE", 512), ("MAXIMA", 256)):
+        monkeypatch.setattr(topk_long_triton, name, value)
+    taken = set()
+    select = topk_long_triton.select_topk_long
 
     def counted(scores: Tensor, *rest: Any, num_warps: int) -> None:
-        assert num_warps == topk_few_triton.FEWER_WARPS  # any GPU's, without inline assembly
-        taken.append(len(scores))
+        assert num_warps == topk_long_triton.FEWER_WARPS  # any GPU's, without inline assembly
+        taken.add(rest[2].max_query > MAX_DECODE_QUERY)
         select(scores, *rest)
 
-    monkeypatch.setattr(topk_few_triton, "select_topk_few", counted)
-    for few_rows in (16, 0):
-        monkeypatch.setattr(topk_few_triton, "FEW_ROWS", few_rows)
-        before = len(taken)
-        for case in cases if few_rows else cases[-2:]:
-            assert agree(*selected(case.args())), str(case)
-        assert (len(taken) > before) == (few_rows > 0)
+    monkeypatch.setattr(topk_long_triton, "select_topk_long", counted)
+    for case in SELECTING:
+        assert agree(*selected(case.args())), str(case)
+    assert taken == {False, True}
 
 
 def one_row(length: int) -> tuple[Tokens, PageTable]:
@@ -335,7 +320,7 @@ def scores_of(
         scores.append(found.clone())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "select_topk", keep)
+        patch.setattr(topk_triton, "select_topk", keep)
         kernels.select_entries(q, weights, keys, rotary, tokens, 8, 0.5, True)
     return scores[0]
 

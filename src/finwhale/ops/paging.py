@@ -139,13 +139,11 @@ class StepCache:
         rotations: the rows of each rotary table at the tokens' positions.
         slots: results of the functions of slots.py, by their names and arguments.
         compress_counters: the compressor kernels' counters, 0 between launches.
-        topk_counters: the indexer kernels' counters, 0 between launches.
     """
 
     rotations: dict[Tensor, Tensor] = field(default_factory=dict)
     slots: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     compress_counters: Tensor | None = None
-    topk_counters: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,7 @@
 A program of `_scores_kernel` has one token of a decode, or a few of a prefill, and every
 num_splits-th page of their keys. Keys are the rows of the GEMM, so that the sum over heads stays
 within a few threads. The order of that sum does not depend on the batch, the chunk or the split.
-`topk_triton.py` then selects from the scores; in a decode of few tokens with long rows,
-`topk_few_triton.py` does.
+`topk_triton.py` then selects from the scores, or `topk_long_triton.py` if rows are long.
 
 Keys are FP4. The kernel unpacks them to E4M3 in registers and moves the exponents of a key's groups
 into its values, relative to the largest exponent, which remains as one factor of the dot product.
@@ -22,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.indexer import RATIO, IndexQueries
-from finwhale.ops.indexer import topk_few_triton as few
+from finwhale.ops.indexer import RATIO, IndexQueries, topk_triton
+from finwhale.ops.indexer import topk_long_triton as long_rows
 from finwhale.ops.indexer.layout import page_bytes
 from finwhale.ops.indexer.prepare_queries_triton import (
     GROUP,
@@ -31,15 +30,16 @@ from finwhale.ops.indexer.prepare_queries_triton import (
     block_heads,
     prepare_index_queries,
 )
-from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk, to_keys
+from finwhale.ops.indexer.topk_triton import to_keys
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import NUM_MULTIPROCESSORS, LaunchClasses, ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, Tokens
 
 PAGE_ROWS = (64, 128)
 STAGES = 4
-# The most bytes of scores of a decode at a time.
-MAX_SCORE_BYTES = 2**30
+COLUMNS = 256  # of the GEMM in a prefill: queries times heads
+# The most bytes of a decode's scores at a time, and of all that a prefill selects from.
+MAX_DECODE_BYTES, MAX_PREFILL_BYTES = 2**30, 2**28
 # Programs per multiprocessor that fill the GPU; the tiles of a row are split over all of them.
 DECODE_PROGRAMS, PREFILL_PROGRAMS = 4, 8
 OUT_PAD = 128
@@ -172,30 +172,32 @@ def _page_scores(
 
 @triton.jit
 def _store_scores(
-    scores_ptr,
-    maxima_row_ptr,
-    score_row_Q,
+    rows_at,
     member_Q,
+    visible_Q,
     score,
     tile,
     visible,
     ROWS: tl.constexpr,
     LARGEST_OF: tl.constexpr,
 ):
-    """Store a page's scores [ROWS, BLOCK_Q] of the member tokens.
+    """Store a page's scores [ROWS, BLOCK_Q] of the member tokens, which see at most `visible`.
 
-    LARGEST_OF: if positive, also store the largest key of every LARGEST_OF entries of one token.
+    LARGEST_OF: if positive, also store the largest key of every LARGEST_OF entries.
     """
+    scores_ptr, maxima_ptr, score_row_Q, maxima_row_Q = rows_at
     entry = tile * ROWS + tl.arange(0, ROWS)
     seen = entry < visible
     offsets = score_row_Q[None, :] + entry[:, None]
     tl.store(scores_ptr + offsets, score, mask=seen[:, None] & member_Q[None, :])
     if LARGEST_OF > 0:
         COUNT: tl.constexpr = ROWS // LARGEST_OF
-        key = tl.where(seen[:, None], to_keys(score), -0x7FFFFFFF - 1)
-        largest_key = tl.max(tl.reshape(key, [COUNT, LARGEST_OF]), axis=1)
-        group = tile * COUNT + tl.arange(0, COUNT)
-        tl.store(maxima_row_ptr + group, largest_key, mask=group * LARGEST_OF < visible)
+        BLOCK_Q: tl.constexpr = score.shape[1]
+        keys = tl.where(entry[:, None] < visible_Q[None, :], to_keys(score), -0x7FFFFFFF - 1)
+        largest = tl.max(tl.reshape(keys, [COUNT, LARGEST_OF, BLOCK_Q]), axis=1)
+        group = (tile * COUNT + tl.arange(0, COUNT))[:, None]
+        there = (group * LARGEST_OF < visible) & member_Q[None, :]
+        tl.store(maxima_ptr + maxima_row_Q[None, :] + group, largest, mask=there)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_rows"])
@@ -266,16 +268,14 @@ def _scores_kernel(
         q_ptr, factors_ptr, weights_ptr, token_Q, wanted_Q, scale, I, stride_w, C, BLOCK_Q, BLOCK_I
     )
     q_T = tl.trans(q)
-    score_row_Q = rows.to(tl.int64) * stride_scores
-    maxima_row_ptr = maxima_ptr + first_row.to(tl.int64) * stride_maxima
+    score_row_Q, maxima_row_Q = rows.to(tl.int64) * stride_scores, rows.to(tl.int64) * stride_maxima
+    rows_at = scores_ptr, maxima_ptr, score_row_Q, maxima_row_Q
     if DECODE:  # noqa: SIM102 (a constant)
         if (split + num_splits) * ROWS >= most:
             if not is_complete:
                 codes, word = _load_keys(keys_ptr, page, True, stride_page, C, ROWS)
             score = _page_scores(codes, word, q_T, weights, C, ROWS, BLOCK_Q, BLOCK_I, ASM)
-            _store_scores(
-                scores_ptr, maxima_row_ptr, score_row_Q, there, score, split, most, ROWS, LARGEST_OF
-            )
+            _store_scores(rows_at, there, visible_Q, score, split, most, ROWS, LARGEST_OF)
             return
 
     # A program with several pages loads the first one again, now from the L2 cache: keeping its
@@ -302,17 +302,7 @@ def _scores_kernel(
                 score = _page_scores(
                     tile_codes, tile_word, q_T, weights, C, ROWS, BLOCK_Q, BLOCK_I, ASM
                 )
-                _store_scores(
-                    scores_ptr,
-                    maxima_row_ptr,
-                    score_row_Q,
-                    member_Q,
-                    score,
-                    tile,
-                    visible,
-                    ROWS,
-                    LARGEST_OF,
-                )
+                _store_scores(rows_at, member_Q, visible_Q, score, tile, visible, ROWS, LARGEST_OF)
         before = own
 
 
@@ -322,17 +312,14 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
         0,
         model.index_topk,
         *range(OUT_PAD, model.index_topk, OUT_PAD),
-        *BLOCKS,
-        few.LEAST_ENTRIES,
-        few.TILE,
-        2 * few.TILE,
+        *topk_triton.BLOCKS,
+        long_rows.TILE,
+        2 * long_rows.TILE,
     }
     return up_to(longest, (count * RATIO + RATIO - 1 for count in entries))
 
 
-LAUNCH_CLASSES = LaunchClasses(
-    tokens=lambda model, most: up_to(most, (few.FEW_ROWS,)), contexts=launch_contexts
-)
+LAUNCH_CLASSES = LaunchClasses(contexts=launch_contexts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +332,7 @@ class ScorePlan:
             columns of the GEMM.
         rows: tokens that are scored at a time.
         programs: that fill the GPU.
-        registers: of a thread. A multiprocessor then runs four programs of a decode or three of a
+        registers: of a thread. A multiprocessor then runs four programs of a decode or two of a
             prefill.
     """
 
@@ -362,13 +349,18 @@ class ScorePlan:
     ) -> "ScorePlan":
         """row_length: number of scores of a token."""
         block_i = block_heads(heads)
-        block_q = 1 if decode else max(1, 128 // block_i)
-        # In a prefill, scores take about the size of the L2 cache.
-        most_bytes = MAX_SCORE_BYTES if decode else 64 * 2**20
-        rows = max(block_q, most_bytes // (4 * row_length) // block_q * block_q)
-        programs = num_multiprocessors * (DECODE_PROGRAMS if decode else PREFILL_PROGRAMS)
-        registers = 128 if decode else 168
-        return ScorePlan(decode, block_q, block_i, min(num_tokens, rows), programs, registers)
+        if decode:
+            programs = num_multiprocessors * DECODE_PROGRAMS
+            rows = max(1, MAX_DECODE_BYTES // (4 * row_length))
+            return ScorePlan(decode, 1, block_i, min(num_tokens, rows), programs, 128)
+        programs, block_q = num_multiprocessors * PREFILL_PROGRAMS, max(1, COLUMNS // block_i)
+        row_bytes = 4 * row_length
+        if row_length > topk_triton.BLOCK:
+            row_bytes += long_rows.row_bytes(row_length)
+        groups = max(1, MAX_PREFILL_BYTES // (row_bytes * block_q))
+        if groups < programs:  # As many as can be split over all programs.
+            groups = programs // triton.cdiv(programs, groups)
+        return ScorePlan(decode, block_q, block_i, min(num_tokens, groups * block_q), programs, 255)
 
 
 def _check(width: int, keys: CacheRows, round_query: bool) -> None:
@@ -402,7 +394,7 @@ def _score(
     inline_asm: bool,
     early_launch: bool,
 ) -> None:
-    """Write the scores of the tokens from `first_token` on. maxima: see topk_few_triton.py."""
+    """Write the scores of the tokens from `first_token` on. maxima: see topk_long_triton.py."""
     (_, heads, width), (num_rows, row_length), table = q.values.shape, scores_NE.shape, keys.table
     maxima = scores_NE if maxima_NG is None else maxima_NG
     groups = triton.cdiv(num_rows, plan.block_q)
@@ -420,7 +412,7 @@ def _score(
         BLOCK_Q=plan.block_q,
         BLOCK_I=plan.block_i,
         STAGES=STAGES,
-        LARGEST_OF=0 if maxima_NG is None else few.GROUP,
+        LARGEST_OF=0 if maxima_NG is None else long_rows.GROUP,
         ASM=inline_asm,
         num_warps=4,
         **({"maxnreg": plan.registers} if inline_asm else {}),
@@ -442,7 +434,7 @@ def select_entries(
     inline_asm: bool = False,
     early_launch: bool = False,
     num_multiprocessors: int = NUM_MULTIPROCESSORS,
-    few_warps: int = few.FEWER_WARPS,
+    long_warps: int = long_rows.FEWER_WARPS,
 ) -> Tensor:
     """Select slots [N,K] int32 of packed keys. Grids depend only on N, max_len and max_query.
 
@@ -450,7 +442,7 @@ def select_entries(
     inline_asm: unpack keys with PTX instructions, within a fixed number of registers.
     early_launch: kernels launch early (ops/launch/early_launch.py).
     num_multiprocessors: number in the GPU; it determines the number of programs.
-    few_warps: warps of a program that selects for one of few tokens.
+    long_warps: warps of a program that selects from a long row.
     """
     shape = q_NIC.shape if isinstance(q_NIC, Tensor) else q_NIC.values.shape
     num_tokens, heads, width = shape
@@ -466,15 +458,18 @@ def select_entries(
         return out_NK
     if max_entries <= topk:
         no_scores = torch.empty(num_tokens, 0, dtype=torch.float32, device=values.device)
-        select_topk(no_scores, out_NK, tokens, keys.table, 0, topk, 0, RATIO, early_launch)
+        none = (no_scores, out_NK, tokens, keys.table, 0, topk, 0, RATIO, early_launch)
+        topk_triton.select_topk(*none)
         return out_NK
     assert factors is not None, "the queries were prepared for shorter sequences"
     row_length = triton.cdiv(max_entries, keys.table.rows_per_page) * keys.table.rows_per_page
     decode = tokens.max_query <= MAX_DECODE_QUERY
     plan = ScorePlan.of(num_tokens, heads, row_length, decode, num_multiprocessors)
     scores_NE = torch.empty(plan.rows, row_length, dtype=torch.float32, device=values.device)
-    by_few = decode and few.takes(num_tokens, topk, max_entries)
-    maxima_NG = few.empty_maxima(scores_NE) if by_few else None
+    is_long = max_entries > topk_triton.BLOCK
+    if is_long and topk > long_rows.MOST_TOPK:
+        raise ValueError(f"selects at most {long_rows.MOST_TOPK} of {max_entries}, not {topk}")
+    maxima_NG = long_rows.empty_maxima(scores_NE) if is_long else None
     for first in range(0, num_tokens, plan.rows):
         scores = scores_NE[: num_tokens - first]
         _score(
@@ -483,7 +478,8 @@ def select_entries(
         )  # fmt: skip
         rest = (out_NK, tokens, keys.table, first, topk, max_entries, RATIO, early_launch)
         if maxima_NG is None:
-            select_topk(scores, *rest)
+            topk_triton.select_topk(scores, *rest)
         else:
-            few.select_topk_few(scores, maxima_NG[: len(scores)], *rest, num_warps=few_warps)
+            maxima = maxima_NG[: len(scores)]
+            long_rows.select_topk_long(scores, maxima, *rest, num_warps=long_warps)
     return out_NK

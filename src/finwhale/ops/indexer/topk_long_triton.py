@@ -1,8 +1,8 @@
-"""The largest scores of a few tokens, in order of position, with one program for each token.
+"""The largest scores of tokens with long rows, in order of position, as one Triton kernel.
 
 The result is that of topk_triton.py. Here the kernel of the scores also stores the largest key of
-every GROUP adjacent entries: the maxima. A program works in four steps, each with few passes over
-its warps:
+every GROUP adjacent entries: the maxima. A token has one program, which works in four steps, each
+with few passes over its warps:
 
 1. It finds a floor: a key that at least topk maxima reach, and seldom many more.
 2. It keeps the entries that reach the floor: the candidates, seldom twice as many as topk.
@@ -39,9 +39,6 @@ from finwhale.ops.indexer.topk_triton import (
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.paging import PageTable, Tokens
 
-# Tokens that take this kernel. With more, topk_triton.py has enough programs.
-FEW_ROWS = 16
-LEAST_ENTRIES = 4096  # shorter rows take topk_triton.py
 GROUP = 8  # entries of which the kernel of the scores stores the largest key
 TILE = 16384  # entries that a program holds at once
 LINES = tl.constexpr(4)  # lines of a tile, counted together: one byte of an int32 each
@@ -49,6 +46,8 @@ KEYS, SCORES, CANDIDATES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NO_SCORES = tl.constexpr(-(0x7FFFFF << 32) - 0x800000)  # minus infinity, twice
 NOT_LOW = tl.constexpr(-(1 << 32))  # the high half of an int64
 MAXIMA = 2048  # maxima per program; in longer rows, each covers several groups
+MOST_TOPK = MAXIMA // 2
+COUNT_ROOM = tl.constexpr(16)  # after the candidates of a row, for their number
 MOST_CANDIDATES = 2  # candidates per program, as a multiple of topk
 BLOCK = 1024  # entries of a pass over a whole row
 # On an H200 with 16 warps, attention, which follows, is 2 us slower at short contexts.
@@ -292,10 +291,12 @@ def _reaches(pairs, SHIFT: tl.constexpr, least):
 
 
 @triton.jit
-def _keep_entries(pairs, floor, candidates_ptr, first_entry, before_tile, TILE: tl.constexpr):
+def _keep_entries(
+    pairs, floor, candidates_ptr, count_at, first_entry, before_tile, TILE: tl.constexpr
+):
     """Store the entries of a tile that reach the floor as candidates.
 
-    Also store the number of candidates so far, at index 2 * TILE.
+    Also store the number of candidates so far, at index count_at.
 
     pairs: from `_load_pairs`. A candidate is an int64, too: its score in the high half, its entry
     in the low half. A NaN and the padding of a row may be among the candidates.
@@ -331,7 +332,7 @@ def _keep_entries(pairs, floor, candidates_ptr, first_entry, before_tile, TILE: 
         tl.store(candidates_ptr + second, (pairs[i] & NOT_LOW) | (entries + 1), mask=high > 0)
         before += (sums >> (8 * i)) & 255
     is_last = (row == ROWS - 1) & (column == PAIRS - 1)
-    end = tl.where(is_last, 2 * TILE, row)
+    end = tl.where(is_last, count_at, row)
     end = tl.max_contiguous(tl.multiple_of(end, [1, 2]), [1, 2])
     count = tl.broadcast_to(before[:, None], [ROWS, PAIRS])
     tl.store(candidates_ptr + end, count.to(tl.int64), mask=is_last)
@@ -339,11 +340,11 @@ def _keep_entries(pairs, floor, candidates_ptr, first_entry, before_tile, TILE: 
 
 
 @triton.jit
-def _load_candidates(candidates_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
+def _load_candidates(candidates_ptr, count_at, SIZE: tl.constexpr):
     """How many candidates the program has stored, and the first SIZE."""
     # The stores of all threads precede the loads.
     tl.debug_barrier()
-    total = tl.load(candidates_ptr + 2 * TILE, cache_modifier=".cg").to(tl.int32)
+    total = tl.load(candidates_ptr + count_at, cache_modifier=".cg").to(tl.int32)
     return total, tl.load(candidates_ptr + tl.arange(0, SIZE), cache_modifier=".cg")
 
 
@@ -396,7 +397,7 @@ def _of_groups(entries, groups_ptr, there, GROUP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first_token"])
-def _select_few_kernel(
+def _select_long_kernel(
     scores_ptr,
     maxima_ptr,
     out_ptr,
@@ -413,6 +414,7 @@ def _select_few_kernel(
     stride_scores,
     stride_maxima,
     stride_out,
+    stride_candidates,
     stride_groups,
     stride_pages,
     RATIO: tl.constexpr,
@@ -444,7 +446,8 @@ def _select_few_kernel(
 
     scores_row_ptr = scores_ptr + row * stride_scores
     maxima_row_ptr = maxima_ptr + row * stride_maxima
-    candidates_ptr += row * (2 * TILE + 16)
+    candidates_ptr += row * stride_candidates
+    count_at = stride_candidates - COUNT_ROOM
     groups_ptr += row * stride_groups
     copy_ptr += row * TILE
     num_groups = tl.cdiv(visible, GROUP)
@@ -485,11 +488,11 @@ def _select_few_kernel(
             SCORES, GROUP, ROWS_PER_PAGE, BLOCK,
         )  # fmt: skip
         return
-    kept = _keep_entries(pairs, floor, candidates_ptr, 0, 0, TILE)
+    kept = _keep_entries(pairs, floor, candidates_ptr, count_at, 0, 0, TILE)
     if length > TILE:
         pairs = _load_pairs(scores_row_ptr + TILE, num_groups - GROUPS, GROUP, TILE, False)
-        _keep_entries(pairs, floor, candidates_ptr, TILE, tl.sum(kept), TILE)
-    total, candidates = _load_candidates(candidates_ptr, SIZE, TILE)
+        _keep_entries(pairs, floor, candidates_ptr, count_at, TILE, tl.sum(kept), TILE)
+    total, candidates = _load_candidates(candidates_ptr, count_at, SIZE)
     if total > SIZE:
         _select_streamed(
             candidates_ptr, total, length, groups_ptr, is_long, floor, high, topk, slots,
@@ -510,9 +513,15 @@ def _select_few_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def takes(num_rows: int, topk: int, max_entries: int) -> bool:
-    """Whether `select_topk_few` selects for this number of tokens of a decode."""
-    return num_rows <= FEW_ROWS and max_entries > LEAST_ENTRIES and topk <= MAXIMA // 2
+def _candidate_room(max_entries: int) -> int:
+    """How many candidates a row may have. The padding of a tile may be among them."""
+    return TILE if max_entries <= TILE else 2 * TILE
+
+
+def row_bytes(max_entries: int) -> int:
+    """Bytes that selecting from a row takes, beside its scores."""
+    copies = 4 * TILE + max_entries // 2 if max_entries > 2 * TILE else 0
+    return 8 * _candidate_room(max_entries) + max_entries // 2 + copies
 
 
 def empty_maxima(scores_NE: Tensor) -> Tensor:
@@ -521,7 +530,7 @@ def empty_maxima(scores_NE: Tensor) -> Tensor:
     return scores_NE.new_empty((num_rows, triton.cdiv(length, 16 * GROUP) * 16), dtype=torch.int32)
 
 
-def select_topk_few(
+def select_topk_long(
     scores_NE: Tensor,
     maxima_NG: Tensor,
     out_NK: Tensor,
@@ -535,23 +544,24 @@ def select_topk_few(
     *,
     num_warps: int = NUM_WARPS,
 ) -> None:
-    """Like topk_triton.select_topk, where `takes` allows it.
+    """Like topk_triton.select_topk, for rows of any length and a topk of at most MOST_TOPK.
 
     maxima [n,G] int32: the largest key of every GROUP adjacent entries that a token sees. A row of
     them has a multiple of 16 values.
     """
     num_rows, size = scores_NE.shape[0], max(32, MOST_CANDIDATES * triton.next_power_of_2(topk))
-    candidates = out_NK.new_empty(num_rows * (2 * TILE + 16), dtype=torch.int64)
+    room = _candidate_room(max_entries)
+    candidates = out_NK.new_empty((num_rows, room + COUNT_ROOM.value), dtype=torch.int64)
     groups, copy = out_NK, scores_NE
     if max_entries > 2 * TILE:
         groups = out_NK.new_empty((num_rows, triton.cdiv(max_entries, 16 * GROUP) * 16))
         copy = torch.empty((num_rows, TILE), dtype=torch.float32, device=out_NK.device)
-    _select_few_kernel[(num_rows,)](
+    _select_long_kernel[(num_rows,)](
         *(scores_NE, maxima_NG, out_NK, candidates, groups, copy),
         *(tokens.positions, tokens.sequence, table.pages, table.first),
         *(first_token, topk, out_NK.shape[1]),
-        *(scores_NE.stride(0), maxima_NG.stride(0), out_NK.stride(0), groups.stride(0)),
-        table.pages.stride(0),
+        *(scores_NE.stride(0), maxima_NG.stride(0), out_NK.stride(0), candidates.stride(0)),
+        *(groups.stride(0), table.pages.stride(0)),
         RATIO=ratio,
         ROWS_PER_PAGE=table.rows_per_page,
         GROUP=GROUP,

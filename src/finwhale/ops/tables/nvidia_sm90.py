@@ -14,7 +14,7 @@ from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.indexer.select_entries_triton import select_entries
-from finwhale.ops.indexer.topk_few_triton import NUM_WARPS
+from finwhale.ops.indexer.topk_long_triton import NUM_WARPS
 from finwhale.ops.launch.streamed_loads import install_hook
 from finwhale.ops.linear import few_tokens_hopper, linear_triton
 from finwhale.ops.linear import ref as linear_ref
@@ -70,7 +70,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         store_window_rows=early(prepare_qkv_triton.store_window_rows),
         compress=early(compress),
         prepare_index_queries=early(prepare_index_queries, inline_asm=True),
-        select_entries=bind(select_entries, **how, inline_asm=True, few_warps=NUM_WARPS),
+        select_entries=bind(select_entries, **how, inline_asm=True, long_warps=NUM_WARPS),
         sparse_attention=bind(sparse_attention, **invariant) if invariant else sparse_attention,
         route_by_score=early(route_by_score, **invariant, registers=CHOOSE_REGISTERS),
         route_by_hash=early(route_by_hash, **invariant),
