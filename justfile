@@ -96,7 +96,7 @@ long-deploy:
 long-packages:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_packages.py
 
-# README's commands and the tasks of docs/first-hour.md, in a clean environment.
+# README's commands and the tasks of docs/first-hour.md in a clean environment, and other pages' commands.
 long-first-hour:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_first_hour.py
 
@@ -132,7 +132,7 @@ docs-serve:
 screenshots:
     python tools/screenshots.py
 
-# Write the line counts of README's map of the source.
+# Write the line counts of the maps of the source (README and docs/architecture.md).
 map:
     python tools/source_map.py
 
@@ -143,7 +143,7 @@ release:
     fail() { echo "$1" >&2; exit 1; }
     test -z "$(git status --porcelain)" || fail "commit or stash your changes first"
     version=$(python -c "import finwhale; print(finwhale.__version__)")
-    grep -qx "## $version" CHANGELOG.md || fail "CHANGELOG.md has no section for $version"
+    grep -Eqx "## $version \([0-9-]{10}\)" CHANGELOG.md || fail "CHANGELOG.md has no dated section for $version"
     .ci/run
     pytest tests/ops -m kernels
     FINWHALE_LONG=1 pytest -n0 -m long tests/engine/test_compiled.py

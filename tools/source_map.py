@@ -1,10 +1,10 @@
-"""Counts the lines of README's map of the source, and writes them into its table.
+"""Counts the lines of the maps of the source, and writes them into their tables.
 
     python tools/source_map.py
 
-The first column of the table has one or more patterns under src/finwhale. A file belongs to the
-first row that matches it, and every Python file must belong to a row. Counts are rounded to
-hundreds.
+README has a short map, docs/architecture.md the whole. The first column of a table has one or more
+patterns under src/finwhale. A file belongs to the first row that matches it, and every Python file
+must belong to a row. Counts are rounded to hundreds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/finwhale"
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs/architecture.md"]
 ROW = re.compile(r"^\| (?P<patterns>`[^|]+`) \| (?P<lines>[\d,]*) \| (?P<what>[^|]+) \|$")
 
 
@@ -35,11 +36,11 @@ def count(table: list[tuple[str, list[str], int]]) -> list[int]:
         name = path.relative_to(SOURCE).as_posix()
         row = next((i for i, (_, globs, _) in enumerate(table) if matches(name, globs)), None)
         if row is None:
-            raise ValueError(f"README's map has no row for src/finwhale/{name}")
+            raise ValueError(f"a map has no row for src/finwhale/{name}")
         counts[row] += len(path.read_text().splitlines())
     for (line, _, _), lines in zip(table, counts, strict=True):
         if not lines:
-            raise ValueError(f"no file matches this row of README's map: {line}")
+            raise ValueError(f"no file matches this row of a map: {line}")
     return counts
 
 
@@ -53,13 +54,13 @@ def matches(name: str, patterns: list[str]) -> bool:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    table = rows(text)
-    for (line, _, _), lines in zip(table, count(table), strict=True):
-        cells = line.split(" | ")
-        text = text.replace(line, " | ".join([cells[0], f"{round(lines, -2):,}", *cells[2:]]))
-    readme.write_text(text)
+    for document in DOCUMENTS:
+        text = document.read_text()
+        table = rows(text)
+        for (line, _, _), lines in zip(table, count(table), strict=True):
+            cells = line.split(" | ")
+            text = text.replace(line, " | ".join([cells[0], f"{round(lines, -2):,}", *cells[2:]]))
+        document.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""README's commands and the tasks of docs/first-hour.md, as written, in a clean environment.
+"""README's commands and the tasks of docs/first-hour.md, as written, in a clean environment; and
+the commands of other pages that run with the embedded model, in the environment of the tests.
 
 The programs below read the documents' own blocks. So a task fails if it needs a step that the
 document does not give. What a reader does by hand is the same for all tasks: a block with the title
-"Terminal N" is typed into that terminal, a block with a file's name is saved under this name, a
-block of text must stand in the output of the commands before it, and a terminal that is left
-running gets Ctrl-C when it is needed again.
+"Terminal N" is typed into that terminal, a block with a file's name is saved under this name, and a
+block of text must stand in the output of the commands before it.
 """
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,29 +16,16 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.support.document_blocks import RUNNABLE, Block, blocks, part
 
 from .servers import descendants, free_ports
 
 ROOT = Path(__file__).parents[2]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# A fence, its language, its title and its lines.
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 COMMAND_SECONDS = 1800
-
-
-@dataclass(frozen=True)
-class Block:
-    language: str
-    title: str
-    text: str
-
-
-def blocks(document: str) -> list[Block]:
-    return [Block(*found) for found in BLOCK.findall(document)]
 
 
 def index_answers() -> bool:
@@ -101,9 +87,10 @@ class Terminal:
 
 
 class Machine:
-    """A home directory with nothing but Python, git and the system's programs."""
+    """A clone of the repository, and a home directory with nothing but Python and the system's
+    programs. With `installed`, the programs of the tests' environment come first."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, installed: bool) -> None:
         home = directory / "home"
         programs = directory / "programs"
         home.mkdir(parents=True)
@@ -126,16 +113,12 @@ class Machine:
             # Port 8000 may be taken here; `words` changes it in the commands, too.
             "FINWHALE_PORT": str(self.port),
         }
-        # The address that the documents give for the repository is this checkout.
-        address = f"url.file://{ROOT}.insteadOf"
-        self.git("config", "--global", address, "https://github.com/finwhale/finwhale")
-        self.directory = directory / "work"
-        self.directory.mkdir()
+        if installed:
+            self.environment["PATH"] = f"{Path(sys.executable).parent}:{self.environment['PATH']}"
+        self.directory = directory / "finwhale"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(self.directory)], check=True)
         self.terminals: dict[str, Terminal] = {}
         self.has_index = index_answers()
-
-    def git(self, *words: str) -> None:
-        subprocess.run(("git", *words), env=self.environment, check=True)
 
     def words(self, text: str) -> str:
         """A text of a document, with the port of this test, and an index that answers."""
@@ -145,7 +128,7 @@ class Machine:
 
     def terminal(self, name: str) -> Terminal:
         if name not in self.terminals:
-            log = self.directory / f"{name}.log"
+            log = self.directory.parent / f"{name}.log"
             self.terminals[name] = Terminal(self.directory, log, self.environment)
         return self.terminals[name]
 
@@ -155,8 +138,8 @@ class Machine:
 
 
 @contextmanager
-def machine(directory: Path) -> Iterator[Machine]:
-    made = Machine(directory)
+def machine(directory: Path, installed: bool = False) -> Iterator[Machine]:
+    made = Machine(directory, installed)
     try:
         yield made
     finally:
@@ -164,82 +147,64 @@ def machine(directory: Path) -> Iterator[Machine]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def follow(document: str, here: Machine) -> int:
-    """Do what a document says; returns the number of blocks."""
+def follow(found: list[Block], here: Machine) -> None:
+    """Do what a document says."""
     output = ""
-    found = blocks(document)
     for block in found:
         text = here.words(block.text)
-        if block.language == "bash":
-            name, _, rest = block.title.partition(":")
+        if block.language == "bash" and not block.mark:
+            name, _, rest = (block.title or "Terminal 1").partition(":")
             if rest:
                 here.terminal(name).type(text)
             else:
                 output = here.terminal(name).run(text)
-            if "cd finwhale" in text:
-                here.directory /= "finwhale"
-        elif block.language == "python":
-            (here.directory / block.title).write_text(text)
-        else:
-            assert block.language == "text"
+        elif block.language == "text":
             for line in text.splitlines():
                 assert line in output, f"{line!r} is not in the output:\n{output}"
-    return len(found)
+        elif block.title:
+            (here.directory / block.title).write_text(text)
 
 
 def test_the_tasks_of_the_first_hour(tmp_path: Path) -> None:
-    document = (ROOT / "docs/first-hour.md").read_text()
-    assert len(re.findall(r"^## \d+\.", document, re.MULTILINE)) >= 10
+    found = blocks((ROOT / "docs/first-hour.md").read_text())
+    assert len(found) > 20
     with machine(tmp_path / "machine") as here:
-        assert follow(document, here) > 20
+        follow(found, here)
         # The page ends the server by Ctrl-C, after task 9.
         here.terminals["Terminal 1"].interrupt()
 
 
-def indented(document: str, marker: str) -> list[str]:
-    """The indented commands of a part of README that the documentation includes."""
-    start, end = f"--8<-- [start:{marker}]", f"--8<-- [end:{marker}]"
-    part = document.partition(start)[2].partition(end)[0]
-    return [line[4:] for line in part.splitlines() if line.startswith("    ") and "```" not in line]
-
-
-def part_blocks(document: str, marker: str) -> list[Block]:
-    start, end = f"--8<-- [start:{marker}]", f"--8<-- [end:{marker}]"
-    return blocks(document.partition(start)[2].partition(end)[0])
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_the_commands_of_a_page(page: str, tmp_path: Path) -> None:
+    found = blocks((ROOT / f"docs/{page}.md").read_text())
+    assert any(block.language == "bash" and not block.mark for block in found)
+    with machine(tmp_path / "machine", installed=True) as here:
+        follow(found, here)
 
 
 def test_the_commands_of_readme(tmp_path: Path) -> None:
-    """With the embedded model, so without PATH. `.ci/run` runs the test command."""
+    """PATH is the embedded model. `.ci/run` runs the test command."""
     document = (ROOT / "README.md").read_text()
+    (setup,) = [block.text for block in blocks(part(document, "setup")) if not block.mark]
+    serve, ask, checkpoint = blocks(part(document, "serve"))
+    (generate,) = blocks(part(document, "python"))
     with machine(tmp_path / "machine") as here:
-        first = here.terminal("first")
-        first.run("git clone --quiet https://github.com/finwhale/finwhale\ncd finwhale")
-        setup = [line for line in indented(document, "setup") if not line.endswith("pytest")]
-        assert len(setup) == 3
-        for line in setup:
-            first.run(here.words(line))
-        serve = [line.replace(" PATH", "") for line in commands(document, "serve")]
-        *before, last, client = serve
-        for line in before:
-            first.run(line)
-        assert last.startswith("finwhale serve") and client.startswith("pip install")
-        first.type(last + "\n")
-        second = here.terminal("second")
-        second.run("cd finwhale; . .venv/bin/activate")
-        second.run(client)
+        first, second = here.terminal("first"), here.terminal("second")
+        first.run(here.words(setup))
+        first.type(serve.text)
+        second.run(". .venv/bin/activate; pip install openai")
         ready = f"http://127.0.0.1:{here.port}/health/ready"
         second.run(f"curl --silent --retry 120 --retry-delay 1 --retry-all-errors --fail {ready}")
-        (ask,) = part_blocks(document, "serve")
         assert "The capital of France is Paris." in python(here, second, ask)
         first.interrupt()
-        (generate,) = part_blocks(document, "python")
         assert "The capital of France is Paris." in python(here, second, generate)
-
-
-def commands(document: str, marker: str) -> list[str]:
-    return [
-        line for line in indented(document, marker) if line.startswith(("finwhale ", "pip ", ". "))
-    ]
+        *before, last = checkpoint.text.replace("PATH", "src/finwhale/demo").splitlines()
+        second.run("\n".join(before))
+        second.type(last + "\n")
+        here.terminal("third").run(
+            f"curl --silent --retry 120 --retry-delay 1 --retry-all-errors --fail {ready}"
+        )
+        second.interrupt()
 
 
 def python(here: Machine, terminal: Terminal, block: Block) -> str:

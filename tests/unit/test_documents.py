@@ -20,6 +20,21 @@ NAME = re.compile(r"`(?:\w+\.)*([A-Za-z_]\w*)(?:\([^`]*\))?`")
 PLACES = [ROOT, ROOT / "docs", ROOT / "src/finwhale", ROOT / "bench/results"]
 # They look like paths of this repository and are none.
 OTHERS = {"encoding/encoding_dsv4.py", "build/site", "text/event-stream", "in.jsonl", "out.jsonl"}
+OTHERS |= {"deepseek-ai/DeepSeek-V4-Flash"}
+# Where no address, package or image may stand that does not exist.
+PUBLISHED = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("pyproject.toml", "mkdocs.yml", "justfile")),
+    *PAGES,
+    *(path for path in (ROOT / "deploy").rglob("*") if path.is_file()),
+    *(ROOT / "examples").rglob("*.ipynb"),
+    *(ROOT / ".github").rglob("*.y*ml"),
+]
+UNPUBLISHED = re.compile(
+    r"git(?:hub|lab)\.com/finwhale|pypi\.org/\S*finwhale|finwhale\.(?:ai|com|dev|io|org)\b"
+    r"|\b(?:ghcr|quay|docker|registry)\.io/\S*finwhale"
+    r"|pip install [^\n`;&|]*(?<![\w./])finwhale(?![\w/-])"
+)
 
 
 def name_of(document: Path) -> str:
@@ -50,9 +65,28 @@ def test_every_name_of_the_code_exists(document: Path, code: str) -> None:
             assert name in code, name
 
 
+@pytest.mark.parametrize("document", PUBLISHED, ids=name_of)
+def test_nothing_is_named_that_was_not_published(document: Path) -> None:
+    """The repository has no address of its own yet, and PyPI has no package `finwhale`."""
+    assert not UNPUBLISHED.findall(document.read_text())
+
+
+def test_names_that_were_not_published_are_found() -> None:
+    for text in (
+        "https://github.com/finwhale/finwhale",
+        "image: ghcr.io/finwhale/finwhale:0.1.0",
+        "pip install 'finwhale[hub]'",
+        "pip install -U finwhale==0.1.0",
+    ):
+        assert UNPUBLISHED.search(text), text
+    assert not UNPUBLISHED.search("/opt/finwhale/bin/pip install '.[server]'; finwhale serve")
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_commits_are_named_in_notes_alone(document: Path) -> None:
-    words = re.findall(r"\b[0-9a-f]{7,12}\b", document.read_text())
+    """And in the rows of the log in docs/testing.md, which begin with a date."""
+    text = re.sub(r"^\| \d{4}-\d\d-\d\d .*$", "", document.read_text(), flags=re.MULTILINE)
+    words = re.findall(r"\b[0-9a-f]{7,12}\b", text)
     assert not [word for word in words if re.search(r"[a-f]", word) and re.search(r"\d", word)]
 
 
@@ -100,13 +134,18 @@ def test_every_page_is_in_the_navigation_and_says_for_whom_it_is(document: Path)
         assert re.search("^This page is for ", text, re.MULTILINE)
 
 
-def test_the_map_of_the_source_is_complete_and_nearly_right() -> None:
+def test_the_maps_of_the_source_are_complete_and_nearly_right() -> None:
     """`just map` writes the counts."""
     spec = importlib.util.spec_from_file_location("source_map", ROOT / "tools/source_map.py")
     assert spec is not None and spec.loader is not None
     source_map = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(source_map)
-    table = source_map.rows((ROOT / "README.md").read_text())
-    assert len(table) > 10
-    for (line, _, written), lines in zip(table, source_map.count(table), strict=True):
-        assert abs(written - lines) <= max(250, 0.25 * lines), f"{lines} lines now: {line}"
+    for document in source_map.DOCUMENTS:
+        table = source_map.rows(document.read_text())
+        assert table
+        for (line, _, written), lines in zip(table, source_map.count(table), strict=True):
+            assert abs(written - lines) <= max(250, 0.25 * lines), f"{lines} lines now: {line}"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
