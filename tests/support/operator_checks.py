@@ -39,7 +39,7 @@ from finwhale.bench.ops import (
     ready,
 )
 from finwhale.ops import Ops
-from finwhale.ops.case import Args, Chunks, ModelDraw, OpSizes, to_device
+from finwhale.ops.case import Args, Chunks, ModelDraw, OpSizes, num_tokens, to_device
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.slots import write_slots
 
@@ -249,25 +249,32 @@ def check_model_case(
         invariant: the table is batch-invariant: every case must have the same bits in any batch.
     """
     case = at_step(())
-    kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
+    kernel = implementation(ops, case.operator)
     weight = make_weight(case, ops)
-    dtype = ""
     for count in CHECKED:
-        args = make_args(at_step(mixed_step(count)), weight)
-        plain = reference_args(case, args, weight)
-        wanted = _as_wide(case.operator, args, results(definition, plain, case.written))
-        found = kernel_results(case, kernel, args)
-        if isinstance(args[0], Tensor):
-            dtype = str(args[0].dtype).removeprefix("torch.")
-        what = f"{case.name} {dtype} {count} tokens"
-        yield Verdict(what, compare(found, wanted, case.flips, case.tolerance, case.flip))
+        yield check_step(at_step, mixed_step(count), weight, ops, reference)
     if case.by_token and (case.batch_invariant or invariant):
         parts = ANY_PARTS if invariant else PARTS
         args = make_args(at_step(mixed_step(max(end for _, end in parts))), weight)
-        yield Verdict(f"{case.name} {dtype} batches", same_alone(case, kernel, args, parts))
+        yield Verdict(f"{case.name} batches", same_alone(case, kernel, args, parts))
     if case.operator in PAGED:
         yield Verdict(f"{case.name} padding", check_padding(at_step(mixed_step(4)), kernel))
         yield Verdict(f"{case.name} far pages", check_far_pages(at_step(mixed_step(9)), kernel))
+
+
+def check_step(
+    at_step: AtStep, chunks: Chunks, weight: Weights, ops: Ops, reference: Ops
+) -> Verdict:
+    """Check an operator in one step against the reference."""
+    case = at_step(())
+    kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
+    args = make_args(at_step(chunks), weight)
+    plain = reference_args(case, args, weight)
+    wanted = _as_wide(case.operator, args, results(definition, plain, case.written))
+    found = kernel_results(case, kernel, args)
+    dtype = str(args[0].dtype).removeprefix("torch.") if isinstance(args[0], Tensor) else ""
+    what = f"{case.name} {dtype} {num_tokens(chunks)} tokens"
+    return Verdict(what, compare(found, wanted, case.flips, case.tolerance, case.flip))
 
 
 def check_padding(case: CheckedCase, kernel: Kernel) -> str | None:
