@@ -271,6 +271,19 @@ def test_responses_tools_and_format(server: RunningServer) -> None:
     validate(PERSON, json.loads(shaped.output_text))
 
 
+def test_one_call_at_a_time_without_tools(server: RunningServer) -> None:
+    """Codex asks for that when it compacts a conversation."""
+    client = server.openai()
+    made = client.responses.create(
+        model=MODEL, input="Hi", max_output_tokens=8, tools=[], parallel_tool_calls=False
+    )
+    assert made.output_text
+    chat = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=8, parallel_tool_calls=False
+    )
+    assert chat.choices[0].message.content
+
+
 NOT_ENFORCED = {
     "type": "object",
     "properties": {

@@ -78,7 +78,8 @@ class AnswerForm:
     def asked(self) -> bool:
         """Whether the request asks for a grammar."""
         choice, strict = self.choice, any(tool.strict for tool in self.tools)
-        return self.wanted is not None or choice.required or not choice.parallel or strict
+        one_call = not choice.parallel and bool(self.tools)
+        return self.wanted is not None or choice.required or one_call or strict
 
     def grammar(self, relaxed: tuple[str, ...] = ()) -> "AnswerGrammar | None":
         """The grammar of the answer; None: the answer may be anything.
