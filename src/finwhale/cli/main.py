@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "continue a text",
     "chat": "talk to the model in the terminal",
     "serve": "serve the OpenAI and Anthropic protocols over HTTP",
+    "connect": "print the settings with which a coding agent uses a running server",
     "run-batch": "answer a file of requests in OpenAI's batch format",
     "warmup": "compile all kernels that serving a checkpoint needs, and store them",
     "inspect": "describe a checkpoint and the memory that it needs",
