@@ -118,11 +118,12 @@ def _served(url: str, key: str) -> tuple[str, int]:
         return str(card["id"]), int(card.get("context_length") or card["max_input_tokens"])
     except HTTPError as error:
         wants = f"needs {'another' if key else 'an'} API key: set {KEY} or --api-key"
-        what = wants if error.code == 401 else f"answers with status {error.code}"
+        what = wants if error.code == 401 else f"answers {error.code} {error.reason}"
     except (LookupError, TypeError, AttributeError, json.JSONDecodeError):
         what = "names no model with a context_length at /v1/models"
     except (OSError, ValueError, HTTPException) as error:
-        what = f"does not answer ({error}): start `finwhale serve`, or set --url"
+        reason = getattr(error, "reason", error)
+        what = f"does not answer ({reason}): start `finwhale serve`, or set --url"
     raise FinwhaleError(f"{url} {what}")
 
 
