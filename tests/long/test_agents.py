@@ -36,7 +36,8 @@ PACKAGES = {
 ARGUMENTS = {
     "claude-code": ["--verbose", "--output-format", "stream-json", "--max-turns", "4",
                     "--permission-mode", "acceptEdits", "--print"],
-    "codex": ["exec", "--skip-git-repo-check", "--json"],
+    "codex": ["exec", "--skip-git-repo-check", "--json",
+              "-c", "model_providers.finwhale.stream_max_retries=0"],
     "opencode": ["run", "--format", "json"],
     "cline": ["--json"],
     "continue": ["--print", "--auto"],
@@ -134,14 +135,20 @@ def test_claude_code_compacts_in_time(demo_server: DemoServer, work: Path, agent
 
 
 def test_codex_compacts_in_time(work: Path, tmp_path: Path, agents: Agents) -> None:
+    """It begins at 90% of the context, before the next turn."""
     server = DemoServer(tmp_path / "log", "--max-model-len", "18000")
     try:
         text = connect("codex", server.url)
-        for turn in ([TASK * 340], ["resume", "--last", "Try it again."]):
-            last = entries(agents.run("codex", text, work, *turn))[-1]
-            assert last["type"] == "turn.completed" or "Incomplete response" in str(last), last
-        first, summary, second = check(server, 0, "/v1/responses")
-        assert summary["prompt_tokens"] < min(first["prompt_tokens"], second["prompt_tokens"])
+        for _ in range(4):  # where the model fills the context, Codex does not know the tokens
+            last = entries(agents.run("codex", text, work, TASK * 180))[-1]
+            if last["type"] == "turn.completed":
+                break
+        *_, first = check(server, 0, "/v1/responses")
+        before = len(server.requests())
+        agents.run("codex", text, work, "resume", "--last", "Try it again.")
+        summary = server.requests()[before]
+        assert summary["status"] == 200
+        assert 0 < summary["prompt_tokens"] < first["prompt_tokens"]  # it has no tools
     finally:
         server.program.close()
 
