@@ -73,6 +73,7 @@ class Agents:
         home = work.parent / "home"
         command = [str(self._programs[name] / program), *ARGUMENTS[name], *turn]
         environment = {"HOME": str(home), "DISABLE_AUTOUPDATER": "1"}
+        environment["CLINE_SESSION_BACKEND_MODE"] = "local"  # Cline starts no daemon
         if name == "claude-code":
             command = ["bash", "-c", f'{text}\nexec "$@"', "bash", *command]
             environment |= SHORT
