@@ -136,7 +136,7 @@ def test_claude_code_compacts_in_time(demo_server: DemoServer, work: Path, agent
 
 
 def test_codex_compacts_in_time(work: Path, tmp_path: Path, agents: Agents) -> None:
-    """It begins at 90% of the context, before the next turn."""
+    """It begins before the next turn; the first one leaves less than 10% of the context."""
     server = DemoServer(tmp_path / "log", "--max-model-len", "18000")
     try:
         text = connect("codex", server.url)
