@@ -1,4 +1,4 @@
-"""The least time of a decode step: that of reading a rank's weights, and the rows of its cache."""
+"""The least time of a step: reading a rank's weights and its cache's rows, or its arithmetic."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,7 +8,7 @@ from finwhale.checkpoint.spec import WeightSpec
 from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.ops.case import READ_RATE
+from finwhale.ops.case import BF16_RATE, FP8_RATE, READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
 
 FP8_BLOCK_BYTES = 4 / 128**2
@@ -81,6 +81,38 @@ class DecodeBytes:
         tokens = sequences * max(1, c.draft_block_tokens)
         run = self._head + self._head_expert * expected_experts(c, tokens) + self._logits
         return run + count * self._markov if c.draft_head == "dspark" else run * count
+
+
+class PrefillOperations:
+    """A rank's operations in a prefill, with those of attention and of the indexer."""
+
+    def __init__(self, config: DeepseekV4Config, rank: Rank) -> None:
+        self.config, self.rank = config, rank
+        self._fp8 = self._bf16 = 0.0
+        for name, spec in weight_specs(config.without_draft_head(), rank).items():
+            if len(spec.shape) < 2 or name in ("embed.weight", "head.weight"):
+                continue
+            if name.endswith("tid2eid"):
+                continue
+            share = config.num_experts_per_tok / config.n_routed_experts
+            ops = 2 * torch.Size(spec.local_shape).numel() * (share if ".experts." in name else 1)
+            if spec.storage in ("fp8_block", "fp4"):
+                self._fp8 += ops
+            else:
+                self._bf16 += ops
+
+    def ms(self, tokens: int) -> float:
+        """Milliseconds that an H200 needs for a prompt of so many tokens."""
+        c, fp8, bf16 = self.config, self._fp8 * tokens, self._bf16 * tokens
+        for ratio in c.layer_ratios:
+            keys = float(c.sliding_window)
+            if ratio == 4:
+                keys += min(c.index_topk, tokens / 8)
+                fp8 += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
+            elif ratio == 128:
+                keys += tokens / 256
+            bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim / self.rank.size
+        return round(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE), 4)
 
 
 def _sums(config: DeepseekV4Config, specs: dict[str, WeightSpec]) -> tuple[float, float]:

@@ -37,7 +37,7 @@ from finwhale.bench.engine import (
     source,
     timed_steps,
 )
-from finwhale.bench.floors import DecodeBytes, read_ms
+from finwhale.bench.floors import DecodeBytes, PrefillOperations, read_ms
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, seconds_of
 from finwhale.config import EngineConfig
@@ -48,8 +48,6 @@ from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.ops.case import BF16_RATE, FP8_RATE
 from finwhale.options import read_options, word_or_number
 from finwhale.printing import new_console, print_table
 
@@ -78,10 +76,11 @@ class Bench:
     def __init__(self, engine: Engine, steps: int) -> None:
         assert isinstance(engine.model_config, DeepseekV4Config)
         self.engine = engine
-        self.rank = first_rank(engine.executor).collectives.rank
+        rank = first_rank(engine.executor).collectives.rank
         self.steps = steps
         self.config = engine.model_config
-        self.bytes = DecodeBytes(self.config, self.rank)
+        self.bytes = DecodeBytes(self.config, rank)
+        self.operations = PrefillOperations(self.config, rank)
         self.random = random.Random(0)
 
     def prompt(self, length: int) -> list[int]:
@@ -120,8 +119,7 @@ class Bench:
         prefill(self.engine, self.prompt(shape.tokens))
         result: dict[str, Any] = {"ms": summary([1e3 * seconds_of(call) for call in calls])}
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
-        fp8, bf16 = self._prefill_ops(shape.tokens)
-        result["floor_ms"] = round(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE), 4)
+        result["floor_ms"] = self.operations.ms(shape.tokens)
         return result
 
     def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:
@@ -170,31 +168,6 @@ class Bench:
     def _experts_hit(self) -> float:
         """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
         return call_ranks_collectively(self.engine.executor, partial(experts_hit, self._plan()))[0]
-
-    def _prefill_ops(self, tokens: int) -> tuple[float, float]:
-        """A rank's operations in a prefill, in FP8 and in bfloat16, with attention and indexer."""
-        c = self.config
-        fp8 = bf16 = 0.0
-        for name, spec in weight_specs(c.without_draft_head(), self.rank).items():
-            if len(spec.shape) < 2 or name in ("embed.weight", "head.weight"):
-                continue
-            if name.endswith("tid2eid"):
-                continue
-            share = c.num_experts_per_tok / c.n_routed_experts if ".experts." in name else 1.0
-            ops = 2 * torch.Size(spec.local_shape).numel() * share * tokens
-            if spec.storage in ("fp8_block", "fp4"):
-                fp8 += ops
-            else:
-                bf16 += ops
-        for ratio in c.layer_ratios:
-            keys = float(c.sliding_window)
-            if ratio == 4:
-                keys += min(c.index_topk, tokens / 8)
-                fp8 += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
-            elif ratio == 128:
-                keys += tokens / 256
-            bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim / self.rank.size
-        return fp8, bf16
 
 
 def graph_ms(plan: StepPlan, repeats: int, executor: LocalExecutor) -> float | None:
