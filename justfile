@@ -36,7 +36,7 @@ kernels *args:
     pytest tests/ops -m kernels {{ args }}
 
 # Tests that take longer than CI's core job: about 90 minutes in all.
-long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long-hosts long-replicas long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour
+long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long-hosts long-replicas long-upgrade long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour
 
 # Random schedules of the engine: about 25 minutes.
 long-schedules:
@@ -92,6 +92,10 @@ long-examples:
 long-deploy:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_deploy.py tests/long/test_monitoring.py
 
+# Two servers behind vllm-router: a new version replaces the old one under load, and the old one comes back.
+long-upgrade:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_upgrade.py
+
 # The wheel and the sdist in clean environments, on each Python that is installed.
 long-packages:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_packages.py
@@ -123,6 +127,17 @@ bench what="cpu" *args:
 # Build the documentation into build/site; a broken link fails.
 docs:
     mkdocs build --strict
+
+# Choose the versions in the images (deploy/constraints*.txt) again, the newest that pyproject.toml allows. Needs uv.
+constraints *args="--upgrade":
+    #!/usr/bin/env bash
+    set -euo pipefail
+    compile() {
+        uv pip compile pyproject.toml - --quiet --no-annotate --custom-compile-command "just constraints" \
+            --python-version 3.12 --python-platform x86_64-manylinux_2_28 --extra hub --extra server {{ args }} "$@"
+    }
+    compile --extra nvidia --output-file deploy/constraints.txt < /dev/null
+    compile --output-file deploy/constraints-cpu.txt <<< torch==2.13.0
 
 # Show the documentation at http://127.0.0.1:8001 while you write it.
 docs-serve:

@@ -18,12 +18,14 @@ import pytest
 from finwhale.bench.estimate import GPUS, StepTimes
 from finwhale.cli.inspect import RankMemory
 from finwhale.cli.main import main
+from finwhale.config import EngineConfig
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.weights import weight_specs
 
 step_times = cache(StepTimes)
 RESULTS = Path(__file__).parents[2] / "bench/results"
+PAGE = Path(__file__).parents[2] / "docs/production.md"
 FITTED = "2026-11-26T10"  # the first records of today's kernels
 Capture = pytest.CaptureFixture[str]
 
@@ -149,6 +151,38 @@ def test_inspect_plans(capsys: Capture) -> None:
     assert "windows and states of 64 sequences" in shown(
         capsys, "--gpus", "2", "--sequences", "64", "--context", "1024", "--output", "16"
     )
+
+
+def test_the_production_page_has_these_figures() -> None:
+    """Its tables of what fits, what to expect, and of one server beside replicas."""
+    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in row[1:-1]] for row in rows]
+    for key, model, size, kind in (
+        ("2 H200, Flash", "flash", 2, "H200"),
+        ("4 H200, Flash", "flash", 4, "H200"),
+        ("4 H100, Flash", "flash", 4, "H100"),
+        ("8 H200, Flash", "flash", 8, "H200"),
+        ("8 H200, Pro", "pro", 8, "H200"),
+    ):
+        (gpu,) = (gpu for name, gpu in GPUS.items() if kind in name)
+        config = published(model).without_draft_head()
+        storages = {name: one.storage for name, one in weight_specs(config).items()}
+        rank, times = RankMemory(config, storages, size), step_times(config, size, gpu)
+        tokens, _, sizes = rank.cache(gpu.num_bytes, EngineConfig())
+        fits, expected = [row[1:] for row in cells if row[0] == key][-2:]
+        assert fits == [f"{rank.weights / 2**30:.1f}", str(sizes.num_seqs), f"{tokens:,}"]
+        rate = 1e3 * sizes.num_seqs / times.decode(1280, sizes.num_seqs)
+        load = times.tokens_per_s(1024, 256, sizes.num_seqs, sizes.mixed_tokens)
+        assert expected[-2:] == [f"{rate:,.0f}", f"{load:,.0f}"]
+        long = times.tokens_per_s(7936, 256, sizes.num_seqs, sizes.mixed_tokens)
+        first = times.prefill(7936, sizes.num_tokens) / 1e3
+        for name, *found in cells:
+            if model == "flash" and kind == "H200" and name.endswith(f" of {size}"):
+                replicas = int(name[0]) // size
+                assert found == [
+                    *(f"{replicas * float(f'{one:.0f}'):,.0f}" for one in (load, long)),
+                    f"{first:.2f}",
+                ]
 
 
 @pytest.mark.parametrize(
