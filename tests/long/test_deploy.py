@@ -224,6 +224,10 @@ def test_the_deployment_on_gpus() -> None:
     volumes = {one["name"]: one for one in spec["template"]["spec"]["volumes"]}
     claim = of_kind(name, "PersistentVolumeClaim")
     assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    (affinity,) = spec["template"]["spec"]["affinity"]["podAffinity"].popitem()[1]
+    assert affinity["labelSelector"] == spec["selector"]
+    assert affinity["topologyKey"] == "kubernetes.io/hostname"  # of the claim's only node
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     storage = claim["spec"]["resources"]["requests"]["storage"]
     assert int(storage.removesuffix("Gi")) * 2**30 > int(size.removesuffix("GB")) * 10**9
     (secret,) = (one["valueFrom"]["secretKeyRef"] for one in container["env"])
