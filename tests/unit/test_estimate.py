@@ -146,7 +146,9 @@ def test_inspect_plans(capsys: Capture) -> None:
     assert found["output tokens/s while no prompt is read"] == f"{256e3 / step:,.0f}"
     found = shown(capsys, "--config", "flash", "--gpus", "2", "--gpu", "H100")
     assert found["sequences of 8,192 tokens that fit at once"] == "0 of 64"
-    found = shown(capsys, "--config", "pro-0813", "--gpus", "8", "--draft-tokens", "5")
+    words = "--config flash-0731 --gpus 4 --gpu H100 --draft-tokens 5"
+    assert words in PAGE.read_text()
+    found = shown(capsys, *words.split())
     assert "all drafts accepted" in found["output tokens/s while no prompt is read"]
     assert "windows and states of 64 sequences" in shown(
         capsys, "--gpus", "2", "--sequences", "64", "--context", "1024", "--output", "16"
