@@ -261,6 +261,27 @@ def test_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == {False, True}
 
 
+def test_largest_scores_are_of_entries_that_a_token_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tokens of a program, only the last one sees the entry with the highest score. The
+    others need the twelfth highest, which is far below the eleventh.
+    """
+    monkeypatch.setattr(topk_triton, "BLOCK", 32)
+    monkeypatch.setattr(topk_triton, "MIN_BLOCK", 32)
+    width, topk, last = 64, 12, 203
+    chunk = (4 * last - 12, 4 * (last + 1))
+    tokens = Draw().tokens((chunk,))
+    _, table = one_row(chunk[1])
+    scores = torch.zeros(table.pages.shape[1] * 64)
+    scores[16 * torch.arange(topk)] = 2.0 ** torch.tensor((*range(20, 20 - topk + 1, -1), -6))
+    scores[last] = 2.0**25
+    first = torch.eye(width)[0]
+    still = torch.stack((torch.ones(chunk[1], 16), torch.zeros(chunk[1], 16)), -1)
+    q = first.expand(len(tokens.positions), 16, width).bfloat16()
+    keys = CacheRows(rotate_to_fp4(scores[:, None] * first), table)
+    args = (q, torch.ones(len(q), 16), keys, still, tokens, topk, 1.0, True)
+    assert agree(*selected(args))
+
+
 def one_row(length: int) -> tuple[Tokens, PageTable]:
     pages = torch.arange(length // 256 + 1, dtype=torch.int32)[None]
     tokens = Tokens(
