@@ -99,6 +99,9 @@ def test_keys_and_draining(serve: Serve, tmp_path: Path) -> None:
         environment={"FINWHALE_API_KEYS": "other-key,"},
     )
     engine = served.engine_pid()
+    auth = {"authorization": "Bearer secret-key"}
+    done, total = httpx.get(f"{served.url}/live", headers=auth).json()["loaded_bytes"]
+    assert done == total > 0, "the page shows how much of the weights is read"
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (served.process.pid, engine)]
     assert ["libtorch" in text for text in maps] == [False, True], "only the engine has torch"
     assert served.client.models.list().data[0].id == "finwhale-demo"

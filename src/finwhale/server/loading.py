@@ -25,12 +25,19 @@ def load_engine(
     config: EngineConfig,
     placement: Placement | None,
     open_engine: "Callable[..., Engine]",
+    loaded: Callable[[int, int], None],
 ) -> "Engine":
     """Opens an engine in the process that will run it, and shows the progress. `open_engine` is
-    that of loaded_model.py: the server passes the rest, and imports no torch.
+    that of loaded_model.py, and `loaded` takes the numbers of bytes read and of all bytes: the
+    server passes the rest, and imports no torch.
     """
     logs.configure(log_level, log_format, waits=False)
-    with loading_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
+    with loading_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as shown:
+
+        def progress(done: int, total: int) -> None:
+            shown(done, total)
+            loaded(done, total)
+
         engine = open_engine(config, directory, progress, placement)
     if engine.tokenizer is not None:
         warm(engine.tokenizer)

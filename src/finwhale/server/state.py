@@ -101,13 +101,16 @@ class ServerState:
             raise EngineDeadError(self.client.failure)
         raise _loading()
 
+    @property
+    def loading(self) -> bool:
+        return self.client.ready is None and self.client.failure is None
+
     def unless_loading(self, error: ApiError) -> ApiError:
         """The error for a request above a limit that follows from the context.
 
         While the model loads, the context is not known, and the client may try again.
         """
-        loading = self.client.ready is None and self.client.failure is None
-        return _loading() if loading else error
+        return _loading() if self.loading else error
 
     def to_api_error(self, error: Exception) -> ApiError:
         """The error for the client, who learns no details of an unexpected one; that is logged."""

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import finwhale
 from finwhale.server.api import gate, health
-from finwhale.server.api.page import PAGE_PATH, PageFiles, page_response
+from finwhale.server.api.page import PAGE_PATH, PageFiles, PageState, page_response
 from finwhale.server.api.rollouts import Endpoints
 from finwhale.server.api.tokens import add_tokens
 from finwhale.server.batch.batches import Batches
@@ -177,10 +177,12 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         """Metrics in Prometheus' text format."""
         return Response(state.metrics.text(), media_type=CONTENT_TYPE)
 
+    page_state = PageState(state)
+
     @app.get("/live")
     async def live_numbers() -> dict[str, Any]:
-        """The numbers that the page at / draws."""
-        return state.metrics.live()
+        """What the page at / shows: the server's state, the model, and the engine's numbers."""
+        return page_state.now()
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -94,10 +94,12 @@ class Reported(_Layer):
     def _report(self, scope: Scope, status: int, begin: float) -> None:
         found, traces = scope["state"], self._state.traces
         endpoint = getattr(scope.get("route"), "path", "unknown")
-        self._state.metrics.requests.labels(endpoint, str(status)).inc()
+        is_file = scope["path"].startswith(_FILES) and status < 400
+        if not is_file:
+            self._state.metrics.requests.labels(endpoint, str(status)).inc()
         log, key, refusal = found.get("log"), found.get("key"), found.get("refusal")
         fields = {} if log is None else log.fields()
-        if traces is not None and endpoint not in _ALWAYS and not scope["path"].startswith(_FILES):
+        if traces is not None and endpoint not in _ALWAYS and not is_file:
             trace_id = traces.add(scope, status, begin, log)
             if trace_id is not None:
                 fields["trace_id"] = trace_id
@@ -115,7 +117,7 @@ class Reported(_Layer):
             "status": status,
             "duration_s": round(time.monotonic() - begin, 4),
         }
-        level = logging.DEBUG if endpoint in _ALWAYS else logging.INFO
+        level = logging.DEBUG if is_file or endpoint in _ALWAYS else logging.INFO
         logger.log(level, "request", extra=extra | fields)
 
 

@@ -140,7 +140,8 @@ class EngineClient:
 
     @classmethod
     def spawn(cls, load: Callable[..., object]) -> "EngineClient":
-        """Starts a process that calls `load(open_engine)`. `load` must be picklable."""
+        """Starts a process that calls `load(open_engine, progress)`; see
+        `server/loading.py`. `load` must be picklable."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         heartbeat = Heartbeat(context)

@@ -31,18 +31,15 @@ METRICS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 0.5  # interval at which an idle engine checks its ranks
 
 
-def main(
-    connection: Connection, load: Callable[..., Engine], heartbeat: Heartbeat | None = None
-) -> None:
+def main(connection: Connection, load: Callable[..., Engine], heartbeat: Heartbeat) -> None:
     """Loads the model and serves until `Stop`, or until the server closes the pipe."""
     # The server decides when this process ends. A terminal's Ctrl-C reaches both processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     began = time.monotonic()
-    if heartbeat is not None:
-        heartbeat.start()
+    heartbeat.start()
     try:
-        engine = load(open_engine)
+        engine = load(open_engine, heartbeat.load)
     except FinwhaleError as error:
         connection.send(wire.EngineFailed(str(error)))
         return

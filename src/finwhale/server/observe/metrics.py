@@ -145,7 +145,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def live(self) -> dict[str, object]:
-        """The numbers that the page draws."""
+        """The engine's numbers that the page draws."""
         self._trim()
         found: dict[str, object] = {
             "alive": self._client.alive,

@@ -77,6 +77,14 @@ async def prepare(state: ServerState, body: ChatProtocolBody, log: RequestLog) -
     return request
 
 
+def defaults(state: ServerState, *, thinking: bool) -> SamplingParams:
+    """The sampling parameters of a chat request that gives none. Raises RequestError, ApiError."""
+    asked = {"type": "enabled" if thinking else "disabled"}
+    messages = [{"role": "user", "content": ""}]
+    body = schemas.ChatBody(model=state.model_name, messages=messages, thinking=asked)
+    return _prepare(state, body)[0].params
+
+
 def convert_body(
     state: ServerState, body: ChatProtocolBody | schemas.CountTokensBody
 ) -> tuple[ProtocolRequest, WantedFormat | None, ToolChoice]:
