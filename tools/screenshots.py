@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from rich.console import Console
 from rich.text import Text
 
@@ -37,10 +37,10 @@ REQUESTS = ["--input-tokens", "50:300", "--output-tokens", "20:100", "--num-requ
 
 
 @contextmanager
-def served(port: int) -> Iterator[str]:
+def served(port: int, *options: str) -> Iterator[str]:
     """Run `finwhale serve` in a terminal of its own; yields what it has written when ready."""
     ours, theirs = pty.openpty()
-    command = [*FINWHALE, "serve", "--port", str(port)]
+    command = [*FINWHALE, "serve", "--port", str(port), *options]
     environment = {**os.environ, "COLUMNS": "110", "LINES": "40", "TERM": "xterm-256color"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
@@ -95,12 +95,9 @@ def shoot(page: Page, path: Path) -> None:
 def write_page(browser: Browser, url: str, folder: Path) -> None:
     """The chat with two answers, and the engine view while a load runs."""
     page = browser.new_page(viewport={"width": 1100, "height": 640})
-    page.goto(url)
-    page.wait_for_selector("html[data-ready]")
+    visit(page, url)
     for count, question in enumerate(QUESTIONS, 1):
-        page.fill("#text", question)
-        page.press("#text", "Enter")
-        expect(page.locator(".turn.assistant .regenerate")).to_have_count(count, timeout=60_000)
+        ask(page, question, count)
     shoot(page, folder / "page-chat.jpg")
     page.click("#engine-tab")
     load = [*FINWHALE, "bench", "serving", "--url", url, "--model", "finwhale-demo", *REQUESTS]
@@ -112,6 +109,55 @@ def write_page(browser: Browser, url: str, folder: Path) -> None:
     running.terminate()
     running.wait(30)
     page.close()
+
+
+def write_trouble(browser: Browser, url: str, folder: Path) -> None:
+    """The page while the model loads, without an answer of the server, and without a key."""
+    page = browser.new_page(viewport={"width": 1100, "height": 540})
+    loading = {"alive": False, "loading": True, "loaded_bytes": [43, 100]}
+
+    def answer_loading(route: Route) -> None:
+        route.fulfill(json=route.fetch().json() | loading)
+
+    page.route("**/live", answer_loading)
+    visit(page, url)
+    shoot(page, folder / "page-loading.jpg")
+    page.unroute("**/live")
+    page.emulate_media(color_scheme="dark")
+    expect(page.locator("#send")).to_be_enabled()
+    ask(page, QUESTIONS[0], 1)
+    page.route("**/live", lambda route: route.abort())
+    expect(page.locator("#notice-text")).to_contain_text("does not answer")
+    shoot(page, folder / "page-gone.jpg")
+    page.route("**/live", lambda route: route.fulfill(status=401, body="{}"))
+    expect(page.locator("#key-dialog")).to_be_visible()
+    shoot(page, folder / "page-key.jpg")
+    page.close()
+
+
+def write_full(browser: Browser, url: str, folder: Path) -> None:
+    """A conversation that has filled a small context, on a phone."""
+    page = browser.new_page(viewport={"width": 390, "height": 720})
+    visit(page, url)
+    for count in range(1, 100):
+        ask(page, QUESTIONS[count % 2], count)
+        if page.locator(".full").count():
+            break
+    page.locator(".full").scroll_into_view_if_needed()
+    shoot(page, folder / "page-full.jpg")
+    page.close()
+
+
+def visit(page: Page, url: str) -> None:
+    page.goto(url)
+    page.wait_for_selector("html[data-ready]")
+
+
+def ask(page: Page, question: str, count: int) -> None:
+    """Ask, and wait for the answer, which is the conversation's `count`th."""
+    page.fill("#text", question)
+    page.press("#text", "Enter")
+    expect(page.locator(".turn.assistant .regenerate")).to_have_count(count, timeout=60_000)
 
 
 def main() -> None:
@@ -129,6 +175,9 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         url = f"http://127.0.0.1:{port}"
         write_page(browser, url, folder)
+        write_trouble(browser, url, folder)
+        with served(port := free_port(), "--max-model-len", "384"):
+            write_full(browser, f"http://127.0.0.1:{port}", folder)
         browser.close()
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     print("\n".join(f"{size:8,}  {name}" for name, size in sizes.items()))

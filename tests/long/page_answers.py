@@ -47,14 +47,16 @@ $\style{background:url(https://example.org)}{x}$
 """
 
 
-def chunks(text: str, calls: list[dict[str, Any]] | None = None, size: int = 40) -> str:
+def chunks(
+    text: str, calls: list[dict[str, Any]] | None = None, size: int = 40, finish: str = "stop"
+) -> str:
     """A streamed answer of the chat endpoint."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": text[i : i + size]} for i in range(0, len(text), size)]
     if calls:
         deltas.append({"tool_calls": calls})
     made: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": one}]} for one in deltas]
-    made.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    made.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
     usage = {"prompt_tokens": 1203, "completion_tokens": 212}
     made.append(
         {"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": 1024}}}

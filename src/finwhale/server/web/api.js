@@ -10,21 +10,27 @@ export const apiKey = {
 };
 
 export class ServerError extends Error {
-  constructor(message, status) {
+  /* `status` is 0 if there was no answer; `code` is OpenAI's. */
+  constructor(message, status, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
 export async function ask(path, options = {}) {
   const headers = {"content-type": "application/json"};
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
-  const reply = await fetch(path, {...options, headers});
-  if (!reply.ok) {
-    const body = await reply.json().catch(() => ({}));
-    throw new ServerError(body.error?.message || `status ${reply.status}`, reply.status);
+  let reply;
+  try {
+    reply = await fetch(path, {...options, headers});
+  } catch {
+    throw new ServerError("The server does not answer.", 0);
   }
-  return reply;
+  if (reply.ok) return reply;
+  const error = (await reply.json().catch(() => ({}))).error || {message: `The server answers with status ${reply.status}.`};
+  const message = reply.status === 401 ? "The server needs another API key." : error.message;
+  throw new ServerError(message, reply.status, error.code);
 }
 
 /* The chunks of a streamed answer. */
@@ -32,17 +38,19 @@ export async function* chat(body, signal) {
   const reply = await ask("v1/chat/completions", {method: "POST", body: JSON.stringify(body), signal});
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
+  const broken = new ServerError("The connection to the server broke before the answer was complete.", 0);
   for (;;) {
-    const {value, done} = await reader.read();
-    if (done) return;
+    const {value, done} = await reader.read().catch(() => { throw broken; });
+    if (done) throw broken;
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     if (rest.length > MAX_BUFFER) throw new ServerError("the server sent an event without an end", 0);
     for (const event of events) {
       const line = event.split("\n").find(text => text.startsWith("data: "));
-      if (!line || line === "data: [DONE]") continue;
+      if (!line) continue;
+      if (line === "data: [DONE]") return;
       const chunk = JSON.parse(line.slice(6));
-      if (chunk.error) throw new ServerError(chunk.error.message, 0);
+      if (chunk.error) throw new ServerError(chunk.error.message, 0, chunk.error.code);
       yield chunk;
     }
   }

@@ -2,16 +2,19 @@
 
 import {$, announce, button, element} from "./dom.js";
 import {chat} from "./api.js";
+import {Attachments} from "./attachments.js";
+import {server} from "./server.js";
 import {AnswerTurn, branchPicker, editTurn, userTurn} from "./turns.js";
 
 const SAVE_INTERVAL_MS = 2000;
 
 export class Chat {
-  /* `model()` resolves to the model's name; `save(conversation)` keeps it. */
-  constructor(settings, model, save) {
+  /* `save(conversation)` keeps it; `open(conversation)` shows it. */
+  constructor(settings, save, open) {
     this.settings = settings;
-    this.model = model;
     this.save = save;
+    this.open = open;
+    this.attachments = new Attachments();
     this.conversation = null;
     this.runs = new Map();
     $("form").addEventListener("submit", event => {
@@ -27,9 +30,11 @@ export class Chat {
     document.addEventListener("keydown", event => {
       if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) this.stop();
     });
+    server.addEventListener("change", () => this.#showControls());
   }
 
-  get #run() { return this.runs.get(this.conversation.id); }
+  get #run() { return this.runs.get(this.conversation?.id); }
+  get #canAsk() { return server.ready && !this.#run; }
 
   show(conversation) {
     this.conversation = conversation;
@@ -48,14 +53,14 @@ export class Chat {
 
   #submit() {
     if (this.#run) return this.stop();
-    const text = $("text").value.trim();
-    if (!text) return;
+    const text = $("text").value.trim(), {files} = this.attachments;
+    if (!server.ready || !(text || files.length)) return;
     $("text").value = "";
-    this.#ask(this.conversation.path().at(-1)?.id || "", text);
+    this.#ask(this.conversation.path().at(-1)?.id || "", text, this.attachments.take());
   }
 
-  #ask(parent, text) {
-    const node = this.conversation.add(parent, "user", text);
+  #ask(parent, text, files = []) {
+    const node = this.conversation.add(parent, "user", text, files.length ? {files} : {});
     this.#answer(node.id);
   }
 
@@ -74,21 +79,26 @@ export class Chat {
       return turn.turn;
     });
     $("talk").replaceChildren(...(turns.length ? turns : [welcome(text => this.#ask("", text))]));
-    this.#showSend();
+    this.#showControls();
   }
 
   #userTurn(node, branches) {
     const turn = userTurn(node, {edit: () => {
       if (this.#run) return;
-      editTurn(turn, node, text => this.#ask(node.parent, text), () => this.#draw());
+      editTurn(turn, node, text => this.#ask(node.parent, text, node.files), () => this.#draw());
+      this.#showControls();
     }}, branches);
     return turn;
   }
 
   #actions(node) {
     return {
-      regenerate: () => { if (!this.#run) this.#answer(node.parent); },
-      continue: () => { if (!this.#run) this.#answer(node.id); },
+      isLast: node === this.conversation.path().at(-1),
+      regenerate: () => { if (this.#canAsk) this.#answer(node.parent); },
+      answerResults: () => { if (this.#canAsk) this.#answer(node.id); },
+      continue: () => { if (this.#canAsk) this.#continue(node); },
+      canShorten: () => Boolean(this.conversation.tail(server.context / 2)),
+      shorten: () => this.#openTail(this.conversation.tail(server.context / 2)),
       changed: () => {
         this.conversation.written.add(node.id);
         this.save(this.conversation);
@@ -96,29 +106,65 @@ export class Chat {
     };
   }
 
-  #showSend() {
-    $("send").textContent = this.#run ? "Stop" : "Send";
-    $("send").classList.toggle("stop", Boolean(this.#run));
+  /* What can be clicked now, and how much of the context is used. */
+  #showControls() {
+    const run = this.#run;
+    $("send").textContent = run ? "Stop" : "Send";
+    $("send").classList.toggle("stop", Boolean(run));
+    $("send").disabled = !run && !server.ready;
+    for (const one of $("talk").querySelectorAll(".asks")) one.disabled = !this.#canAsk;
+    const used = this.conversation?.tokens, {context} = server;
+    $("context").hidden = !used || !context;
+    if ($("context").hidden) return;
+    Object.assign($("context-meter"), {max: context, low: 0.8 * context, high: 0.9 * context, optimum: 0, value: used});
+    $("context-text").textContent = `${count.format(used)} of ${count.format(context)} tokens`;
   }
 
   /* Writes an answer below the node `parent`. It goes on when the user looks at another conversation. */
   async #answer(parent) {
-    const {conversation} = this, controller = new AbortController();
+    const {conversation} = this;
     const messages = conversation.messages(conversation.record.nodes[parent], this.settings.system);
-    const node = conversation.add(parent, "assistant", "");
-    const run = {controller, node, turn: null};
+    await this.#write(conversation.add(parent, "assistant", ""), messages);
+  }
+
+  /* Lets the model go on with an answer that has ended early. */
+  async #continue(node) {
+    const {conversation} = this;
+    const messages = conversation.messages(conversation.record.nodes[node.parent], this.settings.system);
+    messages.push({role: "assistant", content: node.content, ...(node.reasoning && {reasoning_content: node.reasoning})});
+    for (const name of ["finish", "stopped", "error", "full"]) delete node[name];
+    await this.#write(node, messages, {
+      continue_final_message: true, thinking: {type: node.reasoning ? "enabled" : "disabled"},
+      ...(!node.reasoning && {reasoning_effort: undefined}),
+    });
+  }
+
+  /* Goes on in a new conversation with the last messages of a full one. */
+  #openTail(conversation) {
+    this.open(conversation);
+    this.save(conversation);
+    const last = conversation.path().at(-1);
+    if (last.role === "user") this.#answer(last.id);
+  }
+
+  /* Lets the model write to the end of a node; `more` are fields of the request. */
+  async #write(node, messages, more) {
+    const {conversation} = this, controller = new AbortController();
+    const run = {controller, node, turn: null}, {usage, seconds: spent = 0} = node;
+    conversation.written.add(node.id);
     this.runs.set(conversation.id, run);
     this.show(conversation);
     this.save(conversation);
     announce("The answer begins");
-    const begin = performance.now(), seconds = () => (performance.now() - begin) / 1000;
+    const begin = performance.now(), seconds = () => spent + (performance.now() - begin) / 1000;
     let saved = begin;
     try {
-      const body = {model: await this.model(), messages, stream: true, stream_options: {include_usage: true},
-        return_progress: true,
-        ...this.settings.fields()};
+      const body = {model: server.model, messages, stream: true,
+        stream_options: {include_usage: true, continuous_usage_stats: true}, return_progress: true,
+        ...this.settings.fields(), ...more};
       for await (const chunk of chat(body, controller.signal)) {
         if (take(node, chunk)) node.first ??= seconds();
+        if (chunk.usage && usage) node.usage = sum(usage, chunk.usage);
         run.progress = chunk.prompt_progress;
         this.#grow(conversation, run);
         if (performance.now() - saved > SAVE_INTERVAL_MS) {
@@ -129,7 +175,10 @@ export class Chat {
     } catch (error) {
       if (controller.signal.aborted) node.stopped = true;
       else node.error = error.message;
+      if (!controller.signal.aborted && (error.status === 0 || error.status === 401)) server.poll();
+      if (error.code === "context_length_exceeded") node.full = true;
     }
+    if (node.finish === "length" && server.context && conversation.tokens >= server.context) node.full = true;
     node.seconds = seconds();
     this.runs.delete(conversation.id);
     conversation.record.updated = Date.now();
@@ -137,7 +186,7 @@ export class Chat {
     if (this.conversation === conversation) {
       const atEnd = isAtEnd();
       run.turn.finish();
-      this.#showSend();
+      this.#showControls();
       if (atEnd) $("talk").scrollTop = $("talk").scrollHeight;
       announce(node.error ? "" : node.stopped ? "Stopped" : `The answer is complete. ${node.content.slice(0, 500)}`);
     }
@@ -151,6 +200,7 @@ export class Chat {
       if (this.conversation !== conversation || this.#run !== run) return;
       const atEnd = isAtEnd();
       run.turn.refresh(run.progress);
+      this.#showControls();
       if (atEnd) $("talk").scrollTop = $("talk").scrollHeight;
     }, 40);
   }
@@ -159,6 +209,13 @@ export class Chat {
 function isAtEnd() {
   const talk = $("talk");
   return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80;
+}
+
+const count = new Intl.NumberFormat("en");
+
+/* The usage of an answer and of its continuation, whose prompt has the answer. */
+function sum(before, now) {
+  return {...before, completion_tokens: before.completion_tokens + now.completion_tokens};
 }
 
 /* Adds a chunk to an assistant's node; returns whether it had output. */
@@ -190,5 +247,5 @@ function welcome(ask) {
     element("h2", {textContent: "What would you like to ask?"}),
     element("p", {textContent:
       "Conversations stay in this browser. Enter sends, Shift+Enter starts a new line, Escape stops."}),
-    element("div", {className: "examples"}, ...EXAMPLES.map(text => button(text, () => ask(text)))));
+    element("div", {className: "examples"}, ...EXAMPLES.map(text => button(text, () => ask(text), {className: "asks"}))));
 }

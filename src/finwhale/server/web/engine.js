@@ -1,11 +1,11 @@
-/* The engine: a line of its state from /live, and plots from /metrics while they are looked at. */
+/* The engine: plots and numbers from /metrics, while they are looked at. */
 
 import {$, element} from "./dom.js";
 import {ask} from "./api.js";
+import {server} from "./server.js";
 import {growth, parse, quantiles, value} from "./metrics.js";
 import {Plot} from "./plots.js";
 
-const INTERVAL_MS = 1000;
 const MAX_POINTS = 600;
 // Quantiles are those of the last half minute.
 const WINDOW_S = 30;
@@ -15,7 +15,7 @@ const QUANTILE_LINES = [{label: "p50"}, {label: "p90"}, {label: "p99"}];
 /* Each plot: its options, and from (metrics now, before, seconds between) the values of its lines. */
 const PLOTS = [
   {
-    title: "Tokens per second", id: "rate-now", lines: [{label: "output"}, {label: "prefill"}],
+    title: "Tokens per second", lines: [{label: "output"}, {label: "prefill"}],
     values: (now, before, seconds) => [
       growth(now, before, "finwhale_output_tokens_total") / seconds,
       // Without the tokens that the prefix cache had.
@@ -62,30 +62,27 @@ export class EngineView {
     document.addEventListener("theme", () => this.#restyle());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#restyle());
     addEventListener("resize", () => this.#draw());
-    this.#poll();
+    server.addEventListener("change", () => this.#update());
   }
 
   show(shown) {
     this.shown = shown;
-    if (shown) this.#draw();
+    if (shown) this.#update();
   }
 
-  async #poll() {
-    if (!document.hidden) {
+  /* Without a server, there is nothing to show; the notice says why. Its counters may begin anew. */
+  async #update() {
+    if (!server.ready) {
+      this.history = [];
+      this.metrics = null;
+    } else if (this.shown && !this.asking) {
+      this.asking = true;
       try {
-        this.#state(await (await ask("live")).json());
-        if (this.shown) this.#take(parse(await (await ask("metrics")).text()));
-      } catch (error) {
-        setState(error.status === 401 ? "an API key is needed" : `no answer: ${error.message}`, true);
-      }
+        this.#take(parse(await (await ask("metrics")).text()));
+      } catch { /* the next answer of /live says what is wrong */ }
+      this.asking = false;
     }
-    setTimeout(() => this.#poll(), INTERVAL_MS);
-  }
-
-  #state(now) {
-    setState(now.alive ? "the engine is alive" : "the engine is not there", !now.alive);
-    $("load").textContent = now.alive
-      ? `${now.tokens_per_second.toFixed(0)} tokens/s · ${now.running} running · ${now.waiting} waiting` : "";
+    $("engine-cards").hidden = !this.metrics;
   }
 
   #take(metrics) {
@@ -100,6 +97,7 @@ export class EngineView {
       this.#takeCache(metrics, time);
     }
     this.metrics = metrics;
+    $("engine-cards").hidden = false;
     this.#draw();
   }
 
@@ -120,9 +118,7 @@ export class EngineView {
 
   #draw() {
     if (!this.shown || !this.metrics) return;
-    for (const {plot, columns, lines, unit = ""} of this.plots)
-      plot.show(columns, latest(columns, lines, unit));
-    this.cache?.plot.show(this.cache.columns, "");
+    for (const {plot, columns} of [...this.plots, ...(this.cache ? [this.cache] : [])]) plot.show(columns);
     this.#drawAcceptance();
     this.#drawPages();
     this.#drawRanks();
@@ -213,18 +209,4 @@ function push(columns, time, values) {
     columns[i].push(found);
     if (columns[i].length > MAX_POINTS) columns[i].shift();
   });
-}
-
-/* The last value of each line. */
-function latest(columns, lines, unit) {
-  const found = lines.flatMap(({label}, i) => {
-    const last = columns[i + 1].at(-1) ?? null;
-    return last === null ? [] : [`${lines.length > 1 ? `${label} ` : ""}${Number(last.toPrecision(3))}`];
-  });
-  return found.length ? found.join(" · ") + unit : "none lately";
-}
-
-function setState(text, bad) {
-  if ($("state").textContent !== text) $("state").textContent = text;
-  $("state").classList.toggle("bad", bad);
 }

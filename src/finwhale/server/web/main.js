@@ -1,32 +1,13 @@
 /* The page at /. */
 
 import {$} from "./dom.js";
-import {apiKey, ask} from "./api.js";
 import {Chat} from "./chat.js";
 import {EngineView} from "./engine.js";
+import {server} from "./server.js";
 import {Settings} from "./settings.js";
 import {Sidebar} from "./sidebar.js";
+import {showStatus} from "./status.js";
 import {Store} from "./store.js";
-
-let model = null;
-
-async function modelName() {
-  if (model) return model;
-  try {
-    const found = (await (await ask("v1/models")).json()).data[0];
-    model = found.id;
-    $("model").textContent = model;
-    $("model").title = `${found.max_model_len ?? "?"} tokens of context`;
-    return model;
-  } catch (error) {
-    $("model").textContent = error.status === 401 ? "an API key is needed" : "no model";
-    if (error.status === 401 && !$("settings-dialog").open) {
-      $("settings-dialog").showModal();
-      $("key").focus();
-    }
-    throw error;
-  }
-}
 
 function showView(name) {
   for (const view of ["chat", "engine"]) {
@@ -38,7 +19,7 @@ function showView(name) {
 
 const settings = new Settings();
 const store = await Store.open();
-const chat = new Chat(settings, modelName, conversation => sidebar.save(conversation));
+const chat = new Chat(settings, conversation => sidebar.save(conversation), conversation => sidebar.select(conversation));
 const sidebar = new Sidebar(store, conversation => { chat.show(conversation); showView("chat"); },
   conversation => chat.stop(conversation), conversation => chat.refresh(conversation));
 const engine = new EngineView();
@@ -62,11 +43,6 @@ $("tools-example").addEventListener("click", () => {
     description: "The weather of a place", parameters: {type: "object",
     properties: {city: {type: "string"}, days: {type: "integer"}}, required: ["city"]}}}], null, 2);
 });
-$("key").addEventListener("change", () => {
-  apiKey.set($("key").value.trim());
-  model = null;
-  modelName().catch(() => {});
-});
 $("sidebar-button").addEventListener("click", () => {
   const wide = matchMedia("(min-width: 50rem)").matches;
   document.body.classList.toggle(wide ? "sidebar-closed" : "sidebar-open");
@@ -76,7 +52,9 @@ document.addEventListener("keydown", event => {
   if (event.key === "Escape") document.body.classList.remove("sidebar-open");
 });
 
+showStatus();
 await sidebar.load();
-modelName().catch(() => {});
 $("text").focus();
+await server.poll();
+server.watch();
 document.documentElement.dataset.ready = "true";

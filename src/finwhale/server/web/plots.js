@@ -17,6 +17,11 @@ function axes(unit, x = {}) {
   return [{...shared, ...x}, {...shared, size: 58, values: (_, values) => values.map(value => text(value, unit))}];
 }
 
+/* A time of day as the browser's locale writes it. */
+function clock(seconds) {
+  return new Date(1000 * seconds).toLocaleTimeString();
+}
+
 function text(value, unit) {
   if (value === null || value === undefined) return "–";
   const short = Math.abs(value) >= 10000 ? `${(value / 1000).toFixed(0)}k` : String(Number(value.toPrecision(3)));
@@ -27,18 +32,19 @@ function text(value, unit) {
 
    `lines` are [{label}]; `unit` follows each value; `highest` is the top of the scale. */
 export class Plot {
-  constructor({title, lines, unit = "", highest, positions = false, id}) {
+  constructor({title, lines, unit = "", highest, positions = false}) {
     this.options = {lines, unit, highest, positions};
-    this.now = element("span", {id: id || ""});
+    this.note = element("span");
     this.place = element("div", {className: "plot", role: "img", "aria-label": title});
     this.figure = element("figure", {},
-      element("figcaption", {}, element("h2", {textContent: title}), this.now), this.place);
+      element("figcaption", {}, element("h2", {textContent: title}), this.note), this.place);
   }
 
-  /* `data` are uPlot's columns. The plot is made when it first has a width. */
-  show(data, now) {
+  /* `data` are uPlot's columns; `note` stands beside the title. The plot is made when it first has a width.
+     Without a pointer over it, the legend has the last values. */
+  show(data, note = "") {
     this.data = data;
-    this.now.textContent = now;
+    this.note.textContent = note;
     if (!this.place.clientWidth) return;
     if (!this.plot) this.#make();
     else {
@@ -46,6 +52,7 @@ export class Plot {
       if (this.plot.width !== width) this.plot.setSize({width, height: HEIGHT});
       this.plot.setData(data);
     }
+    if (!(this.plot.cursor.left >= 0)) this.plot.setLegend({idx: data[0].length - 1});
   }
 
   /* Makes the plot again, in the colours of now. */
@@ -60,7 +67,7 @@ export class Plot {
     const dashes = [[], [6, 3], [2, 3], [8, 3, 2, 3], [], [6, 3]];
     const x = positions
       ? {values: (_, values) => values.map(value => (Number.isInteger(value) ? value : "")), incrs: [1, 2, 5]}
-      : {};
+      : {values: (_, times) => times.map(clock), space: 90};
     this.plot = new uPlot({
       width: this.place.clientWidth,
       height: HEIGHT,
@@ -76,7 +83,7 @@ export class Plot {
         {
           label: positions ? "position" : "time",
           value: (_, found) =>
-            (found === null ? "–" : positions ? found : new Date(1000 * found).toLocaleTimeString()),
+            (found === null ? "–" : positions ? found : clock(found)),
         },
         ...lines.map((line, i) => ({
           label: line.label,

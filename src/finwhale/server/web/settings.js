@@ -1,7 +1,7 @@
 /* What the user sets. The browser keeps it, except for the key. */
 
 import {$} from "./dom.js";
-import {apiKey} from "./api.js";
+import {server} from "./server.js";
 
 const PLACE = "finwhale.settings";
 const NUMBERS = {
@@ -22,7 +22,7 @@ export class Settings {
       for (const id of TEXTS) if (id !== "tools") $(id).value = "";
       this.#changed();
     });
-    $("key").value = apiKey.get();
+    server.addEventListener("change", () => this.#showDefaults());
     this.#show();
   }
 
@@ -59,6 +59,14 @@ export class Settings {
     if (theme) document.documentElement.dataset.theme = theme;
     else delete document.documentElement.dataset.theme;
     document.dispatchEvent(new Event("theme"));
+    this.#showDefaults();
+  }
+
+  /* Shows what the server takes for a field that is left empty. */
+  #showDefaults() {
+    const defaults = server.live?.defaults?.[$("thinking").checked ? "enabled" : "disabled"];
+    for (const [field, id] of Object.entries(NUMBERS))
+      if (defaults?.[field] !== undefined) $(id).placeholder = defaults[field];
   }
 }
 

@@ -1,6 +1,7 @@
-/* The list of conversations: search, rename, export, delete. */
+/* The list of conversations: search, rename, export, import, delete. */
 
 import {$, announce, button, download, element} from "./dom.js";
+import {readText} from "./attachments.js";
 import {Conversation} from "./conversation.js";
 import {surplus} from "./store.js";
 
@@ -24,6 +25,8 @@ export class Sidebar {
       download(fileName(this.current, "json"), "application/json", JSON.stringify(this.current.record, null, 1)));
     $("export-all").addEventListener("click", () => download("finwhale-conversations.json", "application/json",
       JSON.stringify(this.list.map(one => one.record), null, 1)));
+    $("import").addEventListener("click", () => $("import-file").click());
+    $("import-file").addEventListener("change", () => this.#import($("import-file").files[0]));
     $("rename-form").addEventListener("submit", () => {
       this.current.rename($("rename-text").value.trim().slice(0, 200));
       this.save(this.current);
@@ -79,6 +82,25 @@ export class Sidebar {
       $("conversations").append(element("li",
         {className: "soft", textContent: words.length ? "Nothing found" : "No conversations yet"}));
     if (tell) announce(`${found.length} conversations found`);
+  }
+
+  /* Adds the conversations of an exported file. One that is here already takes over what the file has more. */
+  async #import(file) {
+    $("import-file").value = "";
+    try {
+      const records = Conversation.imported(await readText(file));
+      for (const record of records) {
+        const known = this.list.find(one => one.id === record.id);
+        if (known) {
+          known.merge(record);
+          this.changed(known);
+        }
+        await this.save(known || new Conversation(record));
+      }
+      this.#note(`Imported ${records.length === 1 ? "a conversation" : `${records.length} conversations`}.`);
+    } catch (error) {
+      this.#note(`${file.name} is not imported: ${error instanceof SyntaxError ? "it is not JSON" : error.message}.`);
+    }
   }
 
   #rename() {

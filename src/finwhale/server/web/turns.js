@@ -5,7 +5,9 @@ import {MarkdownView} from "./markdown.js";
 
 export function userTurn(node, actions, branches) {
   return element("article", {className: "turn user", "aria-label": "You"},
-    element("div", {className: "content", textContent: node.content}),
+    ...(node.files || []).map(({name, text}) => element("details", {className: "file"},
+      element("summary", {textContent: name}), element("pre", {textContent: text, tabIndex: 0}))),
+    element("div", {className: "content", textContent: node.content, hidden: !node.content}),
     element("div", {className: "actions"}, branches, copyButton("Copy the message", () => node.content),
       button("Edit", actions.edit, {className: "quiet edit", "aria-label": "Edit the message"})));
 }
@@ -15,11 +17,11 @@ export function editTurn(turn, node, send, cancel) {
   const text = element("textarea", {value: node.content, "aria-label": "Message", rows: 4});
   const form = element("form", {className: "edit-form"}, text,
     element("div", {className: "actions"},
-      element("button", {className: "main", textContent: "Send as a new branch"}),
+      element("button", {className: "main asks", textContent: "Send as a new branch"}),
       button("Cancel", cancel)));
   form.addEventListener("submit", event => {
     event.preventDefault();
-    if (text.value.trim()) send(text.value.trim());
+    if (text.value.trim() || node.files) send(text.value.trim());
   });
   form.addEventListener("keydown", event => {
     if (event.key === "Escape") { event.stopPropagation(); cancel(); }
@@ -85,12 +87,29 @@ export class AnswerTurn {
     this.#showCalls(true);
     const {node} = this;
     this.foot.replaceChildren();
-    if (node.error) this.foot.append(element("p", {className: "error", role: "alert", textContent: node.error}));
+    if (node.full) this.foot.append(this.#wayOn());
+    else if (node.error) this.foot.append(element("p", {className: "error", role: "alert", textContent: node.error}));
+    const cut = this.actions.isLast && !node.full && !node.calls && (node.content || node.reasoning) &&
+      (node.finish === "length" || node.stopped || node.error);
     this.foot.append(element("div", {className: "actions"}, this.branches,
       copyButton("Copy the answer", () => node.content),
+      ...(cut ? [button("Continue", this.actions.continue,
+        {className: "quiet asks resume", "aria-label": "Continue the answer"})] : []),
       button("Regenerate", this.actions.regenerate,
-        {className: "quiet regenerate", "aria-label": "Regenerate the answer"}),
+        {className: "quiet asks regenerate", "aria-label": "Regenerate the answer"}),
       element("span", {className: "usage", textContent: speeds(node)})));
+  }
+
+  /* What can be done when the context is full. */
+  #wayOn() {
+    const can = this.actions.canShorten();
+    const text = can
+      ? "The context is full: the model has no room for more of this conversation. A new conversation can go on with "
+        + "its last messages, up to half of the context. This one stays as it is."
+      : "The message is longer than the model's context. Edit it, or attach less.";
+    const box = element("div", {className: "full", role: "alert"}, element("p", {textContent: text}));
+    if (can) box.append(button("Go on in a new conversation", this.actions.shorten, {className: "asks"}));
+    return box;
   }
 
   /* Appends what is new, so that a long thought stays cheap. */
@@ -109,7 +128,7 @@ export class AnswerTurn {
     const calls = this.node.calls || [];
     if (!calls.length) return;
     this.calls.replaceChildren(...calls.map(call => this.#call(call, done)));
-    if (done) this.calls.append(button("Continue with these results", this.actions.continue, {className: "continue"}));
+    if (done) this.calls.append(button("Continue with these results", this.actions.answerResults, {className: "asks continue"}));
   }
 
   #call(call, done) {
@@ -134,7 +153,7 @@ const count = new Intl.NumberFormat("en");
 /* What an answer cost: tokens, tokens a second, time to the first token. */
 function speeds(node) {
   const parts = [], usage = node.usage;
-  if (usage) {
+  if (usage && node.seconds !== undefined) {
     const written = usage.completion_tokens, rest = node.seconds - node.first;
     const rate = written > 1 && rest > 0.01 ? ` (${((written - 1) / rest).toFixed(1)} tokens/s)` : "";
     parts.push(`${count.format(written)} tokens written in ${node.seconds.toFixed(1)} s${rate}`);
