@@ -544,6 +544,9 @@ def test_dead_server(browser: Browser, tmp_path: Path) -> None:
         page.fill("#temperature", "1.5")
         page.fill("#tokens", "5000")
         page.click("#settings-close")
+        page.click("#engine-tab")
+        expect(page.locator("#pages .bar").first).to_be_visible()
+        page.click("#chat-tab")
         page.fill("#text", "Tell me a very long story about the sea.")
         page.press("#text", "Enter")
         content = page.locator(".turn.assistant .content")
@@ -758,14 +761,17 @@ def test_import(page: Page, url: str, tmp_path: Path) -> None:
     expect(page.locator(".usage")).to_contain_text("prompt 1,203")
     record = json.loads(file.read_text())[0]
     # What the page does not know is left out, and what it cannot show.
-    node = next(iter(record["nodes"].values()))
-    record |= {"id": "other", "title": HOSTILE, "chosen": {"": node["id"], node["id"]: node["id"]}}
-    node |= {"content": HOSTILE, "usage": "much", "calls": {"a": 1}, "files": [1], "evil": True}
+    first, second = record["nodes"]
+    chosen = {"": first, first: second, second: first}
+    record |= {"id": "other", "title": HOSTILE, "chosen": chosen}
+    for node in record["nodes"].values():
+        node |= {"content": HOSTILE, "usage": "much", "calls": [1], "files": [1], "new": 1}
     file.write_text(json.dumps(record))
     page.set_input_files("#import-file", file)
     expect(page.locator("#note")).to_have_text("Imported a conversation.")
     entries.filter(has_text="window.broken").click()
-    expect(page.locator(".turn")).to_have_count(1)
+    expect(page.locator(".turn")).to_have_count(2)
+    expect(page.locator(".call, .file")).to_have_count(0)
     assert page.evaluate("window.broken") is None
     for wrong, reason in (
         (b"{", "not JSON"),
@@ -781,12 +787,14 @@ def test_attached_files(page: Page, url: str) -> None:
     model = Model(page, chunks("A list."))
     files = [
         {"name": "numbers.csv", "mimeType": "text/csv", "buffer": "a,b\n1,ü\n".encode()},
-        {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\0"},
+        {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG"},
+        {"name": "wide.txt", "mimeType": "text/plain", "buffer": "wide".encode("utf-16-le")},
         {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"},
     ]
     page.set_input_files("#attach-files", files)  # type: ignore[arg-type]
     expect(page.locator("#attach-error")).to_have_text(
-        "picture.png is not attached: it is not text (UTF-8)."
+        "picture.png is not attached: it is not text (UTF-8). "
+        "wide.txt is not attached: it is not text (UTF-8)."
     )
     expect(page.locator("#attached li")).to_have_count(2)
     page.get_by_label("Remove notes.txt").click()

@@ -156,7 +156,7 @@ function speeds(node) {
   if (usage && node.seconds !== undefined) {
     const written = usage.completion_tokens, rest = node.seconds - node.first;
     const rate = written > 1 && rest > 0.01 ? ` (${((written - 1) / rest).toFixed(1)} tokens/s)` : "";
-    parts.push(`${count.format(written)} tokens written in ${node.seconds.toFixed(1)} s${rate}`);
+    parts.push(`${count.format(written)} ${written === 1 ? "token" : "tokens"} written in ${node.seconds.toFixed(1)} s${rate}`);
   }
   if (node.first !== undefined) parts.push(`first token after ${node.first.toFixed(2)} s`);
   if (usage) {
