@@ -159,7 +159,7 @@ export class EngineView {
     }
     for (const [name, metric] of [["step", "finwhale_rank_step_seconds"], ["LM head", "finwhale_rank_lm_head_seconds"]]) {
       for (const {labels, value: seconds} of this.metrics[metric] || []) {
-        ranks[labels.rank]?.times.push(`${name} ${(1000 * seconds).toPrecision(3)} ms`);
+        ranks[labels.rank]?.times.push(`${name} ${Number((1000 * seconds).toPrecision(3))} ms`);
       }
     }
     const most = Math.max(...Object.values(ranks).map(({total}) => total), 1);
