@@ -147,6 +147,10 @@ docs-serve:
 screenshots:
     python tools/screenshots.py
 
+# Write the tables of docs/options.md and docs/fields.md.
+pages:
+    python tools/pages.py docs
+
 # Write the line counts of the maps of the source (README and docs/architecture.md).
 map:
     python tools/source_map.py

@@ -1,7 +1,7 @@
 """Options: each is declared once, as a dataclass field with help text.
 
 `add_options` turns the fields into command-line arguments, and `read_options` turns the parsed
-arguments into the dataclass. `cli/pages.py` writes docs/options.md from the same fields.
+arguments into the dataclass. `tools/pages.py` writes docs/options.md from the same fields.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import runpy
 import shutil
 import typing
 from dataclasses import fields
@@ -20,7 +21,6 @@ from finwhale.checkpoint.config_files import SAMPLING as OF_CHECKPOINT
 from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
 from finwhale.cli.options import SAMPLING
-from finwhale.cli.pages import generated_rows, with_rows
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
@@ -316,9 +316,10 @@ def test_the_pages_repeat_no_words() -> None:
 
 
 def test_the_documentation_is_up_to_date() -> None:
-    for name, rows in generated_rows().items():
+    tool = runpy.run_path(str(ROOT / "tools" / "pages.py"))
+    for name, rows in tool["generated_rows"]().items():
         page = PAGE.with_name(name).read_text(encoding="utf-8")
-        assert page == with_rows(page, rows), "run `python -m finwhale.cli.pages docs`"
+        assert page == tool["with_rows"](page, rows), "run `python tools/pages.py docs`"
     sampling = PAGE.read_text(encoding="utf-8").partition("\n## Sampling\n")[2]
     flags = [f"`--{name.replace('_', '-')}`" for name in SAMPLING]
     named = [*flags, *(f"`{name}`" for name in OF_CHECKPOINT)]

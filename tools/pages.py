@@ -1,4 +1,4 @@
-"""Writes the tables of two pages from the code: `python -m finwhale.cli.pages docs`."""
+"""Writes the tables of two pages from the code: `python tools/pages.py docs`."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
