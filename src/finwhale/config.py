@@ -241,11 +241,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.tensor_parallel_size not in (None, *RANK_COUNTS):
-            raise FinwhaleError(
-                f"tensor_parallel_size must be one of {', '.join(map(str, RANK_COUNTS))}, got "
-                f"{self.tensor_parallel_size}"
-            )
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if (size := getattr(self, name)) not in (None, *RANK_COUNTS):
+                counts = ", ".join(map(str, RANK_COUNTS))
+                raise FinwhaleError(f"{name} must be one of {counts}, got {size}")
         if self.data_parallel_size != 1:
             self._check_data_parallel()
         if self.whole_attention and self.batch_invariant:
@@ -319,11 +318,6 @@ class EngineConfig:
 
     def _check_data_parallel(self) -> None:
         """Raise FinwhaleError if another option contradicts data_parallel_size."""
-        if self.data_parallel_size not in RANK_COUNTS:
-            raise FinwhaleError(
-                f"data_parallel_size must be one of {', '.join(map(str, RANK_COUNTS))}, got "
-                f"{self.data_parallel_size}"
-            )
         refused = {
             "tensor_parallel_size": self.tensor_parallel_size not in (None, 1),
             "whole_attention": self.whole_attention,

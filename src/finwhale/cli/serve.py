@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         logs.configure(config.log_level, config.log_format)
         import_module("finwhale.distributed.hosts").work_at(placement)
     opened = open_checkpoint(args.path, args, config, placement)
-    read_keys = partial(_api_keys, args.api_keys or [], _given_keys(args, os.environ))
+    read_keys = partial(_api_keys, args, os.environ)
     restore = logs.configure(config.log_level, config.log_format, waits=False)
     try:
         return serve(config, *opened, read_keys)
@@ -81,7 +81,7 @@ def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
         **options_of_model(args, args.path),
         allowed_hosts=_allowed_hosts(args, environment),
         otlp_traces_endpoint=_traces_endpoint(args, environment),
-        api_keys=_api_keys(args.api_keys or [], _given_keys(args, environment)),
+        api_keys=_api_keys(args, environment),
     )
 
 
@@ -121,11 +121,6 @@ def _traces_endpoint(args: argparse.Namespace, environment: Mapping[str, str]) -
     return url
 
 
-def _given_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
-    """The keys of the command line and of the environment."""
-    return [*(args.api_key or ()), *environment.get(KEYS_VARIABLE, "").split(",")]
-
-
 def options_of_model(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
     """The options of ServerConfig whose defaults depend on the checkpoint that `path` names."""
     demo = is_demo(path)
@@ -139,12 +134,13 @@ def options_of_model(args: argparse.Namespace, path: str | None) -> dict[str, An
     }
 
 
-def _api_keys(files: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+def _api_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:
     """The keys of the files, and those of the command line and the environment, each once. Raises
     FinwhaleError if a file cannot be read, or has no key.
     """
+    given = [*(args.api_key or ()), *environment.get(KEYS_VARIABLE, "").split(",")]
     keys = [key.strip() for key in given]
-    for path in files:
+    for path in args.api_keys or ():
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
