@@ -153,4 +153,4 @@ def test_lines_of_all_batches_run_alone_after_a_death(
                                tmp_path / name, 4, alone=alone))  # fmt: skip
     asyncio.run(run(jobs))
     assert max(at_once) == 1 and len(at_once) == 40
-    assert all(job.counts.failed == 20 for job in jobs)
+    assert all(job.counts["failed"] == 20 for job in jobs)

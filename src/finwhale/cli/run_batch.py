@@ -63,13 +63,13 @@ def run(argv: Sequence[str]) -> int:
             source, found, SCAN_BYTES, max_items(1 << 20), None, results, results, begun, 1
         )
         job.recover()
-        earlier = job.counts.completed + job.counts.failed
+        earlier = job.counts.total()
         if earlier < found.num_lines:
             _answer(args, config, placement, job)
     counts = job.counts
     print(
-        f"{source}: {found.num_lines} lines, {counts.completed} answered, {counts.failed} with "
-        f"errors{f', {earlier} of them in earlier runs' if earlier else ''}",
+        f"{source}: {found.num_lines} lines, {counts['completed']} answered, {counts['failed']} "
+        f"with errors{f', {earlier} of them in earlier runs' if earlier else ''}",
         file=sys.stderr,
     )
     return 0
@@ -106,7 +106,7 @@ async def _run(state: ServerState, job: BatchJob) -> None:
         def read() -> tuple[int, int]:
             metrics = state.client.metrics
             tokens = 0 if metrics is None else metrics.output_tokens
-            return job.counts.completed + job.counts.failed, tokens
+            return job.counts.total(), tokens
 
         with token_bar("lines", job.scan.num_lines, read) as job.on_result:
             await run_lines(app, job, Room(lambda: MAX_HELD_BYTES))

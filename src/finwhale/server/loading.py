@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.distributed.rank import Placement
 from finwhale.progress_bars import loading_bar
@@ -40,7 +39,8 @@ def load_engine(
 
         engine = open_engine(config, directory, progress, placement)
     if engine.tokenizer is not None:
-        warm(engine.tokenizer)
+        # Build what the tokenizer builds lazily, so that the first request does not wait for it.
+        _ = engine.tokenizer.guidance, engine.tokenizer.recipe, engine.tokenizer.words_but_end
     return engine
 
 
@@ -55,8 +55,3 @@ def _log_tenths() -> Callable[[int, int], None]:
             logger.info("loading", extra={"bytes": done, "total_bytes": total})
 
     return progress
-
-
-def warm(tokenizer: Tokenizer) -> None:
-    """Builds what the tokenizer builds lazily, so that the first request does not wait for it."""
-    _ = tokenizer.guidance, tokenizer.recipe, tokenizer.words_but_end

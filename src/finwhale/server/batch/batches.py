@@ -155,7 +155,7 @@ class Batches:
         """Runs lines until the batch has ended. Returns its last status."""
 
         def count() -> None:
-            batch.completed, batch.failed = job.counts.completed, job.counts.failed
+            batch.completed, batch.failed = job.counts["completed"], job.counts["failed"]
 
         count()
         job.on_result = count

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 
 from finwhale.errors import FinwhaleError
@@ -20,23 +20,6 @@ _RESULT = re.compile(
     rb'"response": (?:null|\{"status_code": (\d+), )'
 )
 _HEAD_BYTES = 16 << 10  # enough for a match of _RESULT
-
-
-@dataclass(slots=True)
-class Counts:
-    """The number of lines that have results.
-
-    Attributes:
-        completed: those that were answered with status 200.
-        failed: the others.
-    """
-
-    completed: int = 0
-    failed: int = 0
-
-    def add(self, *, ok: bool) -> None:
-        self.completed += ok
-        self.failed += not ok
 
 
 def result_of(
@@ -76,11 +59,13 @@ class ResultFile:
             self._file.close()
             raise FinwhaleError(f"another process writes {path} now") from error
 
-    def recover(self, scan: Scan, done: bytearray, counts: Counts) -> None:
+    def recover(self, scan: Scan, done: bytearray, counts: Counter[str]) -> None:
         """Finds the lines that have results, and removes an incomplete result at the end.
 
         Args:
             done: is set to 1 for each of these lines: that of line n is at n - 1.
+            counts: gets the numbers of those that were answered with status 200 ("completed"), and
+                of the others ("failed").
 
         Raises:
             FinwhaleError: the file has other lines than the results of this input.
@@ -109,7 +94,7 @@ class ResultFile:
                     raise FinwhaleError(f"{self.path}, line {number} is the result of a line "
                                         "that has one already")  # fmt: skip
                 done[line] = 1
-                counts.add(ok=found[3] == b"200")
+                counts["completed" if found[3] == b"200" else "failed"] += 1
         self._file.truncate(end)
 
     def append(self, result: bytes) -> None:

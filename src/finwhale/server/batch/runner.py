@@ -5,18 +5,19 @@ import json
 import os
 from array import array
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Scope
 
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.batch.lines import BatchLine, RawLine, Scan, read_line, read_lines
-from finwhale.server.batch.results import Counts, ResultFile, error_of, result_of
+from finwhale.server.batch.results import ResultFile, error_of, result_of
 from finwhale.server.edge.room import Room
 from finwhale.server.errors import StoppingError
 from finwhale.server.keys import ApiKey
@@ -64,15 +65,6 @@ class Attempts:
 
 
 @dataclass(slots=True)
-class InternalAnswer:
-    """The status, headers and whole body of an answer."""
-
-    status: int = 0
-    headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytearray = field(default_factory=bytearray)
-
-
-@dataclass(slots=True)
 class BatchJob:
     """A running batch.
 
@@ -85,6 +77,7 @@ class BatchJob:
         key: the batch's API key; None: the server needs none.
         alone: held by the one line that runs again after a death.
         done: 1 for each line that has a result.
+        counts: numbers of lines: "completed" with status 200, and "failed".
     """
 
     path: Path
@@ -100,7 +93,7 @@ class BatchJob:
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
     on_result: Callable[[], None] = lambda: None
     done: bytearray = field(init=False)
-    counts: Counts = field(default_factory=Counts)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.done = bytearray(len(self.scan.digests))
@@ -121,7 +114,7 @@ class BatchJob:
     def add(self, raw: RawLine, result: bytes, *, ok: bool) -> None:
         (self.good if ok else self.bad).append(result)
         self.done[raw.number - 1] = 1
-        self.counts.add(ok=ok)
+        self.counts["completed" if ok else "failed"] += 1
         self.on_result()
 
 
@@ -226,30 +219,30 @@ async def _run_line(app: Starlette, job: BatchJob, raw: RawLine, attempts: Attem
         return
     answer = await _ask(app, line, job.key)
     request_id = answer.headers.get("x-request-id", "")
-    result = result_of(raw, line, answer.status, request_id, answer.body)
-    job.add(raw, result, ok=answer.status == 200)
+    result = result_of(raw, line, answer.status_code, request_id, bytes(answer.body))
+    job.add(raw, result, ok=answer.status_code == 200)
 
 
-async def _ask(app: ASGIApp, line: BatchLine, key: ApiKey | None) -> InternalAnswer:
+async def _ask(app: ASGIApp, line: BatchLine, key: ApiKey | None) -> Response:
     """The answer to a line; waits while the server is busy."""
     body = json.dumps(line.body).encode()
     wait_s = 0.05
     while True:
         answer = await post(app, line.url, body, key)
-        if answer.status not in (429, 503):
+        if answer.status_code not in (429, 503):
             return answer
-        error = json.loads(answer.body)["error"]
+        error = json.loads(bytes(answer.body))["error"]
         if error["code"] == "engine_dead":
             raise EngineDeadError(error["message"])
         if error["code"] == "server_stopping":
             raise StoppingError(error["message"])
-        if answer.status == 503 and error["code"] not in _BUSY:
+        if answer.status_code == 503 and error["code"] not in _BUSY:
             return answer
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
 
-async def post(app: ASGIApp, path: str, body: bytes, key: ApiKey | None) -> InternalAnswer:
+async def post(app: ASGIApp, path: str, body: bytes, key: ApiKey | None) -> Response:
     """Posts a JSON body inside the application's process, so that batches get the answers of HTTP.
     Host, key and the number of requests at once are not checked again.
 
@@ -257,7 +250,7 @@ async def post(app: ASGIApp, path: str, body: bytes, key: ApiKey | None) -> Inte
     the server needs none), and whose shares the request takes: without keys, all batches are one
     user.
     """
-    answer, parts = InternalAnswer(), [body]
+    answer, parts, answered = Response(), [body], bytearray()
     gone = asyncio.Event()  # never set: this client stays
 
     async def receive() -> Message:
@@ -267,10 +260,9 @@ async def post(app: ASGIApp, path: str, body: bytes, key: ApiKey | None) -> Inte
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            answer.status = message["status"]
-            answer.headers = {k.decode(): v.decode("latin-1") for k, v in message["headers"]}
+            answer.status_code, answer.raw_headers = message["status"], message["headers"]
         else:
-            answer.body += message.get("body", b"")
+            answered.extend(message.get("body", b""))
 
     scope: Scope = {
         "type": "http",
@@ -291,4 +283,5 @@ async def post(app: ASGIApp, path: str, body: bytes, key: ApiKey | None) -> Inte
         "state": {"key": key, "user": "batches" if key is None else key.identity},
     }
     await app(scope, receive, send)
+    answer.body = bytes(answered)
     return answer

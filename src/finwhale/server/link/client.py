@@ -190,7 +190,7 @@ class EngineClient:
             self._live[request_id] = _Live(generation, n, turn)
             self.num_sequences += n
             order = request.priority * MAX_TURNS + turn
-            self._send(
+            self._commands.put(
                 replace(request, request_id=request_id, prompt_token_ids=prompt, priority=order)
             )
         return generation
@@ -216,11 +216,11 @@ class EngineClient:
         self._check_alive()
         call_id = f"c{next(self._ids)}"
         self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(wire.Call(call_id, work))
+        self._commands.put(wire.Call(call_id, work))
         try:
             return await self._calls[call_id]
         except asyncio.CancelledError:
-            self._send(wire.Cancel(call_id))
+            self._commands.put(wire.Cancel(call_id))
             raise
         finally:
             self._calls.pop(call_id, None)
@@ -236,7 +236,7 @@ class EngineClient:
         count = self.num_sequences
         if self.failure is None:
             for request_id in self._live:
-                self._send(wire.Abort(request_id))
+                self._commands.put(wire.Abort(request_id))
         self._fail_all(StoppingError("the server is stopping, and has cut off this request"))
         return count
 
@@ -244,7 +244,7 @@ class EngineClient:
         """Ends the engine's process; kills it after CLOSE_S. Requests that still run fail."""
         self._closing = True
         self.cut_off()
-        self._send(wire.Stop())
+        self._commands.put(wire.Stop())
         process = self._process
         if process is not None:
             if self.ready is None and self.failure is None:
@@ -264,9 +264,6 @@ class EngineClient:
         if self._process is not None:
             self._process.kill()
 
-    def _send(self, command: wire.Command) -> None:
-        self._commands.put(command)
-
     def _write(self) -> None:
         """The writer's thread: a full pipe must not block the loop."""
         while True:
@@ -284,7 +281,7 @@ class EngineClient:
             return
         self.num_sequences -= live.num_sequences
         if abort and self.failure is None:
-            self._send(wire.Abort(request_id))
+            self._commands.put(wire.Abort(request_id))
 
     def _read(self) -> None:
         """The reader's thread: each report wakes the loop once."""
