@@ -305,16 +305,12 @@ class EngineConfig:
 
     def of_lane(self) -> "EngineConfig":
         """The options of one of data_parallel_size lanes, which divide the sizes of steps."""
-        lanes, seqs, tokens = (
-            self.data_parallel_size,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-        )
-        return replace(
-            self,
-            max_num_seqs=None if seqs is None else -(-seqs // lanes),
-            max_num_batched_tokens=None if tokens is None else -(-tokens // lanes),
-        )
+
+        def divided(size: int | None) -> int | None:
+            return None if size is None else -(-size // self.data_parallel_size)
+
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        return replace(self, max_num_seqs=divided(seqs), max_num_batched_tokens=divided(tokens))
 
     def _check_data_parallel(self) -> None:
         """Raise FinwhaleError if another option contradicts data_parallel_size."""

@@ -144,7 +144,11 @@ class Matcher:
             return
         if self.error is None:
             left, began = self._allowance, thread_time()
-            self._compute(words, own)
+            if len(words) >= own:
+                self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * own)
+            else:  # a model with fewer tokens than its tokenizer
+                mask = self._matcher.compute_bitmask()
+                words[:] = np.frombuffer(mask, np.int32)[: len(words)]
             left.seconds -= thread_time() - began
             if self._matcher.is_error():
                 self.error = f"the grammar failed: {_first_line(self._matcher.get_error())}"
@@ -167,12 +171,6 @@ class Matcher:
             began = thread_time()
             self._matcher.consume_token(token_id)
             self._allowance.seconds -= thread_time() - began
-
-    def _compute(self, words: Words, own: int) -> None:
-        if len(words) >= own:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * own)
-        else:  # a model with fewer tokens than its tokenizer
-            words[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(words)]
 
 
 def _first_line(text: str) -> str:

@@ -16,7 +16,7 @@ UNIX = "unix"  # the address of all clients of a Unix socket
 
 
 # A number above 0.
-_count: Any = partial(option, above=0)
+_positive: Any = partial(option, above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,35 +97,31 @@ class ServerConfig:
         metavar="ORIGIN",
         flag="--cors-origin",
     )
-    max_body_bytes: int | None = _count(
+    max_body_bytes: int | None = _positive(
         None,
         "maximum size of a request's body",
         unset="4 MiB plus 16 bytes for each token of the context",
     )
-    max_buffered_bytes: int = _count(
+    max_buffered_bytes: int = _positive(
         1 << 30, "maximum size of all requests' bodies together; a large body beyond it gets 503"
     )
-    max_prompt_tokens: int | None = _count(
+    max_prompt_tokens: int | None = _positive(
         None, "maximum number of tokens of a prompt", unset="the model's context"
     )
-    max_choices: int = _count(
+    max_choices: int = _positive(
         128, "maximum number of continuations in one request: its prompts times n"
     )
     max_queue: int = option(
         512, "maximum number of waiting sequences; a request beyond it gets 429", least=0
     )
-    max_concurrency: int = _count(
+    max_concurrency: int = _positive(
         2048, "maximum number of HTTP requests at once; a request beyond it gets 429"
     )
-    retry_after_s: int = option(
-        1,
-        "header Retry-After of answers with status 429, and with 503 while the model loads",
-        above=0,
+    retry_after_s: int = _positive(
+        1, "header Retry-After of answers with status 429, and with 503 while the model loads"
     )
-    request_timeout_s: float = option(
-        3600.0,
-        "time limit for a request, including the check of its grammar and its stream",
-        above=0,
+    request_timeout_s: float = _positive(
+        3600.0, "time limit for a request, including the check of its grammar and its stream"
     )
     ping_interval_s: float = option(
         10.0,
@@ -133,8 +129,8 @@ class ServerConfig:
         "the connection; 0: never",
         least=0,
     )
-    drain_timeout_s: float = option(
-        60.0, "time limit for running requests when the server is told to stop", above=0
+    drain_timeout_s: float = _positive(
+        60.0, "time limit for running requests when the server is told to stop"
     )
     lenient: bool = option(
         False,
@@ -154,9 +150,9 @@ class ServerConfig:
         unset="none",
         metavar="DIRECTORY",
     )
-    max_file_bytes: int = _count(256 << 20, "maximum size of an uploaded file")
-    max_file_lines: int = _count(50_000, "maximum number of lines of an uploaded file")
-    max_files: int = _count(
+    max_file_bytes: int = _positive(256 << 20, "maximum size of an uploaded file")
+    max_file_lines: int = _positive(50_000, "maximum number of lines of an uploaded file")
+    max_files: int = _positive(
         200, "each API key may have at most so many uploaded files, and so many batches"
     )
     enable_rollout_endpoints: bool = option(
@@ -173,32 +169,25 @@ class ServerConfig:
         least=0,
         most=65535,
     )
-    engine_timeout_s: float = option(
-        60.0,
-        "time after which /health/live fails if the engine's process gives no sign of life",
-        above=0,
+    engine_timeout_s: float = _positive(
+        60.0, "time after which /health/live fails if the engine's process gives no sign of life"
     )
-    step_timeout_s: float = option(
-        600.0, "maximum duration of a step of the engine; beyond it, /health/live fails", above=0
+    step_timeout_s: float = _positive(
+        600.0, "maximum duration of a step of the engine; beyond it, /health/live fails"
     )
-    max_connections: int = _count(
+    max_connections: int = _positive(
         4096,
         "maximum number of connections, within the system's limit of open files; a connection "
         "beyond it replaces the one that has been silent for longest",
     )
-    header_timeout_s: float = option(
-        10.0, "time limit for the arrival of a request's head", above=0
+    header_timeout_s: float = _positive(10.0, "time limit for the arrival of a request's head")
+    body_timeout_s: float = _positive(
+        30.0, "time limit for the arrival of a request's body, to which each 64 KiB add a second"
     )
-    body_timeout_s: float = option(
-        30.0,
-        "time limit for the arrival of a request's body, to which each 64 KiB add a second",
-        above=0,
-    )
-    idle_timeout_s: float = option(
+    idle_timeout_s: float = _positive(
         75.0,
         "time after which the server closes a connection that has no request or does not read its "
         "answer",
-        above=0,
     )
     log_level: LogLevel = option("info", "least severe level of messages to log")
     log_format: LogFormat = option(

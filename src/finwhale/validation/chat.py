@@ -62,7 +62,7 @@ def check_chat(llm: LLM) -> list[Check]:
     ]
     thought = ask(llm, list(SUMS), SamplingParams(temperature=0, max_tokens=1024), thinking=True)
     sums = [
-        _says(output, pattern) and bool(_message(output).get("reasoning_content"))
+        _says(output, pattern) and bool((output.message or {}).get("reasoning_content"))
         for output, pattern in zip(thought, SUMS.values(), strict=True)
     ]
     return [
@@ -118,12 +118,8 @@ def ask(
     return [result.outputs[0] for result in results]
 
 
-def _message(output: CompletionOutput) -> dict[str, Any]:
-    return output.message or {}
-
-
 def _says(output: CompletionOutput, pattern: str) -> bool:
-    found = re.search(pattern, _message(output).get("content") or "", re.IGNORECASE)
+    found = re.search(pattern, (output.message or {}).get("content") or "", re.IGNORECASE)
     return found is not None and output.finish_reason == "stop"
 
 
@@ -141,7 +137,7 @@ def _check_tool(llm: LLM) -> Check:
     question = f"What is the weather in {CITY}?"
     params = SamplingParams(temperature=0, max_tokens=256)
     (output,) = ask(llm, [question], params, tools=[WEATHER])
-    calls = _message(output).get("tool_calls") or []
+    calls = (output.message or {}).get("tool_calls") or []
     expected = f'get_weather {{"city": "{CITY}"}}'
     if not calls:
         return Check("chat: tool call", "no call", expected, "failed", question)
@@ -159,7 +155,7 @@ def _check_schema(llm: LLM) -> Check:
     question = "What is the capital of Japan? Answer in JSON."
     params = SamplingParams(temperature=0, max_tokens=64, guide=json_guide(SCHEMA))
     (output,) = ask(llm, [question], params)
-    found = _message(output).get("content") or ""
+    found = (output.message or {}).get("content") or ""
     name, expected = "chat: JSON schema", '{"city": "Tokyo"}'
     try:
         city = json.loads(found)["city"]
