@@ -44,6 +44,8 @@ class Guide:
     after: int | None = None
 
 
+# What is subtracted from logits.
+_penalty: Any = partial(option, metavar="R", least=-100, most=100, marks=("command",))
 _TEXTS, _IDS = ("stop", "bad_words"), ("stop_token_ids", "allowed_token_ids")
 
 
@@ -116,21 +118,11 @@ class SamplingParams(_Given):
         most=100,
         marks=("command", "checkpoint", "all"),
     )
-    presence_penalty: float = option(
-        0.0,
-        "subtract R from the logits of tokens that the output contains",
-        metavar="R",
-        least=-100,
-        most=100,
-        marks=("command",),
+    presence_penalty: float = _penalty(
+        0.0, "subtract R from the logits of tokens that the output contains"
     )
-    frequency_penalty: float = option(
-        0.0,
-        "subtract R from a token's logit for each time the output contains it",
-        metavar="R",
-        least=-100,
-        most=100,
-        marks=("command",),
+    frequency_penalty: float = _penalty(
+        0.0, "subtract R from a token's logit for each time the output contains it"
     )
     min_tokens: int = option(
         0,

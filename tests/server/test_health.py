@@ -22,7 +22,7 @@ def test_health_port_while_the_loop_is_busy(
     assert loop is not None
     pulse = asyncio.run_coroutine_threadsafe(health.pulse(server.state), loop)
     wait_until(lambda: server.state.loop_seen > 0)
-    port = health.HealthPort("127.0.0.1", 0)
+    port = health.HealthPort(server.state.config, 0)
     port.start(server.state)
     try:
         wait_until(lambda: ask(port.port, "GET", "/health/ready")[0] == 200)

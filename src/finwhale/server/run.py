@@ -67,9 +67,8 @@ def serve(
     connections = Connections(config)
     listener = listening.listen(config)
     store = None if config.batch_dir is None else Store(config.batch_dir)
-    port = None
-    if config.health_port is not None:
-        port = health.HealthPort(config.host, config.health_port)
+    number = config.health_port
+    port = None if number is None else health.HealthPort(config, number)
     client = EngineClient.spawn(load)
     if tokenizer is not None:
         # Build these while the engine loads, so that the first request does not wait for them.

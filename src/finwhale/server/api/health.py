@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from socket import AF_INET, AF_INET6, create_server
 
 import uvicorn
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from finwhale.errors import FinwhaleError
+from finwhale.server.config import ServerConfig
+from finwhale.server.edge import listening
 from finwhale.server.edge.connections import Connection, Connections
 from finwhale.server.observe.metrics import CONTENT_TYPE
 from finwhale.server.protocols.schemas import Health
@@ -73,15 +73,9 @@ def health_response(found: Health) -> Response:
 class HealthPort:
     """Serves health checks and /metrics without API keys, on an event loop of its own."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, config: ServerConfig, port: int) -> None:
         """Listens, but does not answer yet. Raises FinwhaleError: it cannot listen there."""
-        try:
-            family = AF_INET6 if ":" in host else AF_INET
-            self._listener = create_server((host, port), family=family)
-        except OSError as error:
-            raise FinwhaleError(
-                f"cannot listen on {host} port {port}: {error.strerror or error}"
-            ) from error
+        self._listener = listening.listen(replace(config, uds=None, port=port))
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
 
