@@ -31,7 +31,6 @@ from finwhale.request import SamplingParams
 
 STYLES = {"ok": "green", "missing": "yellow", "failed": "bold red"}
 GIB = 2**30
-# For each extra: what it adds, and the modules that show that it is installed.
 TABLES = {
     "nvidia_sm90": "Hopper kernels",
     "nvidia": "portable Triton kernels",
