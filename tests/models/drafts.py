@@ -13,7 +13,7 @@ from finwhale import RequestOutput, SamplingParams
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.plan.draft_policy import NO_DRAFTS, step_kinds
+from finwhale.engine.plan.draft_policy import DraftChooser, step_kinds
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -47,7 +47,7 @@ class Proposal:
     drafts: list[int]
 
 
-class RandomDrafts:
+class RandomDrafts(DraftChooser):
     """Any kind of step, and any numbers of drafts that fit into it.
 
     Args:
@@ -55,7 +55,7 @@ class RandomDrafts:
     """
 
     def __init__(self, most: int, seed: int, *, block: bool = False) -> None:
-        self.kind = NO_DRAFTS
+        super().__init__(0)
         self.kinds = step_kinds(most, block=block)
         self.draw = random.Random(seed)
         self.seen: set[tuple[int, ...]] = set()

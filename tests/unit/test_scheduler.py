@@ -19,7 +19,7 @@ from finwhale.bench import prefix as bench_prefix
 from finwhale.bench.stepping import new_sequence
 from finwhale.engine.plan import prefix_index as prefix
 from finwhale.engine.plan.admission import PATIENCE, WATERMARK
-from finwhale.engine.plan.draft_policy import FixedDrafts
+from finwhale.engine.plan.draft_policy import DraftChooser
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk, SequenceState
@@ -651,7 +651,7 @@ def test_a_repeated_prompt_finds_its_last_block_after_other_prompts(length: int)
 def test_no_draft_is_verified_beyond_the_end_of_the_output(output: int) -> None:
     """A step also gives the token after the accepted drafts."""
     scheduler = make_scheduler(0, 1, budget=99, blocks=9)
-    scheduler.drafting.chooser = FixedDrafts(3)
+    scheduler.drafting.chooser = DraftChooser(3)
     sequence = make_sequence("a", 10, output + 1)
     scheduler.add(sequence)
     scheduler.record_computed(scheduler.schedule())

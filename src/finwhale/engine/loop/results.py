@@ -9,7 +9,7 @@ from finwhale.config import DraftTokens
 from finwhale.engine.loop.acceptance_watch import AcceptanceWatch
 from finwhale.engine.loop.in_flight import InFlightStep, TextStream
 from finwhale.engine.loop.metrics import Meter
-from finwhale.engine.plan.draft_policy import DraftPolicy, FixedDrafts
+from finwhale.engine.plan.draft_policy import DraftChooser, DraftPolicy
 from finwhale.engine.plan.executor import RankDescription, RowLogprobs, StepResult
 from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.scheduler import Scheduler
@@ -72,7 +72,7 @@ class Results:
             self._policy = DraftPolicy(most, block=block, sizes=sizes)
             scheduler.drafting.chooser = self._policy
         elif rank.can_draft and draft_tokens != "auto":
-            scheduler.drafting.chooser = FixedDrafts(draft_tokens)
+            scheduler.drafting.chooser = DraftChooser(draft_tokens)
         self._last_read = 0.0
         # For each sequence that `read` has read: its text, the number of output tokens that it had
         # before, and how many drafts were verified and accepted.

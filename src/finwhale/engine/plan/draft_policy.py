@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from finwhale.engine.plan.draft_estimates import DraftEstimates
 from finwhale.engine.plan.sequences import SequenceState
@@ -68,12 +68,15 @@ def step_kinds(max_drafts: int, *, block: bool) -> tuple[StepKind, ...]:
     )
 
 
-class DraftChooser(Protocol):
-    """Chooses the drafts of a step's decodes."""
+class DraftChooser:
+    """Chooses the drafts of a step's decodes: the same number in every step.
 
-    @property
-    def kind(self) -> StepKind:
-        """The kind of the last step."""
+    Attributes:
+        kind: the kind of the last step.
+    """
+
+    def __init__(self, drafts: int) -> None:
+        self.kind = StepKind(1 + drafts, drafts)
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
@@ -87,17 +90,6 @@ class DraftChooser(Protocol):
         Returns:
             The number of drafts that each sequence verifies.
         """
-
-
-class FixedDrafts:
-    """Chooses the same number of drafts in every step."""
-
-    def __init__(self, drafts: int) -> None:
-        self.kind = StepKind(1 + drafts, drafts)
-
-    def choose(
-        self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
-    ) -> Sequence[int]:
         return [min(limit, self.kind.drafts) for limit in limits]
 
 
@@ -133,7 +125,7 @@ class _Probe:
     timed: int = 0
 
 
-class DraftPolicy:
+class DraftPolicy(DraftChooser):
     """Chooses the drafts that give the most tokens per second.
 
     Args:
@@ -145,13 +137,13 @@ class DraftPolicy:
     """
 
     def __init__(self, max_drafts: int, *, block: bool = False, sizes: Sequence[int] = ()) -> None:
+        super().__init__(NO_DRAFTS.drafts)
         self.estimates = DraftEstimates(max_drafts)
         self.kinds = step_kinds(max_drafts, block=block)
         self._sizes = tuple(sizes)
         self._measured: dict[int, _SizeMeasurements] = {}
         self._probe: _Probe | None = None
         self._grant, self._credit = GRANT_SECONDS, 0.0
-        self.kind = NO_DRAFTS
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
