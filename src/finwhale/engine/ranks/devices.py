@@ -13,6 +13,7 @@ from finwhale.models.registry import architecture_of
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
 
+_COUNTS = f"{', '.join(map(str, RANK_COUNTS[:-1]))} or {RANK_COUNTS[-1]}"
 _FORMS = 'device must be "cpu", "cuda", "cuda:N" or "cuda:N,N,..."'
 
 
@@ -42,8 +43,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
             )
         if len(indices) not in RANK_COUNTS:
             raise FinwhaleError(
-                f"a model runs on {_either(RANK_COUNTS)} GPUs, but device {given!r} names "
-                f"{len(indices)}"
+                f"a model runs on {_COUNTS} GPUs, but device {given!r} names {len(indices)}"
             )
         return tuple(f"cuda:{index}" for index in indices)
     size = size or fewest(count)
@@ -89,9 +89,7 @@ def device_kind(config: EngineConfig, size: int) -> str:
         FinwhaleError: the options contradict the launcher.
     """
     if size not in RANK_COUNTS:
-        raise FinwhaleError(
-            f"a model runs on {_either(RANK_COUNTS)} ranks, but the launcher has placed {size}"
-        )
+        raise FinwhaleError(f"a model runs on {_COUNTS} ranks, but the launcher has placed {size}")
     if config.num_ranks not in (None, size):
         raise FinwhaleError(
             f"{config.size_option} is {config.num_ranks}, but the launcher has placed {size} "
@@ -168,8 +166,3 @@ def _num_gpus(name: str | None, indices: Sequence[int]) -> int:
 
 def _gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
-def _either(numbers: tuple[int, ...]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}"

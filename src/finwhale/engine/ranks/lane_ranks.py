@@ -10,15 +10,17 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, StepResult
 from finwhale.engine.plan.step_plan import LargestLane, PageCopy, SamplingPlan, StepPlan
 from finwhale.engine.ranks.local_executor import LocalExecutor
-from finwhale.engine.ranks.ranks import LANE_COPY, LANE_SAMPLE, LANE_STEP, Ranks
+from finwhale.engine.ranks.ranks import LANE_COPY, LANE_SAMPLE, LANE_STEP, Ranks, RanksResult
 from finwhale.engine.steps.executor import StepTransfer
-from finwhale.engine.steps.page_copies import COUNTER_BYTES
+from finwhale.engine.steps.page_copies import Copying
 from finwhale.errors import EngineDeadError
 
 
@@ -46,23 +48,24 @@ class LaneRanks(Ranks):
 
     def sample_lane(self, index: int, plan: SamplingPlan) -> None:
         """Launch the sampling of one lane's last step."""
-
-        def sample() -> StepTransfer | None:
-            return None if index else self.local.sample(plan)
-
-        self._keep(self._on_all(LANE_SAMPLE, (index, plan), sample))
+        result = self._on_all(
+            LANE_SAMPLE, (index, plan), lambda: None if index else self.local.sample(plan)
+        )
+        self._keep(result)
 
     def copy_lane(self, index: int, copies: Sequence[PageCopy]) -> None:
         """Launch copies of one lane's pages."""
+        self._on_all(
+            LANE_COPY, (index, copies), lambda: None if index else self.local.copy_pages(copies)
+        )
 
-        def copy() -> None:
-            if not index:
-                self.local.copy_pages(copies)
-
-        self._on_all(LANE_COPY, (index, copies), copy)
-
-    def wait_worker(self, index: int, number: int) -> StepResult:
-        """Wait for a result of another rank, unless a rank fails."""
+    def wait_lane(self, index: int, number: int) -> StepResult:
+        """Wait for result `number` of a lane's rank, counted from 1, unless a rank fails."""
+        # Results of steps that were discarded are skipped.
+        while not index:
+            found_number, pending = self.local_results.popleft()
+            if found_number == number:
+                return self.wait(pending)
         try:
             found: StepResult = pickle.loads(self.workers.wait_result(index, number))
         except EngineDeadError:
@@ -86,19 +89,19 @@ class LaneExecutor:
         self._ranks, self._index = ranks, index
         self._plan: StepPlan | None = None
         self.launched = self._batches = 0
-        self._counter: memoryview | None = None
+        self._counter: Tensor | None = None
 
     @property
     def description(self) -> RankDescription:
         return self._ranks.description
 
-    def execute(self, plan: StepPlan) -> "LaneResult | None":
+    def execute(self, plan: StepPlan) -> RanksResult | None:
         """Keep the plan until `LaneRanks.send_plans`."""
         assert self._plan is None
         self._plan = plan
         return None if plan.sampling is None else self._expected()
 
-    def sample(self, plan: SamplingPlan) -> "LaneResult":
+    def sample(self, plan: SamplingPlan) -> RanksResult:
         result = self._expected()
         if self._plan is not None:
             self._plan = self._plan._replace(sampling=plan)
@@ -108,55 +111,24 @@ class LaneExecutor:
 
     def attach_staging(self, file: str, mark: bytes, buffer: memoryview) -> None:
         """Let the lane's rank copy pages to and from a staging buffer (PageCopies)."""
-        self._counter = buffer[:COUNTER_BYTES].cast("q")
-        self._ranks.call_ranks(partial(_attach, index=self._index, file=file, mark=mark))
+        self._counter = torch.frombuffer(buffer, dtype=torch.int64, count=1)
+        attach = LocalExecutor.attach_staging
+        self._ranks.call_ranks(partial(attach, file=file, mark=mark, lane=self._index))
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> "LaneCopies":
+    def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:
         assert self._counter is not None
         self._batches += 1
         self._ranks.copy_lane(self._index, copies)
-        return LaneCopies(self._counter, self._batches)
+        return Copying(self._counter, self._batches)
 
     def take(self) -> StepPlan | None:
         """The kept plan, which leaves; None: the lane has planned nothing."""
         plan, self._plan = self._plan, None
         return plan
 
-    def _expected(self) -> "LaneResult":
+    def _expected(self) -> RanksResult:
         self.launched += 1
-        return LaneResult(self._ranks, self._index, self.launched)
-
-
-class LaneResult:
-    """Result `number` of a lane's rank, counted from 1."""
-
-    def __init__(self, ranks: LaneRanks, index: int, number: int) -> None:
-        self._ranks, self._index, self._number = ranks, index, number
-
-    def wait(self) -> StepResult:
-        ranks = self._ranks
-        if self._index:
-            return ranks.wait_worker(self._index, self._number)
-        # Results of steps that were discarded are skipped.
-        while True:
-            number, pending = ranks.local_results.popleft()
-            if number == self._number:
-                return ranks.wait(pending)
-
-
-class LaneCopies:
-    """Batch `number` of a lane's copies (PendingCopies)."""
-
-    def __init__(self, counter: memoryview, number: int) -> None:
-        self._counter, self._number = counter, number
-
-    def done(self) -> bool:
-        return bool(self._counter[0] >= self._number)
-
-
-def _attach(executor: LocalExecutor, index: int, file: str, mark: bytes) -> None:
-    if executor.collectives.rank.index == index:
-        executor.attach_staging(file, mark)
+        return RanksResult(partial(self._ranks.wait_lane, self._index, self.launched))
 
 
 def lane_executors(executor: Executor) -> "Sequence[Executor | LaneExecutor]":

@@ -55,9 +55,13 @@ class LocalExecutor(StepExecutor):
         self.runner.serve_others(largest)
         return None
 
-    def attach_staging(self, file: str, mark: bytes) -> None:
-        """Let this rank copy pages to and from a staging buffer (PageCopies)."""
+    def attach_staging(self, file: str, mark: bytes, lane: int | None = None) -> None:
+        """Let this rank copy pages to and from a staging buffer (PageCopies). `lane`: only if it is
+        this data-parallel rank; None: let every rank.
+        """
         rank, runner = self.collectives.rank, self.runner
+        if lane not in (None, rank.index):
+            return
         users = (0, 1) if rank.data_parallel else (rank.index, rank.size)
         self.page_copies = PageCopies(
             file, mark, runner.cache.pages, runner.device, users, counts_saves=rank.data_parallel

@@ -53,10 +53,8 @@ def connect_launched(config: EngineConfig, placement: Placement) -> RankProcesse
     listener = WorkerListener(placement.store.host)
     listener.publish(store)
     workers = listener.receive(placement.rank.size)
-    devices = _devices(kind, placement.local_index, workers)
-    return RankProcesses(
-        devices, RemoteProcesses(_labels(devices, workers), workers), store, placement.store
-    )
+    devices, labels = _devices(kind, placement.local_index, workers)
+    return RankProcesses(devices, RemoteProcesses(labels, workers), store, placement.store)
 
 
 def on_ray(config: EngineConfig) -> RankProcesses:
@@ -81,20 +79,18 @@ def on_ray(config: EngineConfig) -> RankProcesses:
     except BaseException:
         actors.close()
         raise
-    devices = _devices(kind, actors.local_index, workers)
-    processes = RemoteProcesses(_labels(devices, workers), workers, actors.close)
+    devices, labels = _devices(kind, actors.local_index, workers)
+    processes = RemoteProcesses(labels, workers, actors.close)
     return RankProcesses(devices, processes, store, address)
 
 
-def _devices(kind: str, local_index: int, workers: Sequence[RemoteWorker]) -> tuple[str, ...]:
-    """List the ranks' devices. `local_index` is the index of rank 0's device."""
-    if kind == "cpu":
-        return ("cpu",) * (1 + len(workers))
-    indices = [local_index, *(worker.introduction.local_index for worker in workers)]
-    return tuple(f"{kind}:{index}" for index in indices)
-
-
-def _labels(devices: Sequence[str], workers: Sequence[RemoteWorker]) -> list[str]:
-    """Device and host of each rank but the first."""
-    pairs = zip(devices[1:], workers, strict=True)
-    return [f"{device} of {worker.introduction.host}" for device, worker in pairs]
+def _devices(
+    kind: str, local_index: int, workers: Sequence[RemoteWorker]
+) -> tuple[tuple[str, ...], list[str]]:
+    """The device of each rank, and the device and host of each but the first. `local_index` is the
+    index of rank 0's device.
+    """
+    others = [worker.introduction for worker in workers]
+    indices = [local_index, *(one.local_index for one in others)]
+    devices = tuple("cpu" if kind == "cpu" else f"{kind}:{index}" for index in indices)
+    return devices, [f"{d} of {one.host}" for d, one in zip(devices[1:], others, strict=True)]

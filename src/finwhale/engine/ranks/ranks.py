@@ -108,10 +108,11 @@ class Ranks:
 
     def execute(self, plan: StepPlan) -> "RanksResult | None":
         result = self._on_all(_EXECUTE, plan, lambda: self.local.execute(plan))
-        return None if result is None else RanksResult(self, result)
+        return None if result is None else RanksResult(partial(self.wait, result))
 
     def sample(self, plan: SamplingPlan) -> "RanksResult":
-        return RanksResult(self, self._on_all(_SAMPLE, plan, lambda: self.local.sample(plan)))
+        result = self._on_all(_SAMPLE, plan, lambda: self.local.sample(plan))
+        return RanksResult(partial(self.wait, result))
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> Copying:
         loads = [copy for copy in copies if copy.load]
@@ -228,13 +229,10 @@ def _or_error(work: Callable[[LocalExecutor], T], executor: LocalExecutor) -> T 
 
 
 class RanksResult:
-    """The result of rank 0, which all ranks have computed."""
+    """The result of a step of all ranks (PendingResult)."""
 
-    def __init__(self, ranks: Ranks, result: StepTransfer) -> None:
-        self._ranks, self._result = ranks, result
-
-    def wait(self) -> StepResult:
-        return self._ranks.wait(self._result)
+    def __init__(self, wait: Callable[[], StepResult]) -> None:
+        self.wait = wait
 
 
 def _close(owner: int, workers: Workers, local: LocalExecutor) -> None:
