@@ -193,9 +193,7 @@ class Model(Protocol):
     def limit_positions(self, max_positions: int) -> None:
         """Shrink the rotary tables to the first `max_positions` positions."""
 
-
-class BuildableModel(Model, Protocol):
-    """A model whose kernels the engine can build and load before the first step."""
+    # --- Kernels, which the engine builds and loads before the first step ---
 
     @property
     def launch_sizes(self) -> ModelSizes:

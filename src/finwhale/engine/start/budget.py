@@ -12,7 +12,7 @@ from finwhale.engine.start.memory import LargestSteps, largest_transfer, remaini
 from finwhale.engine.steps.host_transfer import hold_pinned_memory
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.errors import ResourceError
-from finwhale.models.protocol import BuildableModel
+from finwhale.models.protocol import Model
 from finwhale.ops.paging import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class MemoryBudget:
         check_gpu_memory(weights, room, chosen.rank.size)
         self._divide_cache(room - weights if cache is None else cache)
 
-    def plan_cache(self, model: BuildableModel | None) -> CachePlan:
+    def plan_cache(self, model: Model | None) -> CachePlan:
         """Plan the cache. `model` runs the largest steps to measure their workspace; None: the
         options do not bound it.
 

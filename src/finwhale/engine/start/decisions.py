@@ -18,7 +18,7 @@ from finwhale.engine.steps.drafter import check_can_draft
 from finwhale.engine.steps.step_limits import StepLimits, step_limits
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import CacheGroup
-from finwhale.models.protocol import BuildableModel, ModelConfig
+from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
@@ -130,9 +130,9 @@ class Decisions:
 
     def build_model(
         self, weights: Any, max_positions: int, collectives: Collectives
-    ) -> tuple[BuildableModel, Tensor | None]:
+    ) -> tuple[Model, Tensor | None]:
         """The model, and the tensor in which it records routed experts; None: it does not."""
-        model: BuildableModel = self.architecture.build(
+        model: Model = self.architecture.build(
             self.model_config,
             self.ops,
             weights,

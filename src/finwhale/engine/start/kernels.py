@@ -6,7 +6,7 @@ from finwhale.distributed.collectives import Collectives
 from finwhale.engine.start.decisions import Decisions
 from finwhale.engine.start.launch_signatures import LaunchEnumerator
 from finwhale.engine.start.memory import LargestSteps
-from finwhale.models.protocol import BuildableModel
+from finwhale.models.protocol import Model
 from finwhale.ops.builds import Built, load_builds
 from finwhale.weights.assembler import Assembler
 
@@ -42,7 +42,7 @@ class Kernels:
         if chosen.capabilities.builds_kernels and not self._peers.rank.index:
             self.builds.begin(chosen.build_configuration(chosen.longest), launch_all)
 
-    def prepare(self, model: BuildableModel, max_len: int) -> Built:
+    def prepare(self, model: Model, max_len: int) -> Built:
         """Build and load every kernel that a request may use, of sequences up to max_len tokens."""
         peers, configuration = self._peers, self._chosen.build_configuration(max_len)
         missing = not peers.minimum(int(self.builds.is_complete(configuration)))
@@ -53,7 +53,7 @@ class Kernels:
             peers.barrier()
         return built
 
-    def _every_launch(self, model: BuildableModel, max_len: int) -> LaunchEnumerator:
+    def _every_launch(self, model: Model, max_len: int) -> LaunchEnumerator:
         groups, ops = self._chosen.groups, self._chosen.ops
         cache = LargestSteps.alone(model, groups, ops).cache
         return LaunchEnumerator(model, groups, ops, cache, self._chosen.step_limits(max_len))

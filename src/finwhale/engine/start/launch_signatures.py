@@ -18,7 +18,7 @@ from finwhale.engine.start.memory import all_sampling_options, draft_after, with
 from finwhale.engine.steps.inputs import synthetic_inputs
 from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup, PagedCache
-from finwhale.models.protocol import BuildableModel
+from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.builds.sizes import LaunchSizes
@@ -59,7 +59,7 @@ class LaunchEnumerator:
 
     def __init__(
         self,
-        model: BuildableModel,
+        model: Model,
         groups: Sequence[CacheGroup],
         ops: Ops,
         cache: PagedCache,

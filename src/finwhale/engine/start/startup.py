@@ -31,7 +31,7 @@ from finwhale.engine.start.start_times import Phases
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.errors import ResourceError, first_line
-from finwhale.models.protocol import BuildableModel, ModelConfig
+from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.builds import Built
 from finwhale.weights.joint_ranks import JointRanks
@@ -191,11 +191,11 @@ class _Start:
         self.phases.end("weights")
         return weights
 
-    def _build_model(self, weights: Any, max_positions: int) -> BuildableModel:
+    def _build_model(self, weights: Any, max_positions: int) -> Model:
         model, self.routed = self.chosen.build_model(weights, max_positions, self.collectives)
         return model
 
-    def _allocate_cache(self, weights: Any, model: BuildableModel | None) -> ModelRunner:
+    def _allocate_cache(self, weights: Any, model: Model | None) -> ModelRunner:
         """Allocate the cache, and build the model unless its kernels are prepared already."""
         chosen = self.chosen
         max_model_len = self.budget.max_model_len(self.cache_plan)

@@ -16,7 +16,7 @@ from finwhale.engine.steps.inputs import Batch, planned_inputs
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.engine.steps.stopwatch import StepTimes
 from finwhale.models.cache import CacheGroup, PagedCache
-from finwhale.models.protocol import BuildableModel
+from finwhale.models.protocol import Model
 from finwhale.models.step_inputs import Inline
 from finwhale.ops import Ops
 
@@ -42,7 +42,7 @@ class ModelRunner:
     device: torch.device
     ops: Ops
     groups: tuple[CacheGroup, ...]
-    model: BuildableModel
+    model: Model
     cache: PagedCache
     max_model_len: int
     tables: SlotTables

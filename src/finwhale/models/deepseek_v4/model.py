@@ -63,7 +63,7 @@ FEATURE_STREAM, CONTEXT_STREAM = 0, 2
 
 
 class DeepseekV4:
-    """One rank of the model, on one device (protocol.BuildableModel has the contract).
+    """One rank of the model, on one device (protocol.Model has the contract).
 
     Args:
         config: the configuration of the whole model.
