@@ -37,21 +37,29 @@ class C4Weights:
     index_mix: CompressorWeight
 
 
-class C128Compressor:
-    """Writes the entries that complete in a step. A token sees every complete entry before it."""
+class Compressor:
+    """What both kinds of compressors have: their projection, and the options of `compress`."""
 
-    def __init__(self, context: LayerContext, weights: C128Weights, layer: int) -> None:
+    def __init__(self, context: LayerContext, weights: C128Weights | C4Weights, layer: int) -> None:
         self.linear = context.ops.linear
         self.compress = context.ops.compress
-        self.weights = weights
+        self.proj = weights.proj
         self.layer = layer
         self.eps = context.config.rms_norm_eps
         self.max_verify_tokens = context.config.max_verify_tokens
         self.round_entries = context.round_activations
 
     def project(self, x_ND: Tensor) -> Tensor:
-        """Project x to [N,2C], the argument of `write`."""
-        return self.linear(x_ND, self.weights.proj)
+        """Project x to [N,2C] or [N, 4C + 4J + I], the argument of `write` and `visible`."""
+        return self.linear(x_ND, self.proj)
+
+
+class C128Compressor(Compressor):
+    """Writes the entries that complete in a step. A token sees every complete entry before it."""
+
+    def __init__(self, context: LayerContext, weights: C128Weights, layer: int) -> None:
+        super().__init__(context, weights, layer)
+        self.weights = weights
 
     def write(
         self, projected: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
@@ -70,7 +78,7 @@ class C128Compressor:
         return AllEntries(cache.rows("c128", self.layer, inputs.tables), 128)
 
 
-class C4Compressor:
+class C4Compressor(Compressor):
     """Writes the entries and keys that complete in a step. A token sees the index_topk entries with
     the best scores.
 
@@ -85,26 +93,17 @@ class C4Compressor:
     def __init__(
         self, context: LayerContext, weights: C4Weights, layer: int, *, gathers: bool
     ) -> None:
+        super().__init__(context, weights, layer)
         config, ops = context.config, context.ops
         self.ranks, self.gathers = context.ranks, gathers
-        self.linear = ops.linear
-        self.compress = ops.compress
         self.prepare_index_queries = ops.prepare_index_queries
         self.select_entries = ops.select_entries
         self.weights = weights
-        self.layer = layer
-        self.eps = config.rms_norm_eps
-        self.max_verify_tokens = config.max_verify_tokens
-        self.round_entries = context.round_activations
         self.heads = config.index_n_heads
         self.head_dim = config.index_head_dim
         self.topk = config.index_topk
         self.score_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
         self.widths = (4 * config.head_dim, 4 * config.index_head_dim, config.index_n_heads)
-
-    def project(self, x_ND: Tensor) -> Tensor:
-        """Project x to [N, 4C + 4J + I], the argument of `write` and `visible`."""
-        return self.linear(x_ND, self.weights.proj)
 
     def write(
         self, projected: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache

@@ -23,6 +23,10 @@ _MAX = {
     "hc_sinkhorn_iters": 1000,
     "max_position_embeddings": 1 << 30,
     "rope_scaling original_max_position_embeddings": 1 << 30,
+    "dspark_block_size": 7,  # the compressors' kernels verify at most 8 tokens: one and its drafts
+    "dspark_markov_rank": 1 << 14,
+    "dspark_n_routed_experts": 1 << 14,
+    "dspark_num_experts_per_tok": 1 << 14,
 }
 
 

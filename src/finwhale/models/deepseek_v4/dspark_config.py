@@ -5,13 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config_checks import require
+from finwhale.models.deepseek_v4.config_checks import check_positive, require
 
 NUM_STAGES = 3
-# A limit far above any DeepSeek-V4. It refuses a hostile config.json before large allocations.
-MAX_SIZE = 1 << 14
-# The kernels of the compressors verify at most 8 tokens of a sequence: one and its drafts.
-MAX_BLOCK_SIZE = 7
 _OPTIONAL_SIZES = ("n_routed_experts", "num_experts_per_tok")
 _FLAGS = ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
 
@@ -57,18 +53,7 @@ class DsparkConfig:
         for name in ("block_size", "markov_rank", *_OPTIONAL_SIZES):
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL_SIZES:
-                require(
-                    _is_int(value, 1),
-                    f"dspark_{name} must be a positive integer, got {str(value)[:60]}",
-                )
-                require(
-                    value <= MAX_SIZE,
-                    f"dspark_{name} must be at most {MAX_SIZE}, got {str(value)[:60]}",
-                )
-        require(
-            self.block_size <= MAX_BLOCK_SIZE,
-            f"dspark_block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}",
-        )
+                check_positive(f"dspark_{name}", value, int)
         require(
             _is_int(self.noise_token_id, 0) and self.noise_token_id < vocab_size,
             f"dspark_noise_token_id must be a token id below {vocab_size} (vocab_size), got "
