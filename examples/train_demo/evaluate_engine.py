@@ -20,6 +20,7 @@ from corpus import Corpus
 
 from finwhale import LLM
 from finwhale.bench.stepping import Stepper
+from finwhale.engine.ranks.ranks import first_rank
 
 SOURCE_TOKENS = 5000  # a source is left after the document that reaches this
 DOCUMENT_TOKENS = 1500  # longer documents are cut
@@ -59,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     llm = LLM(device="cpu", activations=args.activations, wo_a_input=args.wo_a_input)
-    stepper, corpus = Stepper(llm._engine), Corpus.load(args.corpus)
+    stepper, corpus = Stepper(first_rank(llm._engine.executor)), Corpus.load(args.corpus)
     starts = np.concatenate([[0], np.cumsum(corpus.lengths)])
     by_source = {}
     for index, name in enumerate(corpus.sources):

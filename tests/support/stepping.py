@@ -3,10 +3,28 @@
 from collections.abc import Sequence
 
 from finwhale.bench import stepping
+from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.sequences import Chunk, SequenceState
+from finwhale.engine.ranks.local_executor import LocalExecutor
+from finwhale.engine.ranks.ranks import first_rank
 
 
 class Stepper(stepping.Stepper):
+    """A stepper of an engine on one rank, or of one rank of an engine without cached prefixes."""
+
+    def __init__(self, engine: Engine | LocalExecutor) -> None:
+        self._engine = engine if isinstance(engine, Engine) else None
+        assert self._engine is None or not self._engine.has_work
+        super().__init__(
+            engine if isinstance(engine, LocalExecutor) else first_rank(engine.executor)
+        )
+
+    def sequence(self, token_ids: Sequence[int]) -> SequenceState:
+        if self._engine is not None:
+            # The engine's cached prefixes use the same pages, so free them.
+            self._engine.reset_prefix_cache()
+        return super().sequence(token_ids)
+
     def prefilled(self, texts: Sequence[Sequence[int]]) -> list[Chunk]:
         """Prefill each text without its last token. Returns chunks that decode the last tokens."""
         chunks = []

@@ -6,13 +6,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.ranks.local_executor import LocalExecutor
-from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.step_inputs import StepInputs
 from finwhale.request import SamplingParams
 
@@ -34,15 +32,11 @@ class Stepper:
     """Replaces an idle engine's scheduler: the caller chooses the chunks of each forward.
 
     Args:
-        engine: an engine on one rank, or one rank of an engine without cached prefixes. In the
-            second case every rank makes a stepper, and all run the same chunks
-            (bench/engine.py: call_ranks_collectively).
+        rank: one rank of an engine without cached prefixes. Every rank makes a stepper, and all run
+            the same chunks (bench/engine.py: call_ranks_collectively).
     """
 
-    def __init__(self, engine: Engine | LocalExecutor) -> None:
-        self._engine = engine if isinstance(engine, Engine) else None
-        assert self._engine is None or not self._engine.has_work
-        rank = engine if isinstance(engine, LocalExecutor) else first_rank(engine.executor)
+    def __init__(self, rank: LocalExecutor) -> None:
         self.runner, self._collectives = rank.runner, rank.collectives
         self.pages = PageManager(self.runner.groups, rank.description.num_pages)
         self.planner = StepPlanner(self.runner.model.config.vocab_size)
@@ -51,9 +45,6 @@ class Stepper:
 
     def sequence(self, token_ids: Sequence[int]) -> SequenceState:
         """Make a sequence without computed tokens."""
-        if self._engine is not None:
-            # The engine's cached prefixes use the same pages, so free them.
-            self._engine.reset_prefix_cache()
         self._count += 1
         made = new_sequence(f"stepper-{self._count}", token_ids, self.runner.max_model_len)
         made.slot, made.tables = self._count, self.pages.new_tables()
