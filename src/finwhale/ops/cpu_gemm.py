@@ -27,10 +27,9 @@ from finwhale.ops import cpu_math
 from finwhale.ops.cpu_math import F32
 from finwhale.ops.host_forms import once_per_tensor
 
-# torch has deprecated these functions since 1.11 and still has them in 2.15. Without them, every
-# weight uses the GEMVs.
-_PACK: Any = getattr(torch, "fbgemm_pack_gemm_matrix_fp16", None)
-_MULTIPLY: Any = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", None)
+# torch has deprecated these functions since 1.11 and still has them in 2.15.
+_PACK: Any = torch.fbgemm_pack_gemm_matrix_fp16
+_MULTIPLY: Any = torch.fbgemm_linear_fp16_weight_fp32_activation
 # The exponent of float16's highest power of two.
 _TOP = 15
 
@@ -112,12 +111,10 @@ def _packed(weight_MK: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _rows_are_independent() -> bool:
-    """Whether FBGEMM exists and gives a row the same bits alone and among any number of rows.
+    """Whether FBGEMM works here and gives a row the same bits alone and among any number of rows.
 
     The check uses widths of several FBGEMM blocks (512 by 16) and a rest.
     """
-    if _PACK is None or _MULTIPLY is None:
-        return False
     generator = torch.Generator().manual_seed(0)
     num_rows = 250
     x_NK = torch.randn(num_rows, 1100, generator=generator)

@@ -51,9 +51,8 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
 
 
-if hasattr(os, "register_at_fork"):
-    # A forked child does not have its parent's threads.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+# A forked child does not have its parent's threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @lru_cache(maxsize=1)

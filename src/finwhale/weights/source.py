@@ -63,10 +63,6 @@ class Inventory:
         """Whether no tensor is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
-    def storage_counts(self) -> dict[Storage, int]:
-        """Number of weights by stored format, most frequent first."""
-        return dict(Counter(self.storages.values()).most_common())
-
 
 def inventory_report(
     checkpoint: Checkpoint,
@@ -365,15 +361,13 @@ def _match(spec: WeightSpec, data: TensorInfo, scale: TensorInfo | None) -> Matc
     if not scaled:
         scale = None
     fault = None if scale is None else scale_mismatch(spec, scale, storage)
-    part = spec.slice
+    part, data_layout, scale_layout = spec.slice, None, None
     if fault is not None:
         return Match(storage, fault=fault)
-    if part is None:
-        num_bytes = data.num_bytes + (scale.num_bytes if scale else 0)
-        return Match(storage, num_bytes=num_bytes, may_have_scale=scaled)
-    data_layout = data.layout_of(data_slice(part, storage))
-    scale_layout = None if scale is None else scale.layout_of(scale_slice(part, storage))
-    num_bytes = data_layout.num_bytes + (scale_layout.num_bytes if scale_layout else 0)
+    if part is not None:
+        data_layout = data.layout_of(data_slice(part, storage))
+        scale_layout = None if scale is None else scale.layout_of(scale_slice(part, storage))
+    num_bytes = sum(x.num_bytes for x in (data_layout or data, scale_layout or scale) if x)
     return Match(storage, data_layout, scale_layout, num_bytes, None, scaled)
 
 
@@ -382,7 +376,8 @@ def _log(checkpoint: Checkpoint, found: Inventory, ignored: Mapping[str, str]) -
         count = sum(name.startswith(prefix) for name in found.ignored)
         if count:
             logger.warning("ignoring %d tensors %s*: %s", count, prefix, reason)
-    counts = ", ".join(f"{n} {kind}" for kind, n in found.storage_counts().items())
+    by_format = Counter(found.storages.values()).most_common()
+    counts = ", ".join(f"{n} {kind}" for kind, n in by_format)
     logger.info("%s: weights stored as %s", checkpoint.path, counts)
 
 

@@ -6,9 +6,7 @@ The prompts are arbitrary tokens, and the engine keeps no state of them.
 """
 
 from collections.abc import Iterator
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import replace
 
 from finwhale.engine.loop.engine import Engine
 from finwhale.request import SamplingParams
@@ -16,21 +14,6 @@ from finwhale.request import SamplingParams
 TOKENS = 3
 # Lengths of prompts. One more prompt is longer than a step.
 LENGTHS = (20, 1, 600)
-
-
-class AnyToken:
-    """A matcher that allows every token. It needs no tokenizer."""
-
-    error: str | None = None
-
-    def copy(self) -> "AnyToken":
-        return self
-
-    def allow(self, words: NDArray[np.int32]) -> None:
-        words[:] = -1
-
-    def accept(self, token_id: int) -> None:
-        pass
 
 
 def warm_up(engine: Engine) -> None:
@@ -47,8 +30,8 @@ def warm_up(engine: Engine) -> None:
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     _run(engine, [(few, greedy)] * engine.max_num_seqs)
     for rows in (1, 2):
-        guided = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, n=rows)
-        _run(engine, [(few, guided)] * lanes, AnyToken())
+        masked = replace(greedy, n=rows, allowed_token_ids=[0])
+        _run(engine, [(few, masked)] * lanes)
     engine.reset()
 
 
@@ -75,15 +58,13 @@ def _kinds(vocab_size: int, can_route: bool) -> Iterator[SamplingParams]:
         yield params(return_routed_experts=True)
 
 
-def _run(
-    engine: Engine, requests: list[tuple[int, SamplingParams]], matcher: AnyToken | None = None
-) -> None:
+def _run(engine: Engine, requests: list[tuple[int, SamplingParams]]) -> None:
     vocab_size = engine.model_config.vocab_size
     # Without cached prefixes, every prompt is prefilled in full.
     engine.reset_prefix_cache()
     for number, (length, params) in enumerate(requests):
         # No two prompts have a common prefix.
         prompt = [(7 * i + 13 * number + 1) % vocab_size for i in range(length)]
-        engine.add_request(f"warm-up-{number}", prompt, params, matcher=matcher)
+        engine.add_request(f"warm-up-{number}", prompt, params)
     while engine.has_work:
         engine.step()

@@ -100,10 +100,6 @@ class PrefixIndex:
     def num_idle(self) -> int:
         return max(0, len(self._idle) - self.num_saving)
 
-    @property
-    def num_states(self) -> int:
-        return len(self._passed) + len(self._lasting)
-
     def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], owner: str = "") -> None:
         """Append the keys of the whole blocks of token_ids that `keys` does not have yet."""
         size = self.block_tokens

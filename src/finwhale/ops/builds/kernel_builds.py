@@ -85,28 +85,24 @@ class KernelBuilds(Builds):
                 self._begun.update(names)
 
     def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
-        if self._artefacts.is_complete(configuration):
-            self._close_pool()
-            return self._loaded(launch_all)
-        if not self._artefacts.writable:
-            self._close_pool()
+        if not self._artefacts.is_complete(configuration) and self._artefacts.writable:
+            with self._artefacts.filling():
+                # Otherwise another process has built everything in the meantime.
+                if not self._artefacts.is_complete(configuration):
+                    missing, names = self._build(launch_all)
+                    built = self._loaded(launch_all)
+                    self._artefacts.mark_complete(configuration, names)
+                    missing, self._compiled = missing + self._compiled, 0
+                    return replace(built, compiled=built.compiled + missing)
+        self._close_pool()
+        if not self._artefacts.is_complete(configuration):
             variants, gemms, _ = self._needed(launch_all)
             if variants or gemms:
                 raise ResourceError(
                     f"{self._artefacts.path} is read-only and lacks {len(variants + gemms)} "
                     "kernels: choose another cache directory, or fill this one with finwhale warmup"
                 )
-            return self._loaded(launch_all)
-        with self._artefacts.filling():
-            if self._artefacts.is_complete(configuration):
-                # Another process has built everything in the meantime.
-                self._close_pool()
-                return self._loaded(launch_all)
-            missing, names = self._build(launch_all)
-            built = self._loaded(launch_all)
-            self._artefacts.mark_complete(configuration, names)
-        missing, self._compiled = missing + self._compiled, 0
-        return replace(built, compiled=built.compiled + missing)
+        return self._loaded(launch_all)
 
     def _loaded(self, launch_all: Callable[[], None]) -> Built:
         """Load every kernel, and compile those that are still missing one by one."""

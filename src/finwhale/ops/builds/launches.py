@@ -133,7 +133,10 @@ class Counter:
         def note(*args: Any, **kwargs: Any) -> Any:
             counter = me()
             if counter is not None and not kwargs["is_manual_warmup"]:
-                counter._note_late(kwargs["fn"].name)
+                counter.late += 1
+                if counter.warns:
+                    text = "a step waited until the kernel %s was compiled or loaded"
+                    logger.warning(text, kwargs["fn"].name)
             return before(*args, **kwargs) if before is not None else None
 
         def listen(*args: Any, **kwargs: Any) -> None:
@@ -145,8 +148,3 @@ class Counter:
 
         knobs.runtime.jit_post_compile_hook = note
         knobs.compilation.listener = listen
-
-    def _note_late(self, kernel: str) -> None:
-        self.late += 1
-        if self.warns:
-            logger.warning("a step waited until the kernel %s was compiled or loaded", kernel)
