@@ -2,14 +2,16 @@
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 
 from finwhale.checkpoint.config_files import described
 from finwhale.cli.options import PATH_HELP, add_engine_options, add_revision
-from finwhale.cli.serve import find_placement, open_checkpoint, options_of_model
+from finwhale.cli.serve import open_checkpoint, options_of_model
 from finwhale.cli.settings import parse_settings
 from finwhale.distributed.rank import Placement
 from finwhale.errors import EngineDeadError, FinwhaleError
@@ -25,6 +27,7 @@ from finwhale.server.config import ServerConfig
 from finwhale.server.edge.bodies import max_items
 from finwhale.server.edge.room import Room
 from finwhale.server.link.client import EngineClient
+from finwhale.server.observe import logs
 from finwhale.server.state import ServerState
 
 OPTIONS = ("model_names", "default_thinking", "max_body_bytes", "max_choices", "lenient")
@@ -38,7 +41,10 @@ def run(argv: Sequence[str]) -> int:
     args = parse_settings(_parser(), argv)
     model = options_of_model(args, args.model)
     config = read_options(args, ServerConfig, **model, log_level="warning")
-    placement = find_placement(config)
+    placement = Placement.find(os.environ)
+    logs.configure(config.log_level, config.log_format)
+    if placement is not None and placement.rank.index:
+        import_module("finwhale.distributed.hosts").work_at(placement)
     source, output = Path(args.input), Path(args.output)
     if not source.is_file():
         raise FinwhaleError(f"no input: {source} is not a file")

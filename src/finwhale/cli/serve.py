@@ -33,22 +33,17 @@ DEMO_NAME = "finwhale-demo"
 def run(argv: Sequence[str]) -> int:
     args = _parse(argv)
     config = _server_config(args, os.environ)
-    opened = open_checkpoint(args.path, args, config, find_placement(config))
+    placement = Placement.find(os.environ)
+    if placement is not None and placement.rank.index:
+        logs.configure(config.log_level, config.log_format)
+        import_module("finwhale.distributed.hosts").work_at(placement)
+    opened = open_checkpoint(args.path, args, config, placement)
     read_keys = partial(_api_keys, args, os.environ)
     restore = logs.configure(config.log_level, config.log_format, waits=False)
     try:
         return serve(config, *opened, read_keys)
     finally:
         restore()
-
-
-def find_placement(config: ServerConfig) -> Placement | None:
-    """The placement of rank 0; None: no launcher has placed ranks. Other ranks work, and end."""
-    logs.configure(config.log_level, config.log_format)
-    placement = Placement.find(os.environ)
-    if placement is not None and placement.rank.index:
-        import_module("finwhale.distributed.hosts").work_at(placement)
-    return placement
 
 
 def open_checkpoint(
@@ -69,6 +64,7 @@ def open_checkpoint(
     one_host = placement is None and engine.distributed_executor == "spawn"
     if one_host and not config.enable_rollout_endpoints:  # a trainer may be on another host
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    logs.configure(config.log_level, config.log_format)
     load = partial(load_engine, directory, config.log_level, config.log_format, engine, placement)
     dialect = chat_dialect(parse_config(read_config(directory)), directory)
     # A trainer must know all parameters of its rollouts.
