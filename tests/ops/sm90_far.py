@@ -21,7 +21,11 @@ def calls() -> dict[str, Callable[[], None]]:
         inner = 2048 if D == 4096 else 3072
         found[f"linear-{name}"] = partial(near.call_linear, D, A, Q, inner, TOKENS)
     for width, heads, topk in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):
-        for N, max_len, max_query in ((64, 2**22, 1), (2**15, 2**20, 2**15)):
+        for N, max_len, max_query in (
+            (64, 2**22, 1),
+            (2**15, 2**20, 2**15),
+            (TOKENS, 2**14, TOKENS),
+        ):
             name = f"indexer-{topk}-{max_len}"
             found[name] = partial(near.call_indexer, width, heads, topk, N, max_len, max_query)
     for name, sizes in (("flash", (64, 512, 1024, 512)), ("pro", (128, 512, 1536, 1024))):

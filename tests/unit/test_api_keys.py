@@ -1,6 +1,7 @@
 """API keys: the lines of a key file, and limits of what a key may use."""
 
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ def test_lines() -> None:
 def test_an_indented_comment_in_a_file_is_no_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# Keys\n  ann:secret-of-ann \n\n  #bob:old-key-of-bob\n\t# disabled-key\n")
-    assert _api_keys([str(file)], []) == ("ann:secret-of-ann",)
+    args = Namespace(api_key=None, api_keys=[str(file)])
+    assert _api_keys(args, {}) == ("ann:secret-of-ann",)
 
 
 @pytest.mark.parametrize(
