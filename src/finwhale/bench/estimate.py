@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from finwhale.bench.floors import DecodeBytes, PrefillOperations, expected_experts, read_ms
 from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.protocol import ModelConfig
 
 # Milliseconds. With a larger hidden size, a layer and a token take more in proportion.
@@ -38,11 +37,6 @@ GPUS = {
     "H100 80 GB": Gpu(85_000_000_000, 3.35 / 4.8),
     "H200 141 GB": Gpu(150_000_000_000),
 }
-
-
-def published_config(name: str) -> ModelConfig:
-    """The published "flash", "flash-0731", "pro" or "pro-0813". Raises CheckpointError."""
-    return published(name)
 
 
 class StepTimes:

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from rich.console import Console
 
-from finwhale.bench.estimate import GPUS, Gpu, StepTimes, published_config
+from finwhale.bench.estimate import GPUS, Gpu, StepTimes
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Storage, WeightSpec
@@ -24,7 +24,7 @@ from finwhale.engine.steps.drafter import check_can_draft
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.cache import CacheGroup
 from finwhale.models.protocol import ModelConfig
-from finwhale.models.registry import architecture_of, parse_config
+from finwhale.models.registry import architecture_of, parse_config, published_config
 from finwhale.ops import Ops, load_ops
 from finwhale.options import Parser
 from finwhale.platform import Platform

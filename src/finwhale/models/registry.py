@@ -14,6 +14,7 @@ from finwhale.chat.effort import EffortLadder, effort_ladder
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
 from finwhale.models.deepseek_v4.config_json import config_of
+from finwhale.models.deepseek_v4.presets import published
 
 if TYPE_CHECKING:
     from finwhale.models.protocol import ModelConfig
@@ -37,6 +38,11 @@ def parse_config(raw: Mapping[str, Any]) -> "ModelConfig":
             f"{raw.get('architectures')!r}; Finwhale serves model_type {served} only"
         )
     return CONFIGS[model_type](raw)
+
+
+def published_config(name: str) -> "ModelConfig":
+    """The published "flash", "flash-0731", "pro" or "pro-0813". Raises CheckpointError."""
+    return published(name)
 
 
 def chat_dialect(config: "ModelConfig", directory: Path) -> EffortLadder:
