@@ -38,7 +38,7 @@ from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, Tokens
 PAGE_ROWS = (64, 128)
 STAGES = 4
 COLUMNS = 256  # of the GEMM in a prefill: queries times heads
-# The most bytes of a decode's scores at a time, and of all that a prefill selects from.
+# The most bytes at a time for scores and their selection, in a decode and in a prefill.
 MAX_DECODE_BYTES, MAX_PREFILL_BYTES = 2**30, 2**28
 # Programs per multiprocessor that fill the GPU; the tiles of a row are split over all of them.
 DECODE_PROGRAMS, PREFILL_PROGRAMS = 4, 8
@@ -349,14 +349,14 @@ class ScorePlan:
     ) -> "ScorePlan":
         """row_length: number of scores of a token."""
         block_i = block_heads(heads)
-        if decode:
-            programs = num_multiprocessors * DECODE_PROGRAMS
-            rows = max(1, MAX_DECODE_BYTES // (4 * row_length))
-            return ScorePlan(decode, 1, block_i, min(num_tokens, rows), programs, 128)
-        programs, block_q = num_multiprocessors * PREFILL_PROGRAMS, max(1, COLUMNS // block_i)
         row_bytes = 4 * row_length
         if row_length > topk_triton.BLOCK:
             row_bytes += long_rows.row_bytes(row_length)
+        if decode:
+            programs = num_multiprocessors * DECODE_PROGRAMS
+            rows = max(1, MAX_DECODE_BYTES // row_bytes)
+            return ScorePlan(decode, 1, block_i, min(num_tokens, rows), programs, 128)
+        programs, block_q = num_multiprocessors * PREFILL_PROGRAMS, max(1, COLUMNS // block_i)
         groups = max(1, MAX_PREFILL_BYTES // (row_bytes * block_q))
         if groups < programs:  # As many as can be split over all programs.
             groups = programs // triton.cdiv(programs, groups)
