@@ -129,7 +129,7 @@ class Load:
             self.answers += 1
 
     def wait(self, more: int, programs: list[Program]) -> None:
-        """Wait for so many more answers; raises what failed."""
+        """Wait until `more` further answers have come. Fails if a request failed."""
         wanted = self.answers + more
         wait_for(lambda: self.answers >= wanted or self.failed(), SECONDS, programs)
         assert not self.failed()

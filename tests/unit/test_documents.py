@@ -21,7 +21,7 @@ PLACES = [ROOT, ROOT / "docs", ROOT / "src/finwhale", ROOT / "bench/results"]
 # They look like paths of this repository and are none.
 OTHERS = {"encoding/encoding_dsv4.py", "build/site", "text/event-stream", "in.jsonl", "out.jsonl"}
 OTHERS |= {"deepseek-ai/DeepSeek-V4-Flash"}
-# Where no address, package or image may stand that does not exist.
+# The addresses, packages and images that these files name must exist.
 PUBLISHED = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *(ROOT / name for name in ("pyproject.toml", "mkdocs.yml", "justfile")),

@@ -43,8 +43,8 @@ def run(scheduler: Scheduler, clock: Clock, steps: int) -> list[tuple[float, dic
     """Run steps.
 
     Returns:
-        The time of each step, and the number of tokens of each prompt that it read. The key "" says
-        that prompts were left to read.
+        A pair for each step: its time, and how many tokens it read of each prompt, by the prompt's
+        name. The dict has the key "" if prompts were left to read.
     """
     found = []
     for _ in range(steps):

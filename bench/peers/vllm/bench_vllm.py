@@ -52,7 +52,7 @@ class Engine:
         return start
 
     def drain(self, limit=300):
-        """Runs all requests; returns (time, {request: new tokens}) of each step, and all tokens."""
+        """Runs all requests. Returns (time, {request: new tokens}) by step, and all tokens."""
         steps, tokens = [], {}
         end = time.perf_counter() + limit
         while self.engine.has_unfinished_requests() and time.perf_counter() < end:

@@ -102,7 +102,7 @@ class PrefillOperations:
                 self._bf16 += ops
 
     def ms(self, tokens: int) -> float:
-        """Milliseconds that an H200 needs for a prompt of so many tokens."""
+        """The floor of a prompt of this length on an H200, in milliseconds."""
         c, fp8, bf16 = self.config, self._fp8 * tokens, self._bf16 * tokens
         for ratio in c.layer_ratios:
             keys = float(c.sliding_window)

@@ -114,7 +114,7 @@ def _served(url: str, key: str) -> tuple[str, int]:
     try:
         with urlopen(Request(f"{url}/v1/models", headers=headers), timeout=10) as answer:
             card = json.load(answer)["data"][0]
-        # LiteLLM's proxy knows only the second of these names.
+        # The proxy of LiteLLM gives only max_input_tokens.
         return str(card["id"]), int(card.get("context_length") or card["max_input_tokens"])
     except HTTPError as error:
         wants = f"needs {'another' if key else 'an'} API key: set {KEY} or --api-key"

@@ -87,8 +87,8 @@ def on_ray(config: EngineConfig) -> RankProcesses:
 def _devices(
     kind: str, local_index: int, workers: Sequence[RemoteWorker]
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The device of each rank, and the device and host of each but the first. `local_index` is the
-    index of rank 0's device.
+    """Returns the devices of all ranks, and a text for each rank after the first: its device and
+    its host. `local_index` is the index of rank 0's device.
     """
     others = [worker.introduction for worker in workers]
     indices = [local_index, *(one.local_index for one in others)]
