@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.stored_pages import digests, run, saved
 
 from finwhale import SamplingParams
@@ -15,6 +16,8 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop import control
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.start.kv_cache import CachePlan, allocate_cache
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.weight_sources import Weights
@@ -53,6 +56,15 @@ class Server:
 )
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     yield Server(*request.param)
+
+
+def test_bytes_that_no_step_has_written_are_zero() -> None:
+    """Otherwise, ranks and stores would hold pages that differ."""
+    torch.full((2**28,), 255, dtype=torch.uint8, device="cuda")  # torch reuses this memory
+    groups = cache_spec(published("flash").with_layers(4))
+    plan = CachePlan({group.name: 100 for group in groups}, 0, 0, 0)
+    cache = allocate_cache(groups, plan, torch.bfloat16, torch.device("cuda"), packed=True)
+    assert not any(pages.any() for pages in cache.pages.values())
 
 
 def answers(engine: Engine, cached: Sequence[int]) -> Sequence[object]:

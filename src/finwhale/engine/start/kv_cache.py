@@ -125,8 +125,9 @@ def allocate_cache(
             pages = torch.empty(shape, dtype=torch.uint8, device=device)
         else:
             pages = arena.empty(num_pages * layout.page_bytes).view(shape)
-        # Kernels read page 0 for masked slots, so it must hold finite numbers.
-        pages[:1].zero_()
+        # Kernels read page 0 for masked slots, so it must hold finite numbers. On a GPU, memory was
+        # used before, and the bytes that no step writes must be the same on all ranks.
+        pages[: 1 if device.type == "cpu" else num_pages].zero_()
         memory[group.name] = pages
         for field in group.fields:
             pools[field.name] = {

@@ -282,7 +282,8 @@ class VerificationSteps:
             for drafts in numbers:
                 self._drafting[*sizes, drafts] = memory.record(partial(self._draft, step), drafts)
 
-        memory.capture(warm_up, record, is_first=not self._verifying)
+        is_first = all(tokens != width * size for size, tokens in self._verifying)
+        memory.capture(record, warm_up if is_first else None)
 
 
 def _sizes(inputs: StepInputs) -> tuple[int, int]:

@@ -42,18 +42,19 @@ class GraphMemory:
         self.pool: Any = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
-    def capture(self, warm_up: Callable[[], object], record: Callable[[], T], is_first: bool) -> T:
-        """Capture a step. Its warm-up allocates memory that outlives the step.
+    def capture(self, record: Callable[[], T], warm_up: Callable[[], object] | None = None) -> T:
+        """Capture a step.
 
         Args:
             record: records the step.
-            is_first: the step is the largest of several, which use its memory in the pool.
+            warm_up: runs the step first. The largest step of each kind has one: it loads what
+                libraries load late, and allocates memory that outlives the step.
         """
         torch.cuda.synchronize(self.stream.device)
         with torch.cuda.stream(self.stream):
-            warm_up()
-            torch.cuda.synchronize(self.stream.device)
-            if is_first:
+            if warm_up is not None:
+                warm_up()
+                torch.cuda.synchronize(self.stream.device)
                 # A capture cannot use memory that torch cached during the warm-up.
                 torch.cuda.empty_cache()
             return record()
@@ -176,9 +177,8 @@ class Graphs:
         for size in reversed(self.sizes):
             num_seqs, max_query = (size, 1) if decode else (static.num_seqs, size)
             inputs = static.inputs(size, num_seqs, max_query)
-            self._captured[size] = memory.capture(
-                partial(whole, inputs, Inline()), partial(record, inputs), size == self.sizes[-1]
-            )
+            warm_up = None if self._captured else partial(whole, inputs, Inline())
+            self._captured[size] = memory.capture(partial(record, inputs), warm_up)
         memory.end_captures()
 
     def size(self, plan: StepPlan | LargestLane) -> int | None:
