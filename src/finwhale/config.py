@@ -41,7 +41,8 @@ class EngineConfig:
     data_parallel_size: int = option(
         1,
         "number of ranks that each serve requests of their own, with their own attention and "
-        "cache, and share the experts. On GPUs, it works without drafts; its speed is not known",
+        "cache, and share the experts. On GPUs, its speed is not known, and drafts have not run "
+        "with it",
     )
     whole_attention: bool | None = option(
         None,

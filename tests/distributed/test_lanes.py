@@ -1,9 +1,12 @@
 """Data-parallel ranks: each serves requests of its own, and all share the experts."""
 
+import itertools
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,15 @@ from tests.support.integrity import check_engine
 from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from finwhale import LLM, EngineDeadError, FinwhaleError, RequestOutput, SamplingParams
+from finwhale.bench.engine import call_ranks_collectively, draft_on_device
 from finwhale.chat.grammar import regex_guide
+from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.ranks import ranks
 from finwhale.engine.ranks.lane_ranks import LaneRanks
+from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.model import DeepseekV4
 
@@ -109,16 +115,65 @@ def test_every_lane_computes_the_bits_of_one_rank(
     assert found == told(sliced(path, size, activations=activations).generate(prompts, params))
 
 
-def test_dspark(tmp_path: Path) -> None:
-    config, path = with_dspark(sharded_config()), tmp_path / "dspark"
+@pytest.fixture(scope="module")
+def dspark_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config, path = with_dspark(sharded_config()), tmp_path_factory.mktemp("dspark") / "model"
     write_plain_checkpoint(path, config, random_weights(config, 3, torch.bfloat16))
+    return path
+
+
+def test_dspark(dspark_path: Path) -> None:
     prompts, params = requests(9, 5)
-    lanes = open_lanes(path, 2, draft_tokens=5)
+    lanes = open_lanes(dspark_path, 2, draft_tokens=5)
     found = told(lanes.generate(prompts, params))
     assert lanes.metrics().drafts_proposed[4]
     assert told(lanes.generate(prompts[:1], params[:1])) == found[:1]
     lanes.close()
-    assert found == told(sliced(path, 2).generate(prompts, params))
+    assert found == told(sliced(dspark_path, 2).generate(prompts, params))
+
+
+def continue_drafts(config: EngineConfig, executor: LocalExecutor) -> None:
+    draft_on_device(executor, config)
+
+
+@pytest.mark.parametrize(
+    "model, drafts", [("dspark_path", 5), pytest.param("path", 2, marks=pytest.mark.long)]
+)
+def test_the_device_continues_with_the_drafts_of_all_lanes(
+    model: str, drafts: int, request: pytest.FixtureRequest
+) -> None:
+    """As on a GPU, one step ahead; a lane may be idle, end first, or read a prompt."""
+    path = request.getfixturevalue(model)
+    llm, reference = open_lanes(path, 2, draft_tokens=drafts), sliced(path, 2)
+    engine = llm._engine
+    call_ranks_collectively(engine.executor, partial(continue_drafts, engine.config))
+    engine.steps_ahead = 1
+    prompts = [text(40 + 9 * i, i) for i in range(5)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.7, seed=5, max_tokens=25, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=0.3),
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+    ]
+    lanes_ahead, arrivals, made = Counter[int](), {0: 1, 12: 2, 30: 2}, list[RequestOutput]()
+    for number in itertools.count():
+        for _ in range(arrivals.get(number, 0)):
+            index = len(made)
+            made.append(engine.add_request(str(index), prompts[index], params[index]))
+        engine.step()
+        check_engine(engine)
+        for parts in engine._loop.in_flight:
+            assert len({part.on_device for _, part in parts}) == 1
+            assert all(lane.in_flight for lane in engine.lanes if lane.scheduler.running)
+            lanes_ahead[len(parts)] += 1
+        if not engine.has_work:
+            break
+    metrics = engine.metrics()
+    llm.close()
+    assert told(made) == told(reference.generate(prompts, params))
+    assert lanes_ahead[1] > 8 and lanes_ahead[2] > 8
+    assert metrics.drafts_accepted[0] > 0
 
 
 def test_what_works_with_one_lane_only_says_so(two: LLM) -> None:

@@ -112,6 +112,23 @@ def test_captured_and_launched_steps(two: Engine) -> None:
     assert found == wanted
 
 
+def test_drafting_changes_no_token(two: Engine) -> None:
+    """The device continues with the drafts of both ranks; a request alone leaves one rank idle."""
+
+    def token_ids(engine: Engine, prompts: list[list[int]]) -> list[list[list[int]]]:
+        results = serve(engine, prompts, PARAMS)
+        return [[each.token_ids for each in one.outputs] for one in results]
+
+    wanted = [token_ids(two, prompts) for prompts in (PROMPTS, PROMPTS[:1])]
+    engine = new_engine(2, batch_invariant=True, draft_tokens=2)
+    found = [token_ids(engine, prompts) for prompts in (PROMPTS, PROMPTS[:1])]
+    metrics = engine.metrics()
+    close(engine)
+    assert found == wanted
+    assert sum(metrics.drafts_proposed) > 0
+    assert not any(metrics.late_compilations.values())
+
+
 def test_default_kernels() -> None:
     """A second run gives the same tokens, and nothing is compiled late."""
     engine = new_engine(2)

@@ -118,6 +118,9 @@ DRAFTING = replace(
 # No step is captured, so decodes also have any number of tokens and any context.
 EAGER = replace(LARGEST, num_tokens=300, num_seqs=64, decode_graphs=(), prefill_graphs=())
 
+# Every decode of data-parallel ranks verifies five drafts of each sequence.
+LANES = replace(EAGER, num_seqs=16, verify_graphs=(1, 2, 4, 8, 16), draft_kinds=((6, 5),))
+
 
 def small_flash(preset: str = "flash") -> DeepseekV4Config:
     """A small model with Flash's heads and one layer of each kind; with DSpark if that is Flash's
@@ -201,10 +204,14 @@ class LaneSample(LaunchEnumerator):
                 yield n, n, [(draw.randint(1, self.largest.max_len), n)]
         for n in range(1, self.largest.num_seqs + 1):
             yield n, 1, [(draw.randint(1, self.largest.max_len), 1)]
+            if self.drafts:
+                longest = 1 + self.drafts
+                yield n * longest, longest, [(draw.randint(1, self.largest.max_len), longest)]
 
     def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
         inputs = super()._inputs(num_tokens, max_len, max_query)
         most = self.largest.num_seqs if max_query == 1 else self.largest.num_tokens
+        most = max(num_tokens, most)
         return replace(inputs, lane_rows=random.Random(num_tokens).randint(num_tokens, most))
 
 
@@ -546,14 +553,14 @@ def compare_divided_launches() -> list[tuple[str, str]]:
     return sorted(every - walked)
 
 
-def compare_lane_launches() -> list[tuple[str, str]]:
+def compare_lane_launches(preset: str, largest: StepLimits) -> list[tuple[str, str]]:
     """The launches of data-parallel ranks that are not built ahead."""
-    config = replace(small_flash(), moe_intermediate_size=512)
+    config = replace(small_flash(preset), moe_intermediate_size=512)
     model = new_model(config, True, Rank(0, 4, data_parallel=True))
     groups = cache_spec(model.config)
     cache = LargestSteps.alone(model, groups, OPS).cache
     walked, every = (
-        names(collect(run(model, groups, OPS, cache, EAGER)))
+        names(collect(run(model, groups, OPS, cache, largest)))
         for run in (LaunchEnumerator, LaneSample)
     )
     assert len(every) > 20
@@ -634,7 +641,8 @@ def main() -> None:
         "built before": build_before(),
         "another thread waits": another_thread_waits(),
         "divided": compare_divided_launches(),
-        "lanes": compare_lane_launches(),
+        "lanes": compare_lane_launches("flash", EAGER),
+        "drafting lanes": compare_lane_launches("flash-0731", LANES),
     }
     print(json.dumps(report))
 

@@ -13,6 +13,7 @@ from finwhale.engine.loop.launching import Launcher
 from finwhale.engine.loop.outputs import Outputs
 from finwhale.engine.loop.results import Results
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.request import RequestOutput
 
 # A sequence's output counts as much work as this many tokens of a prompt.
@@ -43,11 +44,11 @@ class Lane:
         prefix = self.scheduler.prefix
         return 0 if prefix is None else prefix.match(keys)[1] * prefix.block_tokens
 
-    def launch(self) -> InFlightStep | None:
-        """Launch the step after those in flight; None: it cannot be planned now."""
-        step = self.launcher.launch(self.outputs.streams, self.in_flight)
-        if step is not None:
-            self.in_flight.append(step)
+    def launch(self, chunks: Sequence[Chunk], *, on_device: bool) -> InFlightStep:
+        """Launch the step after those in flight (Launcher.launch)."""
+        launch, streams, follows = self.launcher.launch, self.outputs.streams, bool(self.in_flight)
+        step = launch(chunks, streams, on_device=on_device, follows=follows)
+        self.in_flight.append(step)
         return step
 
     def collect(self) -> list[RequestOutput]:

@@ -5,9 +5,9 @@ step that is launched before the previous one has ended. If sampling needs the p
 (penalties, grammars, min_tokens), the forward still runs ahead, and only the sampling waits.
 
 In an engine that drafts, a step gives each sequence one or more tokens. While every sequence
-decodes, the device continues by itself (steps/draft_decode.py). The next step waits for the tokens
-if a prompt needs prefill, if a sequence could be admitted, or if sampling needs the previous
-tokens.
+of every lane decodes, the device continues by itself (steps/draft_decode.py). The next step waits
+for the tokens if a prompt needs prefill, if a sequence could be admitted, or if sampling needs the
+previous tokens.
 """
 
 import time
@@ -22,13 +22,17 @@ from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 
 
 class Launcher:
-    """Launches the steps of one engine."""
+    """Launches the steps of one lane.
+
+    Attributes:
+        drafts: steps verify drafts and make new ones.
+    """
 
     def __init__(self, executor: StepRunner, scheduler: Scheduler, vocab_size: int) -> None:
         self._executor, self._scheduler = executor, scheduler
         rank = executor.description
         self._planner = StepPlanner(vocab_size, can_route=rank.routed_experts is not None)
-        self._drafts = rank.can_draft
+        self.drafts = rank.can_draft
         self.drop_rows()
 
     def drop_rows(self) -> None:
@@ -37,13 +41,19 @@ class Launcher:
         self._rows = self._on_device = Rows([])
 
     def launch(
-        self, streams: Mapping[str, TextStream], in_flight: Sequence[InFlightStep]
-    ) -> InFlightStep | None:
-        """Plan and launch the step after those in flight (oldest first). None: it must wait."""
-        chunks = self._schedule(in_flight)
-        if not chunks:
-            return None
-        on_device = self._drafts and self._fit_device(chunks)
+        self,
+        chunks: Sequence[Chunk],
+        streams: Mapping[str, TextStream],
+        *,
+        on_device: bool,
+        follows: bool,
+    ) -> InFlightStep:
+        """Plan and launch a step.
+
+        Args:
+            on_device: the device steps run it (DraftPlan).
+            follows: a step whose result the host does not know yet comes before it.
+        """
         complete = [
             c for c in chunks if on_device or c.end - len(c.drafts) == len(c.sequence.token_ids)
         ]
@@ -54,8 +64,8 @@ class Launcher:
         token_indices = [c.end - len(c.drafts) for c in complete]
         step = InFlightStep(rows, token_indices, planned=chunks, chunks=complete)
         draft = None
-        if self._drafts:
-            draft = self._plan_drafts(step, on_device, follows=bool(in_flight))
+        if self.drafts:
+            draft = self._plan_drafts(step, on_device, follows=follows)
         if rows.history_rows:
             # The host computes the masks while the forward runs.
             self.execute(chunks, None, draft)
@@ -64,7 +74,7 @@ class Launcher:
         else:
             step.result = self.execute(chunks, SamplingInputs(self._positions(step)), draft)
             self._set_on_device(rows)
-        if not self._drafts:
+        if not self.drafts:
             # On a GPU this step is still running. Other sequences may get the pages freed here,
             # because their kernels are launched later on the same CUDA stream.
             self._scheduler.record_computed(chunks)
@@ -74,10 +84,12 @@ class Launcher:
             self._scheduler.record_computed([c for c in chunks if not c.completes])
         return step
 
-    def _schedule(self, in_flight: Sequence[InFlightStep]) -> Sequence[Chunk]:
-        """The next step's chunks; empty: no step can be launched now."""
+    def schedule(self, in_flight: Sequence[InFlightStep]) -> Sequence[Chunk]:
+        """The chunks of the step after those in flight (oldest first); empty: no step can be
+        launched now.
+        """
         scheduler = self._scheduler
-        if self._drafts:
+        if self.drafts:
             scheduler.drafting.uniform = self._executor.description.device_drafts is not None
             if in_flight:
                 before = in_flight[-1]
@@ -88,13 +100,16 @@ class Launcher:
                 return scheduler.schedule_ahead(before.chunks)
         return scheduler.schedule()
 
-    def _fit_device(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the rank's device steps run these chunks."""
-        steps, count = self._executor.description.device_drafts, chunks[0].propose
+    def fit_device(self, lanes: Sequence[Sequence[Chunk]]) -> bool:
+        """Whether the ranks' device steps run the chunks of all lanes."""
+        steps = self._executor.description.device_drafts
+        if steps is None or not lanes:
+            return False
+        count = lanes[0][0].propose
+        tokens = max(sum(c.end - c.start for c in chunks) for chunks in lanes)
         return (
-            steps is not None
-            and all(c.decodes and c.propose == count for c in chunks)
-            and steps.width(len(chunks), sum(c.end - c.start for c in chunks), count) is not None
+            all(c.decodes and c.propose == count for chunks in lanes for c in chunks)
+            and steps.width(max(map(len, lanes)), tokens, count) is not None
         )
 
     def _plan_drafts(self, step: InFlightStep, on_device: bool, *, follows: bool) -> DraftPlan:
@@ -149,7 +164,7 @@ class Launcher:
         """Positions of the draws of all rows of logits that are not greedy."""
         rows, first = step.rows, step.token_indices
         found = [first[row] - rows.sequences[row].num_prompt for row in rows.random_rows]
-        if self._drafts:
+        if self.drafts:
             pairs = zip(found, rows.random_rows, strict=True)
             found = [p + k for p, row in pairs for k in range(1 + len(step.chunks[row].drafts))]
         return found

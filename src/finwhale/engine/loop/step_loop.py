@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from finwhale.engine.loop.in_flight import InFlightStep
 from finwhale.engine.loop.lanes import Lane
 from finwhale.engine.plan.prefill_turns import PrefillTurns
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.request import RequestOutput
 
 
@@ -25,7 +26,8 @@ class StepLoop:
 
     On a CPU, `launch` launches no step ahead, and the same calls run in order.
 
-    A step of data-parallel ranks has a part for each lane that has anything to compute.
+    A step of data-parallel ranks has a part for each lane that has anything to compute. Either the
+    device runs the drafts of all parts by itself, or of none.
 
     Args:
         send: sends the ranks what the lanes have planned.
@@ -49,17 +51,32 @@ class StepLoop:
         while len(self.in_flight) <= steps_ahead:
             if self._turns is not None:
                 self._turns.decide()
+            scheduled, on_device = self._schedule()
             parts: list[tuple[Lane, InFlightStep]] = []
             try:
-                for lane in self._lanes:
-                    if (part := lane.launch()) is not None:
-                        parts.append((lane, part))
+                for lane, chunks in scheduled:
+                    parts.append((lane, lane.launch(chunks, on_device=on_device)))
             finally:  # a lane whose part is planned counts on it
                 if parts:
                     self.in_flight.append(parts)
                     self._send()
             if not parts:
                 return
+
+    def _schedule(self) -> tuple[list[tuple[Lane, Sequence[Chunk]]], bool]:
+        """The chunks of each lane's part of the next step, and whether the device runs its drafts
+        by itself; no lane: no step can be launched now.
+        """
+        lanes = self._lanes
+        launcher = lanes[0].launcher
+        ahead = launcher.drafts and any(lane.in_flight for lane in lanes)
+        each = [(lane, lane.launcher.schedule(lane.in_flight)) for lane in lanes]
+        found = [(lane, chunks) for lane, chunks in each if chunks]
+        on_device = launcher.drafts and launcher.fit_device([chunks for _, chunks in found])
+        # A prompt of one lane ends the steps ahead of all, and no lane loses a turn.
+        if ahead and not (on_device and all(chunks or not lane.in_flight for lane, chunks in each)):
+            return [], False
+        return found, on_device
 
     def collect(self) -> list[RequestOutput]:
         """Collect all parts of the oldest step (Lane.collect)."""

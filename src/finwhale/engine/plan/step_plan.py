@@ -125,8 +125,8 @@ class DraftPlan(NamedTuple):
         propose: number of drafts to make after the step.
         next_ids: the token after the chunk, if the chunk ends before the sequence's last known
             token; otherwise 0.
-        on_device: all chunks are decodes that get the same number of drafts. They run on the device
-            without the host (steps/draft_decode.py).
+        on_device: all chunks are decodes that get the same number of drafts, on every data-parallel
+            rank. They run on the device without the host (steps/draft_decode.py).
         previous_rows: row of each chunk in the previous step, whose result the host does not know
             yet. The device shifts the chunk by the number of accepted drafts, and has its token and
             drafts. None: all tokens are in the plan.
@@ -176,24 +176,28 @@ class LargestLane(NamedTuple):
         decodes: StepPlan.decodes of all of them.
         drafts: pairs, ascending: a number of drafts, and the most sequences of a rank that get as
             many after the step.
+        on_device: DraftPlan.on_device of all of them.
     """
 
     num_tokens: int
     num_seqs: int
     decodes: bool
     drafts: tuple[tuple[int, int], ...] = ()
+    on_device: bool = False
 
     @classmethod
     def of(cls, plans: "Sequence[StepPlan]") -> "LargestLane":
-        most = Counter[int]()
+        most, on_device = Counter[int](), False
         for plan in plans:
             if plan.draft is not None:
                 most |= Counter(filter(None, plan.draft.propose))
+                on_device = plan.draft.on_device
         return cls(
             max(plan.num_tokens for plan in plans),
             max(plan.num_seqs for plan in plans),
             all(plan.decodes for plan in plans),
             tuple(sorted(most.items())),
+            on_device,
         )
 
 

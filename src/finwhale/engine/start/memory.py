@@ -170,6 +170,7 @@ def draft_after(model: Model, last: StepInputs, cache: PagedCache) -> None:
         newest_ids=ids,
         tokens=last.tokens,
         tables=last.tables,
+        lane_rows=len(ids),
     )
     most = model.config.max_draft_tokens
     model.draft_head.draft(start, most, cache, Inline(), lambda logits, k: ids)

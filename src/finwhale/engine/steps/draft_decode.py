@@ -13,6 +13,7 @@ hidden, X tokens of this rank's part of the vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.executor import DeviceDrafts
-from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
+from finwhale.engine.plan.step_plan import DraftPlan, LargestLane, SamplingSettings, StepPlan
 from finwhale.engine.steps.draft_noise import StaticDraftNoise
 from finwhale.engine.steps.graphs import Captured, GraphMemory
 from finwhale.engine.steps.host_transfer import send
@@ -110,8 +111,22 @@ class VerificationSteps:
         self._drafting: dict[tuple[int, int, int], Captured[int, None]] = {}
         self.step: Verification | None = None
         self.lengths: tuple[int, ...] = ()
+        self._lane_seqs = 0
         if memory is not None:
             self._capture_all(memory)
+
+    def padded(self, largest: LargestLane, drafts: int) -> tuple[int, int]:
+        """The numbers of sequences and of tokens to which a step is padded on every rank.
+
+        Args:
+            drafts: how many drafts each sequence gets after the step.
+        """
+        if self._memory is None:
+            return largest.num_seqs, largest.num_tokens
+        width = self.description.width(largest.num_seqs, largest.num_tokens, drafts)
+        assert width is not None
+        size = self.description.padded(largest.num_seqs, width)
+        return size, size * width
 
     def forget(self) -> None:
         """Record that the next step does not continue the last one."""
@@ -125,13 +140,12 @@ class VerificationSteps:
             settings: the settings of the plan's slots.
         """
         assert plan.draft is not None
-        count, self.lengths = len(plan.slots), plan.lengths
+        size, self.lengths = len(plan.slots), plan.lengths
         num_tokens = sum(plan.lengths)
-        size, width = count, self.description.width(count, num_tokens, plan.draft.propose[0])
-        assert width is not None
+        largest = plan.largest or LargestLane(num_tokens, size, False)
+        self._lane_seqs, lane_rows = self.padded(largest, plan.draft.propose[0])
         if self._memory is not None:
-            size = self.description.padded(count, width)
-            num_tokens = size * width
+            size, num_tokens = self._lane_seqs, lane_rows
         self._static.fill(plan, decode=False)
         self._send_layout(plan.lengths, plan.draft, size, num_tokens)
         self._noise.fill(plan.slots, settings)
@@ -139,7 +153,7 @@ class VerificationSteps:
             self.step = None  # free its logits
             further = 0 if plan.draft.previous_rows is None else self._longest - 1
             max_len = min(self._max_len, further + max(plan.ends))
-            inputs = self._inputs(size, num_tokens, max_len)
+            inputs = replace(self._inputs(size, num_tokens, max_len), lane_rows=lane_rows)
             self.step = Captured(inputs, self._verify(inputs, Inline()))
         else:
             self.step = self._verifying[size, num_tokens]
@@ -235,6 +249,7 @@ class VerificationSteps:
             newest_ids=self._carried[:size, 0],
             tokens=one_token_each(positions, self._max_len, self._ordinal),
             tables=inputs.tables,
+            lane_rows=max(size, self._lane_seqs),
         )
         choose = self._noise.choose_drafts(self._model.sample, start.tokens.positions)
         drafts = self._head.draft(start, num_drafts, self._cache, segments, choose)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.config import DraftTokens
-from finwhale.engine.plan.step_plan import LargestLane, SamplingSettings, StepPlan
+from finwhale.engine.plan.step_plan import SamplingSettings, StepPlan
 from finwhale.engine.steps.draft_noise import choose_drafts
 from finwhale.engine.steps.host_transfer import send
 from finwhale.engine.steps.inputs import Batch, one_token_each
@@ -147,10 +147,15 @@ class Drafter:
         return out
 
     @torch.inference_mode()
-    def serve_others(self, lane_rows: int, largest: LargestLane) -> None:
-        """Take part in a step in which this data-parallel rank has no tokens (StepInputs)."""
+    def serve_others(self, lane_rows: int, drafts: Mapping[int, int]) -> None:
+        """Take part in a step in which this data-parallel rank has no tokens.
+
+        Args:
+            lane_rows: see StepInputs.
+            drafts: the most sequences of a rank, by the number of drafts that each gets.
+        """
         self._head.serve_others_tokens(lane_rows)
-        self._serve_drafts(dict(largest.drafts))
+        self._serve_drafts(drafts)
 
     def _serve_drafts(self, groups: Mapping[int, int]) -> None:
         """Take part in the drafts of other ranks: the most sequences by number of drafts."""

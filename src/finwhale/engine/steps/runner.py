@@ -83,10 +83,14 @@ class ModelRunner:
     def serve_others(self, largest: LargestLane) -> None:
         """Take part in a step in which this data-parallel rank has no tokens."""
         self.use_device()
-        rows = self.lane_rows(largest)
+        rows, drafts = self.lane_rows(largest), dict(largest.drafts)
+        if largest.on_device:
+            assert self.verification_steps is not None
+            for count in drafts:  # all sequences get the same number
+                drafts[count], rows = self.verification_steps.padded(largest, count)
         self.model.serve_others(rows)
         if self.drafter is not None:
-            self.drafter.serve_others(rows, largest)
+            self.drafter.serve_others(rows, drafts)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
