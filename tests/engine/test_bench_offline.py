@@ -6,9 +6,11 @@ import pytest
 
 from finwhale.bench import offline, start, throughput
 from finwhale.bench.engine import begin_decodes
+from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
 from finwhale.bench.offline import WARM_UP, Bench, Shape, _room
 from finwhale.bench.overhead import stub_engine
 from finwhale.config import EngineConfig
+from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.presets import published
 
@@ -44,6 +46,21 @@ def test_every_request_decodes_during_the_timed_steps(shape: Shape) -> None:
     assert len(running) == shape.batch
     assert all(len(s.token_ids) - s.num_computed == 1 for s in running)
     assert bench.engine.scheduler.counts.preemptions == 0
+
+
+def test_a_batch_of_data_parallel_ranks() -> None:
+    """Each rank has its share of the sequences, and reads their rows and all of attention."""
+    shape = Shape(8, 1024)
+    config = EngineConfig(data_parallel_size=2, max_num_seqs=10, max_model_len=4096)
+    bench = Bench(stub_engine(config, published("flash")), STEPS)
+    bench.bytes = DecodeBytes(bench.config, Rank(0, 2, data_parallel=True))
+    found = bench.decode(shape)
+    assert found["graph_ms"] is None and found["experts_hit"] == 44.2  # 256 * (1 - (250 / 256)**8)
+    hit = expected_experts(bench.config, 8)
+    assert found["floor_ms"] == read_ms(bench.bytes.step(1024, 4, hit))
+    divided = DecodeBytes(bench.config, Rank(0, 2))
+    assert found["floor_ms"] > read_ms(divided.step(1024, 8, hit))
+    assert not bench.engine.has_work
 
 
 def test_a_request_that_ends_too_early_is_an_error() -> None:

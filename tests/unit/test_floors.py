@@ -3,7 +3,7 @@
 import pytest
 
 from finwhale.bench.drafting import floors
-from finwhale.bench.floors import DecodeBytes, expected_experts
+from finwhale.bench.floors import DecodeBytes, PrefillOperations, expected_experts
 from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.presets import published
 
@@ -29,6 +29,23 @@ def test_a_step_of_flash_on_two_gpus() -> None:
     found = floors(DecodeBytes(DSPARK, Rank(0, 2)), 1024, 1, 1.0)
     assert found["floor_ms"] == found["verification_floor_ms"] == pytest.approx(1.427, abs=1e-3)
     assert found["draft_floor_ms"] == 0
+
+
+def test_attention_that_a_rank_holds_whole_is_not_read_whole() -> None:
+    ranks = [Rank(0, 2, whole_attention=whole) for whole in (False, True)]
+    part, whole = (DecodeBytes(FLASH, rank).others for rank in ranks)
+    assert part == whole
+    part, whole = (PrefillOperations(FLASH, rank).ms(8192) for rank in ranks)
+    assert part == whole
+
+
+def test_a_prompt_of_one_data_parallel_rank() -> None:
+    """The rank computes all of attention, and its part of the experts."""
+    one, lanes, two = (
+        PrefillOperations(FLASH, rank).ms(8192)
+        for rank in (Rank(0, 1), Rank(0, 2, data_parallel=True), Rank(0, 2))
+    )
+    assert two < lanes < one
 
 
 def test_drafts() -> None:

@@ -1,6 +1,7 @@
 """The least time of a step: reading a rank's weights and its cache's rows, or its arithmetic."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -28,6 +29,13 @@ def expected_experts(config: DeepseekV4Config, tokens: float) -> float:
     return float(config.n_routed_experts * (1 - unused**tokens))
 
 
+def weights_of_step(config: DeepseekV4Config, rank: Rank) -> Mapping[str, WeightSpec]:
+    """The weights that a rank reads in a step. If it holds attention whole, it reads its part, or
+    computes all heads for its part of the tokens, which are as many operations.
+    """
+    return weight_specs(config, replace(rank, whole_attention=False))
+
+
 class DecodeBytes:
     """Bytes that a rank must read in a decode step.
 
@@ -39,7 +47,7 @@ class DecodeBytes:
     def __init__(self, config: DeepseekV4Config, rank: Rank) -> None:
         self.config = config
         parts: dict[str, dict[str, WeightSpec]] = {"model": {}, "head": {}, "markov": {}}
-        for name, spec in weight_specs(config, rank).items():
+        for name, spec in weights_of_step(config, rank).items():
             if ".markov_head." in name:
                 parts["markov"][name] = spec
             elif name.startswith("mtp."):
@@ -51,11 +59,12 @@ class DecodeBytes:
         self._markov, _ = _sums(config, parts["markov"])
         self._logits, _ = _sums(config, {"head.weight": parts["model"]["head.weight"]})
 
-    def step(self, context: int, sequences: int, experts: float) -> float:
+    def step(self, context: int, sequences: float, experts: float) -> float:
         """Bytes that a rank reads in a step of the model, without drafts.
 
         Args:
             context: tokens that each sequence sees.
+            sequences: of this rank, if ranks are data-parallel.
             experts: different experts that a layer uses.
         """
         c, rows = self.config, 0.0
@@ -87,9 +96,10 @@ class PrefillOperations:
     """A rank's operations in a prefill, with those of attention and of the indexer."""
 
     def __init__(self, config: DeepseekV4Config, rank: Rank) -> None:
-        self.config, self.rank = config, rank
+        self.config = config
+        self._heads_divided = 1 if rank.data_parallel else rank.size
         self._fp8 = self._bf16 = 0.0
-        for name, spec in weight_specs(config.without_draft_head(), rank).items():
+        for name, spec in weights_of_step(config.without_draft_head(), rank).items():
             if len(spec.shape) < 2 or name in ("embed.weight", "head.weight"):
                 continue
             if name.endswith("tid2eid"):
@@ -102,7 +112,7 @@ class PrefillOperations:
                 self._bf16 += ops
 
     def ms(self, tokens: int) -> float:
-        """The floor of a prompt of this length on an H200, in milliseconds."""
+        """The floor of one prompt of this length on an H200, in milliseconds."""
         c, fp8, bf16 = self.config, self._fp8 * tokens, self._bf16 * tokens
         for ratio in c.layer_ratios:
             keys = float(c.sliding_window)
@@ -111,7 +121,7 @@ class PrefillOperations:
                 fp8 += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
             elif ratio == 128:
                 keys += tokens / 256
-            bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim / self.rank.size
+            bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim / self._heads_divided
         return round(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE), 4)
 
 

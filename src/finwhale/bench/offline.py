@@ -37,7 +37,7 @@ from finwhale.bench.engine import (
     source,
     timed_steps,
 )
-from finwhale.bench.floors import DecodeBytes, PrefillOperations, read_ms
+from finwhale.bench.floors import DecodeBytes, PrefillOperations, expected_experts, read_ms
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, seconds_of
 from finwhale.config import EngineConfig
@@ -96,19 +96,20 @@ class Bench:
             engine.step()
         # Greedy text begins to repeat itself, so the number of experts and the graph's time change.
         # Report the mean of the values before and after the timed steps.
-        graph_ms, hit = self._graph_ms(), self._experts_hit()
+        graph_ms, hit = self._graph_ms(), self._experts_hit(shape.batch)
         for _ in range(WARM_UP):
             engine.step()
         times = list(islice(timed_steps(engine), self.steps))
-        assert len(engine.scheduler.running) == shape.batch
+        assert sum(len(lane.scheduler.running) for lane in engine.lanes) == shape.batch
         result: dict[str, Any] = {"ms": summary(times)}
         after_ms = self._graph_ms()
         result["graph_ms"] = (
             None if graph_ms is None or after_ms is None else round((graph_ms + after_ms) / 2, 4)
         )
-        hit = (hit + self._experts_hit()) / 2
+        hit = (hit + self._experts_hit(shape.batch)) / 2
         result["experts_hit"] = round(hit, 1)
-        result["floor_ms"] = read_ms(self.bytes.step(shape.tokens, shape.batch, hit))
+        own = shape.batch / len(engine.lanes)
+        result["floor_ms"] = read_ms(self.bytes.step(shape.tokens, own, hit))
         self._abort_all()
         return result
 
@@ -145,8 +146,9 @@ class Bench:
         return sorted(rows, key=lambda row: -row[2])[:count]
 
     def _abort_all(self) -> None:
-        for name in list(self.engine.outputs.requests):
-            self.engine.abort(name)
+        for lane in self.engine.lanes:
+            for name in list(lane.outputs.requests):
+                self.engine.abort(name)
 
     def _plan(self) -> StepPlan:
         """Plan the next step without the engine, which later plans the same step itself."""
@@ -158,15 +160,21 @@ class Bench:
 
     def _graph_ms(self) -> float | None:
         """Median milliseconds of the captured graph of this batch, which all ranks replay at once,
-        on the slowest rank; None: the step has no graph.
+        on the slowest rank; None: the step has no graph, or data-parallel ranks share it.
         """
+        if len(self.engine.lanes) > 1:
+            return None
         medians = call_ranks_collectively(
             self.engine.executor, partial(graph_ms, self._plan(), self.steps)
         )
         return max((median for median in medians if median is not None), default=None)
 
-    def _experts_hit(self) -> float:
-        """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
+    def _experts_hit(self, tokens: int) -> float:
+        """Mean number of different experts that a layer uses in the next step, which runs eagerly.
+        Calculated for data-parallel ranks.
+        """
+        if len(self.engine.lanes) > 1:
+            return expected_experts(self.config, tokens)
         return call_ranks_collectively(self.engine.executor, partial(experts_hit, self._plan()))[0]
 
 
