@@ -271,7 +271,7 @@ def cut_cache(engine: Engine, blocks: int) -> list[State]:
     )
     for group in pages.groups:
         more = pages.pools[group.name].num_free - plan.num_pages[group.name]
-        held.append({group.name: tuple(pages.allocate(group) for _ in range(more))})
+        held.append(pages.allocate_several({group: more}))
     return held
 
 

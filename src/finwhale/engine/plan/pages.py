@@ -231,6 +231,13 @@ class PageManager:
             self.reclaimer.reclaim(group)
         return pool.allocate()
 
+    def allocate_several(self, num_pages: "Mapping[CacheGroup, int]") -> dict[str, tuple[int, ...]]:
+        """Allocate so many pages of each group; returns them by the groups' names."""
+        return {
+            group.name: tuple(self.allocate(group) for _ in range(count))
+            for group, count in num_pages.items()
+        }
+
     def trim(self, tables: BlockTables, num_tokens: int) -> int:
         """Free the pages whose rows no token at position num_tokens or later needs.
 

@@ -12,19 +12,16 @@ sequence is admitted, the load keeps the blocks, and the room that the sequence 
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex, State
 from finwhale.engine.plan.prefix_store import Record, StoreCounts, StoreName
 from finwhale.engine.plan.sequences import Chunk, SequenceState
-
-if TYPE_CHECKING:  # it imports torch
-    from finwhale.models.cache import CacheGroup
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +112,27 @@ class Load:
     failed: bool = False
     complete: bool = False
     priority: float = float("-inf")  # every sequence may follow
+
+    @property
+    def num_cached(self) -> int:
+        """How many of `keys` are of cached blocks."""
+        return len(self.chain) - self.first
+
+    @property
+    def is_late(self) -> bool:
+        parts = (transfer.done for _, transfer in self.parts)
+        done = self.found.done() if self.found is not None else all(parts)
+        return not done and time.monotonic() > self.deadline
+
+    def num_stored(self, found: Sequence[bool]) -> int:
+        """How many of `keys` can be cached: up to the last one with a state in the store."""
+        stored, count = 0, len(self.keys)
+        for number in range(count):
+            if number >= self.num_cached and not found[number]:
+                break
+            if found[count + number]:
+                stored = number + 1
+        return stored
 
 
 @dataclass(slots=True, eq=False)
@@ -404,11 +422,7 @@ class StoredPrefixes:
 
     def _why_useless(self) -> str:
         """Why the store is too slow to be used; empty: it is not."""
-        if any(
-            time.monotonic() > load.deadline
-            and not (load.found.done() if load.found else all(t.done for _, t in load.parts))
-            for load in self.loads
-        ):
+        if any(load.is_late for load in self.loads):
             return f"a load took longer than {LONGEST_S:.0f} s"
         return self.speed.why_too_slow()
 
@@ -431,12 +445,7 @@ class StoredPrefixes:
     def _start(self, load: Load, found: Sequence[bool]) -> list[bytes]:
         """Load the blocks up to the last one with a state; returns the keys of the others."""
         load.found, load.deadline = None, time.monotonic() + LONGEST_S
-        stored, cached, count = 0, len(load.chain) - load.first, len(load.keys)
-        for number in range(count):
-            if number >= cached and not found[number]:
-                break
-            if found[count + number]:
-                stored = number + 1
+        stored, cached = load.num_stored(found), load.num_cached
         if stored < LEAST_BLOCKS or stored - cached > self._pages.free_blocks or load.failed:
             stored = 0
         missing, load.keys = load.keys[stored:], load.keys[:stored]
@@ -446,26 +455,14 @@ class StoredPrefixes:
             return missing
         records = self._records(load.sequence, load.keys)
         self._moving_states += 1
-        pages = self._pages
-        for record in records[cached:stored]:
-            self._begin_part(
-                load, record, {group: group.pages_of_block for group in pages.full_groups}
-            )
         end = (load.first + stored) * self._prefix.block_tokens
-        self._begin_part(
-            load, records[-1], {g: len(g.state_pages(end)) for g in pages.windowed_groups}
-        )
+        of_block = {group: group.pages_of_block for group in self._pages.full_groups}
+        of_state = {group: len(group.state_pages(end)) for group in self._pages.windowed_groups}
+        parts = [(record, of_block) for record in records[cached:stored]]
+        for record, num_pages in (*parts, (records[-1], of_state)):
+            pages = self._pages.allocate_several(num_pages)
+            load.parts.append((pages, self._transfers.load(record, pages)))
         return missing
-
-    def _begin_part(
-        self, load: Load, record: Record, num_pages: "Mapping[CacheGroup, int]"
-    ) -> None:
-        allocate = self._pages.allocate
-        pages = {
-            group.name: tuple(allocate(group) for _ in range(count))
-            for group, count in num_pages.items()
-        }
-        load.parts.append((pages, self._transfers.load(record, pages)))
 
     def _finish(self, load: Load) -> None:
         """Add the blocks to the prefix cache, unless a transfer failed."""
@@ -479,7 +476,7 @@ class StoredPrefixes:
             return
         load.sequence.store_tries = MOST_TRIES
         *blocks, (state, _) = load.parts
-        for key, (pages, _) in zip(load.keys[len(load.chain) - load.first :], blocks, strict=True):
+        for key, (pages, _) in zip(load.keys[load.num_cached :], blocks, strict=True):
             self._prefix.add_loaded(load.chain, key, pages, load.sequence.token_ids)
         self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
         self.counts.loads += 1
