@@ -34,9 +34,10 @@ def test_gloo_equals_the_reference(size: int, dtype: torch.dtype) -> None:
     def work(collectives: Collectives) -> list[torch.Tensor]:
         x = given[collectives.rank.index]
         gathered = [collectives.all_gather(x, dim) for dim in (0, 1, -1)]
-        return [collectives.all_reduce(x), *gathered]
+        return [collectives.all_reduce(x), *gathered, *collectives.all_gather_each([x, x[:1]])]
 
     wanted = [ref.all_reduce(kept), *(ref.all_gather(kept, dim) for dim in (0, 1, -1))]
+    wanted += [ref.all_gather(kept, 0), ref.all_gather([part[:1] for part in kept], 0)]
     for found in run_ranks(size, work):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))

@@ -137,6 +137,52 @@ def test_gathers_equal_the_reference(size: int) -> None:
             assert torch.equal(out, wanted)
 
 
+@pytest.mark.parametrize("size", (2, 4))
+def test_gathers_of_three_equal_the_reference(size: int) -> None:
+    """Of lengths that end inside of a block and at its end."""
+    pushes = ranks(size)
+    for turn, lengths in enumerate([(200, 128, 3), (1, 1, 1), (128, 5, 200)]):
+        given = [[torch.randn(n) + 10 * turn for n in lengths] for _ in range(size)]
+        outs = [[torch.empty(size * n) for n in lengths] for _ in range(size)]
+        for phase in range(2):
+            for push, xs, found in zip(pushes, given, outs, strict=True):
+                channel, each = push._small, (list(map(words, xs)), list(map(words, found)))
+                assert push_triton.can_gather_each(each[0], channel)
+                push_triton.gather_each(*each, channel, False, (phase, phase))
+        for found in outs:
+            for number, out in enumerate(found):
+                assert torch.equal(out, ref.all_gather([xs[number] for xs in given], 0))
+
+
+def test_what_is_gathered_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three x, if the channel has room for them; others one after the other."""
+    (push, _) = ranks(2)
+    calls: list[object] = []
+
+    def together(xs: list[Tensor], outs: list[Tensor], *_: object) -> None:
+        calls.append([(len(x), len(out)) for x, out in zip(xs, outs, strict=True)])
+
+    monkeypatch.setattr(push_triton, "gather_each", together)
+    monkeypatch.setattr(push_triton, "all_gather", lambda x, *_: calls.append(len(x)))
+    xs = [torch.zeros(4, 8).bfloat16(), torch.zeros(4, 3).int(), torch.zeros(4, 3)]
+    assert [out.shape for out in push.all_gather_each(xs)] == [(8, 8), (8, 3), (8, 3)]
+    programs = len(push._small.epochs)
+    full = torch.zeros(128 * (programs - 2))
+    push.all_gather_each([full, *xs[1:]])
+    push.all_gather_each([torch.zeros(len(full) - 128, 1), torch.zeros(129), xs[2]])
+    push.all_gather_each(xs[:2])
+    assert calls == [
+        [(16, 32), (12, 24), (12, 24)],
+        [(len(full), 2 * len(full)), (12, 24), (12, 24)],
+        [(len(full) - 128, 2 * len(full) - 256), (129, 258), (12, 24)],
+        *(16, 12),
+    ]
+    calls.clear()
+    monkeypatch.setattr(push, "all_gather_rows", lambda x, rows: calls.append((len(x), rows)))
+    push.all_gather_each([torch.zeros(128 * programs), *xs[1:]])
+    assert calls == [128 * programs, 12, 12]
+
+
 def by_rows(pushes: list[Push], given: list[Tensor], lost: int | None = None) -> list[Tensor]:
     """Reduce-scatter and all-gather rows, phase by phase and piece by piece."""
     size, bfloat16 = len(pushes), given[0].dtype == torch.bfloat16

@@ -58,6 +58,8 @@ def call_collectives(size: int) -> None:
     push_triton.gather_parts(x, x, 2**10, 0, bulk, True)
     width = 129280 // size
     push_triton.all_gather(meta(8 * width), meta(8 * size * width), width, small, True)
+    xs = [meta(8 * count) for count in (2048, 6, 6)]
+    push_triton.gather_each(xs, [meta(size * len(x)) for x in xs], small, True)
 
 
 def call_partial_sums(size: int) -> None:

@@ -4,6 +4,7 @@
 implementations with it.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -55,6 +56,10 @@ class Collectives(Protocol):
         Returns:
             A contiguous tensor; dimension `dim` is `rank.size` times as large as that of x.
         """
+
+    def all_gather_each(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """`all_gather` of each x along dimension 0; an implementation may send them together."""
+        return [self.all_gather(x, 0) for x in xs]
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
         """Sum the ranks' x, and return this rank's rows of the sum (`Rank.rows`).

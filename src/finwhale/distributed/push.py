@@ -7,12 +7,13 @@
 | large | two shots with one flag for each program instead of each word | NCCL |
 | very large | pieces of large messages, or NCCL (`PushSizes.nccl`, not if `ordered`) | NCCL |
 
+`all_gather_each` gathers three small x in one exchange, and others one after the other.
 `reduce_scatter_rows` and `all_gather_rows` are the two halves of a large all-reduce.
 `push_triton.py` describes the protocol.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -149,6 +150,16 @@ class Push(Collectives):
             _words(x), _words(out), width // WORD_BYTES, self._small, self._early
         )
         return out
+
+    def all_gather_each(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        if not all(map(_has_words, xs)):
+            return super().all_gather_each(xs)
+        words = list(map(_words, xs))
+        if not push_triton.can_gather_each(words, self._small):
+            return super().all_gather_each(xs)
+        outs = [x.new_empty(self.rank.size * len(x), *x.shape[1:]) for x in xs]
+        push_triton.gather_each(words, list(map(_words, outs)), self._small, self._early)
+        return outs
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
         if x.dtype not in (torch.float32, torch.bfloat16):

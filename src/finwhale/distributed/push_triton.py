@@ -10,6 +10,7 @@ the last, even after epochs wrap around.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -156,6 +157,51 @@ def _all_gather_kernel(
         row = offsets // width
         out_offsets = (row * (W * width) + offsets % width)[None, :] + peer * width
         tl.store(out_ptr + out_offsets, words, mask=(offsets < n)[None, :] & (peer >= 0))
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
+
+
+@triton.jit(do_not_specialize=["n0", "n1", "n2", "rank"])
+def _gather_each_kernel(
+    x0_ptr,
+    out0_ptr,
+    x1_ptr,
+    out1_ptr,
+    x2_ptr,
+    out2_ptr,
+    buffer_ptr,
+    pointers_ptr,
+    epochs_ptr,
+    limit_ptr,
+    faults,
+    n0,
+    n1,
+    n2,
+    rank,
+    capacity,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x [n] of every rank -> out [W, n], for three x. A program has words of one of them."""
+    epoch, offsets = _begin(epochs_ptr, BLOCK, PDL)
+    x_ptr, out_ptr, n, inside = x0_ptr, out0_ptr, n0, offsets
+    first = tl.cdiv(n0, BLOCK)
+    if tl.program_id(0) >= first:
+        x_ptr, out_ptr, n, inside = x1_ptr, out1_ptr, n1, offsets - first * BLOCK
+    first += tl.cdiv(n1, BLOCK)
+    if tl.program_id(0) >= first:
+        x_ptr, out_ptr, n, inside = x2_ptr, out2_ptr, n2, offsets - first * BLOCK
+    own = tl.load(x_ptr + inside, mask=inside < n, other=0)
+    if FIRST == 0:
+        for j in tl.static_range(1, W):
+            send(pointers_ptr, own, None, epoch, offsets, rank, rank ^ j, W, capacity)
+    if LAST == 1:
+        words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
+        peer = rank ^ tl.arange(0, W)[:, None]
+        mask = (inside < n)[None, :] & (peer >= 0)
+        tl.store(out_ptr + peer * n + inside[None, :], words, mask=mask)
         tl.store(epochs_ptr + tl.program_id(0), epoch)
 
 
@@ -338,14 +384,14 @@ def _gather_parts_kernel(
 def _launch(
     kernel: Any,
     num_words: int,
-    tensors: tuple[Tensor, Tensor],
+    tensors: tuple[Tensor, ...],
     sizes: tuple[int, ...],
     channel: Channel,
     early: bool,
     phases: Phases,
     **constants: bool,
 ) -> None:
-    """Launch programs for `num_words` words. tensors: x and out; sizes: numbers of words."""
+    """Launch programs for `num_words` words. tensors: each x and out; sizes: numbers of words."""
     kernel[(triton.cdiv(num_words, channel.block),)](
         *tensors,
         *channel.arguments(),
@@ -385,6 +431,30 @@ def all_gather(
 ) -> None:
     """x [n] words, rows of `width` -> out [n / width, size, width]; n at most the capacity."""
     _launch(_all_gather_kernel, len(x), (x, out), (len(x), width), channel, early, phases)
+
+
+def gather_each(
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    channel: Channel,
+    early: bool,
+    phases: Phases = (0, 1),
+) -> None:
+    """Three x [n] words -> their out [size, n]; `can_gather_each` must be true of them."""
+    programs = sum(_programs(x, channel) for x in xs)
+    tensors = tuple(each for pair in zip(xs, outs, strict=True) for each in pair)
+    sizes = tuple(map(len, xs))
+    words = programs * channel.block
+    _launch(_gather_each_kernel, words, tensors, sizes, channel, early, phases)
+
+
+def can_gather_each(xs: Sequence[Tensor], channel: Channel) -> bool:
+    """Whether the channel has room for three x, each with programs of its own."""
+    return len(xs) == 3 and sum(_programs(x, channel) for x in xs) <= len(channel.epochs)
+
+
+def _programs(x: Tensor, channel: Channel) -> int:
+    return -(-len(x) // channel.block)
 
 
 def reduce_scatter(

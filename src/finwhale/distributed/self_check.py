@@ -48,6 +48,11 @@ def self_check(collectives: Collectives, device: torch.device) -> None:
             _compare(collectives, rows, wanted[rank.rows(len(wanted))], "all ranks")
             whole = collectives.all_gather_rows(rows, len(wanted))
             _compare(collectives, whole, wanted, "all ranks")
+    if rank.data_parallel:
+        sent = [[_known(i, length, device) for length in (WIDTH, 3, 5)] for i in range(rank.size)]
+        for number, whole in enumerate(collectives.all_gather_each(sent[rank.index])):
+            for sender, part in enumerate(whole.chunk(rank.size)):
+                _compare(collectives, part, sent[sender][number], f"rank {sender}")
     for num_rows in ROWS:
         known = [_known(index, num_rows, device).long()[:, None] for index in range(rank.size)]
         gathered = collectives.all_gather(known[rank.index], 1)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.step_inputs import StepInputs
@@ -103,13 +104,12 @@ class SharedMoe(Moe):
         self._serve(x_0D, weights.int(), weights, lane_rows)
 
     def _serve(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, lane_rows: int) -> Tensor:
-        ranks, K = self.ranks, self.topk
-        # The added rows have the choice 0, so that their expert is -1.
-        choices = torch.cat([ids_NK.int() + 1, weights_NK.view(torch.int32)], 1)
-        x_MD = ranks.gather_tokens(x_ND, lane_rows)
-        choices = ranks.gather_tokens(choices, lane_rows)
-        ids_MK = choices[:, :K] - 1
-        weights_MK = choices[:, K:].contiguous().view(torch.float32)
+        ranks = self.ranks
+        rows = [x_ND, ids_NK.int(), weights_NK]
+        if added := lane_rows - len(x_ND):
+            fills = (0, -1, 0)  # no expert computes an added row
+            rows = [pad(x, (0, 0, 0, added), value=v) for x, v in zip(rows, fills, strict=True)]
+        x_MD, ids_MK, weights_MK = ranks.gather_tokens(*rows)
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.run_shared_expert(x_MD))
         each = self.run_experts(x_MD, ids_MK, weights_MK)
         self.side_streams.join(SHARED_STREAM)

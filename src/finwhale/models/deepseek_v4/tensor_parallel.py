@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.ops import Ops
@@ -115,13 +114,9 @@ class TensorParallel:
         """The columns of all ranks: [M,X] -> [M,X * ranks]."""
         return self._collectives.all_gather(part_MX, 1)
 
-    def gather_tokens(self, x_NX: Tensor, lane_rows: int) -> Tensor:
-        """All tokens of data-parallel ranks, each padded with zeros: [N, ...] -> [L * ranks, ...].
-
-        Args:
-            lane_rows: L, the most tokens that a rank has.
-        """
-        return self._collectives.all_gather(ref.padded(x_NX, lane_rows).contiguous(), 0)
+    def gather_tokens(self, *rows: Tensor) -> list[Tensor]:
+        """The rows of all data-parallel ranks: each [L, ...] -> [L * ranks, ...]."""
+        return self._collectives.all_gather_each([x.contiguous() for x in rows])
 
     def sum_of_own_tokens(self, partial_MD: Tensor, num_tokens: int) -> Tensor:
         """The sum over data-parallel ranks of the rows of this rank's tokens: [M,D] -> [N,D]."""
