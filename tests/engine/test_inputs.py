@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.traffic import Traffic
 
+from finwhale.config import EngineConfig
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, LargestLane, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.plan.step_sizes import LARGE_MIXED_STEP, LARGE_STEP
+from finwhale.engine.plan.step_sizes import LARGE_MIXED_STEP, LARGE_STEP, StepSizes
 from finwhale.engine.steps.graphs import Captured, Graphs
 from finwhale.engine.steps.inputs import StaticInputs, with_bounds
 from finwhale.engine.steps.slot_tables import SlotTables
-from finwhale.engine.steps.step_limits import StepLimits, decode_sizes, prefill_sizes
+from finwhale.engine.steps.step_limits import StepLimits, decode_sizes, prefill_sizes, step_limits
+from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.step_inputs import StepInputs
 
 SEEDS, NUM_SEQS = st.integers(0, 40), st.integers(1, 5)
@@ -145,6 +147,7 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
     assert prefill_sizes(2048)[-1] == prefill_sizes(8192)[-1] == 2048
     assert prefill_sizes(2048, 4) == prefill_sizes(2048)
     assert prefill_sizes(8192, 2)[-1] == 6144
+    assert prefill_sizes(8192, lanes=True)[-1] == 3072
     assert prefill_sizes(5000, 4)[-2:] == [4096, 5000]
     assert prefill_sizes(8192, 4)[-2:] == [7168, 8192]
     # A full step beside decodes is captured wherever the engine chooses the sizes.
@@ -153,6 +156,12 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
         sizes = [0, *prefill_sizes(most, ranks)]
         for smaller, size in pairwise(sizes):
             assert size - smaller <= max(16, 0.5 * size if size <= 512 else 0.21 * size)
+
+
+def test_a_full_step_beside_decodes_of_a_data_parallel_rank_is_captured() -> None:
+    config, sizes = EngineConfig(data_parallel_size=2), StepSizes(64, LARGE_STEP, LARGE_MIXED_STEP)
+    limits = step_limits(config, sizes, published("flash"), True, 4096)
+    assert LARGE_MIXED_STEP in limits.prefill_graphs
 
 
 def test_which_steps_have_a_graph() -> None:

@@ -31,12 +31,16 @@ def verification_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def prefill_sizes(max_num_tokens: int, num_ranks: int = 1) -> list[int]:
+def prefill_sizes(max_num_tokens: int, num_ranks: int = 1, *, lanes: bool = False) -> list[int]:
     """Numbers of tokens to capture for steps with prefill of up to max_num_tokens.
 
     No size is below PREFILL_SIZES[0]; smaller steps are padded to it.
+
+    Args:
+        num_ranks: that divide these tokens.
+        lanes: the ranks are data-parallel.
     """
-    most = CAPTURED_ALONE if num_ranks == 1 else CAPTURED_PER_RANK * num_ranks
+    most = CAPTURED_ALONE if num_ranks == 1 and not lanes else CAPTURED_PER_RANK * num_ranks
     sizes = [size for size in PREFILL_SIZES if size <= min(most, max_num_tokens)]
     within = PREFILL_SIZES[0] <= max_num_tokens <= most
     return sorted({*sizes, max_num_tokens}) if within else sizes
@@ -121,7 +125,8 @@ def step_limits(
         if captures_decodes and config.draft_tokens:
             verifies = config.graph_sizes or verification_sizes(sizes.num_seqs)
         if config.graph_sizes is None:
-            prefills = tuple(prefill_sizes(sizes.num_tokens, config.tensor_parallel_size or 1))
+            ranks, lanes = config.tensor_parallel_size or 1, config.data_parallel_size > 1
+            prefills = tuple(prefill_sizes(sizes.num_tokens, ranks, lanes=lanes))
     return StepLimits(
         num_tokens=sizes.num_tokens,
         num_seqs=sizes.num_seqs,
