@@ -287,6 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--sessions", type=int, default=64)
     add("--turns", type=int, default=8)
     add("--shared-prefix", type=int, default=4096)
+    add("--rounds", type=int, default=4, help="of the overhead, each with the store on and off")
+    add("--only", nargs="*", help="run the stages whose names begin so")
     args: argparse.Namespace = parser.parse_args(argv)
     path, _ = parse(args.prefix_store)
     engine, start_s = open_engine(args, max(args.lengths) + 4096)
@@ -302,9 +304,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "direct read, bytes/s": partial(direct_rate, path),
         "agents": partial(agents, engine, args.sessions, args.turns, args.shared_prefix),
         "intervals": partial(intervals, engine, args.streams, args.prefixes, args.prefix_tokens),
-        "overhead": partial(overhead, engine, args.streams, args.prefix_tokens, 4),
+        "overhead": partial(overhead, engine, args.streams, args.prefix_tokens, args.rounds),
     }
     for name, stage in stages.items():
+        if args.only and not name.startswith(tuple(args.only)):
+            continue
         began = time.perf_counter()
         record[name] = stage()
         print(f"{time.perf_counter() - began:.1f} s, {name}: {record[name]}", flush=True)
