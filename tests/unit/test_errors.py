@@ -1,7 +1,10 @@
 """The line that stands for an error of another library."""
 
+import pickle
+
 import pytest
 
+from finwhale.chat.grammar_limits import GrammarError
 from finwhale.errors import first_line
 
 
@@ -16,3 +19,8 @@ from finwhale.errors import first_line
 )
 def test_first_line(error: BaseException, line: str) -> None:
     assert first_line(error) == line
+
+
+def test_an_error_of_a_grammar_can_cross_processes() -> None:
+    error = pickle.loads(pickle.dumps(GrammarError("size", "too long")))
+    assert (error.reason, str(error)) == ("size", "too long")

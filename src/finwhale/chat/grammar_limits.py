@@ -31,6 +31,9 @@ class GrammarError(RequestError):
         super().__init__(message)
         self.reason: Reason = reason
 
+    def __reduce__(self) -> tuple[type["GrammarError"], tuple[Reason, str]]:
+        return GrammarError, (self.reason, str(self))
+
 
 def check_chars(count: int) -> None:
     """Raises GrammarError if a grammar has more than MAX_GRAMMAR_CHARS characters."""
