@@ -217,7 +217,7 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     engine = new_llm(**OPTIONS, draft_tokens="auto")._engine
     steps = draft_on_device(first_rank(engine.executor), engine.config)
     count, width = sum(lengths), 3
-    steps._send_layout(lengths, DraftPlan((), (), (), previous_rows=(2, 0, 1)), 4, 4 * width)
+    steps._send_layout(lengths, (2, 0, 1), 4, 4 * width)
     steps._chosen.copy_(torch.arange(len(steps._chosen)))
     inputs = steps._inputs(4, 4 * width, 300)
     # Every token is the one that was sampled after the token before it, also in another sequence.
@@ -442,6 +442,8 @@ def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     steps = draft_on_device(first_rank(engine.executor), engine.config)
     steps._static.fill(NO_STEP, decode=True)
     steps.advanced[:-1] = 2
+    steps._send_layout((2, 3, 1), (0, 1, 2), 4, 12)
+    steps._send_layout((), None, 4, 12)
     inputs = steps._inputs(4, 12, 300)
     steps._take_over(inputs)
     assert (inputs.tokens.positions == -1).all()

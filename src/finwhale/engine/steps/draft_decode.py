@@ -25,7 +25,7 @@ from finwhale.engine.plan.step_plan import DraftPlan, LargestLane, SamplingSetti
 from finwhale.engine.steps.draft_noise import StaticDraftNoise
 from finwhale.engine.steps.graphs import Captured, GraphMemory
 from finwhale.engine.steps.host_transfer import send
-from finwhale.engine.steps.inputs import StaticInputs, one_token_each
+from finwhale.engine.steps.inputs import NO_STEP, StaticInputs, one_token_each
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.engine.steps.step_limits import StepLimits
 from finwhale.models.cache import CacheGroup, PagedCache
@@ -128,6 +128,20 @@ class VerificationSteps:
         size = self.description.padded(largest.num_seqs, width)
         return size, size * width
 
+    @torch.inference_mode()
+    def run_padding(self, largest: LargestLane) -> bool:
+        """Run a step without sequences; returns False, and runs nothing, if it is not captured."""
+        if self._memory is None:
+            return False
+        ((drafts, _),) = largest.drafts
+        sizes = self.padded(largest, drafts)
+        self._static.fill(NO_STEP, decode=True)
+        self._send_layout((), None, *sizes)
+        self._noise.fill((), {})
+        self._verifying[sizes].replay()
+        self._drafting[*sizes, drafts].replay()
+        return True
+
     def forget(self) -> None:
         """Record that the next step does not continue the last one."""
         self.step = None
@@ -147,7 +161,7 @@ class VerificationSteps:
         if self._memory is not None:
             size, num_tokens = self._lane_seqs, lane_rows
         self._static.fill(plan, decode=False)
-        self._send_layout(plan.lengths, plan.draft, size, num_tokens)
+        self._send_layout(plan.lengths, plan.draft.previous_rows, size, num_tokens)
         self._noise.fill(plan.slots, settings)
         if self._memory is None:
             self.step = None  # free its logits
@@ -191,10 +205,14 @@ class VerificationSteps:
         return drafts
 
     def _send_layout(
-        self, lengths: Sequence[int], draft: DraftPlan, size: int, num_tokens: int
+        self,
+        lengths: Sequence[int],
+        previous_rows: Sequence[int] | None,
+        size: int,
+        num_tokens: int,
     ) -> None:
         """Send the indices of the step's tokens and drafts, if they differ from the last step's."""
-        layout = (lengths, draft.previous_rows, size, num_tokens)
+        layout = (lengths, previous_rows, size, num_tokens)
         if layout == self._sent_layout:
             return
         most = self._longest
@@ -207,8 +225,8 @@ class VerificationSteps:
         missing = np.ones(token_indices.shape, bool)
         missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
         token_indices[missing] = len(self._positions)
-        if draft.previous_rows is not None:
-            rows = np.repeat(np.array(draft.previous_rows, np.int64) * most, lengths)
+        if previous_rows is not None:
+            rows = np.repeat(np.array(previous_rows, np.int64) * most, lengths)
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
             sources[: starts[-1]] = rows + offsets
         sent = send(self._device, sources, first, token_indices)

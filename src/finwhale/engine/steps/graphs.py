@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.step_plan import LargestLane, StepPlan
-from finwhale.engine.steps.inputs import StaticInputs, with_bounds
+from finwhale.engine.steps.inputs import NO_STEP, StaticInputs, with_bounds
 from finwhale.models.step_inputs import Inline, Segments, StepInputs
 from finwhale.non_owning import non_owning_view
 
@@ -201,6 +201,16 @@ class Graphs:
         self.static.fill(plan, decode=self.decode)
         captured.replay(partial(with_bounds, plan=plan))
         return captured.out[: plan.num_tokens]
+
+    @torch.inference_mode()
+    def run_padding(self, largest: LargestLane) -> bool:
+        """Run a decode without tokens. If no graph has its size, run nothing and return False."""
+        size = self.size(largest)
+        if size is None:
+            return False
+        self.static.fill(NO_STEP, decode=True)
+        self._captured[size].replay()
+        return True
 
     def captured(self, num_tokens: int) -> Captured[StepInputs, Tensor]:
         """The step that runs so many tokens."""

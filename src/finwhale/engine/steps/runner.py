@@ -81,16 +81,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def serve_others(self, largest: LargestLane) -> None:
-        """Take part in a step in which this data-parallel rank has no tokens."""
+        """Take part in a step in which this data-parallel rank has no tokens. If the step is
+        captured, the rank runs it with padding alone: launching its experts takes the host longer.
+        """
         self.use_device()
-        rows, drafts = self.lane_rows(largest), dict(largest.drafts)
-        if largest.on_device:
-            assert self.verification_steps is not None
-            for count in drafts:  # all sequences get the same number
-                drafts[count], rows = self.verification_steps.padded(largest, count)
+        captured = self.verification_steps if largest.on_device else self.graphs
+        if captured is not None and captured.run_padding(largest):
+            return
+        rows = largest.num_tokens if largest.on_device else self.lane_rows(largest)
         self.model.serve_others(rows)
         if self.drafter is not None:
-            self.drafter.serve_others(rows, drafts)
+            self.drafter.serve_others(rows, dict(largest.drafts))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
