@@ -15,15 +15,13 @@ stored in FP8 or FP4 and for the indexer, and bfloat16 for the rest.
 import argparse
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
-
-import torch
 
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
@@ -49,7 +47,6 @@ from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.options import read_options, word_or_number
-from finwhale.printing import new_console, print_table
 
 WARM_UP = 5
 # The default numbers of timed steps. "auto" changes the number of drafts from time to time, and one
@@ -122,28 +119,6 @@ class Bench:
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
         result["floor_ms"] = self.operations.ms(shape.tokens)
         return result
-
-    def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:
-        """(kernel, launches, microseconds) of one step, the slowest kernel first.
-
-        Kernels of one step may overlap, so their sum can exceed its time.
-        """
-        run: Callable[[], object] = partial(prefill, self.engine, self.prompt(shape.tokens))
-        if shape.batch:
-            begin_decodes(self.engine, [self.prompt(shape.tokens) for _ in range(shape.batch)])
-            run = self.engine.step
-        torch.cuda.synchronize()
-        activity = torch.profiler.ProfilerActivity.CUDA
-        with torch.profiler.profile(activities=[activity]) as profiler:
-            run()
-            torch.cuda.synchronize()
-        rows = [
-            (event.key, event.count, event.self_device_time_total)
-            for event in profiler.key_averages()
-            if event.self_device_time_total
-        ]
-        self._abort_all()
-        return sorted(rows, key=lambda row: -row[2])[:count]
 
     def _abort_all(self) -> None:
         for lane in self.engine.lanes:
@@ -226,15 +201,6 @@ def _room(shape: Shape, steps: int, step_tokens: int) -> int:
     return shape.tokens + prefill_steps + 2 * WARM_UP + steps + 8
 
 
-def show_kernels(shape: Shape, rows: list[tuple[str, int, float]]) -> None:
-    cells = (
-        (name[:70], launches, f"{micros:,.0f}", f"{micros / launches:,.1f}")
-        for name, launches, micros in rows
-    )
-    columns = ("kernel", "launches", "us", "us each")
-    print_table(new_console(), f"{shape}: kernels of one step", columns, cells)
-
-
 # Options of the engine that the benchmark derives from the measured shapes.
 SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
 
@@ -255,15 +221,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         rows.append((shape, bench.decode(shape) if shape.batch else bench.prefill(shape)))
         if args.verbose:
             print(f"{shape}: {rows[-1][1]}")
-    kernels = {}
-    for shape in shapes if args.kernels else ():
-        kernels[str(shape)] = bench.kernels(shape, args.kernels)
-        show_kernels(shape, kernels[str(shape)])
     return {
         **measured(args, engine),
         "load_s": load_s,
         "memory": memory(engine),
-        "kernels": kernels,
         "results": [
             {"what": str(shape), "batch": shape.batch, "tokens": shape.tokens, **result}
             for shape, result in rows
@@ -354,7 +315,5 @@ def _parser() -> argparse.ArgumentParser:
         help="force these fractions of the drafts to be right; with auto, they are the means of "
         "probabilities that differ between requests and positions (default: the model's own)",
     )
-    about = "print the N slowest kernels of each shape"
-    add("--kernels", type=int, default=0, metavar="N", help=about)
     add("--verbose", action="store_true", help="print each result as soon as it is known")
     return parser
