@@ -2,8 +2,7 @@
 
     python export.py --parts FOLDER [--out FOLDER]
 
-joins the files that train.py wrote into the one that ships. Needs the finwhale package, whose
-checkpoint writer does the quantising.
+joins the files that train.py wrote into the one that ships. Needs the finwhale package.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import shutil
 from pathlib import Path
 
 import torch
+from checkpoint_writer import write_checkpoint
 from layout import official_tensors, training_state
 from model import DemoConfig, DemoModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finwhale.checkpoint.formats import dequantise_fp4, dequantise_fp8_block
-from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 

@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from checkpoint_writer import encode
 from dspark import DSparkConfig, DSparkHead, dspark_json
 from export import dequantised
 from layout import official_tensors
@@ -25,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finwhale.checkpoint.spec import WeightSpec
-from finwhale.checkpoint.writer import encode
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 
@@ -76,7 +76,10 @@ def export_head(state: dict[str, Tensor], base: Path, out: Path) -> None:
     for name, value in official_tensors(state):
         spec = missing.pop(name)
         assert spec.shape == tuple(value.shape), name
-        stored |= {key: tensor.clone() for key, tensor in encode(spec, value).items()}
+        weight = encode(spec, value)
+        stored[spec.name] = weight.data.clone()
+        if weight.scale is not None:
+            stored[spec.scale_name] = weight.scale
     assert not missing, list(missing)[:3]
     save_file(stored, out / f"{HEAD_FILE}.new", metadata={"format": "pt"})
     (out / f"{HEAD_FILE}.new").replace(out / HEAD_FILE)

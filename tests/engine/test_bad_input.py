@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.integrity import check_engine
 from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoint
+from tests.support.writer import write_checkpoint
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.start import budget, startup

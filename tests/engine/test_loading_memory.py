@@ -16,12 +16,12 @@ from tests.support.tiny import (
     tiny_config,
     write_quantised_checkpoint,
 )
+from tests.support.writer import write_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.reader import Checkpoint, TensorReader
 from finwhale.checkpoint.spec import WeightSpec
-from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.config import DtypeName
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.config import DeepseekV4Config

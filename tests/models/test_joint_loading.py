@@ -16,11 +16,12 @@ import torch
 from tests.models.test_sharded_loading import QUANTISED, loaded, opened, tensors
 from tests.support.official_config import config_json
 from tests.support.tiny import random_weights
+from tests.support.writer import write_checkpoint
 
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.stored import StoredWeight
-from finwhale.checkpoint.writer import write_checkpoint, write_stored
+from finwhale.checkpoint.writer import write_stored
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError, OtherRankError
 from finwhale.models.deepseek_v4.model import ModelWeights

@@ -18,10 +18,10 @@ from tests.support.tiny import (
     write_plain_checkpoint,
     write_quantised_checkpoint,
 )
+from tests.support.writer import write_checkpoint
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
-from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
 

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from tests.support.official_config import config_json
+from tests.support.writer import write_checkpoint
 from tests.unit.test_sharding import MODELS, packed_ops, wanted_axis
 from torch import Tensor
 
 from finwhale.checkpoint.reader import Checkpoint, TensorInfo
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.checkpoint.stored import StoredWeight
-from finwhale.checkpoint.writer import write_checkpoint, write_stored
+from finwhale.checkpoint.writer import write_stored
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config

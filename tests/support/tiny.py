@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.spec import WeightSpec
-from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.models.deepseek_v4.config import ARCHITECTURE, MODEL_TYPE
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs
+
+from .writer import write_checkpoint
 
 MOST_LAYERS = 4  # of a tiny model; two of a kind are as good as three
 QUANTISATION = {

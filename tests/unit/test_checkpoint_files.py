@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 from tests.support.official_config import config_json
 from tests.support.tensors import read_tensor
 from tests.support.tiny import tiny_config
+from tests.support.writer import write_checkpoint
 from torch import Tensor
 
 from finwhale.checkpoint.formats import dequantise_fp4, dequantise_fp8_block
 from finwhale.checkpoint.names import official_name
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
-from finwhale.checkpoint.writer import write_checkpoint, write_stored, write_zeros
+from finwhale.checkpoint.writer import write_stored, write_zeros
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import weight_specs

@@ -12,11 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.support.official_config import config_json
+from tests.support.writer import write_checkpoint
 from torch import Tensor
 
 from finwhale.checkpoint.formats import quantise_fp8_block
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
 from finwhale.models.deepseek_v4.config_json import config_of

@@ -23,7 +23,9 @@ from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.checkpoint.writer import write_checkpoint
+from finwhale.checkpoint.spec import Storage
+from finwhale.checkpoint.stored import StoredWeight
+from finwhale.checkpoint.writer import write_stored
 from finwhale.config import Activations
 from finwhale.engine.ranks.memory_checks import check_disk, check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
@@ -140,11 +142,14 @@ def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
     """Write a copy of a checkpoint with its weights dequantised to float32, for transformers."""
     config = config_of(checkpoint.config)
     source = WeightSource(checkpoint, weight_specs(config), ignored=ignored_prefixes(config))
-    weights = ((spec.name, stored.dequantise(torch.float32)) for spec, stored in source)
     plain = {k: v for k, v in checkpoint.config.items() if k not in QUANTISED}
     plain["torch_dtype"] = "float32"
-    specs = weight_specs(config_of(plain))
-    write_checkpoint(path, plain, weights, specs, plain_dtype=torch.float32)
+
+    def dequantised(stored: StoredWeight) -> StoredWeight:
+        storage: Storage = "i64" if stored.storage == "i64" else "f32"
+        return StoredWeight(stored.dequantise(torch.float32), None, storage)
+
+    write_stored(path, plain, ((spec, dequantised(stored)) for spec, stored in source))
 
 
 # --- Measuring ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in the official layout: quantised, sharded, with index and config.json."""
+"""Writes a checkpoint in the official layout: sharded, with index and config.json."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finwhale.checkpoint.config_files import CONFIG_FILE
-from finwhale.checkpoint.formats import FP4_BLOCK, fp8_scale_shape, quantise_fp4, quantise_fp8_block
+from finwhale.checkpoint.formats import FP4_BLOCK, fp8_scale_shape
 from finwhale.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.checkpoint.stored import DTYPE_NAMES, PLAIN_DTYPES, StoredWeight
@@ -24,56 +24,6 @@ _DTYPE_ORDER = ("I64", "F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "I8")
 Save = Callable[[dict[str, Tensor], Path, dict[str, str]], object]
 
 
-def write_checkpoint(
-    path: str | Path,
-    config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, Tensor]],
-    specs: Mapping[str, WeightSpec],
-    *,
-    scale_dtype: torch.dtype = torch.float8_e8m0fnu,
-    plain_dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-) -> None:
-    """Write unquantised weights as a checkpoint.
-
-    Args:
-        path: the directory, created if missing; it must not hold safetensors files.
-        config: the contents of config.json.
-        tensors: each weight of `specs` once, in any order, under its official name, float32,
-            bfloat16 or int64, with its spec's shape. It may be a generator: the writer holds at
-            most one file's tensors at a time.
-        specs: the shape and stored format of each weight.
-        scale_dtype: dtype of FP8 scales: float8_e8m0fnu, or float32 as in the Base checkpoints.
-        plain_dtype: store every floating weight in this dtype and quantise nothing.
-        max_shard_bytes: a file holds at most this many bytes of data, or one weight. A single file
-            is named model.safetensors; several files get an index.
-
-    Raises:
-        CheckpointError: a tensor is unknown, given twice, missing or of another shape, has a
-            value that is not finite, or the directory already holds weights.
-    """
-
-    def encoded() -> Iterator[dict[str, Tensor]]:
-        missing = dict(specs)
-        for name, tensor in tensors:
-            if name not in specs:
-                raise CheckpointError(f"cannot write {name}: the model has no such tensor")
-            if name not in missing:
-                raise CheckpointError(f"cannot write {name} twice")
-            spec = missing.pop(name)
-            if tuple(tensor.shape) != spec.shape:
-                raise CheckpointError(
-                    f"cannot write {name} of shape {list(tensor.shape)}, wanted {list(spec.shape)}"
-                )
-            yield encode(spec, tensor, scale_dtype, plain_dtype)
-        if missing:
-            raise CheckpointError(
-                f"{len(missing)} tensors were not given: {', '.join(list(missing)[:3])}"
-            )
-
-    _write(path, config, encoded(), max_shard_bytes)
-
-
 def write_stored(
     path: str | Path,
     config: Mapping[str, Any],
@@ -81,10 +31,18 @@ def write_stored(
     *,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write weights that already are in stored form, such as a DummySource's, as a checkpoint.
+    """Write weights in stored form, such as a DummySource's, as a checkpoint.
 
-    The arguments are those of write_checkpoint; `weights` yields each weight once. Raises
-    CheckpointError if the directory already holds weights.
+    Args:
+        path: the directory, created if missing; it must not hold safetensors files.
+        config: the contents of config.json.
+        weights: each weight once. It may be a generator: the writer holds at most one file's
+            tensors at a time.
+        max_shard_bytes: a file holds at most this many bytes of data, or one weight. A single file
+            is named model.safetensors; several files get an index.
+
+    Raises:
+        CheckpointError: the directory already holds weights.
     """
 
     def named(spec: WeightSpec, stored: StoredWeight) -> dict[str, Tensor]:
@@ -204,29 +162,3 @@ def _name_files(
 
 def _write_json(path: Path, contents: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-
-
-def encode(
-    spec: WeightSpec,
-    tensor: Tensor,
-    scale_dtype: torch.dtype = torch.float8_e8m0fnu,
-    plain_dtype: torch.dtype | None = None,
-) -> dict[str, Tensor]:
-    """A weight's stored tensors by official name: the data, and the `.scale` if quantised."""
-    try:
-        if spec.storage == "i64":
-            stored, scale = tensor.to(torch.int64), None
-        elif plain_dtype is not None:
-            stored, scale = tensor.to(plain_dtype), None
-        elif spec.storage == "fp8_block":
-            stored, scale = quantise_fp8_block(tensor, scale_dtype)
-        elif spec.storage == "fp4":
-            stored, scale = quantise_fp4(tensor)
-        else:
-            stored, scale = tensor.to(_PLAIN_DTYPES[spec.storage]), None
-    except CheckpointError as error:
-        raise CheckpointError(f"cannot write {spec.name}: {error}") from error
-    out = {spec.name: stored.detach().cpu().contiguous()}
-    if scale is not None:
-        out[spec.scale_name] = scale.cpu()
-    return out
