@@ -32,12 +32,12 @@ from finwhale.bench.engine import (
 )
 from finwhale.bench.floors import DecodeBytes, expected_experts, read_ms
 from finwhale.bench.record import summary
+from finwhale.collection import freeze_heap
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.step_plan import DraftPlan
-from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.steps.draft_decode import VerificationSteps

@@ -12,11 +12,11 @@ import torch
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
+from finwhale.collection import freeze_heap
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.executor import Executor
-from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import Ranks, first_rank
 from finwhale.engine.start.capture import new_verification_steps

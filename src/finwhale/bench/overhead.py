@@ -21,6 +21,7 @@ from torch import Tensor
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.collection import freeze_heap
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.distributed.peers import Peers
@@ -28,7 +29,6 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.step_plan import LargestLane, StepPlan
 from finwhale.engine.plan.step_sizes import choose_step_sizes
-from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.lane_ranks import LaneRanks
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.rank_processes import spawn

@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.config_files import read_config
 from finwhale.checkpoint.names import ExpertPart, official_tensors
 from finwhale.checkpoint.spec import Slice
+from finwhale.collection import no_collection
 from finwhale.errors import CheckpointError
 from finwhale.files import is_file, read_json
 

@@ -15,7 +15,7 @@ import uvicorn
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.engine.ranks.heap import freeze_heap
+from finwhale.collection import freeze_heap
 from finwhale.engine.start.start_times import table
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.extras import import_extra

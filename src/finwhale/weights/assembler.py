@@ -9,7 +9,6 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.formats import (
     e8m0_bytes,
     e8m0_to_float32,
@@ -18,6 +17,7 @@ from finwhale.checkpoint.formats import (
 )
 from finwhale.checkpoint.spec import Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.stored import StoredWeight
+from finwhale.collection import no_collection
 from finwhale.errors import CheckpointError
 from finwhale.ops.moe import ExpertWeight
 from finwhale.weights.allocation import Allocation, Target, WeightForm

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.formats import find_nan
 from finwhale.checkpoint.reader import Checkpoint, Layout, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Storage, WeightSpec, name_of_scale
@@ -23,6 +22,7 @@ from finwhale.checkpoint.stored import (
     scale_slice,
     storage_of,
 )
+from finwhale.collection import no_collection
 from finwhale.errors import CheckpointError
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.joint import JointReader

@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import Store
 
+from finwhale.collection import freeze_heap
 from finwhale.distributed import worker_messages
 from finwhale.distributed.peers import Peers, join_store
 from finwhale.distributed.rank import Rank, StoreAddress
@@ -32,7 +33,6 @@ from finwhale.distributed.worker import CAUSE_S, OwnerLink, notices_another
 from finwhale.distributed.workers import Workers
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import PageCopy, SamplingPlan, StepPlan
-from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.rank_processes import RankProcesses
 from finwhale.engine.steps.executor import StepTransfer

@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.collection import no_collection
 from finwhale.checkpoint.spec import Shard, Storage, WeightSpec
+from finwhale.collection import no_collection
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.attention import AttentionWeights, HeadWeights

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from finwhale.chat.grammar import Matcher
+from finwhale.collection import freeze_heap
 from finwhale.distributed.workers import end_process
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.engine.ranks.heap import freeze_heap
 from finwhale.engine.ranks.ranks import Ranks
 from finwhale.engine.start.start_times import whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, QueueFullError, RequestError
