@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from finwhale.bench.arguments import new_parser
+from finwhale.bench.engine import begin
 from finwhale.bench.floors import weight_sums
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
@@ -36,7 +37,6 @@ from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
-from finwhale.request import SamplingParams
 from finwhale.weights.source import WeightSource
 
 BATCHES = (1, 8)
@@ -72,9 +72,8 @@ class Finwhale:
 
     def begin(self, prompts: Prompts, steps: int) -> None:
         """Prefill the prompts in one step, which also gives each sequence its first token."""
-        params = SamplingParams(max_tokens=steps + 1, temperature=0, ignore_eos=True)
         engine = self._llm._engine
-        self._requests = [engine.add_request(str(i), p, params) for i, p in enumerate(prompts)]
+        self._requests = [begin(engine, prompt, steps + 1) for prompt in prompts]
         engine.step()
         assert all(request.outputs[0].token_ids for request in self._requests), "a request waits"
 

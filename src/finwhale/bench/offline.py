@@ -107,7 +107,9 @@ class Bench:
         result["experts_hit"] = round(hit, 1)
         own = shape.batch / len(engine.lanes)
         result["floor_ms"] = read_ms(self.bytes.step(shape.tokens, own, hit))
-        self._abort_all()
+        for lane in engine.lanes:
+            for name in list(lane.outputs.requests):
+                engine.abort(name)
         return result
 
     def prefill(self, shape: Shape) -> dict[str, Any]:
@@ -119,11 +121,6 @@ class Bench:
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
         result["floor_ms"] = self.operations.ms(shape.tokens)
         return result
-
-    def _abort_all(self) -> None:
-        for lane in self.engine.lanes:
-            for name in list(lane.outputs.requests):
-                self.engine.abort(name)
 
     def _plan(self) -> StepPlan:
         """Plan the next step without the engine, which later plans the same step itself."""
