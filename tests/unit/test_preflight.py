@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from finwhale.bench import arguments, cpu, ops
+from finwhale.bench import arguments, ops
 from finwhale.bench.arguments import new_parser
 from finwhale.cli import bench
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.ops.case import CONFIGS, ModelDraw
+from tools import compare_transformers
 
 GB = 10**9
 
@@ -41,16 +42,18 @@ def test_a_record_that_cannot_be_written_is_refused(
         arguments.record_path(f"{tmp_path}/file")
 
 
-def test_bench_cpu_checks_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_with_transformers_checks_memory_and_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = published("flash").without_draft_head().with_layers(1)
     memory = "finwhale.engine.ranks.memory_checks.available_memory"
     monkeypatch.setattr(memory, lambda: 50 * GB)
     with pytest.raises(ResourceError, match=r"take [\d.]+ GB, and 50.0 GB of memory are free"):
-        cpu._check_room(config, num_engines=2)
+        compare_transformers._check_room(config, num_engines=2)
     monkeypatch.setattr(memory, lambda: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GB))
     with pytest.raises(ResourceError, match=r"in float32 take 3\d.\d GB, and 1.0 GB of "):
-        cpu._check_room(config, num_engines=2)
+        compare_transformers._check_room(config, num_engines=2)
 
 
 def test_the_bytes_that_bench_ops_needs() -> None:
@@ -81,7 +84,7 @@ def test_sigterm_cleans_up_as_an_interrupt_does(
     terminated = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(KeyboardInterrupt):
-            bench.run(["cpu"])
+            bench.run(["offline"])
     finally:
         signal.signal(signal.SIGINT, before)
     assert cleaned and signal.getsignal(signal.SIGTERM) is terminated

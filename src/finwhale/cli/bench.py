@@ -8,7 +8,6 @@ from finwhale.interrupts import terminated_as_interrupted
 from finwhale.options import Parser
 
 BENCHMARKS = {
-    "cpu": "compare decode and prefill with transformers, same weights and run (test extra)",
     "accuracy": "compare the logits of a platform's operators with those of the references",
     "overhead": "measure the host's work in a step, with a stub for the model",
     "offline": "measure whole engine steps, decode and prefill, and their floors",

@@ -1,15 +1,14 @@
-"""`finwhale bench cpu` on a tiny model: it measures, compares the tokens and records."""
+"""The comparison with transformers on a tiny model: it measures, compares tokens and records."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support.tiny import random_weights, tiny_config, write_quantised_checkpoint
 
-from finwhale.bench import cpu
 from finwhale.bench.record import keep_record
 from finwhale.errors import FinwhaleError
+from tools import compare_transformers as compare
 
 SMALL = ["--context", "12", "--steps", "8", "--rounds", "1", "--prefill", "16", "--batches", "2"]
 SMALL += ["--threads", "1"]
@@ -25,12 +24,12 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_record(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "results" / "cpu.jsonl"
     arguments = [str(checkpoint), *SMALL, "--record", str(record)]
-    assert cpu.main(arguments) == 0
+    assert compare.main(arguments) == 0
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 1
     keep_record(record, lines[0])
     assert record.read_text(encoding="utf-8").splitlines() == [json.dumps(lines[0])] * 2
-    assert lines[0]["command"].startswith("finwhale bench cpu ")
+    assert lines[0]["command"].startswith("python tools/compare_transformers.py ")
     assert lines[0]["hardware"]["cpu"] and lines[0]["versions"]["transformers"]
     decode, prefill = lines[0]["results"]
     assert decode["what"] == "decode, batch 2, context 12" and decode["same_tokens"] == 1
@@ -44,22 +43,16 @@ def test_record(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_different_tokens_fail(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = cpu.Finwhale.finish
+    finish = compare.Finwhale.finish
 
-    def other(self: cpu.Finwhale) -> list[list[int]]:
+    def other(self: compare.Finwhale) -> list[list[int]]:
         tokens = finish(self)
         return [[*tokens[0][:-1], tokens[0][-1] + 1], *tokens[1:]]
 
-    monkeypatch.setattr(cpu.Finwhale, "finish", other)
-    assert cpu.main([str(checkpoint), *SMALL]) == 1
-
-
-def test_without_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(FinwhaleError, match="pip install"):
-        cpu.main([str(checkpoint), *SMALL])
+    monkeypatch.setattr(compare.Finwhale, "finish", other)
+    assert compare.main([str(checkpoint), *SMALL]) == 1
 
 
 def test_more_tokens_than_the_model_has(checkpoint: Path) -> None:
     with pytest.raises(FinwhaleError, match="lower --context"):
-        cpu.main([str(checkpoint), *SMALL, "--prefill", "100000"])
+        compare.main([str(checkpoint), *SMALL, "--prefill", "100000"])

@@ -1,5 +1,7 @@
 """Compare CPU decode and prefill with transformers' DeepSeek-V4: same weights, same run.
 
+    python tools/compare_transformers.py [--record bench/results/cpu.jsonl]
+
 Both get the same prompts, and with exact activations Finwhale must choose the same tokens. They
 take turns, a few steps each, so that other work on the machine affects both. A step of Finwhale is
 a whole step of its engine (scheduling, forward, sampling, detokenisation). A step of transformers
@@ -9,6 +11,8 @@ is its forward and an argmax.
 import argparse
 import importlib
 import random
+import shlex
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +33,7 @@ from finwhale.checkpoint.stored import StoredWeight
 from finwhale.checkpoint.writer import write_stored
 from finwhale.config import Activations
 from finwhale.engine.ranks.memory_checks import check_disk, check_host_memory
-from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.errors import ResourceError
 from finwhale.llm import LLM
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
@@ -39,6 +43,7 @@ from finwhale.ops import load_ops
 from finwhale.platform import Platform
 from finwhale.weights.source import WeightSource
 
+COMMAND = "python tools/compare_transformers.py"
 BATCHES = (1, 8)
 TURN = 8  # decode steps that one contender runs before the next one's turn
 QUANTISED = ("quantization_config", "expert_dtype")  # fields that an unquantised model lacks
@@ -123,13 +128,7 @@ class Transformers:
 
 def load_transformers(path: Path) -> Any:
     """Load a checkpoint into transformers' model, in float32."""
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise FinwhaleError(
-            "this benchmark needs transformers, which is not installed: "
-            "pip install 'transformers>=5.23'"
-        ) from error
+    transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(
@@ -304,7 +303,7 @@ def _check_room(config: DeepseekV4Config, num_engines: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `finwhale bench cpu`. Returns 1 if the engines chose different tokens, otherwise 0."""
+    """Compare both. Returns 1 if they chose different tokens, otherwise 0."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.steps < TURN:
@@ -313,12 +312,14 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--context, --rounds, --batches and --threads must be at least 1")
     torch.set_num_threads(args.threads)
     record = stamp("cpu", argv, ("torch", "transformers")) | run(args)
+    record["command"] = shlex.join([*COMMAND.split(), *argv])
     keep_record(args.record, record)
     return 0 if all(r.get("same_tokens", 1) == 1 for r in record["results"]) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("cpu", __doc__, "cpu.jsonl")
+    parser.prog = COMMAND
     add = parser.add_argument
     about = "directory of a checkpoint (default: the embedded model)"
     add("path", nargs="?", type=Path, metavar="PATH", help=about)
@@ -331,3 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "number of torch threads (default: torch's choice)"
     add("--threads", type=int, default=torch.get_num_threads(), help=about)
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
