@@ -116,8 +116,9 @@ class EngineConfig:
         "maximum number of tokens in one forward pass, prefill chunks and decodes together; three "
         "quarters of it if sequences decode. With more, prompts are read faster, and running "
         "requests wait longer for their next tokens",
-        unset="8192, and 2560 if sequences decode; 2048 and 1536 on a CPU, if weights leave a GPU "
-        "less than 24 GiB, or with --cache-memory-bytes below 4 GiB",
+        unset="8192, and 2560 if sequences decode; 4096 and 1536 for each data-parallel rank; 2048 "
+        "and 1536 on a CPU, if weights leave a GPU less than 24 GiB, or with --cache-memory-bytes "
+        "below 4 GiB",
         least=1,
     )
     target_interval: float | None = option(

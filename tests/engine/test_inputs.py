@@ -15,7 +15,13 @@ from finwhale.config import EngineConfig
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import PENDING, LargestLane, StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.plan.step_sizes import LARGE_MIXED_STEP, LARGE_STEP, StepSizes
+from finwhale.engine.plan.step_sizes import (
+    LANE_MIXED_STEP,
+    LANE_STEP,
+    LARGE_MIXED_STEP,
+    LARGE_STEP,
+    StepSizes,
+)
 from finwhale.engine.steps.graphs import Captured, Graphs
 from finwhale.engine.steps.inputs import StaticInputs, with_bounds
 from finwhale.engine.steps.slot_tables import SlotTables
@@ -159,9 +165,9 @@ def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
 
 
 def test_a_full_step_beside_decodes_of_a_data_parallel_rank_is_captured() -> None:
-    config, sizes = EngineConfig(data_parallel_size=2), StepSizes(64, LARGE_STEP, LARGE_MIXED_STEP)
+    config, sizes = EngineConfig(data_parallel_size=2), StepSizes(64, LANE_STEP, LANE_MIXED_STEP)
     limits = step_limits(config, sizes, published("flash"), True, 4096)
-    assert LARGE_MIXED_STEP in limits.prefill_graphs
+    assert LANE_MIXED_STEP in limits.prefill_graphs and limits.prefill_graphs[-1] == 3072
 
 
 def test_which_steps_have_a_graph() -> None:

@@ -66,3 +66,19 @@ def test_steps_wait_less_for_one_lane() -> None:
 
 def test_few_requests_do_not_wait() -> None:
     assert run(12, turns=True) == run(12, turns=False)
+
+
+def test_a_lane_s_prompts_leave_time_for_the_others_decodes() -> None:
+    schedulers = [make_scheduler(3, 4, 2048, 64) for _ in range(2)]
+    turns = PrefillTurns(schedulers)
+    schedulers[0].add(make_sequence("0", 64, 20))
+    for scheduler in schedulers:
+        len_of_step(scheduler)
+    schedulers[1].add(make_sequence("1", 2048, 20))
+    turns.decide()
+    assert len_of_step(schedulers[0]) == 1
+    assert len_of_step(schedulers[1]) == schedulers[1].sizes.mixed_tokens < 2048
+    schedulers[0].finish(schedulers[0].running[0])
+    schedulers[1].add(make_sequence("2", 2048, 20))
+    turns.decide()
+    assert not schedulers[1].others_decode

@@ -5,6 +5,8 @@ import pytest
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.step_sizes import (
     CACHE_FOR_LARGE_STEPS,
+    LANE_MIXED_STEP,
+    LANE_STEP,
     LARGE_MIXED_STEP,
     LARGE_STEP,
     ROOM_FOR_LARGE_STEPS,
@@ -30,6 +32,12 @@ ROOMY, TIGHT = ROOM_FOR_LARGE_STEPS, ROOM_FOR_LARGE_STEPS - 1
 )
 def test_open_options(ranks: int, room: int | None, wanted: StepSizes) -> None:
     assert choose_step_sizes(EngineConfig(), ranks, room) == wanted
+
+
+def test_data_parallel_ranks() -> None:
+    config = EngineConfig(data_parallel_size=2)
+    assert choose_step_sizes(config, 2, ROOMY) == StepSizes(128, LANE_STEP, LANE_MIXED_STEP)
+    assert choose_step_sizes(config, 2, None) == StepSizes(64, 2048, 1536)
 
 
 def test_a_small_cache_has_small_steps() -> None:

@@ -2,7 +2,8 @@
 
 A step takes as long as that of the lane with the most tokens. If each lane reads prompts when it
 has one, most steps wait for one lane. So a lane holds its prompts for some steps, until other
-lanes have prompts, too (docs/notes/2026-11-29-lanes.md).
+lanes have prompts, too (docs/notes/2026-11-29-lanes.md). While a lane decodes, no other one reads
+more of its prompts than beside its own decodes.
 """
 
 from collections.abc import Sequence
@@ -31,5 +32,7 @@ class PrefillTurns:
         patience = min(MOST_STEPS, running // SEQUENCES_PER_STEP)
         holds = 0 < wanting < SHARE * len(lanes) and self._waited < patience
         self._waited = self._waited + 1 if holds else 0
+        decoding = sum(lane.has_decodes for lane in lanes)
         for lane in lanes:
             lane.holds_prompts = holds
+            lane.others_decode = decoding > lane.has_decodes

@@ -48,6 +48,7 @@ class Scheduler:
         admission: the waiting sequences.
         drafting: the rules for drafts.
         holds_prompts: no prompt begins or continues (prefill_turns.py).
+        others_decode: another lane's sequences wait for this lane's prompts (prefill_turns.py).
         running: the running sequences, in order of priority and arrival.
         prefix: the prefix cache; None: the engine has none.
     """
@@ -67,7 +68,7 @@ class Scheduler:
         self.sizes = sizes
         self.budget = StepBudget(sizes, target_seconds)
         self.running: list[SequenceState] = []
-        self.holds_prompts = False
+        self.holds_prompts = self.others_decode = False
         self.counts = SchedulerCounts()
         # A model with window layers only has no blocks to cache.
         self.prefix: PrefixIndex | None = None
@@ -87,6 +88,10 @@ class Scheduler:
         """Whether a prompt waits for its next chunk, or a sequence for its admission."""
         waits = self.num_waiting > 0 and len(self.running) < self.sizes.num_seqs
         return waits or any(sequence.remaining > 1 for sequence in self.running)
+
+    @property
+    def has_decodes(self) -> bool:
+        return any(sequence.remaining == 1 for sequence in self.running)
 
     @property
     def num_waiting(self) -> int:
@@ -112,10 +117,12 @@ class Scheduler:
                 end = start + 1
                 if end <= sequence.allocated_tokens or self._make_room(sequence, end, chunks):
                     chunks.append(Chunk(sequence, start, end))
-        decodes = bool(chunks)
-        if decodes:
+        taken = 0
+        if chunks:
             self.drafting.add_to_decodes(chunks, budget - len(chunks))
             taken = sum(chunk.end - chunk.start for chunk in chunks)
+        decodes = bool(chunks) or self.others_decode
+        if decodes:
             budget = min(budget - taken, self.budget.beside(len(chunks), taken))
         if self.holds_prompts:
             budget = 0
