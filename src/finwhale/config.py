@@ -41,8 +41,7 @@ class EngineConfig:
     data_parallel_size: int = option(
         1,
         "number of ranks that each serve requests of their own, with their own attention and "
-        "cache, and share the experts. On GPUs, its speed is not known, and drafts have not run "
-        "with it",
+        "cache, and share the experts. On GPUs, speed and drafts are not tested",
     )
     whole_attention: bool | None = option(
         None,

@@ -21,7 +21,7 @@ from tests.support.tiny import random_weights, with_dspark, write_plain_checkpoi
 from finwhale import LLM, EngineDeadError, FinwhaleError, RequestOutput, SamplingParams
 from finwhale.bench.engine import call_ranks_collectively, draft_on_device
 from finwhale.chat.grammar import regex_guide
-from finwhale.config import EngineConfig
+from finwhale.config import DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
@@ -137,10 +137,16 @@ def continue_drafts(config: EngineConfig, executor: LocalExecutor) -> None:
 
 
 @pytest.mark.parametrize(
-    "model, drafts", [("dspark_path", 5), pytest.param("path", 2, marks=pytest.mark.long)]
+    "model, drafts",
+    [
+        ("dspark_path", 5),
+        pytest.param("dspark_path", "auto", marks=pytest.mark.long),
+        pytest.param("path", "auto", marks=pytest.mark.long),
+        pytest.param("path", 2, marks=pytest.mark.long),
+    ],
 )
 def test_the_device_continues_with_the_drafts_of_all_lanes(
-    model: str, drafts: int, request: pytest.FixtureRequest
+    model: str, drafts: DraftTokens, request: pytest.FixtureRequest
 ) -> None:
     """As on a GPU, one step ahead; a lane may be idle, end first, or read a prompt."""
     path = request.getfixturevalue(model)
@@ -173,7 +179,8 @@ def test_the_device_continues_with_the_drafts_of_all_lanes(
     llm.close()
     assert told(made) == told(reference.generate(prompts, params))
     assert lanes_ahead[1] > 8 and lanes_ahead[2] > 8
-    assert metrics.drafts_accepted[0] > 0
+    assert metrics.drafts_proposed[0]
+    assert metrics.drafts_accepted[0] or drafts == "auto"  # which drafts rarely here
 
 
 def test_what_works_with_one_lane_only_says_so(two: LLM) -> None:

@@ -23,7 +23,7 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.in_flight import InFlightStep, Rows
 from finwhale.engine.loop.metrics import Meter
-from finwhale.engine.loop.results import Results
+from finwhale.engine.loop.results import Results, new_chooser
 from finwhale.engine.plan.draft_policy import DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
@@ -152,7 +152,7 @@ def test_a_step_that_was_launched_ahead_begins_at_the_end_of_the_one_before(
     rank: Any = SimpleNamespace(can_draft=True, device_drafts=None)
     scheduler: Any = SimpleNamespace(drafting=SimpleNamespace())
     model: Any = SimpleNamespace(vocab_size=9, max_draft_tokens=3, draft_block_tokens=0)
-    results, found = Results(rank, scheduler, Meter(3), model, "auto"), []
+    results, found = Results(scheduler, Meter(3), 3, new_chooser(rank, model, "auto")), []
     policy: Any = results._policy
     policy.record_time = lambda *args: found.append(args[-1])
     monkeypatch.setattr(time, "monotonic", lambda: 10.0)

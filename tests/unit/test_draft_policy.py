@@ -51,6 +51,7 @@ class Play:
     def run(self, steps: int, right: Sequence[float], noise: float = 0.03) -> "Play":
         for _ in range(steps):
             batch = len(self.sequences)
+            self.policy.begin_step()
             counts = self.policy.choose(self.sequences, [self.drafts] * batch, unresolved=False)
             kind = self.policy.kind
             for index, count in enumerate(counts):
@@ -172,9 +173,29 @@ def test_padded_steps_fill_their_rows() -> None:
     """A batch of 5 is padded to 8: two rows a sequence are 16, one of which is padding."""
     policy = DraftPolicy(3, sizes=(1, 2, 4, 8))
     play = Play(policy, CHEAP, 5).run(300, [0.9] * 5)
+    policy.begin_step()
     counts = policy.choose(play.sequences, [3] * 5, unresolved=False)
     assert policy.kind == StepKind(3, 3) or sum(counts) == 15
     assert 5 + sum(counts) <= 8 * policy.kind.width - 1
+
+
+def test_the_lanes_of_a_step_get_one_kind() -> None:
+    """Whatever each of them would choose: a large batch drafts less."""
+
+    def seconds(batch: int, kind: StepKind) -> float:
+        return 0.01 + 0.001 * batch * kind.width
+
+    policy = DraftPolicy(3)
+    small, large = Play(policy, seconds, 1), Play(policy, seconds, 64)
+    small.run(500, [0.5])
+    large.run(500, [0.5] * 64)
+    for first, second in ((small, large), (large, small)):
+        policy.begin_step()
+        policy.choose(first.sequences, [3] * len(first.sequences), unresolved=False)
+        kind = policy.kind
+        assert bool(kind.drafts) == (first is small)
+        counts = policy.choose(second.sequences, [3] * len(second.sequences), unresolved=False)
+        assert policy.kind == kind and max(counts) <= kind.drafts
 
 
 def survivals_of(draw: random.Random, batch: int, most: int) -> list[list[float]]:

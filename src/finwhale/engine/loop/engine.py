@@ -19,9 +19,10 @@ from finwhale.engine.loop.launching import Launcher
 from finwhale.engine.loop.metrics import EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.outputs import Outputs
 from finwhale.engine.loop.request_checks import checked_prompt, end_tokens, new_filter, new_matcher
-from finwhale.engine.loop.results import Results
+from finwhale.engine.loop.results import Results, new_chooser
 from finwhale.engine.loop.step_loop import StepLoop
 from finwhale.engine.loop.watchdog import Watchdog
+from finwhale.engine.plan.draft_policy import DraftChooser
 from finwhale.engine.plan.executor import Executor, MemoryUse, StepRunner
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
@@ -113,16 +114,20 @@ class Engine:
     def begin(self, *schedulers: Scheduler) -> None:
         """Begin with a scheduler for each lane, without requests, and with all counters at 0."""
         self._meter = Meter(self.model_config.max_draft_tokens)
-        executors = lane_executors(self.executor)
-        self.lanes = [self._new_lane(*pair) for pair in zip(executors, schedulers, strict=True)]
+        executors, config = lane_executors(self.executor), self.config
+        chooser = new_chooser(self.executor.description, self.model_config, config.draft_tokens)
+        new_lane = partial(self._new_lane, chooser)
+        self.lanes = [new_lane(*pair) for pair in zip(executors, schedulers, strict=True)]
         self._loop = StepLoop(self.lanes, partial(send_plans, self.executor))
 
-    def _new_lane(self, executor: StepRunner, scheduler: Scheduler) -> Lane:
-        config, model, rank = self.config, self.model_config, self.executor.description
+    def _new_lane(
+        self, chooser: DraftChooser | None, executor: StepRunner, scheduler: Scheduler
+    ) -> Lane:
+        model, rank = self.model_config, self.executor.description
         return Lane(
             scheduler,
             Launcher(executor, scheduler, model.vocab_size),
-            Results(rank, scheduler, self._meter, model, config.draft_tokens),
+            Results(scheduler, self._meter, model.max_draft_tokens, chooser),
             Outputs(scheduler, self._meter, self.tokenizer, rank.routed_experts),
         )
 

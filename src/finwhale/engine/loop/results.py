@@ -51,28 +51,20 @@ NewToken = tuple[TextStream, int, SampledToken]
 
 
 class Results:
-    """The results of one engine's steps. A rank that cannot draft ignores `draft_tokens`."""
+    """The results of one lane's steps.
+
+    Args:
+        chooser: chooses the drafts of all lanes (new_chooser).
+    """
 
     def __init__(
-        self,
-        rank: RankDescription,
-        scheduler: Scheduler,
-        meter: Meter,
-        model_config: ModelConfig,
-        draft_tokens: DraftTokens,
+        self, scheduler: Scheduler, meter: Meter, max_drafts: int, chooser: DraftChooser | None
     ) -> None:
-        self._scheduler, self._meter, self._drafts = scheduler, meter, rank.can_draft
+        self._scheduler, self._meter, self._drafts = scheduler, meter, chooser is not None
         self._reader = TokenReader()
-        most = model_config.max_draft_tokens
-        self._acceptance = AcceptanceWatch(most)
-        self._policy: DraftPolicy | None = None
-        if rank.can_draft and draft_tokens == "auto":
-            sizes = () if rank.device_drafts is None else rank.device_drafts.sizes
-            block = model_config.draft_block_tokens > 0
-            self._policy = DraftPolicy(most, block=block, sizes=sizes)
-            scheduler.drafting.chooser = self._policy
-        elif rank.can_draft and draft_tokens != "auto":
-            scheduler.drafting.chooser = DraftChooser(draft_tokens)
+        self._acceptance = AcceptanceWatch(max_drafts)
+        self._policy = chooser if isinstance(chooser, DraftPolicy) else None
+        scheduler.drafting.chooser = chooser
         self._last_read = 0.0
         # For each sequence that `read` has read: its text, the number of output tokens that it had
         # before, and how many drafts were verified and accepted.
@@ -166,6 +158,19 @@ class Results:
             num_drafts = sum(len(chunk.drafts) for chunk in step.chunks)
             seconds = time.monotonic() - began
             self._policy.record_time(len(step.chunks), num_drafts, step.kind, seconds)
+
+
+def new_chooser(
+    rank: RankDescription, model_config: ModelConfig, draft_tokens: DraftTokens
+) -> DraftChooser | None:
+    """What chooses an engine's drafts; None: its ranks do not draft."""
+    if not rank.can_draft:
+        return None
+    if draft_tokens != "auto":
+        return DraftChooser(draft_tokens)
+    sizes = () if rank.device_drafts is None else rank.device_drafts.sizes
+    block = model_config.draft_block_tokens > 0
+    return DraftPolicy(model_config.max_draft_tokens, block=block, sizes=sizes)
 
 
 class TokenReader:

@@ -68,7 +68,9 @@ class StepLoop:
         by itself; no lane: no step can be launched now.
         """
         lanes = self._lanes
-        launcher = lanes[0].launcher
+        launcher, chooser = lanes[0].launcher, lanes[0].scheduler.drafting.chooser
+        if chooser is not None:
+            chooser.begin_step()
         ahead = launcher.drafts and any(lane.in_flight for lane in lanes)
         each = [(lane, lane.launcher.schedule(lane.in_flight)) for lane in lanes]
         found = [(lane, chunks) for lane, chunks in each if chunks]

@@ -5,8 +5,8 @@ the product of their conditional acceptance probabilities. A draft head may esti
 probabilities itself (confidences). Otherwise they come from counts of accepted drafts.
 """
 
-from collections.abc import Sequence
 from math import exp, log
+from weakref import WeakKeyDictionary
 
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 
@@ -78,7 +78,7 @@ class DraftEstimates:
         self._means, self._counts = [INITIAL_ACCEPTANCE] * max_drafts, [INITIAL_DRAFTS] * max_drafts
         # Calibrations of drafts' own confidences, and of the confidences of the drafts before.
         self._calibrations = [[Calibration() for _ in range(max_drafts)] for _ in range(2)]
-        self._acceptances: dict[str, SequenceAcceptance] = {}
+        self._acceptances = WeakKeyDictionary[SequenceState, SequenceAcceptance]()
 
     def survivals(self, sequence: SequenceState, *, unresolved: bool) -> list[float]:
         """The survival of each of a sequence's next drafts.
@@ -92,7 +92,7 @@ class DraftEstimates:
             # The head may have made fewer drafts than the maximum.
             chances += self._means[len(chances) :]
         else:
-            chances = self._conditional(self._acceptances.get(sequence.key))
+            chances = self._conditional(self._acceptances.get(sequence))
         for chance in chances:
             survival *= chance
             found.append(survival)
@@ -113,9 +113,9 @@ class DraftEstimates:
         num_drafts = len(chunk.drafts)
         if not num_drafts:
             return
-        own = self._acceptances.get(chunk.sequence.key)
+        own = self._acceptances.get(chunk.sequence)
         if own is None:
-            own = self._acceptances[chunk.sequence.key] = SequenceAcceptance(self.max_drafts)
+            own = self._acceptances[chunk.sequence] = SequenceAcceptance(self.max_drafts)
         for position in range(min(num_drafts, num_accepted + 1)):
             accepted = position < num_accepted
             own.add(position, accepted)
@@ -125,14 +125,6 @@ class DraftEstimates:
             if position < len(chunk.confidences):
                 calibration = self._calibrations[chunk.stale_confidences][position]
                 calibration.add(chunk.confidences[position], accepted)
-
-    def keep(self, sequences: Sequence[SequenceState]) -> None:
-        """Forget all other sequences."""
-        if len(self._acceptances) > 2 * len(sequences) + 16:
-            living = {sequence.key for sequence in sequences}
-            self._acceptances = {
-                key: own for key, own in self._acceptances.items() if key in living
-            }
 
 
 def _logit(p: float) -> float:

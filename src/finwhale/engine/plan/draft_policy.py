@@ -7,8 +7,9 @@ confidences.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import nlargest
 from statistics import median
 from typing import NamedTuple
@@ -78,10 +79,13 @@ class DraftChooser:
     def __init__(self, drafts: int) -> None:
         self.kind = StepKind(1 + drafts, drafts)
 
+    def begin_step(self) -> None:
+        """Begin a step, in which each lane calls `choose` at most once. All get the same kind."""
+
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
     ) -> Sequence[int]:
-        """Choose the `kind` of a step.
+        """Choose the `kind` of a step, and the drafts of one lane's sequences.
 
         Args:
             limits: the most drafts that each sequence can verify.
@@ -144,14 +148,33 @@ class DraftPolicy(DraftChooser):
         self._measured: dict[int, _SizeMeasurements] = {}
         self._probe: _Probe | None = None
         self._grant, self._credit = GRANT_SECONDS, 0.0
+        self._has_kind = False
+
+    def begin_step(self) -> None:
+        self._has_kind = False
 
     def choose(
         self, sequences: Sequence[SequenceState], limits: Sequence[int], *, unresolved: bool
     ) -> Sequence[int]:
-        self.estimates.keep(sequences)
         batch = len(sequences)
-        size = self._size_of(batch)
-        survivals: list[list[float]] | None = None
+
+        @cache
+        def survivals() -> list[list[float]]:
+            return [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
+
+        if not self._has_kind:
+            self._has_kind = True
+            self._take_turn(self._size_of(batch), survivals)
+        rows = self._tokens(batch, self.kind) - batch
+        if not self.kind.drafts:
+            return [0] * batch
+        most = [min(limit, self.kind.drafts) for limit in limits]
+        return most if sum(most) <= rows else select_drafts(survivals(), most, rows)
+
+    def _take_turn(
+        self, size: _SizeMeasurements, survivals: Callable[[], Sequence[Sequence[float]]]
+    ) -> None:
+        """Choose the kind of a step with a batch of this size."""
         size.steps += 1
         size.unprobed += 1
         if self._probe is not None and not self._continues(self._probe):
@@ -159,18 +182,8 @@ class DraftPolicy(DraftChooser):
             size.steps, size.unprobed = CHOOSE_STEPS, 0
         if self._probe is None and size.steps >= CHOOSE_STEPS:
             size.steps = 0
-            survivals = [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
-            self._choose_kind(size, survivals)
-        kind = self.kind = size.best if self._probe is None else self._probe.kind
-        rows = self._tokens(batch, kind) - batch
-        if not kind.drafts:
-            return [0] * batch
-        most = [min(limit, kind.drafts) for limit in limits]
-        if sum(most) <= rows:
-            return most
-        if survivals is None:
-            survivals = [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
-        return select_drafts(survivals, most, rows)
+            self._choose_kind(size, survivals())
+        self.kind = size.best if self._probe is None else self._probe.kind
 
     def record_time(self, batch: int, num_drafts: int, proposed: StepKind, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes.

@@ -10,7 +10,7 @@ from finwhale.engine.plan.step_plan import PENDING
 from finwhale.request import SamplingParams
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SequenceState:
     """One continuation of one prompt: its tokens, its pages and its place in the schedule.
 

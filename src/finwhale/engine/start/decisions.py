@@ -68,11 +68,6 @@ class Decisions:
         if self.round_activations:
             self.architecture.check_rounding(model_config)
         lanes = config.data_parallel_size > 1
-        if lanes and self.device.type != "cpu" and config.draft_tokens == "auto":
-            # The lanes would have to agree on the number of drafts.
-            raise FinwhaleError(
-                'on GPUs, data_parallel_size does not work with draft_tokens "auto": give a number'
-            )
         part = replace(peers.rank, data_parallel=lanes)
         # refuses sizes that do not divide
         self.architecture.rank_config(model_config, part, round_activations=self.round_activations)

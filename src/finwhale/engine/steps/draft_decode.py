@@ -133,7 +133,7 @@ class VerificationSteps:
         """Run a step without sequences; returns False, and runs nothing, if it is not captured."""
         if self._memory is None:
             return False
-        ((drafts, _),) = largest.drafts
+        drafts = largest.drafts[0][0] if largest.drafts else 0
         sizes = self.padded(largest, drafts)
         self._static.fill(NO_STEP, decode=True)
         self._send_layout((), None, *sizes)
