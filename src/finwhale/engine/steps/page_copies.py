@@ -17,7 +17,6 @@ from torch import Tensor
 from finwhale.engine.plan.step_plan import PageCopy
 from finwhale.errors import FinwhaleError, ResourceError
 
-COUNTER_BYTES = 8
 HEADER_BYTES = 4096
 MARK_BYTES = 16  # the last ones of the header
 
