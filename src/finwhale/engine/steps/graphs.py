@@ -204,12 +204,12 @@ class Graphs:
 
     @torch.inference_mode()
     def run_padding(self, largest: LargestLane) -> bool:
-        """Run a decode without tokens. If no graph has its size, run nothing and return False."""
+        """Run a step without tokens. If no graph has its size, run nothing and return False."""
         size = self.size(largest)
         if size is None:
             return False
         self.static.fill(NO_STEP, decode=True)
-        self._captured[size].replay()
+        self._captured[size].replay(lambda inputs: inputs.bounded(1, 1))
         return True
 
     def captured(self, num_tokens: int) -> Captured[StepInputs, Tensor]:

@@ -85,11 +85,14 @@ class ModelRunner:
         captured, the rank runs it with padding alone: launching its experts takes the host longer.
         """
         self.use_device()
-        captured = self.verification_steps if largest.on_device else self.graphs
-        if captured is not None and captured.run_padding(largest):
-            return
+        if largest.on_device:
+            assert self.verification_steps is not None
+            if self.verification_steps.run_padding(largest):
+                return
+        graphs = () if largest.on_device else (self.graphs, self.prefill_graphs)
         rows = largest.num_tokens if largest.on_device else self.lane_rows(largest)
-        self.model.serve_others(rows)
+        if not any(each and each.run_padding(largest) for each in graphs):
+            self.model.serve_others(rows)
         if self.drafter is not None:
             self.drafter.serve_others(rows, dict(largest.drafts))
 
