@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.support.integrity import check_scheduler
 from tests.support.tiny import tiny_config
 
-from finwhale.bench import prefix as bench_prefix
 from finwhale.bench.stepping import new_sequence
 from finwhale.engine.plan import prefix_index as prefix
 from finwhale.engine.plan.admission import PATIENCE, WATERMARK
@@ -29,6 +28,7 @@ from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.cache import CacheGroup
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config_json import config_of
+from tools import prefix_search
 
 
 def make_scheduler(
@@ -714,7 +714,7 @@ def test_integrity_finds_what_is_wrong_with_a_block(what: str) -> None:
 
 def operations(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Of a prompt that was read before, until it is planned: calls, and bytes hashed."""
-    scheduler = bench_prefix._scheduler(num_tokens)
+    scheduler = prefix_search._scheduler(num_tokens)
     prompt = list(range(num_tokens))
     first, again = (new_sequence(key, prompt, num_tokens + 1) for key in ("first", "again"))
     scheduler.add(first)
@@ -744,7 +744,7 @@ def operations(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, i
 
 
 def test_a_lookup_costs_the_same_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`finwhale bench prefix` says how long it takes."""
+    """`python tools/prefix_search.py` says how long it takes."""
     lengths = (8192, 131072)
     short, long = (operations(n, monkeypatch) for n in lengths)
     for few, many in zip(short, long, strict=True):
@@ -754,7 +754,7 @@ def test_a_lookup_costs_the_same_for_each_token(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_measurement_of_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_prefix, "stamp", lambda *args: {})
+    monkeypatch.setattr(prefix_search, "stamp", lambda *args: {})
     for allowed, status in ((0.0, 1), (math.inf, 0)):
-        monkeypatch.setattr(bench_prefix, "TOKEN_NS", allowed)
-        assert bench_prefix.main(["--tokens", "2048", "--repeats", "1"]) == status
+        monkeypatch.setattr(prefix_search, "TOKEN_NS", allowed)
+        assert prefix_search.main(["--tokens", "2048", "--repeats", "1"]) == status

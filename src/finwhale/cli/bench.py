@@ -16,7 +16,6 @@ BENCHMARKS = {
     "load": "measure loading a checkpoint, and compare it with a plain read of its files",
     "serving": "load-test an OpenAI-compatible endpoint: throughput and latencies (bench extra)",
     "report": "turn records into one HTML file of tables that compare them",
-    "prefix": "measure the host's time to find a cached prefix",
     "ops": "measure operators on a GPU, beside their floors",
     "collectives": "measure all-reduce and all-gather between the GPUs of this host",
 }

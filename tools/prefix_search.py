@@ -1,5 +1,7 @@
 """Measure the host's time to find a cached prefix: keys, lookup and adoption of blocks.
 
+    python tools/prefix_search.py [--record bench/results/prefix.jsonl]
+
 The benchmark uses a scheduler with the pages of DeepSeek-V4-Flash and no model. It schedules the
 prefill of a prompt, then sends the same prompt again and times it until its first step is planned.
 """
@@ -7,6 +9,8 @@ prefill of a prompt, then sends the same prompt again and times it until its fir
 import argparse
 import gc
 import random
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -23,6 +27,7 @@ from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.presets import published
 
+COMMAND = "python tools/prefix_search.py"
 LENGTHS = (1024, 8192, 65536, 1048576)
 STEP_TOKENS = 8192
 # The limit on the time for each token of a prompt.
@@ -77,9 +82,9 @@ def _scheduler(num_tokens: int) -> Scheduler:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `finwhale bench prefix`. Returns 1 if a median exceeds its limit, otherwise 0."""
+    """Measure, and return 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
-    record = stamp("prefix", argv, ())
+    record = stamp("prefix", argv, ()) | {"command": shlex.join([*COMMAND.split(), *argv])}
     results = [measure(count, args.repeats) | {"allowed_ns": TOKEN_NS} for count in args.tokens]
     keep_record(args.record, record | {"results": results})
     return int(any(result["whole_ns"]["median"] > TOKEN_NS for result in results))
@@ -87,7 +92,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("prefix", __doc__, "prefix.jsonl")
+    parser.prog = COMMAND
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of prompts")
     add("--repeats", type=int, default=15, help="number of repetitions")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
