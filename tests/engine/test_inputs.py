@@ -23,7 +23,7 @@ from finwhale.engine.plan.step_sizes import (
     StepSizes,
 )
 from finwhale.engine.steps.graphs import Captured, Graphs
-from finwhale.engine.steps.inputs import StaticInputs, with_bounds
+from finwhale.engine.steps.inputs import NO_STEP, StaticInputs, with_bounds
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.engine.steps.step_limits import StepLimits, decode_sizes, prefill_sizes, step_limits
 from finwhale.models.deepseek_v4.presets import published
@@ -168,6 +168,20 @@ def test_a_full_step_beside_decodes_of_a_data_parallel_rank_is_captured() -> Non
     config, sizes = EngineConfig(data_parallel_size=2), StepSizes(64, LANE_STEP, LANE_MIXED_STEP)
     limits = step_limits(config, sizes, published("flash"), True, 4096)
     assert LANE_MIXED_STEP in limits.prefill_graphs and limits.prefill_graphs[-1] == 3072
+
+
+def test_a_rank_without_tokens_replays_the_step_of_the_largest_rank() -> None:
+    ran: list[object] = []
+    graphs = object.__new__(Graphs)
+    graphs.sizes, graphs.decode = [4, 8], True
+    graphs.static = cast(Any, SimpleNamespace(fill=lambda plan, decode: ran.append(plan)))
+    graphs._captured = {
+        size: cast(Any, SimpleNamespace(replay=lambda change, size=size: ran.append(size)))
+        for size in graphs.sizes
+    }
+    assert graphs.run_padding(LargestLane(5, 5, True)) and ran == [NO_STEP, 8]
+    for largest in LargestLane(9, 9, True), LargestLane(3, 3, False):
+        assert not graphs.run_padding(largest) and len(ran) == 2
 
 
 def test_which_steps_have_a_graph() -> None:
