@@ -5,7 +5,7 @@ loses carries into E4M3, leaves the order of a product's sums to BLAS and refuse
 configurations. Here storage stays as it is (the interpreter's load and store need it); arithmetic
 goes through float32, products through float64, and casts down round to nearest even, as a GPU does.
 What takes it most of its time is made faster or left out: calls of functions, reductions, checks of
-integers for overflow, descriptions of types and shapes.
+integers for overflow, descriptions of types and shapes, the conversion of operands.
 To be imported before a kernel runs.
 """
 
@@ -71,6 +71,11 @@ def down(handle: Any) -> Any:
 
 def through_float32(operation: Any) -> Any:
     def run(self: Any, *args: Any) -> Any:
+        for x in args:
+            if type(x) is Handle and x.dtype.scalar.name == "bf16":
+                break
+        else:
+            return operation(self, *args)
         raised = [up(arg) for arg in args]
         result = operation(self, *(arg for arg, _ in raised))
         was_bfloat16 = any(was for _, was in raised)
@@ -205,15 +210,68 @@ def make_tensor(as_it_comes: Any) -> Any:
 
 
 def broadcast(as_it_comes: Any) -> Any:
-    """Two blocks of one shape stay as they are."""
+    """Two blocks of one shape stay as they are, and so do two scalars."""
 
     def run(self: Any, x: Any, y: Any) -> Any:
-        both = x.type.is_block() and y.type.is_block()
-        if both and x.handle.data.shape == y.handle.data.shape:
+        if x.type.is_block() is y.type.is_block() and x.handle.data.shape == y.handle.data.shape:
             return x, y
         return as_it_comes(self, x, y)
 
     return run
+
+
+def check_operands(as_it_comes: Any) -> Any:
+    """Operands of one type stay as they are, but for a quotient of narrow floats and pointers.
+    A number becomes the tensor that it became beside the last operand of this type.
+    """
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def constant(self: Any, number: Any, x: Any, args: tuple[Any, ...], place: int) -> Any:
+        key = number, type(number), x.type.name, args, place
+        if key not in known:
+            operands = as_it_comes(self, *((x, number) if place else (number, x)), *args)
+            if operands[1 - place] is not x or x.handle.data.size > 4096:
+                return operands
+            operands[place].handle.data.flags.writeable = False
+            if len(known) > 1000:
+                known.clear()
+            known[key] = operands[place]
+        return (x, known[key]) if place else (known[key], x)
+
+    def run(self: Any, x: Any, y: Any, *args: Any, **options: Any) -> Any:
+        tensors = type(x) is tl.tensor, type(y) is tl.tensor
+        if options or not any(tensors):
+            return as_it_comes(self, x, y, *args, **options)
+        if not tensors[1] and type(y) in (int, float):
+            return constant(self, y, x, args, 1)
+        if not tensors[0] and type(x) in (int, float):
+            return constant(self, x, y, args, 0)
+        if (
+            all(tensors)
+            and x.type.name == y.type.name
+            and (x.dtype.name == "fp32" or (len(args) < 4 and not x.dtype.is_ptr()))
+        ):
+            return x, y
+        return as_it_comes(self, x, y, *args)
+
+    return run
+
+
+def unwrap(as_it_comes: Any) -> Any:
+    """What is nothing else first: as it comes, all other types are tried."""
+    plain = {tl.tensor, int, float, bool}
+    return lambda x: x if type(x) in plain else as_it_comes(x)
+
+
+def call_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """As it comes, each call copies its arguments twice."""
+    function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, run)
 
 
 def with_mask(as_it_comes: Any, place: int) -> Any:
@@ -273,6 +331,9 @@ def repair() -> None:
     tl.dtype.__eq__ = equal_types(tl.dtype.__eq__)
     semantic = type(interpreter.interpreter_semantic)
     semantic.broadcast_impl_value = broadcast(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = check_operands(semantic.binary_op_type_checking_impl)
+    interpreter._patch_attr = call_builtin
+    tl.core._unwrap_if_constexpr = unwrap(tl.core._unwrap_if_constexpr)
     for name in ("binary_op", "ternary_op", "unary_op"):
         setattr(builder, name, through_float32(getattr(builder, name)))
     builder.cast_impl = cast(builder.cast_impl)
