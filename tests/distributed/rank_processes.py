@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.support.forked_ranks import PRELOADED
 from tests.support.processes import importable_tests
 from torch._C._distributed_c10d import FileStore
 
@@ -21,8 +22,6 @@ from finwhale.distributed.gloo import Gloo
 from finwhale.distributed.rank import Rank
 
 from .rank_engines import SCENARIOS, Given
-
-PRELOADED = ["torch.distributed", "finwhale.llm", "finwhale.bench.stepping"]
 
 
 class RankProcesses:

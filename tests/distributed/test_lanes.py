@@ -35,6 +35,7 @@ from . import faults
 from .in_slices import add_in_slices
 from .test_equal_ranks import greedy, random_requests, sharded_config, text
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "max_num_seqs": 4,

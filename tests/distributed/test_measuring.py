@@ -23,6 +23,7 @@ from finwhale.models.weight_sources import Weights
 
 from .test_equal_ranks import sharded_config
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 256}
 

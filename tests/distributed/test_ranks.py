@@ -32,6 +32,7 @@ from finwhale.validation.language import score
 
 from . import faults
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 KINDS = [

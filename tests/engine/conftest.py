@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.forked_ranks import forked_ranks
 from tests.support.tiny import random_weights, tiny_config, write_plain_checkpoint
 
+__all__ = ["forked_ranks"]
 # Seed, window, activations. Only the CPU table promises bits, so the references are not here.
 MODELS = ((3, 13, "exact"), (4, 128, "as-trained"))
 

@@ -156,7 +156,9 @@ def tokens(llm: LLM, prompts: Sequence[list[int]], length: int) -> list[list[int
         pytest.param("two ranks", {"tensor_parallel_size": 2}, id="two-ranks"),
     ],
 )
-def test_drafts_and_ranks(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+def test_drafts_and_ranks(
+    forked_ranks: None, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
     """A restarted engine finds the prompts, and its tokens are those of an engine without store.
 
     The outputs complete entries of C128.
