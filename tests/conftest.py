@@ -149,6 +149,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    # Python's own thresholds would make collections a seventh of the time of tests/unit.
+    gc.set_threshold(20_000, 20, 20)
     # For a benchmark that frees an engine: the next full collections would take as long again.
     gc.unfreeze = lambda: None
 

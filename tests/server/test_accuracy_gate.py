@@ -69,15 +69,15 @@ def scores(
         server.close()
         torch.set_num_threads(threads)
     accepted = engine.metrics().drafts_accepted[0]
-    assert (accepted > 40) == bool(options["draft_tokens"])
+    assert (accepted > 15) == bool(options["draft_tokens"])
     return found
 
 
 def test_drafting_changes_no_score(tmp_path: Path) -> None:
-    plain = scores(tmp_path, 12, device="cpu", draft_tokens=0)
+    plain = scores(tmp_path, 5, device="cpu", draft_tokens=0)
     for right, answers in plain.values():
-        assert len(answers) == 12 and right > 0.7
-    assert scores(tmp_path, 12, device="cpu", draft_tokens=2) == plain
+        assert len(answers) == 5 and right > 0.7
+    assert scores(tmp_path, 5, device="cpu", draft_tokens=2) == plain
 
 
 @pytest.mark.gpu

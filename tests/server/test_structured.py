@@ -380,7 +380,7 @@ def test_a_server_with_tool_grammar_auto(short_demo_path: Path) -> None:
     dsml = llm.get_tokenizer().added_ids[recipe.SpecialToken.Dsml.default_str()]
     begin = {dsml: 100} | dict.fromkeys(llm.get_tokenizer().encode("<"), 50)
     try:
-        asked = {"model": MODEL, "messages": QUESTION, "logit_bias": begin, "max_tokens": 150}
+        asked = {"model": MODEL, "messages": QUESTION, "logit_bias": begin, "max_tokens": 110}
         url = f"{server.url}/v1/chat/completions"
         bad = {"type": "object", "properties": {"a": {"type": "nonsense"}}, "required": ["a"]}
         for schema, ignored in (
