@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finwhale.engine.plan.scheduler import Scheduler
@@ -73,6 +73,7 @@ def with_streams(streams: int, target: float | None, blocks: int = 5000) -> Sche
     return scheduler
 
 
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(
     st.floats(0.005, 0.03),
     st.floats(2e-5, 1e-4),
