@@ -15,6 +15,18 @@ __all__ = ["forked_ranks"]
 MODELS = ((3, 13, "exact"), (4, 128, "as-trained"))
 
 
+def in_core(of_core: int) -> pytest.MarkDecorator:
+    """One of the two models; the other one runs with the long tests."""
+    models = [
+        pytest.param(model, id=model[2], marks=[] if number == of_core else pytest.mark.long)
+        for number, model in enumerate(MODELS)
+    ]
+    return pytest.mark.parametrize("small", models, indirect=True)
+
+
+EXACT_IN_CORE, AS_TRAINED_IN_CORE = in_core(0), in_core(1)
+
+
 @pytest.fixture(scope="module", params=MODELS, ids=["exact", "as-trained"])
 def small(request: pytest.FixtureRequest) -> Iterator[tuple[Path, dict[str, Any]]]:
     """A checkpoint and options of an LLM that runs it; on one thread."""

@@ -35,7 +35,7 @@ from finwhale.engine.steps.drafter import Forward
 from finwhale.errors import FinwhaleError
 
 from .arrivals import random_arrivals
-from .conftest import MODELS
+from .conftest import AS_TRAINED_IN_CORE, MODELS
 from .plans import planned
 from .running import assert_idle, run_until_idle
 from .test_async import play
@@ -586,6 +586,7 @@ def test_every_edge(machine: Machine, drafts: int, edge: int) -> None:
         assert_idle(engine)
 
 
+@AS_TRAINED_IN_CORE
 @settings(max_examples=max(2, settings().max_examples // 34))
 @given(data=st.data())
 def test_random_schedules(machine: Machine, data: st.DataObject) -> None:

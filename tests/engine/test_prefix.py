@@ -23,7 +23,7 @@ from finwhale.engine.plan.step_sizes import StepSizes
 from finwhale.engine.ranks.ranks import first_rank
 
 from .arrivals import random_arrivals
-from .conftest import MODELS
+from .conftest import EXACT_IN_CORE, MODELS
 from .plans import completing
 from .running import assert_idle, run_until_idle
 
@@ -129,14 +129,7 @@ AROUND = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "small",
-    [
-        pytest.param(EXACT, id="exact"),
-        pytest.param(AS_TRAINED, id="as-trained", marks=pytest.mark.long),
-    ],
-    indirect=True,
-)
+@EXACT_IN_CORE
 def test_a_hit_at_every_alignment(model: Model) -> None:
     """Prefixes that end around 4, 128 and the page: what is found, and every logit behind it."""
     engine = model.engine(blocks=20, states=20)
@@ -232,6 +225,7 @@ def test_without_prefix_caching_nothing_is_found(model: Model) -> None:
         assert pool.num_free == pool.num_pages - 1
 
 
+@EXACT_IN_CORE
 @settings(max_examples=max(4, settings().max_examples // 24))
 @given(data=st.data())
 def test_random_schedules(model: Model, data: st.DataObject) -> None:

@@ -20,12 +20,11 @@ from finwhale.engine.steps.page_copies import HEADER_BYTES, MARK_BYTES, PageCopi
 from finwhale.engine.store.opening import attach_store
 from finwhale.errors import FinwhaleError
 
-from .conftest import MODELS
+from .conftest import EXACT_IN_CORE
 from .running import assert_idle, run_until_idle
 from .test_prefix import BLOCK, Model, Recorder, assert_as_alone, greedy, model, text
 
 __all__ = ["model"]  # a fixture
-EXACT, AS_TRAINED = MODELS
 # Around an entry of C128, the ends of blocks, and the window.
 LENGTHS = sorted({b + d for b in (128, 256, 384, 512) for d in (-1, 0, 1)})
 
@@ -50,14 +49,7 @@ def answer(model: Model, engine: Engine, name: str, prompt: list[int], output: i
     return result
 
 
-@pytest.mark.parametrize(
-    "small",
-    [
-        pytest.param(EXACT, id="exact"),
-        pytest.param(AS_TRAINED, id="as-trained", marks=pytest.mark.long),
-    ],
-    indirect=True,
-)
+@EXACT_IN_CORE
 def test_every_length(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a restarted server finds, and every logit behind it; then the conversation goes on."""
     monkeypatch.setattr(stored_prefixes, "LEAST_BLOCKS", 1)
@@ -72,6 +64,7 @@ def test_every_length(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert_idle(model.run)
 
 
+@EXACT_IN_CORE
 def test_a_cache_that_is_too_small_for_two_conversations(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
