@@ -19,6 +19,7 @@ from .made_once import made_once
 from .test_optional_packages import install
 
 PROBE = Path(__file__).parent / "builds_probe.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,17 @@ def test_every_step_that_ranks_divide_finds_its_kernels(all_launches: dict[str, 
 @pytest.mark.kernels
 def test_every_step_of_data_parallel_ranks_finds_its_kernels(all_launches: dict[str, Any]) -> None:
     assert all_launches["lanes"] == all_launches["drafting lanes"] == []
+
+
+@pytest.mark.kernels
+def test_the_kernels_of_a_decode_are_listed() -> None:
+    command = [sys.executable, str(ROOT / "tools/step_kernels.py"), "--ranks", "2", "--layers", "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    # Each layer has experts, and mHC that adds the ranks' sums twice, but for the first time.
+    assert names.count("_few_down_kernel") == 4
+    assert names.count("sum_streams_few_kernel") == 8
 
 
 @pytest.mark.kernels
