@@ -58,7 +58,7 @@ class Collectives(Protocol):
         """
 
     def all_gather_each(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """`all_gather` of each x along dimension 0; an implementation may send them together."""
+        """Gather each x along dimension 0. An implementation may send all of them at once."""
         return [self.all_gather(x, 0) for x in xs]
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:

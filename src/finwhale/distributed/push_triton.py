@@ -126,6 +126,35 @@ def _two_shot_kernel(
         tl.store(epochs_ptr + tl.program_id(0), epoch + 1)
 
 
+@triton.jit
+def _gather(
+    channel,
+    x_ptr,
+    out_ptr,
+    n,
+    width,
+    inside,
+    offsets,
+    epoch,
+    W: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """Gather a program's words, x[inside], of n. `offsets`: of these words in the channel."""
+    buffer_ptr, pointers_ptr, epochs_ptr, limit_ptr, faults, rank, capacity = channel
+    own = tl.load(x_ptr + inside, mask=inside < n, other=0)
+    if FIRST == 0:
+        for j in tl.static_range(1, W):
+            send(pointers_ptr, own, None, epoch, offsets, rank, rank ^ j, W, capacity)
+    if LAST == 1:
+        words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
+        peer = rank ^ tl.arange(0, W)[:, None]
+        row = inside // width
+        out_offsets = (row * (W * width) + inside % width)[None, :] + peer * width
+        tl.store(out_ptr + out_offsets, words, mask=(inside < n)[None, :] & (peer >= 0))
+        tl.store(epochs_ptr + tl.program_id(0), epoch)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def _all_gather_kernel(
     x_ptr,
@@ -147,17 +176,8 @@ def _all_gather_kernel(
 ):
     """x [n / width, width] of every rank -> out [n / width, W, width]."""
     epoch, offsets = _begin(epochs_ptr, BLOCK, PDL)
-    own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
-    if FIRST == 0:
-        for j in tl.static_range(1, W):
-            send(pointers_ptr, own, None, epoch, offsets, rank, rank ^ j, W, capacity)
-    if LAST == 1:
-        words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
-        peer = rank ^ tl.arange(0, W)[:, None]
-        row = offsets // width
-        out_offsets = (row * (W * width) + offsets % width)[None, :] + peer * width
-        tl.store(out_ptr + out_offsets, words, mask=(offsets < n)[None, :] & (peer >= 0))
-        tl.store(epochs_ptr + tl.program_id(0), epoch)
+    channel = buffer_ptr, pointers_ptr, epochs_ptr, limit_ptr, faults, rank, capacity
+    _gather(channel, x_ptr, out_ptr, n, width, offsets, offsets, epoch, W, FIRST, LAST)
 
 
 @triton.jit(do_not_specialize=["n0", "n1", "n2", "rank"])
@@ -193,16 +213,8 @@ def _gather_each_kernel(
     first += tl.cdiv(n1, BLOCK)
     if tl.program_id(0) >= first:
         x_ptr, out_ptr, n, inside = x2_ptr, out2_ptr, n2, offsets - first * BLOCK
-    own = tl.load(x_ptr + inside, mask=inside < n, other=0)
-    if FIRST == 0:
-        for j in tl.static_range(1, W):
-            send(pointers_ptr, own, None, epoch, offsets, rank, rank ^ j, W, capacity)
-    if LAST == 1:
-        words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
-        peer = rank ^ tl.arange(0, W)[:, None]
-        mask = (inside < n)[None, :] & (peer >= 0)
-        tl.store(out_ptr + peer * n + inside[None, :], words, mask=mask)
-        tl.store(epochs_ptr + tl.program_id(0), epoch)
+    channel = buffer_ptr, pointers_ptr, epochs_ptr, limit_ptr, faults, rank, capacity
+    _gather(channel, x_ptr, out_ptr, n, n, inside, offsets, epoch, W, FIRST, LAST)
 
 
 @triton.jit
