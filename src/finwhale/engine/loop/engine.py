@@ -116,12 +116,12 @@ class Engine:
         self._meter = Meter(self.model_config.max_draft_tokens)
         executors, config = lane_executors(self.executor), self.config
         chooser = new_chooser(self.executor.description, self.model_config, config.draft_tokens)
-        new_lane = partial(self._new_lane, chooser)
-        self.lanes = [new_lane(*pair) for pair in zip(executors, schedulers, strict=True)]
+        pairs = zip(executors, schedulers, strict=True)
+        self.lanes = [self._new_lane(*pair, chooser) for pair in pairs]
         self._loop = StepLoop(self.lanes, partial(send_plans, self.executor))
 
     def _new_lane(
-        self, chooser: DraftChooser | None, executor: StepRunner, scheduler: Scheduler
+        self, executor: StepRunner, scheduler: Scheduler, chooser: DraftChooser | None
     ) -> Lane:
         model, rank = self.model_config, self.executor.description
         return Lane(

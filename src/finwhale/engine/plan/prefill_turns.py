@@ -32,7 +32,7 @@ class PrefillTurns:
         patience = min(MOST_STEPS, running // SEQUENCES_PER_STEP)
         holds = 0 < wanting < SHARE * len(lanes) and self._waited < patience
         self._waited = self._waited + 1 if holds else 0
-        decoding = sum(lane.has_decodes for lane in lanes)
-        for lane in lanes:
+        decoding = [lane.has_decodes for lane in lanes]
+        for lane, decodes in zip(lanes, decoding, strict=True):
             lane.holds_prompts = holds
-            lane.others_decode = decoding > lane.has_decodes
+            lane.others_decode = sum(decoding) > decodes
