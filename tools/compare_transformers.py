@@ -11,7 +11,6 @@ is its forward and an argmax.
 import argparse
 import importlib
 import random
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -311,15 +310,13 @@ def main(argv: Sequence[str]) -> int:
     if min(args.context, args.rounds, *args.batches, args.threads) < 1:
         parser.error("--context, --rounds, --batches and --threads must be at least 1")
     torch.set_num_threads(args.threads)
-    record = stamp("cpu", argv, ("torch", "transformers")) | run(args)
-    record["command"] = shlex.join([*COMMAND.split(), *argv])
+    record = stamp("cpu", argv, ("torch", "transformers"), COMMAND) | run(args)
     keep_record(args.record, record)
     return 0 if all(r.get("same_tokens", 1) == 1 for r in record["results"]) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("cpu", __doc__, "cpu.jsonl")
-    parser.prog = COMMAND
+    parser = new_parser("cpu", __doc__, "cpu.jsonl", COMMAND)
     add = parser.add_argument
     about = "directory of a checkpoint (default: the embedded model)"
     add("path", nargs="?", type=Path, metavar="PATH", help=about)

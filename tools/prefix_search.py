@@ -9,7 +9,6 @@ prefill of a prompt, then sends the same prompt again and times it until its fir
 import argparse
 import gc
 import random
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -84,15 +83,14 @@ def _scheduler(num_tokens: int) -> Scheduler:
 def main(argv: Sequence[str]) -> int:
     """Measure, and return 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
-    record = stamp("prefix", argv, ()) | {"command": shlex.join([*COMMAND.split(), *argv])}
+    record = stamp("prefix", argv, (), COMMAND)
     results = [measure(count, args.repeats) | {"allowed_ns": TOKEN_NS} for count in args.tokens]
     keep_record(args.record, record | {"results": results})
     return int(any(result["whole_ns"]["median"] > TOKEN_NS for result in results))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("prefix", __doc__, "prefix.jsonl")
-    parser.prog = COMMAND
+    parser = new_parser("prefix", __doc__, "prefix.jsonl", COMMAND)
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of prompts")
     add("--repeats", type=int, default=15, help="number of repetitions")

@@ -1,6 +1,6 @@
 """Lists the kernels that a decode launches on one of several ranks, in order; needs no GPU.
 
-    python tools/step_kernels.py --ranks 2 --tokens 8 --layers 8
+    python -m tools.step_kernels --ranks 2 --tokens 8 --layers 8
 
 Prints a line for each kernel of Triton and its grid, number of warps and early start (pdl), and for
 each operation of torch that may launch one ("aten"). The sizes are those of Flash, with few experts
@@ -10,16 +10,26 @@ and words. Compare the output of two commits to see why one is slower. Needs the
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).parents[1]
+import torch
+from tests.ops import builds_probe as probe
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from finwhale.distributed.collectives import Alone
+from finwhale.distributed.push import Push
+from finwhale.distributed.rank import Rank
+from finwhale.engine.start.launch_signatures import LaunchEnumerator
+from finwhale.engine.start.memory import LargestSteps
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.presets import published
+from finwhale.models.step_inputs import Inline
+
 # Operations that launch nothing.
 VIEWS = (
     *("view", "empty", "detach", "slice", "select.", "expand", "squeeze", "transpose", "permute"),
@@ -30,8 +40,6 @@ VIEWS = (
 @contextmanager
 def noted_launches(lines: list[str]) -> Iterator[None]:
     """Note each launch, and run no kernel."""
-    from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
-    from triton.runtime.jit import JITFunction  # noqa: PLC0415
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         sizes = tuple(grid(options) if callable(grid) else grid)
@@ -52,18 +60,6 @@ def noted_launches(lines: list[str]) -> Iterator[None]:
 
 def launches(ranks: int, tokens: int, layers: int) -> list[str]:
     """The launches of a decode of `tokens` sequences with 2,048 tokens each."""
-    import torch  # noqa: PLC0415
-    from tests.ops import builds_probe as probe  # noqa: PLC0415
-
-    from finwhale.distributed.collectives import Alone  # noqa: PLC0415
-    from finwhale.distributed.push import Push  # noqa: PLC0415
-    from finwhale.distributed.rank import Rank  # noqa: PLC0415
-    from finwhale.engine.start.launch_signatures import LaunchEnumerator  # noqa: PLC0415
-    from finwhale.engine.start.memory import LargestSteps  # noqa: PLC0415
-    from finwhale.models.deepseek_v4.cache_spec import cache_spec  # noqa: PLC0415
-    from finwhale.models.deepseek_v4.presets import published  # noqa: PLC0415
-    from finwhale.models.step_inputs import Inline  # noqa: PLC0415
-
     probe.pretend_to_be_hopper()
 
     def allocate(num_bytes: int) -> tuple[Any, list[int]]:
@@ -93,8 +89,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
-    os.environ["TRITON_INTERPRET"] = "0"
-    sys.path.insert(0, str(ROOT))
     print("\n".join(launches(args.ranks, args.tokens, args.layers)))
 
 

@@ -37,6 +37,7 @@ from finwhale.engine.plan.stored_prefixes import MOVING_STATES
 from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.engine.store.opening import parse
 
+COMMAND = "python -m tests.gpu.measure_prefix_store"
 FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 PIECE = 2**24
 PROMPTS = 8
@@ -276,7 +277,7 @@ def cut_cache(engine: Engine, blocks: int) -> list[State]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = new_parser("prefix-store", __doc__, "prefix-store.jsonl")
+    parser = new_parser("prefix-store", __doc__, "prefix-store.jsonl", COMMAND)
     add_model_arguments(parser, without=["max_model_len"], max_num_batched_tokens=8192)
     add = parser.add_argument
     add("--lengths", type=int, nargs="+", default=[65536, 100000])
@@ -293,8 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path, _ = parse(args.prefix_store)
     engine, start_s = open_engine(args, max(args.lengths) + 4096)
     random.seed(time.time_ns())
-    record = stamp("prefix-store", [], ("torch",)) | {"start_s": start_s}
-    record["command"] = "python -m tests.gpu.measure_prefix_store"
+    record = stamp("prefix-store", [], ("torch",), COMMAND) | {"start_s": start_s}
     record |= measured(args, engine)
     stages: dict[str, Callable[[], Any]] = {
         f"{length} tokens": partial(first_tokens, engine, length, args.repeats)

@@ -15,15 +15,19 @@ from finwhale.platform import existing_folder
 RECORD_BYTES = 10 * 2**20  # The largest record of this repository has 60 kB.
 
 
-def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentParser:
+def new_parser(
+    name: str, doc: str | None, record: str, program: str | None = None
+) -> argparse.ArgumentParser:
     """Create a benchmark's parser, which has the option --record.
 
     Args:
         doc: docstring of the benchmark's module. Its first paragraph becomes the description.
         record: name of a results file, as an example for the help text.
+        program: how users start it; None: as `finwhale bench`.
     """
     about = (doc or "").split("\n\n", 1)[0]
-    parser = Parser(prog=f"finwhale bench {name}", description=about, formatter_class=_Formatter)
+    prog = program or f"finwhale bench {name}"
+    parser = Parser(prog=prog, description=about, formatter_class=_Formatter)
     about = f"append the results to this JSONL file, for example {RESULTS / record}"
     parser.add_argument("--record", type=record_path, metavar="FILE", help=about)
     return parser

@@ -25,8 +25,12 @@ from finwhale.printing import new_console
 RESULTS = Path("bench/results")
 
 
-def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """The name, time, hardware, command and versions of a measurement, also of `packages`."""
+def stamp(
+    what: str, argv: Sequence[str], packages: Sequence[str], program: str | None = None
+) -> dict[str, Any]:
+    """The name, time, hardware, command and versions of a measurement, also of `packages`.
+    `program` is that of new_parser.
+    """
     return {
         "benchmark": what,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -40,7 +44,7 @@ def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, 
         },
         "versions": {"python": platform.python_version(), "finwhale": finwhale.__version__}
         | {name: importlib.metadata.version(name) for name in packages},
-        "command": shlex.join(["finwhale", "bench", what, *argv]),
+        "command": shlex.join([*(program or f"finwhale bench {what}").split(), *argv]),
     }
 
 
