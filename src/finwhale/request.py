@@ -44,7 +44,7 @@ class Guide:
     after: int | None = None
 
 
-# What is subtracted from logits.
+# An option whose value is subtracted from logits.
 _penalty: Any = partial(option, metavar="R", least=-100, most=100, marks=("command",))
 _TEXTS, _IDS = ("stop", "bad_words"), ("stop_token_ids", "allowed_token_ids")
 

@@ -43,7 +43,7 @@ def run(scheduler: Scheduler, clock: Clock, steps: int) -> list[tuple[float, dic
     """Run steps.
 
     Returns:
-        A pair for each step: its time, and how many tokens it read of each prompt, by the prompt's
+        The time of each step, and how many tokens of each prompt it read, by the prompt's
         name. The dict has the key "" if prompts were left to read.
     """
     found = []

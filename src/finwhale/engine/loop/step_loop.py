@@ -64,8 +64,11 @@ class StepLoop:
                 return
 
     def _schedule(self) -> tuple[list[tuple[Lane, Sequence[Chunk]]], bool]:
-        """The chunks of each lane's part of the next step, and whether the device runs its drafts
-        by itself; no lane: no step can be launched now.
+        """Schedule the next step.
+
+        Returns:
+            The lanes that have a part in it, with their chunks; none: no step can be launched now.
+            And whether the device continues with the drafts by itself.
         """
         lanes = self._lanes
         launcher, chooser = lanes[0].launcher, lanes[0].scheduler.drafting.chooser

@@ -232,7 +232,7 @@ class PageManager:
         return pool.allocate()
 
     def allocate_several(self, num_pages: "Mapping[CacheGroup, int]") -> dict[str, tuple[int, ...]]:
-        """Allocate so many pages of each group; returns them by the groups' names."""
+        """Allocate a number of pages of each group. Returns the page numbers by group name."""
         return {
             group.name: tuple(self.allocate(group) for _ in range(count))
             for group, count in num_pages.items()
