@@ -82,7 +82,10 @@ def _scheduler(num_tokens: int) -> Scheduler:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and return 1 if a median exceeds its limit, otherwise 0."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if min(*args.tokens, args.repeats) < 1:
+        parser.error("--tokens and --repeats must be at least 1")
     record = stamp("prefix", argv, (), COMMAND)
     results = [measure(count, args.repeats) | {"allowed_ns": TOKEN_NS} for count in args.tokens]
     keep_record(args.record, record | {"results": results})

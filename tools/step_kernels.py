@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
+    if min(args.tokens, args.layers) < 1:
+        parser.error("--tokens and --layers must be at least 1")
     print("\n".join(launches(args.ranks, args.tokens, args.layers)))
 
 
