@@ -41,11 +41,13 @@ def test_attention_that_a_rank_holds_whole_is_not_read_whole() -> None:
 
 def test_a_prompt_of_one_data_parallel_rank() -> None:
     """The rank computes all of attention, and its part of the experts."""
-    one, lanes, two = (
-        PrefillOperations(FLASH, rank).ms(8192)
-        for rank in (Rank(0, 1), Rank(0, 2, data_parallel=True), Rank(0, 2))
-    )
+    ranks = Rank(0, 1), Rank(0, 2, data_parallel=True), Rank(0, 2)
+    found = [PrefillOperations(FLASH, rank) for rank in ranks]
+    one, lanes, two = (each.ms(8192) for each in found)
     assert two < lanes < one
+    # Twice as many tokens do more than twice the work in attention alone.
+    one, lanes, two = (each.ms(2**17) - 2 * each.ms(2**16) for each in found)
+    assert two < lanes == pytest.approx(one)
 
 
 def test_drafts() -> None:
