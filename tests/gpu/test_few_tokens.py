@@ -44,3 +44,22 @@ def test_same_bits(
         assert torch.equal(found, kernels.run(replace(p, options=TILES)))
         assert torch.equal(found, kernels.run(p))
     assert taken == len(TOKENS)
+
+
+@pytest.mark.parametrize("rows, width", [(2624, 4096), (1024, 4096), (1024, 7168)])
+@torch.inference_mode()
+def test_plain_weights(rows: int, width: int) -> None:
+    """The bits of the tiles with as many parts: both multiply 16 values of K at a time."""
+    draw = torch.Generator("cuda").manual_seed(rows)
+    weight = torch.randn(1, rows, width, device="cuda", generator=draw).bfloat16()
+    x = torch.randn(16, 1, width + 64, device="cuda", generator=draw).bfloat16()[..., :width]
+    for count in range(3, 9):
+        p = kernels.LinearProblem(x[:count], weight, None, False, torch.float32, options=FEW)
+        plan = kernels.few_plan(p)
+        assert plan is not None and plan.steps(p) == kernels.PLAIN_STEPS
+        found = kernels.run(p)
+        assert torch.equal(found, kernels._run_tiles(replace(p, options=TILES), plan))
+        exact = x[:count, 0].double() @ weight[0].double().T
+        torch.testing.assert_close(found[:, 0].double(), exact, rtol=0, atol=1e-4 * width**0.5)
+    p = kernels.LinearProblem(x[:9], weight, None, False, torch.float32, options=FEW)
+    assert kernels.few_plan(p) is None

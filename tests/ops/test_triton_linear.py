@@ -401,9 +401,51 @@ def test_problems_that_the_kernel_of_few_tokens_does_not_take() -> None:
     linear(x[:6], w, options=few_options(called, invariant=True))
     linear(x[:6], replace(w, round_input=False), options=options)
     linear(x[:6], LinearWeight(w.weight.bfloat16(), True), options=options)
-    linear(x[:6], LinearWeight(w.weight.bfloat16()), options=options)
     long, _ = e4m3_weight(inputs, 1024, 2048)  # 16 steps in one part
     linear(inputs.normal(6, 2048, dtype=torch.bfloat16), long, options=options)
     narrow, _ = e4m3_weight(inputs, 200, 256)
     linear(x[:6, :256], narrow, options=options)
     assert not called
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "num_tokens", "split"),
+    [
+        (2624, 4096, 3, 8),  # the compressors of Flash: C4 and C128
+        (1024, 4096, 8, 8),
+        (1024, 7168, 8, 14),  # and of Pro
+        (2624, 7168, 8, None),  # more programs than fit at once
+        (1024, 4096, 9, None),
+        (64640, 4096, 6, None),  # the LM head of one of two ranks
+        (1000, 4096, 6, None),
+        (1024, 512, 6, None),  # one part
+        (1024, 4224, 6, None),
+    ],
+)
+def test_small_plain_weights_of_few_tokens(
+    rows: int,
+    width: int,
+    num_tokens: int,
+    split: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which unscaled weights `few_tokens` computes, and in how many parts."""
+    launched: list[dict[str, Any]] = []
+
+    def few_tokens(x: Tensor, weight: Tensor, scale: Tensor | None, out: Tensor, *how: Any) -> None:
+        launched.append({"scale": scale, "parts": out.shape, "how": how})
+
+    options = kernels.LinearOptions(few_tokens=few_tokens, early_launch=False)
+    x = torch.empty(num_tokens, 1, width, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(1, rows, width, dtype=torch.bfloat16, device="meta")
+    p = kernels.LinearProblem(x, weight, None, False, torch.float32, options=options)
+    plan = kernels.few_plan(p)
+    if split is None:
+        assert plan is None
+        return
+    assert plan is not None and plan.split == split
+    assert plan.steps(p) == kernels.PLAIN_STEPS
+    monkeypatch.setattr(kernels, "_sum", lambda *_: None)
+    kernels.run(p)
+    shape = (split, 1, rows, 8)
+    assert launched == [{"scale": None, "parts": shape, "how": (4, 8, kernels.EARLY_STEPS, False)}]

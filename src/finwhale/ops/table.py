@@ -37,6 +37,9 @@ class Capabilities:
             allows it, even if the sequences that run at once need less.
         side_streams: Independent projections of a layer run on their own CUDA streams.
         compiles_layers: The compiled mode can trace the operators.
+        compressor_first: With these numbers of tokens, the projection of a C4 layer's compressor
+            runs before that of queries and kv. Otherwise it runs on a side stream, as a C128
+            layer's does, whose weight is smaller.
         expert_id_dtype: The dtype of the expert ids that routing returns.
     """
 
@@ -48,6 +51,7 @@ class Capabilities:
     prefix_cache_tokens: int = 0
     side_streams: bool = True
     compiles_layers: bool = False
+    compressor_first: range = range(0)
     expert_id_dtype: torch.dtype = torch.int64
 
 

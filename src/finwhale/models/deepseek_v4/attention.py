@@ -125,6 +125,7 @@ class Attention:
             self.all_heads = Heads(ops, weights.all_heads, config.head_dim)
         self.prepare_qkv, self.store_window_rows = ops.prepare_qkv, ops.store_window_rows
         self.sparse_attention = ops.sparse_attention
+        self.compressor_first = ops.capabilities.compressor_first
         self.side_streams = context.side_streams
         self.weights = weights
         self.layer = layer
@@ -155,7 +156,11 @@ class Attention:
             projected = self.gather_and_store(x, inputs, rotary, cache)
             q_RX = self.own_queries(x)
         else:
-            if compressor is not None:
+            if isinstance(compressor, C4Compressor) and len(x) in self.compressor_first:
+                projected = compressor.project(x)
+                write = partial(compressor.write, projected, inputs, rotary, cache)
+                streams.start(COMPRESS_STREAM, write)
+            elif compressor is not None:
                 projected = streams.start(
                     COMPRESS_STREAM, lambda: store(compressor, x, inputs, rotary, cache)
                 )

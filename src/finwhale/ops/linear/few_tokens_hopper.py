@@ -1,4 +1,4 @@
-"""Linear layers of few tokens with E4M3 weights on Hopper GPUs, in Gluon.
+"""Linear layers of few tokens on Hopper GPUs, in Gluon: E4M3 weights, and small bfloat16 weights.
 
 `tile_kernel` (gemm_triton.py) loads its first weights after the previous kernel has ended. Here a
 program has room for all of its weights, and requests most of them while it waits. After the wait it
@@ -33,6 +33,7 @@ from finwhale.ops.rounding import MIN_AMAX
 # One mbarrier announces the weights of this many steps.
 STEPS_AT_ONCE = 4
 E4M3_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+BFLOAT16_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.constexpr_function
@@ -148,10 +149,73 @@ def few_tokens_kernel(
         gl.store(out_ptr + first + at, value, mask=token < N)
 
 
+@gluon.jit(do_not_specialize=["N"])
+def few_tokens_plain_kernel(
+    x_ptr,
+    w_desc,
+    out_ptr,
+    N,
+    M,
+    stride_xn,
+    stride_xg,
+    CHUNKS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Like `few_tokens_kernel`, with a bfloat16 weight and tokens that are not rounded.
+
+    A chunk is 64 values of K. K is a multiple of the CHUNKS chunks of a part.
+    """
+    stream_tma_loads()
+    start_next(PDL)
+    tile = gl.program_id(0)
+    part = gl.program_id(1)
+    g = gl.program_id(2)
+    tiled: gl.constexpr = w_desc.layout
+    LOADS: gl.constexpr = (CHUNKS + AT_ONCE - 1) // AT_ONCE
+    weights = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, 64, 64], tiled)
+    x = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS * COLUMNS, 64], tiled)
+    ready = gl.allocate_shared_memory(gl.int64, [LOADS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LOADS):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    row = g * M + tile * 64
+    for i in gl.static_range(CHUNKS):
+        if i % AT_ONCE == 0:
+            mbarrier.expect(ready.index(i // AT_ONCE), min(AT_ONCE, CHUNKS - i) * 64 * 64 * 2)
+        k = (part * CHUNKS + i) * 64
+        async_load(w_desc, [row, k], ready.index(i // AT_ONCE), weights.index(i))
+    wait_for_last(PDL)
+
+    # A line is a chunk of a token. Lines past the last token repeat it: nothing reads their result.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    line = gl.arange(0, CHUNKS * COLUMNS, gl.SliceLayout(1, layout))
+    token = gl.minimum(line % COLUMNS, N - 1)
+    first = token.to(gl.int64) * stride_xn + (part * CHUNKS + line // COLUMNS) * 64
+    source = x_ptr + g * stride_xg + gl.expand_dims(first, 1)
+    source += gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+    x.store(gl.load(source))
+    fence_async_shared()
+
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    total = gl.full([64, COLUMNS], 0.0, gl.float32, product)
+    for i in gl.static_range(CHUNKS):
+        if i % AT_ONCE == 0:
+            mbarrier.wait(ready.index(i // AT_ONCE), 0)
+        tokens = x.slice(i * COLUMNS, COLUMNS, 0).permute((1, 0))
+        total = warpgroup_mma(weights.index(i), tokens, total, is_async=True)
+    total = warpgroup_mma_wait(0, deps=[total])
+    at = gl.expand_dims(tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, product)), 1)
+    token = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, product)), 0)
+    first = (part * gl.num_programs(2) + g).to(gl.int64) * M
+    gl.store(out_ptr + (first + at) * COLUMNS + token, total)
+
+
 def launch(
     x_NGK: Tensor,
     weight_GMK: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     out: Tensor,
     steps: int,
     columns: int,
@@ -162,7 +226,8 @@ def launch(
 
     Args:
         x_NGK: bfloat16, with strided tokens and groups.
-        weight_GMK, scale: E4M3, and a float32 for each block of 128x128.
+        weight_GMK, scale: E4M3, and a float32 for each block of 128x128; or bfloat16 and None: then
+            `out` is in parts, and they divide K evenly.
         out: float32 parts [split, G, M, columns], or [N, G, M].
         steps: 128 values of K each, of a part of K; all steps if `out` is not in parts.
         columns: number of tokens that the kernel computes: a multiple of 8, at least N. Those past
@@ -171,7 +236,22 @@ def launch(
         early_launch: see `launch_options`.
     """
     (num_tokens, groups, width), rows = x_NGK.shape, weight_GMK.shape[1]
-    in_parts, weight = out.dim() == 4, weight_GMK.view(-1, width)
+    in_parts = out.dim() == 4
+    weight = weight_GMK.view(-1, width)
+    if scale is None:
+        assert in_parts and out.stride(3) == 1
+        few_tokens_plain_kernel[(rows // FEW_ROWS, out.shape[0], groups)](
+            x_NGK,
+            TensorDescriptor.from_tensor(weight, [FEW_ROWS, 64], BFLOAT16_TILE),
+            out,
+            *(num_tokens, rows, x_NGK.stride(0), x_NGK.stride(1)),
+            CHUNKS=2 * steps,
+            AT_ONCE=STEPS_AT_ONCE,
+            COLUMNS=columns,
+            num_warps=4,
+            **launch_options(early_launch),
+        )
+        return
     few_tokens_kernel[(rows // FEW_ROWS, out.shape[0] if in_parts else 1, groups)](
         x_NGK,
         TensorDescriptor.from_tensor(weight, [FEW_ROWS, 128], E4M3_TILE),

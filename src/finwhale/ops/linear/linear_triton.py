@@ -8,11 +8,13 @@
    SPLIT_TOKENS, K is split into parts, which `sum_kernel` adds in order. With more tokens, torch
    multiplies unscaled weights.
 3. `few_tokens`, where a table has it, replaces `tile_kernel` for up to ROUNDED_TOKENS tokens and
-   E4M3 weights whose parts have at most FEW_STEPS steps. Its bits are the same.
+   E4M3 weights whose parts have at most FEW_STEPS steps. Its bits are the same. For up to
+   PLAIN_TOKENS tokens, it also computes unscaled weights that are small enough. It splits K into
+   shorter parts then, so its last bits may differ from those of `tile_kernel`.
 
 A token's bits do not depend on the other tokens, nor on the number of tokens within a class: one
-token, or two with an unscaled weight; up to SPLIT_TOKENS; more. The split and the order of sums
-over K follow from K and M.
+token, or two with an unscaled weight; with a small unscaled weight, up to PLAIN_TOKENS; up to
+SPLIT_TOKENS; more. The split and the order of sums over K follow from K and M.
 
 With `early_launch`, a kernel starts before the previous kernel ends. All but `tile_kernel` already
 load some of their weight and scales, so the previous kernel must not write them. They read
@@ -69,6 +71,11 @@ FEW_ROWS = 64
 # Number of steps whose E4M3 weights `few_tokens` requests before it waits. If it requested all, the
 # loads of the kernels before it would take longer.
 EARLY_STEPS = 6
+# `few_tokens` with a bfloat16 weight, up to PLAIN_TOKENS tokens: a part has PLAIN_STEPS steps, and
+# three programs fit a multiprocessor. All of them must run at once.
+PLAIN_TOKENS = 8
+PLAIN_STEPS = 4
+PLAIN_PROGRAMS = 3
 MANY_ROWS = 16384  # with this many rows of a plain weight, 64 tokens use tiles of 128 rows
 SUM_ROWS = 32
 
@@ -204,13 +211,22 @@ def tile_tokens(num_tokens: int) -> int:
 
 def few_plan(p: LinearProblem) -> TilePlan | None:
     """The plan with which `few_tokens` computes this problem; None: it does not."""
-    has_kernel = p.options.few_tokens is not None and not p.options.invariant
-    if not has_kernel or p.scale is None or not p.round_input or p.x.dtype != torch.bfloat16:
+    options, num_tokens = p.options, p.x.shape[0]
+    if options.few_tokens is None or options.invariant or p.x.dtype != torch.bfloat16:
         return None
-    if p.x.shape[0] > ROUNDED_TOKENS or p.weight.shape[1] % FEW_ROWS:
+    groups, rows, width = p.weight.shape
+    if num_tokens > ROUNDED_TOKENS or rows % FEW_ROWS:
         return None
     plan = TilePlan.of(p)
-    return plan if plan.steps(p) <= FEW_STEPS else None
+    if p.scale is not None:
+        return plan if p.round_input and plan.steps(p) <= FEW_STEPS else None
+    split, rest = divmod(width, PLAIN_STEPS * ACTIVATION_GROUP)
+    programs = groups * rows // FEW_ROWS * split
+    plain = p.weight.dtype == torch.bfloat16 and not p.round_input and p.limit is None
+    if not plain or num_tokens > PLAIN_TOKENS or rest or split < 2:
+        return None
+    fits = programs <= PLAIN_PROGRAMS * options.num_multiprocessors
+    return replace(plan, split=split) if fits else None
 
 
 def few_columns(num_tokens: int) -> int:
@@ -220,7 +236,7 @@ def few_columns(num_tokens: int) -> int:
 
 def launch_tokens(model: launch_sizes.ModelSizes, most: int) -> set[int]:
     """See LaunchClasses."""
-    rows = {1, ROW_TOKENS, ROUNDED_TOKENS, SPLIT_TOKENS}
+    rows = {1, ROW_TOKENS, PLAIN_TOKENS, ROUNDED_TOKENS, SPLIT_TOKENS}
     rows |= launch_sizes.last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
     rows |= launch_sizes.last_of_classes(few_columns, ROUNDED_TOKENS)
     each = {per_token for per_token, _, _ in model.linears}

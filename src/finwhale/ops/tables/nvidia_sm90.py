@@ -28,6 +28,10 @@ from finwhale.ops.table import Ops
 from finwhale.ops.tables import bind, nvidia, optional
 from finwhale.platform import Platform
 
+# With these numbers of tokens, the kernel of a compressor's projection requests its weight while
+# the kernels before attention run (few_tokens_hopper.py).
+COMPRESSOR_FIRST = range(3, 9)
+
 
 def table(platform: Platform, batch_invariant: bool = False) -> Ops:
     """The table of a Hopper GPU.
@@ -51,6 +55,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
     mhc_post, mhc_post_pre = of_mhc(mhc.mhc_post), of_mhc(mhc.mhc_post_pre)
     return replace(
         portable,
+        capabilities=replace(portable.capabilities, compressor_first=COMPRESSOR_FIRST),
         launch_classes=nvidia.launch_classes(linears, sparse_attention_hopper, experts_hopper),
         linear=bind(linears.linear, options=options),
         grouped_form=grouped_form,
