@@ -21,7 +21,6 @@ import triton.language as tl
 from tests.ops import triton_interpreter as triton_interpreter
 from torch import Tensor
 
-from finwhale.bench import collectives
 from finwhale.distributed import push_triton, ref, self_check
 from finwhale.distributed.push import Push
 from finwhale.distributed.push_sizes import SIZES as SIZES_OF
@@ -30,6 +29,7 @@ from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import EngineDeadError
 from finwhale.ops.ranks import Channel
 from finwhale.ops.ranks_triton import report
+from tools import collectives
 
 SIZES = PushSizes(one_shot=2**11, two_shot=2**12, gather=2**11, bulk=2**14)
 CPU = torch.device("cpu")

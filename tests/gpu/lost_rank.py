@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from finwhale.bench.collectives import (
+from tools.collectives import (
     BenchRanks,
     Line,
     Send,
@@ -18,6 +16,8 @@ from finwhale.bench.collectives import (
     mhc_calls,
     run_ranks,
 )
+from torch import Tensor
+
 from finwhale.distributed.push import Push
 from finwhale.distributed.push_sizes import SIZES
 from finwhale.errors import EngineDeadError

@@ -17,7 +17,6 @@ BENCHMARKS = {
     "serving": "load-test an OpenAI-compatible endpoint: throughput and latencies (bench extra)",
     "report": "turn records into one HTML file of tables that compare them",
     "ops": "measure operators on a GPU, beside their floors",
-    "collectives": "measure all-reduce and all-gather between the GPUs of this host",
 }
 
 

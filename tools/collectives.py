@@ -1,5 +1,7 @@
 """Measure the collectives between the GPUs of this host, beside NCCL's and torch's.
 
+    python -m tools.collectives
+
 Each GPU has one process. The benchmark compares each result with the reference before it times the
 call. A time is the median time of one call in a captured graph of 20 calls, on the slowest rank.
 The floor is the bytes that any all-reduce must send from a rank, divided by the rate of NVLink.
@@ -13,6 +15,7 @@ all-reduce in a layer without fusion.
 import argparse
 import functools
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +45,7 @@ from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.ranks import PartialSum
 from finwhale.platform import Platform
 
+COMMAND = "python -m tools.collectives"
 ROWS = (1, 2, 6, 16, 32, 64, 128, 256, 1024, 2048, 8192)
 GATHERED_ROWS = (1, 8, 32)
 MHC_ROWS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64)
@@ -418,13 +422,13 @@ def failed(line: Line) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `finwhale bench collectives`. Returns 1 if a result was wrong or a rank failed."""
+    """Measure. Returns 1 if a result was wrong or a rank failed."""
     parser = _parser()
     args = parser.parse_args(argv)
     found = torch.cuda.device_count() if args.device == "cuda" else 2
     size = args.ranks or found
     if found < max(2, size) and args.device == "cuda":
-        raise FinwhaleError(f"bench collectives needs {max(2, size)} GPUs, and torch sees {found}")
+        raise FinwhaleError(f"this benchmark needs {max(2, size)} GPUs, and torch sees {found}")
     if size not in (2, 4, 8):
         parser.error("--ranks must be 2, 4 or 8")
     lines: list[Line] = []
@@ -435,7 +439,7 @@ def main(argv: Sequence[str]) -> int:
             print(line)
 
     run_ranks(size, args, show)
-    record = stamp("collectives", argv, ("torch", "triton")) | {
+    record = stamp("collectives", argv, ("torch", "triton"), COMMAND) | {
         "ranks": size,
         "send_bytes_per_s": SEND_RATE,
         "results": lines,
@@ -445,7 +449,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("collectives", __doc__, "collectives.jsonl")
+    parser = new_parser("collectives", __doc__, "collectives.jsonl", COMMAND)
     add = parser.add_argument
     add("--ranks", type=int, help="number of ranks (default: all GPUs)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device")
@@ -456,3 +460,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-gather", action="store_true", help="leave out the all-gathers")
     add("--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
