@@ -41,7 +41,8 @@ class EngineConfig:
     data_parallel_size: int = option(
         1,
         "number of ranks that each serve requests of their own, with their own attention and "
-        "cache, and share the experts. On GPUs, speed and drafts are not tested",
+        "cache, and share the experts: more tokens per second from about 128 sequences on, "
+        "instead of a fast single stream",
     )
     whole_attention: bool | None = option(
         None,
