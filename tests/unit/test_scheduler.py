@@ -183,9 +183,12 @@ class Driver:
         self.scheduler.add(sequence)
 
     def step(self) -> list[Chunk]:
-        scheduler = self.scheduler
+        scheduler, before = self.scheduler, list(self.scheduler.running)
+        stored, might_admit = scheduler.admission.stored, scheduler.admission.might_admit
+        might_admit = might_admit or (stored is not None and stored.busy)
         chunks = scheduler.schedule()
-        stored = scheduler.admission.stored
+        if not might_admit:
+            assert all(s in before for s in scheduler.running), "nobody was to be admitted"
         waits = scheduler.counts.preemptions or (stored is not None and stored.busy)
         assert chunks or self._flight or not scheduler.has_work or waits
         assert sum(c.end - c.start for c in chunks) <= scheduler.sizes.num_tokens
@@ -659,6 +662,26 @@ def test_no_draft_is_verified_beyond_the_end_of_the_output(output: int) -> None:
     sequence.drafts = [7, 7, 7]
     (chunk,) = scheduler.schedule()
     assert len(chunk.drafts) == min(3, output - 1)
+
+
+def test_steps_run_ahead_while_others_wait_for_blocks() -> None:
+    """A step with drafts is followed on the device until the one in line might start."""
+    scheduler = make_scheduler(0, 4, budget=2048, blocks=9)
+    scheduler.drafting.chooser = DraftChooser(1)
+    first, second = make_sequence("a", 2 * 256 - 9, 99), make_sequence("b", 2 * 256 - 9, 99)
+    waits = make_sequence("c", 6 * 256, 9)
+    for sequence in (first, second, waits):
+        scheduler.add(sequence)
+    scheduler.record_computed(scheduler.schedule())
+    for sequence in (first, second):
+        sequence.token_ids.append(7)
+    chunks = scheduler.schedule()
+    assert keys_of(chunks) == ["a", "b"] and not scheduler.admission.might_admit
+    assert keys_of(scheduler.schedule_ahead(chunks)) == ["a", "b"]
+    scheduler.finish(second)
+    assert not scheduler.schedule_ahead(chunks)
+    first.token_ids.append(7)
+    assert keys_of(scheduler.schedule()) == ["a", "c"]
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:

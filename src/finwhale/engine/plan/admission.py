@@ -33,6 +33,8 @@ class Admission:
 
     Attributes:
         waiting: the queue, in order of priority and arrival.
+        needed: number of free blocks for which the next in the queue waits; None: `admit` has not
+            looked since the queue changed or a sequence stopped.
         followers: the followers of each block, by the block's key.
         stored: loads blocks from a prefix store; None: there is none.
     """
@@ -41,6 +43,7 @@ class Admission:
         self, pages: PageManager, prefix: PrefixIndex | None, running: list[SequenceState]
     ) -> None:
         self.waiting: list[SequenceState] = []
+        self.needed: int | None = None
         self.followers: dict[bytes, list[SequenceState]] = {}
         self.stored: StoredPrefixes | None = None
         self._pages, self._prefix, self._running = pages, prefix, running
@@ -56,6 +59,11 @@ class Admission:
         # Another thread may read this during a step, so do not iterate over a dict that changes.
         return len(self.waiting) + sum(map(len, list(self.followers.values())))
 
+    @property
+    def might_admit(self) -> bool:
+        """Whether `admit` might find a sequence that can start now."""
+        return bool(self.waiting) and (self.needed or 0) <= self._pages.free_blocks
+
     def add(self, sequence: SequenceState) -> None:
         """Add a new sequence to the queue."""
         assert self._blocks(sequence.max_len) <= self._num_blocks
@@ -65,6 +73,7 @@ class Admission:
     def put_back(self, sequence: SequenceState) -> None:
         """Return a sequence to its place in the queue, by its priority and original arrival."""
         insort(self.waiting, sequence, key=in_order)
+        self.needed = None
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that ends while it waits, or that `add` was kept from adding."""
@@ -72,6 +81,7 @@ class Admission:
             self.stored.end_load(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
+            self.needed = None
             return
         key = next((key for key, some in self.followers.items() if sequence in some), None)
         if key is None:
@@ -104,6 +114,7 @@ class Admission:
                 needed += self.stored.reserved_from(sequence)
             if needed > self._pages.free_blocks:
                 if self._running or self.moves_prefixes:
+                    self.needed = needed
                     return None
                 assert self.stored is not None and self.stored.make_room()
                 continue
@@ -112,6 +123,7 @@ class Admission:
             if self.stored is not None:
                 self.stored.end_load(sequence)
             self.waiting.remove(sequence)
+            self.needed = None
             self._count_passed_over(sequence)
             if self._prefix is not None:
                 for key in sequence.keys[resumable:]:

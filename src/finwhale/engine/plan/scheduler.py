@@ -85,9 +85,12 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a prompt waits for its next chunk, or a sequence for its admission."""
-        waits = self.num_waiting > 0 and len(self.running) < self.sizes.num_seqs
-        return waits or any(sequence.remaining > 1 for sequence in self.running)
+        """Whether a prompt waits for its next chunk, or a sequence that might start now."""
+        return self._might_admit or any(sequence.remaining > 1 for sequence in self.running)
+
+    @property
+    def _might_admit(self) -> bool:
+        return len(self.running) < self.sizes.num_seqs and self.admission.might_admit
 
     @property
     def has_decodes(self) -> bool:
@@ -156,13 +159,11 @@ class Scheduler:
     def schedule_ahead(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """The next step of in-flight decodes (DraftRules.schedule_ahead).
 
-        Empty: the next step needs the result of `chunks`, or should admit a sequence.
+        Empty: the next step needs the result of `chunks`, or might admit a sequence.
         """
         self.admission.advance_loads()
         living = [chunk for chunk in chunks if chunk.sequence.running]
-        if self.num_waiting and len(self.running) < self.sizes.num_seqs:
-            return []
-        if not living or len(living) < len(self.running):
+        if self._might_admit or not living or len(living) < len(self.running):
             return []
         return self.drafting.schedule_ahead(living)
 
@@ -327,6 +328,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.drafts = []
         self.pages.release(sequence.tables)
+        self.admission.needed = None
         self._detach(sequence)
 
     def _detach(self, sequence: SequenceState) -> None:
