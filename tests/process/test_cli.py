@@ -441,10 +441,11 @@ def test_bench_throughput_among_others(tiny_path: Path, tmp_path: Path, capsys: 
         f"--max-num-batched-tokens 256 --long-prompt 480 --model {tiny_path}"
     )
     assert main(["bench", "throughput", *small.split(), "--record", str(record)]) == 0
-    assert "between tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "between tokens" in shown and "total tokens per s per gpu" in shown
     found = json.loads(record.read_text())["results"]
     for row in found.values():
-        assert row["output_tokens_per_s"] > 0
+        assert row["total_tokens_per_s_per_gpu"] > row["output_tokens_per_s"] > 0
         assert 0 < row["between_tokens_ms"]["p50"] <= row["between_tokens_ms"]["p99"]
     others = found["among others"]["others"]
     assert all(others["count"].values())

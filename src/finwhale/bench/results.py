@@ -22,8 +22,9 @@ UNITS = {"ms": "ms", "us": "µs", "ns": "ns", "s": "s", "seconds": "s", "gib": "
 INNER_UNITS = {"phases": "s", "errors": "requests"}
 # By the end of a name, of numbers without a unit: whether more is better; None: neither.
 BETTER = {
-    **dict.fromkeys(("tokens_per_s", "per_second", "per_step", "speedup", "accepted"), True),
-    **dict.fromkeys(("speed_over_plain", "overlap", "same_top_1", "same_tokens"), True),
+    **dict.fromkeys(("tokens_per_s", "per_second", "per_gpu", "per_step", "speedup"), True),
+    **dict.fromkeys(("accepted", "speed_over_plain", "overlap"), True),
+    **dict.fromkeys(("same_top_1", "same_tokens"), True),
     **dict.fromkeys(("relative_error", "step_over_plain"), False),
     **dict.fromkeys(("experts_hit", "found", "prompt_tokens", "cached_tokens"), None),
 }
