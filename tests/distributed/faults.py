@@ -1,5 +1,6 @@
 """Workers with faults: each function stands in for ranks.run_worker in a worker's process."""
 
+import ctypes
 import os
 import random
 import signal
@@ -81,6 +82,17 @@ def killed_told_last(open_worker: OpenRank, address: StoreAddress, owner: OwnerL
 
     if owner.rank.index in (1, 2):
         LocalExecutor.execute = failing  # type: ignore[assignment, method-assign]
+    run_worker(open_worker, address, owner)
+
+
+def keeps_the_lock(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
+    """No thread of the rank runs Python any more. Its stderr is the file $STACKS."""
+    os.dup2(os.open(os.environ["STACKS"], os.O_CREAT | os.O_WRONLY), 2)
+
+    def _keep_the_lock(executor: LocalExecutor, plan: Any) -> Any:
+        ctypes.PyDLL(None).sleep(1000)
+
+    LocalExecutor.execute = _keep_the_lock  # type: ignore[assignment, method-assign]
     run_worker(open_worker, address, owner)
 
 

@@ -186,6 +186,22 @@ def test_a_rank_that_a_signal_ends_or_stops(two: LLM, number: signal.Signals) ->
     wait_for(lambda: not is_there(worker))
 
 
+def test_a_silent_rank_says_where_it_is(
+    path: Path,
+    tmp_path: Path,
+    fault: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "SILENT_S", 1.0)
+    monkeypatch.setenv("STACKS", str(tmp_path / "stacks"))
+    fault(faults.keeps_the_lock)
+    llm = open_llm(path)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\) has not answered for 1 s"):
+        llm.generate(PROMPTS, GREEDY)
+    assert "in _keep_the_lock" in (tmp_path / "stacks").read_text()
+    wait_for(lambda: not any(map(is_there, pids(llm))))
+
+
 def test_a_rank_without_memory_for_a_step(path: Path, fault: Callable[[Any], None]) -> None:
     fault(faults.no_memory_in_a_step)
     llm = open_llm(path)

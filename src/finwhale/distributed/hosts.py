@@ -111,6 +111,9 @@ class RemoteWorker:
     def is_stopped(self) -> bool:
         return False  # unknown: the process may be on another host
 
+    def write_stacks(self) -> None:
+        """Do nothing: the process may be on another host."""
+
     def wait(self, seconds: float | None) -> bool:
         end = float("inf") if seconds is None else time.monotonic() + seconds
         self.beats()

@@ -25,6 +25,7 @@ from finwhale.errors import FinwhaleError, OtherRankError, first_line
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.2
+STACKS_SIGNAL = signal.SIGUSR1  # makes a worker write the stacks of its threads to its stderr
 CAUSE_S = 2.0  # how long a rank that noticed another's failure waits for the owner to know it
 _PR_SET_PDEATHSIG = 1
 
@@ -131,6 +132,7 @@ def run_task(owner: OwnerLink, control: Connection, level: int) -> NoReturn:
         level: the lowest level of the log records to forward.
     """
     faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL)
     owner.report(Phase("importing"))
     payload = control.recv_bytes()
     for target in (owner._beat, owner._end_with_owner):

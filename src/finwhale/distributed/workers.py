@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 from finwhale.distributed import worker_messages
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import Ring
-from finwhale.distributed.worker import OwnerLink
+from finwhale.distributed.worker import STACKS_SIGNAL, OwnerLink
 from finwhale.errors import EngineDeadError, FinwhaleError
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,9 @@ class Process(Protocol):
 
     def is_stopped(self) -> bool:
         """Whether a signal is known to have stopped the process."""
+
+    def write_stacks(self) -> None:
+        """Let the process write the stacks of its threads to its stderr, if it is on this host."""
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for the end of the process. Returns whether it has ended in this time."""
@@ -140,6 +143,11 @@ class _Child:
 
     def is_stopped(self) -> bool:
         return is_stopped(self.pid)
+
+    def write_stacks(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, STACKS_SIGNAL)
+        time.sleep(TICK_S)
 
     def wait(self, seconds: float | None) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -361,6 +369,7 @@ class Workers:
         if worker.silent_s >= STOPPED_S and worker.process.is_stopped():
             self._fail(None, f"{worker.name} was stopped by a signal")
         elif worker.silent_s >= (SILENT_S if self.steady else SILENT_AT_START_S):
+            worker.process.write_stacks()
             self._fail(None, f"{worker.name} has not answered for {worker.silent_s:.0f} s")
         elif worker.phase in (None, worker_messages.CONNECTING) and worker.phase_s >= CONNECT_S:
             cause = "rank 0 does not answer" if worker.phase else "its process does not begin"
