@@ -118,7 +118,7 @@ DRAFTING = replace(
 # No step is captured, so decodes also have any number of tokens and any context.
 EAGER = replace(LARGEST, num_tokens=300, num_seqs=64, decode_graphs=(), prefill_graphs=())
 
-# Data-parallel ranks that verify five drafts of each sequence in every decode.
+# The steps of data-parallel ranks. In each decode, they verify five drafts of every sequence.
 LANES = replace(EAGER, num_seqs=16, verify_graphs=(1, 2, 4, 8, 16), draft_kinds=((6, 5),))
 
 

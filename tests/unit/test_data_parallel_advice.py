@@ -19,6 +19,7 @@ def test_many_sequences_on_several_ranks() -> None:
         ({"max_num_seqs": 512}, 1),
         ({"max_num_seqs": 512, "data_parallel_size": 2}, 2),
         ({"max_num_seqs": 512, "kv_events": "5557"}, 2),  # which lanes refuse
+        ({"max_num_seqs": 512, "whole_attention": True}, 2),
     ],
 )
 def test_nothing_to_suggest(options: dict[str, int | str], ranks: int) -> None:

@@ -43,8 +43,8 @@ def run(scheduler: Scheduler, clock: Clock, steps: int) -> list[tuple[float, dic
     """Run steps.
 
     Returns:
-        The time of each step, and how many tokens of each prompt it read, by the prompt's
-        name. The dict has the key "" if prompts were left to read.
+        For each step, its time and a dict. The dict maps the name of a prompt to the number of its
+        tokens that the step read. It has the key "" if prompts were left to read.
     """
     found = []
     for _ in range(steps):

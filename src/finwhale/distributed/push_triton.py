@@ -140,7 +140,11 @@ def _gather(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Gather a program's words, x[inside], of n. `offsets`: of these words in the channel."""
+    """Send a program's words of x to the other ranks, and store those of all ranks in out.
+
+    n, width: words of x, and of a row of x. inside: the indices of the words in x. offsets: where
+    the same words lie in the channel.
+    """
     buffer_ptr, pointers_ptr, epochs_ptr, limit_ptr, faults, rank, capacity = channel
     own = tl.load(x_ptr + inside, mask=inside < n, other=0)
     if FIRST == 0:

@@ -64,7 +64,9 @@ class Process(Protocol):
         """Whether a signal is known to have stopped the process."""
 
     def write_stacks(self) -> None:
-        """Let the process write the stacks of its threads to its stderr, if it is on this host."""
+        """Let the process write the stacks of its threads to its stderr, if it is on this host,
+        and give it time for that.
+        """
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for the end of the process. Returns whether it has ended in this time."""

@@ -232,7 +232,9 @@ class PageManager:
         return pool.allocate()
 
     def allocate_several(self, num_pages: "Mapping[CacheGroup, int]") -> dict[str, tuple[int, ...]]:
-        """Allocate a number of pages of each group. Returns the page numbers by group name."""
+        """Allocate pages: for each group, as many as `num_pages` says. Returns their numbers, by
+        the groups' names.
+        """
         return {
             group.name: tuple(self.allocate(group) for _ in range(count))
             for group, count in num_pages.items()

@@ -230,8 +230,12 @@ class Decisions:
 def data_parallel_advice(config: EngineConfig, num_ranks: int) -> str:
     """What to say to users whose options suggest data-parallel ranks; empty: nothing."""
     few = (config.max_num_seqs or 0) < DATA_PARALLEL_SEQS
-    if num_ranks == 1 or config.data_parallel_size > 1 or few or config.kv_events is not None:
+    if num_ranks == 1 or config.data_parallel_size > 1 or few:
         return ""
+    try:
+        replace(config, tensor_parallel_size=None, data_parallel_size=num_ranks)
+    except FinwhaleError:
+        return ""  # another option contradicts it
     return (
         f"with {DATA_PARALLEL_SEQS} or more sequences at once, data_parallel_size={num_ranks} may "
         f"give more tokens per second than tensor_parallel_size={num_ranks}, and holds "
