@@ -15,7 +15,6 @@ all-reduce in a layer without fusion.
 import argparse
 import functools
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, seconds_of, warm_up
+from finwhale.cli.bench import run_tool
 from finwhale.distributed import connect as connecting
 from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
@@ -463,4 +463,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

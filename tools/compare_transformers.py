@@ -11,7 +11,6 @@ is its forward and an argmax.
 import argparse
 import importlib
 import random
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Storage
 from finwhale.checkpoint.stored import StoredWeight
 from finwhale.checkpoint.writer import write_stored
+from finwhale.cli.bench import run_tool
 from finwhale.config import Activations
 from finwhale.engine.ranks.memory_checks import check_disk, check_host_memory
 from finwhale.errors import ResourceError
@@ -332,4 +332,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

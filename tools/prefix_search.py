@@ -9,7 +9,6 @@ prefill of a prompt, then sends the same prompt again and times it until its fir
 import argparse
 import gc
 import random
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.stepping import new_sequence
 from finwhale.bench.timing import seconds_of
+from finwhale.cli.bench import run_tool
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_sizes import StepSizes
@@ -101,4 +101,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

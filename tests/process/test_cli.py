@@ -19,8 +19,10 @@ import torch
 
 import finwhale
 from finwhale import LLM, SamplingParams
+from finwhale.cli.bench import run_tool
 from finwhale.cli.main import main
 from finwhale.engine.steps.runner import ModelRunner
+from tools import collectives
 
 Capture = pytest.CaptureFixture[str]
 TEXT = "The fin whale is"
@@ -432,6 +434,17 @@ def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> Non
     assert [start["start"] for start in found["results"]] == ["cold", "warm"]
     for start in found["results"]:
         assert 0 < start["ready_s"] <= start["first_token_s"] <= start["process_s"]
+
+
+def test_a_tool_names_a_mistake_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools.collectives"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        run_tool(collectives.main)
+    wanted = "finwhale: error: this benchmark needs 2 GPUs, and torch sees 0\n"
+    assert ended.value.code == 1 and capsys.readouterr().err == wanted
 
 
 def test_bench_throughput_among_others(tiny_path: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -2,8 +2,11 @@
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
+from finwhale.cli.main import exit_code
 from finwhale.interrupts import terminated_as_interrupted
 from finwhale.options import Parser
 
@@ -32,5 +35,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
     args = parser.parse_args(argv[:1])
     benchmark = importlib.import_module(f"finwhale.bench.{args.name}")
+    return _measure(benchmark.main, argv[1:])
+
+
+def run_tool(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a benchmark outside of the package, as `finwhale bench` runs its own, and exit."""
+    sys.exit(exit_code(lambda: _measure(main, sys.argv[1:])))
+
+
+def _measure(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     with terminated_as_interrupted():
-        return int(benchmark.main(argv[1:]))
+        return int(main(argv))

@@ -5,7 +5,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import finwhale
 from finwhale.errors import FinwhaleError
@@ -40,10 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal or pipe with a narrow encoding shows "?" for characters that it lacks.
         sys.stdout.reconfigure(errors="replace")
+    command = f"finwhale.cli.{args[0].replace('-', '_')}"
+    return exit_code(lambda: int(importlib.import_module(command).run(args[1:])))
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """The exit code of a command's work. Prints a user's mistake as one line."""
     try:
-        return int(
-            importlib.import_module(f"finwhale.cli.{args[0].replace('-', '_')}").run(args[1:])
-        )
+        return work()
     except FinwhaleError as error:
         print(f"finwhale: error: {error}", file=sys.stderr)
         return 1
