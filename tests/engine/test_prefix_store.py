@@ -16,6 +16,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan import stored_prefixes
 from finwhale.engine.plan.stored_prefixes import MOVING_STATES
+from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.steps.page_copies import HEADER_BYTES, MARK_BYTES, PageCopies
 from finwhale.engine.store.opening import attach_store
 from finwhale.errors import FinwhaleError
@@ -238,6 +239,22 @@ def test_other_options_share_nothing(tmp_path: Path) -> None:
         with open_llm(path, tmp_path / "store", **options) as llm:
             tokens(llm, prompt, 3)
             assert llm._engine.metrics().cached_tokens == found, options
+
+
+def test_another_package_of_kernels_shares_nothing(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = first_rank(model.run.executor).runner
+    names = []
+    for packages in ((), ("DeepGEMM 2.5",)):
+        capabilities = replace(runner.ops.capabilities, packages=packages)
+        monkeypatch.setattr(runner, "ops", replace(runner.ops, capabilities=capabilities))
+        stored = server(model, tmp_path).scheduler.admission.stored
+        assert stored is not None and stored.name is not None
+        names.append(stored.name)
+    first, second = names
+    assert second.about == {**first.about, "libraries": f"{first.about['libraries']}, DeepGEMM 2.5"}
+    assert first.fingerprint != second.fingerprint
 
 
 def test_new_weights_share_nothing_with_the_old_ones(tmp_path: Path) -> None:

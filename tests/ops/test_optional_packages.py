@@ -41,7 +41,8 @@ asked = not optional.why_no_deepgemm(), "deep_gemm" in sys.modules, "torch" in s
 for batch_invariant in (False, True):
     ops = load_ops(Platform("nvidia", "sm90"), batch_invariant=batch_invariant)
     assert all(callable(getattr(ops, name)) for name, _ in ops.implementations())
-print(asked, load_ops(Platform("nvidia", "sm90")).linear.__module__, optional.notes())
+ops = load_ops(Platform("nvidia", "sm90"))
+print(asked, ops.linear.__module__, ops.capabilities.packages, optional.notes())
 """
 
 
@@ -70,7 +71,8 @@ def python(code: str, *paths: Path) -> list[str]:
 def test_a_working_package_is_used(tmp_path: Path) -> None:
     install(tmp_path, WORKING)
     (line,) = python(TABLE, tmp_path)
-    assert line == "(True, False, True) finwhale.ops.linear.linear_deepgemm []"
+    used = "('tokenspeed-deepgemm 2.5.0.post20260629',)"
+    assert line == f"(True, False, True) finwhale.ops.linear.linear_deepgemm {used} []"
 
 
 def test_a_package_that_is_too_old_is_not_used(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_a_package_that_is_too_old_is_not_used(tmp_path: Path) -> None:
         "Triton kernels replace DeepGEMM's: tokenspeed-deepgemm 2.1.0 is too old: "
         "2.5 or later is needed"
     )
-    assert line.startswith(f"(False, False, True) {TRITON} ['DeepGEMM is not used")
+    assert line.startswith(f"(False, False, True) {TRITON} () ['DeepGEMM is not used")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_a_package_whose_import_fails_is_not_used(tmp_path: Path, code: str) -> 
     warning, line = python(TABLE, tmp_path)
     assert "its import failed, " in warning
     assert "no CUDA home" in warning or "nowhere_to_be_found" in warning
-    assert line.startswith(f"(True, False, True) {TRITON} ['DeepGEMM is not used")
+    assert line.startswith(f"(True, False, True) {TRITON} () ['DeepGEMM is not used")
 
 
 GEMMS = """

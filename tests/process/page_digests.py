@@ -30,21 +30,21 @@ DIGESTS = {
             "exact": "f0cd0c89f4bc745066de5cc178289989",
             "drafts": "b07c086d9e5cc2e3ac95d0b3f77424ae",
         },
-        "torch 2.11, triton 3.6, NVIDIA H200": {
-            "default": "21db4953b5079dd409b9c51d63206526",
-            "drafts": "34d385c4f714f90d47b3f073ef5b7709",
+        "torch 2.11, triton 3.6, tokenspeed-deepgemm 2.5.0.post20260629, NVIDIA H200": {
+            "default": "47ae18029a981dbd74f5305168422041",
+            "drafts": "0d98fdaa4b081580457c4e5c90596482",
         },
     },
 }
 
 
-def wanted(library: str, processor: str) -> dict[str, str]:
-    """The digests of this version, with these libraries, on this processor; skips the test if they
-    are not known.
+def wanted(library: str, *others: str) -> dict[str, str]:
+    """The digests of this version, with these libraries, optional packages and processor; skips the
+    test if they are not known.
     """
     names = ("torch", library)
     versions = (f"{name} {'.'.join(version(name).split('.')[:2])}" for name in names)
-    kind = ", ".join([*versions, processor])
+    kind = ", ".join([*versions, *others])
     if kind not in DIGESTS[NUMERICS_VERSION]:
         pytest.skip(f"no digests of cached rows are known for {kind}")
     return DIGESTS[NUMERICS_VERSION][kind]

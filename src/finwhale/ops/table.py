@@ -41,6 +41,8 @@ class Capabilities:
             runs before that of queries and kv. Otherwise it runs on a side stream, as a C128
             layer's does, whose weight is smaller.
         expert_id_dtype: The dtype of the expert ids that routing returns.
+        packages: Optional packages whose kernels the operators call, with versions. They decide
+            bits of results.
     """
 
     quantised_weights: bool = False
@@ -53,6 +55,7 @@ class Capabilities:
     compiles_layers: bool = False
     compressor_first: range = range(0)
     expert_id_dtype: torch.dtype = torch.int64
+    packages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 import torch
@@ -27,12 +27,14 @@ def describe(
     rank: RankDescription,
     page_bytes: Mapping[str, int],
     dtype: torch.dtype,
+    packages: Sequence[str],
 ) -> dict[str, str]:
     """The parts of an engine's fingerprint, as people read them.
 
     Args:
         checkpoint: None: random weights.
         page_bytes: bytes of a page, by group.
+        packages: the optional packages whose kernels the operators call, with versions.
     """
     device, library = torch.device(rank.device), "numpy"
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
@@ -50,7 +52,9 @@ def describe(
         "ranks": "any" if config.batch_invariant else ranks,
         "batch_invariant": str(config.batch_invariant),
         "device": kind,
-        "libraries": f"torch {torch.__version__}, {library} {version(library)}",
+        "libraries": ", ".join(
+            (f"torch {torch.__version__}", f"{library} {version(library)}", *packages)
+        ),
         "numerics": str(NUMERICS_VERSION),
     }
 

@@ -82,7 +82,8 @@ def attach_store(
     runner = first_rank(executor).runner
     page_bytes = {name: pages.shape[1] for name, pages in runner.cache.pages.items()}
     about = describe(
-        config, model_config, checkpoint, executor.description, page_bytes, runner.model.dtype
+        *(config, model_config, checkpoint, executor.description, page_bytes),
+        *(runner.model.dtype, runner.ops.capabilities.packages),
     )
     name = StoreName(str(path), fingerprint(about), about)
     sizes = record_bytes(schedulers[0].pages, page_bytes)

@@ -55,7 +55,9 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
     mhc_post, mhc_post_pre = of_mhc(mhc.mhc_post), of_mhc(mhc.mhc_post_pre)
     return replace(
         portable,
-        capabilities=replace(portable.capabilities, compressor_first=COMPRESSOR_FIRST),
+        capabilities=replace(
+            portable.capabilities, compressor_first=COMPRESSOR_FIRST, packages=optional.packages()
+        ),
         launch_classes=nvidia.launch_classes(linears, sparse_attention_hopper, experts_hopper),
         linear=bind(linears.linear, options=options),
         grouped_form=grouped_form,

@@ -6,6 +6,7 @@ import fails, the function logs one line and the table uses other kernels.
 
 import importlib.metadata
 import logging
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from itertools import takewhile
@@ -24,16 +25,28 @@ def why_no_deepgemm() -> str | None:
     """Why DeepGEMM cannot be used, without importing it; None if no reason is known."""
     if find_spec("deep_gemm") is None:
         return "not installed"
-    for name in DEEPGEMM_NAMES:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for name, version in _deepgemm_builds():
         numbers = takewhile(str.isdigit, version.split("."))
         if tuple(map(int, numbers)) < DEEPGEMM_LEAST:
             least = ".".join(map(str, DEEPGEMM_LEAST))
             return f"{name} {version} is too old: {least} or later is needed"
     return None
+
+
+def _deepgemm_builds() -> list[tuple[str, str]]:
+    """Name and version of each installed build of DeepGEMM."""
+    installed = []
+    for name in DEEPGEMM_NAMES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed.append((name, importlib.metadata.version(name)))
+    return installed
+
+
+def packages() -> tuple[str, ...]:
+    """Names and versions of the packages that the table uses."""
+    if deepgemm() is None:
+        return ()
+    return tuple(map(" ".join, _deepgemm_builds())) or ("DeepGEMM",)
 
 
 @cache
