@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.formats import quantise_fp4, quantise_fp8_block
-from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.spec import FP8_BLOCKS, WeightSpec
 from finwhale.checkpoint.stored import PLAIN_DTYPES, PLAIN_STORAGES, StoredWeight
 from finwhale.checkpoint.writer import write_stored
 from finwhale.errors import CheckpointError
@@ -83,8 +83,8 @@ def encode(
             data = tensor.to(torch.int64)
         elif plain_dtype is not None:
             data, storage = tensor.to(plain_dtype), PLAIN_STORAGES[plain_dtype]
-        elif storage == "fp8_block":
-            data, scale = quantise_fp8_block(tensor, scale_dtype)
+        elif storage in FP8_BLOCKS:
+            data, scale = quantise_fp8_block(tensor, scale_dtype, FP8_BLOCKS[storage])
         elif storage == "fp4":
             data, scale = quantise_fp4(tensor)
         else:

@@ -46,7 +46,7 @@ def _change_attention(attn: Attention, size: int, whole_from: int | None) -> Non
     whole_output = whole.output
     w, heads = whole.weights, whole.number // size
     columns = [
-        LinearWeight(part.clone(), w.wo_b.round_input) for part in w.wo_b.weight.chunk(size, 1)
+        LinearWeight(part.clone(), w.wo_b.input_group) for part in w.wo_b.weight.chunk(size, 1)
     ]
     sinks = [part.clone() for part in w.attn_sink.chunk(size)]
     attend = attn.sparse_attention
@@ -106,6 +106,6 @@ def _slices(w: ExpertWeight, size: int) -> list[ExpertWeight]:
     w1, w3 = (half.chunk(size, -2) for half in w.w13.chunk(2, -2))
     w2 = w.w2.chunk(size, -1)
     return [
-        ExpertWeight(torch.cat((gate, up), -2), down.clone(), w.round_input)
+        ExpertWeight(torch.cat((gate, up), -2), down.clone(), w.input_group)
         for gate, up, down in zip(w1, w3, w2, strict=True)
     ]

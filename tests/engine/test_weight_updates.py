@@ -355,7 +355,7 @@ class Converted(ExpertWeight):
 
 
 def converted(w: ExpertWeight) -> ExpertWeight:
-    return Converted(w.w13, w.w2, w.round_input, w.scale13, w.scale2, w.w13.amax((1, 2)))
+    return Converted(*(w.w13, w.w2, w.input_group, w.scale13, w.scale2), largest=w.w13.amax((1, 2)))
 
 
 def test_a_partial_update_where_the_operators_convert_experts(

@@ -33,7 +33,7 @@ def weights(D: int, I: int, E: int) -> ExpertWeight:  # noqa: E741
 
     codes = draw(0, 256, E, 2 * I, D // 2), draw(0, 256, E, D, I // 2)
     scales = draw(118, 123, E, 2 * I, D // 32), draw(118, 123, E, D, I // 32)
-    return tile_experts(ExpertWeight(*codes, True, *scales))[0]
+    return tile_experts(ExpertWeight(*codes, 128, *scales))[0]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_the_projection(config: str, invariant: bool) -> None:
     (case,) = (one for one in found_cases if one.name == "wo_a of bfloat16")
     assert case.weight is not None
     w = ready(ops, case.weight())
-    assert isinstance(w, LinearWeight) and w.scale is not None and not w.round_input
+    assert isinstance(w, LinearWeight) and w.scale is not None and not w.input_group
     groups, rows, width = w.weight.shape
     wide = w.scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)[:, :, :width]
     values = w.weight.float() * wide
@@ -81,7 +81,7 @@ def test_captured_is_eager_and_nothing_compiles_late(draft_tokens: int) -> None:
         model = first_rank(llm._engine.executor).runner.model
         assert isinstance(model, DeepseekV4)
         wo_a = model.weights.layers[0].attn.heads.wo_a
-        assert isinstance(wo_a, LinearWeight) and not wo_a.round_input
+        assert isinstance(wo_a, LinearWeight) and not wo_a.input_group
         found.append(tokens(llm))
         long = [[5 + i % 900 for i in range(n)] for n in (17, 65, 300, 900)]
         llm.generate(long, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))

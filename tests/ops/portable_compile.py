@@ -18,9 +18,9 @@ from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.weights import assembler
 from finwhale.ops import load_ops
 from finwhale.ops.attention import TopkEntries, Window
-from finwhale.ops.attention import layout as rows_layout
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
-from finwhale.ops.indexer import layout as keys_layout
+from finwhale.ops.indexer.layout import IndexKey
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import linear
 from finwhale.ops.paging import CacheRows
@@ -56,7 +56,7 @@ def call_linear() -> None:
 def call_attention() -> None:
     """Flash's attention over selected entries: the kernel that needs the most shared memory."""
     tokens, table = step_tokens(256, 2**20, 1), page_table(256, 64)
-    rows = CacheRows(meta(1024, rows_layout.page_bytes(64, 512, 64), dtype=torch.uint8), table)
+    rows = CacheRows(meta(1024, RopeRow(512, 64).page_bytes(64), dtype=torch.uint8), table)
     sparse_attention(
         meta(256, 64, 512),
         f32(2**20, 32, 2),
@@ -72,7 +72,7 @@ def call_attention() -> None:
 
 def call_indexer() -> None:
     tokens, table = step_tokens(8, 2**20, 1), page_table(8, 64)
-    keys = CacheRows(meta(1024, keys_layout.page_bytes(64, 128), dtype=torch.uint8), table)
+    keys = CacheRows(meta(1024, IndexKey(128).page_bytes(64), dtype=torch.uint8), table)
     q, weights, rotary = meta(8, 64, 128), f32(8, 64), f32(2**20, 32, 2)
     select_entries(q, weights, keys, rotary, tokens, 512, 0.1, True)
 

@@ -29,15 +29,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.engine.start.memory import all_sampling_options, without_filters
 from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
-from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import prepare_qkv_triton as prepare
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention as portable_attention
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.compressor import compress_triton as compressor
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight, PlannedTokens, VerifiedStep
 from finwhale.ops.drafts import drafts_triton as drafts
-from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import select_entries_triton as indexer
+from finwhale.ops.indexer.layout import IndexKey
 from finwhale.ops.indexer.topk_long_triton import NUM_WARPS
 from finwhale.ops.linear import LinearWeight, few_tokens_hopper, quantise_triton
 from finwhale.ops.linear import linear_triton as linear
@@ -331,7 +331,7 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
 
 def e4m3(*shape: int) -> LinearWeight:
     blocks = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
-    return LinearWeight(meta(*shape, dtype=torch.float8_e4m3fn), True, f32(*blocks))
+    return LinearWeight(meta(*shape, dtype=torch.float8_e4m3fn), 128, f32(*blocks))
 
 
 FEW = linear.LinearOptions(early_launch=True, few_tokens=few_tokens_hopper.launch)
@@ -351,7 +351,7 @@ def call_e4m3(
         linear.linear(meta(N, width), e4m3(rows, width), options=options)
     linear.grouped_linear(meta(N, groups, 4096), e4m3(groups, 1024, 4096), options=options)
     w13, w2 = e4m3(2 * I, D), e4m3(D, I)
-    shared = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
+    shared = ExpertWeight(w13.weight, w2.weight, 128, w13.scale, w2.scale)
     linear.swiglu_mlp(meta(N, D), shared, 10.0, options=options)
 
 
@@ -367,10 +367,10 @@ def call_linear(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
     """The linear layers of one model, for N tokens."""
     call_e4m3(D, A, Q, I, N)
     groups = A // 8
-    wo_a = replace(e4m3(groups, 1024, 4096), round_input=False)
+    wo_a = replace(e4m3(groups, 1024, 4096), input_group=0)
     linear.grouped_linear(meta(N, groups, 4096), wo_a)
     for rounded in (False, True):
-        w = LinearWeight(meta(2624, D), rounded, out_dtype=torch.float32)
+        w = LinearWeight(meta(2624, D), 128 * rounded, out_dtype=torch.float32)
         linear.linear(meta(N, D), w)
     quantise_triton.swiglu_quantise(meta(N, 2 * I), 10.0)
     if N <= 64:
@@ -425,9 +425,9 @@ def page_table(N: int, rows_per_page: int) -> PageTable:
 def compress_part(N: int, width: int, ratio: int, rounding: Rounding) -> CompressPart:
     mixed, share, rows = (8, 4, 64) if ratio == 4 else (128, 2, 2)
     if rounding == "key":
-        num_bytes = keys_layout.page_bytes(rows, width)
+        num_bytes = IndexKey(width).page_bytes(rows)
     else:
-        num_bytes = rows_layout.page_bytes(rows, width, 64)
+        num_bytes = RopeRow(width, 64).page_bytes(rows)
     pool = meta(1024, num_bytes, dtype=torch.uint8)
     weight = CompressorWeight(f32(mixed, width), f32(width), ratio)  # type: ignore[arg-type]
     state = CacheRows(f32(1024, share * width), page_table(N, 8 if ratio == 4 else 128))
@@ -458,10 +458,10 @@ def call_attention(
 ) -> None:
     """Attention over packed rows, for N tokens: the kernels that every GPU can have."""
     tokens, rotary = step_tokens(N, 2**20, max_query), f32(2**20, 32, 2)
-    pool = meta(1024, rows_layout.page_bytes(64, C, 64), dtype=torch.uint8)
+    pool = meta(1024, RopeRow(C, 64).page_bytes(64), dtype=torch.uint8)
     rows, form = CacheRows(pool, page_table(N, 64)), RowForm(f32(C), rotary, 1e-6, True)
     prepare.prepare_qkv(meta(N, Q), f32(Q), meta(N, C), form, tokens, rows)
-    small = meta(1024, rows_layout.page_bytes(2, C, 64), dtype=torch.uint8)
+    small = meta(1024, RopeRow(C, 64).page_bytes(2), dtype=torch.uint8)
     values, scales = quantise_triton.empty_quantised(N, A, C, pool)
     for entries, *out in (
         (None, meta(N, A, C)),

@@ -50,8 +50,8 @@ def u8(*shape: int) -> Tensor:
 
 
 def call(D: int, I: int, E: int, K: int, N: int, plan: HopperPlan | ExpertsPlan) -> None:  # noqa: E741
-    w = ExpertWeight(u8(E, 2 * I, D // 2), u8(E, D, I // 2), True)
-    w = ExpertWeight(w.w13, w.w2, True, u8(E, 2 * I, D // 32), u8(E, D, I // 32))
+    w = ExpertWeight(u8(E, 2 * I, D // 2), u8(E, D, I // 2), 128)
+    w = ExpertWeight(w.w13, w.w2, 128, u8(E, 2 * I, D // 32), u8(E, D, I // 32))
     tiled, _ = tile_experts(w)
     x, ids, weights, each = meta(N, D), meta(N, K, dtype=torch.int32), f32(N, K), meta(N, K, D)
     if (

@@ -5,17 +5,19 @@ import torch
 from tests.support.packing import unpack_rows
 
 from finwhale.ops.attention import ref
-from finwhale.ops.attention.layout import pack_rows, page_bytes
+from finwhale.ops.attention.layout import RopeRow, ScaledRow, pack_rows
 from finwhale.ops.case import Draw
 
 
 def test_sizes_of_pages() -> None:
-    assert page_bytes(64, 512, 64) == 64 * 584
-    assert page_bytes(2, 512, 64) == 2 * 584
-    assert page_bytes(64, 128, 64) == 64 * 200
-    assert page_bytes(1, 512, 64) == 592
+    assert RopeRow(512, 64).page_bytes(64) == 64 * 584
+    assert RopeRow(512, 64).page_bytes(2) == 2 * 584
+    assert RopeRow(128, 64).page_bytes(64) == 64 * 200
+    assert RopeRow(512, 64).page_bytes(1) == 592
+    assert ScaledRow(512, value_bits=8, group=32).page_bytes(64) == 64 * 528
+    assert ScaledRow(512, value_bits=4, group=16).page_bytes(64) == 64 * 288
     with pytest.raises(ValueError, match="multiple of 16 nope values"):
-        page_bytes(64, 70, 64)
+        RopeRow(70, 64).page_bytes(64)
 
 
 @pytest.mark.parametrize("rows, rows_per_page", [(0, 4), (5, 4), (128, 64), (3, 1)])
@@ -25,7 +27,7 @@ def test_rows_come_back_as_the_reference_rounds_them(
 ) -> None:
     values = (Draw().normal(rows, width) * 30).to(torch.bfloat16)
     pool = pack_rows(values, rows_per_page, rope)
-    assert pool.shape == (-(-rows // rows_per_page), page_bytes(rows_per_page, width, rope))
+    assert pool.shape == (-(-rows // rows_per_page), RopeRow(width, rope).page_bytes(rows_per_page))
     found = unpack_rows(pool, rows_per_page, width, rope)
     assert torch.equal(found[:rows], ref.round_row(values, rope).float())
     assert not found[rows:].any()

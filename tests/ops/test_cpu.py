@@ -76,12 +76,12 @@ def lay_out(ops: Ops, args: Args) -> Args:
 
 def _prepared(ops: Ops, arg: Any) -> Any:
     if isinstance(arg, LinearWeight):
-        w = ops.prepare_linear(LinearWeight(torch.empty_like(arg.weight), arg.round_input))
+        w = ops.prepare_linear(LinearWeight(torch.empty_like(arg.weight), arg.input_group))
         w.weight.copy_(arg.weight)
         return w
     if isinstance(arg, ExpertWeight):
         w13, w2 = torch.empty_like(arg.w13), torch.empty_like(arg.w2)
-        e = ops.prepare_experts(ExpertWeight(w13, w2, arg.round_input))
+        e = ops.prepare_experts(ExpertWeight(w13, w2, arg.input_group))
         e.w13.copy_(arg.w13)
         e.w2.copy_(arg.w2)
         return ops.finish_experts(e) if e.w13.dim() == 3 else e

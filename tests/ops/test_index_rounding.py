@@ -16,7 +16,7 @@ from torch import Tensor
 
 from finwhale.ops.case import Draw
 from finwhale.ops.indexer import cpu
-from finwhale.ops.indexer.layout import pack_keys, page_bytes
+from finwhale.ops.indexer.layout import IndexKey, pack_keys
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, scaled_fp4, unscaled_fp4
 
 from .test_references import E2M1, f64, naive_fp4, naive_hadamard
@@ -147,7 +147,7 @@ def test_bfloat16_holds_every_result() -> None:
 def test_packed_keys_are_what_was_rounded(width: int) -> None:
     keys = rotate_to_fp4(outliers(Draw(), 128, width) * 1e-3)
     pool = pack_keys(keys, 64)
-    assert pool.shape == (2, page_bytes(64, width)) and pool.dtype == torch.uint8
+    assert pool.shape == (2, IndexKey(width).page_bytes(64)) and pool.dtype == torch.uint8
     assert torch.equal(unpack_keys(pool, 64, width), keys)
     # Pages may be longer than their keys.
     assert torch.equal(unpack_keys(torch.nn.functional.pad(pool, (0, 9)), 64, width), keys)
@@ -155,7 +155,7 @@ def test_packed_keys_are_what_was_rounded(width: int) -> None:
 
 def test_offsets_of_a_page_s_values() -> None:
     """By hand: magnitudes are in order, signs are where layout.py says; exponents follow."""
-    assert page_bytes(64, 128) == 64 * 68
+    assert IndexKey(128).page_bytes(64) == 64 * 68
     keys = torch.zeros(4, 128)
     keys[1, 34], keys[1, 35] = 6.0, -0.5  # group 1, scale 1
     keys[3, 127] = -3.0 * 2.0**-9  # group 3: amax 3 * 2^-9 is 6 * 2^-10

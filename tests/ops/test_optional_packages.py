@@ -117,7 +117,7 @@ folder = Path(sys.argv[1]) / "deepgemm" / "cache"
 folder.mkdir(parents=True)
 kernel_builds = DeepGemmKernels(folder)
 kernel_builds.install()
-w = LinearWeight(torch.empty(256, 2048, dtype=torch.float8_e4m3fn), True, torch.ones(2, 16))
+w = LinearWeight(torch.empty(256, 2048, dtype=torch.float8_e4m3fn), 128, torch.ones(2, 16))
 def linear(n):
     linear_deepgemm.linear(torch.zeros(n, 2048, dtype=torch.bfloat16), w)
 with kernel_builds.collecting():

@@ -51,7 +51,9 @@ E4M3 = sorted(
 
 
 def rounded(x: Floats, group: int) -> Floats:
-    """To the nearest E4M3 value at each group's scale, ties to the even mantissa."""
+    """To the nearest E4M3 value at each group's scale, ties to the even mantissa; group 0: x."""
+    if not group:
+        return x
     out = np.zeros_like(x)
     table = np.array(E4M3)
     middles = (table[1:] + table[:-1]) / 2
@@ -133,14 +135,13 @@ def naive_rms_norm(x: Floats, weight: Floats, eps: float) -> list[Floats]:
 
 def naive_linear(x: Floats, w: Any) -> list[Floats]:
     weight = f64(w.weight)
-    return [np.array([product(rounded(r, 128) if w.round_input else r, weight) for r in x])]
+    return [np.array([product(rounded(row, w.input_group), weight) for row in x])]
 
 
 def naive_grouped_linear(x: Floats, w: Any) -> list[Floats]:
     weight = f64(w.weight)
     parts = [
-        [product(rounded(g, 128) if w.round_input else g, weight[i]) for i, g in enumerate(row)]
-        for row in x
+        [product(rounded(g, w.input_group), weight[i]) for i, g in enumerate(row)] for row in x
     ]
     return [np.array(parts)]
 
@@ -410,16 +411,16 @@ def naive_route_by_hash(
 
 
 def expert(
-    x: Floats, w13: Floats, w2: Floats, limit: float, rounds: bool, weight: float = 1.0
+    x: Floats, w13: Floats, w2: Floats, limit: float, group: int, weight: float = 1.0
 ) -> Floats:
     """The routing weight multiplies what enters w2, before it is rounded."""
-    both = product(rounded(x, 128) if rounds else x, w13)
+    both = product(rounded(x, group), w13)
     width = len(both) // 2
     hidden = np.zeros(width)
     for i in range(width):
         gate, up = min(both[i], limit), max(-limit, min(both[width + i], limit))
         hidden[i] = gate * sigmoid(gate) * up * weight if gate > -700 else 0.0
-    return product(rounded(hidden, 128) if rounds else hidden, w2)
+    return product(rounded(hidden, group), w2)
 
 
 def naive_experts(
@@ -435,7 +436,7 @@ def naive_experts(
     for n, k in np.ndindex(*ids.shape):
         e = int(ids[n, k])
         if e >= 0:
-            out[n] += expert(x[n], w13[e], w2[e], limit, w.round_input, weights[n, k])
+            out[n] += expert(x[n], w13[e], w2[e], limit, w.input_group, weights[n, k])
     return [out]
 
 
@@ -449,7 +450,7 @@ def naive_experts_combine(each: Floats, ids: Floats, shared: Floats | None = Non
 
 def naive_swiglu_mlp(x: Floats, w: Any, limit: float) -> list[Floats]:
     w13, w2 = f64(w.w13), f64(w.w2)
-    return [np.array([expert(row, w13, w2, limit, w.round_input) for row in x])]
+    return [np.array([expert(row, w13, w2, limit, w.input_group) for row in x])]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -581,7 +582,7 @@ def test_every_operator_is_covered() -> None:
 
 def test_a_grouped_linear_takes_what_was_rounded_before() -> None:
     draw = Draw()
-    x, w = outliers(draw, 5, 2, 384), LinearWeight(draw.normal(2, 24, 384), True)
+    x, w = outliers(draw, 5, 2, 384), LinearWeight(draw.normal(2, 24, 384), 128)
     assert REFERENCE.grouped_form(w, 128) is None
     values, scales = scaled_e4m3(x.flatten(1), 128)
     found = REFERENCE.grouped_linear(values.view(x.shape), w, scales)

@@ -22,7 +22,7 @@ Run = Callable[[Tensor, Tensor, Tensor, ExpertWeight], Tensor]
 
 def on_the_cpu(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeight) -> Tensor:
     ops = load_ops(Platform.cpu())
-    empty = ExpertWeight(torch.empty_like(w.w13), torch.empty_like(w.w2), w.round_input)
+    empty = ExpertWeight(torch.empty_like(w.w13), torch.empty_like(w.w2), w.input_group)
     prepared = ops.prepare_experts(empty)
     prepared.w13.copy_(w.w13)
     prepared.w2.copy_(w.w2)
@@ -38,7 +38,7 @@ def drawn(round_input: bool) -> tuple[Tensor, Tensor, Tensor, ExpertWeight]:
     w = ExpertWeight(
         draw.normal(E, 2 * I, D, scale=D**-0.5).bfloat16().float(),
         draw.normal(E, D, I, scale=I**-0.5).bfloat16().float(),
-        round_input,
+        128 * round_input,
     )
     ids = torch.stack([draw.distinct(E, K) for _ in range(N)])
     return draw.normal(N, D), ids, draw.normal(N, K).abs(), w
@@ -56,7 +56,7 @@ def formula(
     x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeight, *, weight_first: bool
 ) -> Tensor:
     """In float64, each pair alone; weight_first: as the authors, else w2's output is weighted."""
-    if w.round_input:
+    if w.input_group:
         x = rounded(x.double())
     out = torch.zeros(N, D, dtype=torch.float64)
     for n in range(N):
@@ -65,7 +65,7 @@ def formula(
             gate, up = (w.w13[expert].double() @ x[n].double()).chunk(2)
             gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
             hidden = gate * torch.sigmoid(gate) * up * (weight if weight_first else 1.0)
-            hidden = rounded(hidden) if w.round_input else hidden
+            hidden = rounded(hidden) if w.input_group else hidden
             out[n] += w.w2[expert].double() @ hidden * (1.0 if weight_first else weight)
     return out
 

@@ -14,6 +14,7 @@ from tests.support.checked_case import CheckedCase
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
+from finwhale.ops.linear import KERNEL_GROUP
 from finwhale.platform import Platform
 
 from .kernels_support import assert_close
@@ -35,7 +36,10 @@ def covered() -> list[Any]:
         kernels = importlib.import_module(f"finwhale.ops.{family}.{kernel_module}")
         for case in cases:
             kernel = getattr(kernels, case.operator, None)
-            if kernel is not None and len(case.args()[0]) <= MAX_TOKENS:
+            groups = {getattr(arg, "input_group", 0) for arg in case.args()}
+            if kernel is None or not groups <= {0, KERNEL_GROUP}:
+                continue
+            if len(case.args()[0]) <= MAX_TOKENS:
                 params.append(pytest.param(case, kernel, id=str(case)))
     return params
 

@@ -48,8 +48,8 @@ def weights_of(E: int, D: int, I: int, spread: int) -> tuple[ExpertWeight, Exper
     inputs = Inputs()
     w13, scale13 = fp4(inputs, E, 2 * I, D, spread=spread)
     w2, scale2 = fp4(inputs, E, D, I, spread=spread)
-    wanted = ExpertWeight(plain(w13, scale13), plain(w2, scale2), True)
-    return ExpertWeight(w13, w2, True, scale13, scale2), wanted
+    wanted = ExpertWeight(plain(w13, scale13), plain(w2, scale2), 128)
+    return ExpertWeight(w13, w2, 128, scale13, scale2), wanted
 
 
 def tiled(w: ExpertWeight) -> TiledExperts:
@@ -212,7 +212,7 @@ def test_groups_of_zeros_do_not_count_and_far_groups_are_rounded() -> None:
     codes, exponents = fp4(Inputs(), 1, 128, 128, spread=2)
     exponents[0, :, 1] = 90
     codes[0, :64, 16:32] &= 0x88
-    w = ExpertWeight(codes, codes.clone(), True, exponents, exponents.clone())
+    w = ExpertWeight(codes, codes.clone(), 128, exponents, exponents.clone())
     far = (codes[0, 64:, 16:32] & 0x77).long()
     values = (far & 7 > 0).sum() + (far >> 4 > 0).sum()
     _, changed = tile_experts(w)
@@ -225,9 +225,7 @@ def test_exponents_of_zeros_and_at_the_end_of_e8m0() -> None:
     codes[0, :, 16:32] &= 0x88
     exponents[0, :, 1] = 200
     exponents[0, 0] = 2
-    w, changed = tile_experts(
-        ExpertWeight(codes, codes.clone(), True, exponents, exponents.clone())
-    )
+    w, changed = tile_experts(ExpertWeight(codes, codes.clone(), 128, exponents, exponents.clone()))
     assert changed == 0
     assert w.row_scale2 is not None
     assert w.row_scale2[0, 0] == 2.0**-126 and (w.row_scale2[0, 1:] == 2.0 ** (125 - 6 - 127)).all()

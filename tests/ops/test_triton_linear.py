@@ -39,7 +39,7 @@ def e4m3_weight(inputs: Inputs, *shape: int) -> tuple[LinearWeight, Tensor]:
     blocks = (*groups, -(-rows // 128), -(-width // 128))
     scale = 2.0 ** torch.randint(-9, -3, blocks, generator=inputs.generator).float()
     wide = scale.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)
-    return LinearWeight(weight, True, scale), weight.float() * wide
+    return LinearWeight(weight, 128, scale), weight.float() * wide
 
 
 def product(x: Tensor, weight: Tensor, rounded: bool) -> Tensor:
@@ -72,7 +72,7 @@ def test_e4m3_weights_of_bfloat16_inputs(num_tokens: int, width: int) -> None:
     """The input is not rounded: what wo_a_input "bf16" asks for."""
     inputs = Inputs()
     w, wide = e4m3_weight(inputs, 2, 384, width)
-    w = replace(w, round_input=False)
+    w = replace(w, input_group=0)
     x = inputs.outliers(num_tokens, 2, width + 32, dtype=torch.bfloat16)[:, :, :width]
     wanted = torch.stack([product(x[:, g], wide[g], False) for g in range(2)], 1)
     found = kernels.grouped_linear(x, w)
@@ -96,9 +96,7 @@ def test_shared_expert_of_bfloat16_inputs(num_tokens: int) -> None:
     x = inputs.outliers(num_tokens, 128, dtype=torch.bfloat16)
     gate, up = product(x, wide13, False).chunk(2, -1)
     hidden = torch.nn.functional.silu(gate.clamp(max=0.3)) * up.clamp(-0.3, 0.3)
-    found = kernels.swiglu_mlp(
-        x, ExpertWeight(w13.weight, w2.weight, False, w13.scale, w2.scale), 0.3
-    )
+    found = kernels.swiglu_mlp(x, ExpertWeight(w13.weight, w2.weight, 0, w13.scale, w2.scale), 0.3)
     wanted = product(hidden.bfloat16(), wide2, False)
     error = (found.float() - wanted).norm()
     assert error < 2.0**-7 * wanted.norm()
@@ -110,9 +108,9 @@ def test_shared_expert_of_bfloat16_inputs(num_tokens: int) -> None:
 def test_plain_weights_of_any_width(num_tokens: int, dtype: torch.dtype, rounded: bool) -> None:
     inputs = Inputs()
     weight, x = inputs.normal(37, 200, dtype=dtype), inputs.normal(num_tokens, 200, dtype=dtype)
-    found = kernels.linear(x, LinearWeight(weight, rounded, None, torch.float32))
+    found = kernels.linear(x, LinearWeight(weight, 128 * rounded, None, torch.float32))
     assert_close(found, product(x, weight, rounded))
-    assert kernels.linear(x, LinearWeight(weight, rounded)).dtype == dtype
+    assert kernels.linear(x, LinearWeight(weight, 128 * rounded)).dtype == dtype
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
@@ -121,7 +119,7 @@ def test_shared_expert(num_tokens: int) -> None:
     w13, wide13 = e4m3_weight(inputs, 512, 128)
     w2, wide2 = e4m3_weight(inputs, 128, 256)
     x = inputs.outliers(num_tokens, 128, dtype=torch.bfloat16)
-    w = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
+    w = ExpertWeight(w13.weight, w2.weight, 128, w13.scale, w2.scale)
     gate, up = product(x, wide13, True).chunk(2, -1)
     hidden = torch.nn.functional.silu(gate.clamp(max=0.3)) * up.clamp(-0.3, 0.3)
     wanted = product(hidden.bfloat16(), wide2, True)
@@ -189,7 +187,7 @@ def test_invariant_gemms_give_a_row_the_same_bits_for_any_number_of_rows() -> No
     found = [linear(x[:size], w)[:1] for size in (1, 2, 17, 70)]
     assert_close(found[3], kernels.linear(x, w)[:1])
     assert all(torch.equal(found[0], each) for each in found[1:])
-    found = [linear(x[:size], replace(w, round_input=False))[:1] for size in (1, 17, 70)]
+    found = [linear(x[:size], replace(w, input_group=0))[:1] for size in (1, 17, 70)]
     assert all(torch.equal(found[0], each) for each in found[1:])
     plain = LinearWeight(inputs.normal(100, 600, dtype=torch.bfloat16))
     found = [linear(x[:size, :600], plain)[:1] for size in (1, 17, 70)]
@@ -286,8 +284,8 @@ def test_what_the_projection_cannot_take_rounded(deepgemm: Any) -> None:
     """Groups across heads, and weights that DeepGEMM does not take."""
     inputs = Inputs()
     w, _ = e4m3_weight(inputs, 2, 128, 256)
-    plain = LinearWeight(inputs.normal(2, 128, 256, dtype=torch.bfloat16), True)
-    unrounded = replace(w, round_input=False)
+    plain = LinearWeight(inputs.normal(2, 128, 256, dtype=torch.bfloat16), 128)
+    unrounded = replace(w, input_group=0)
     for head_dim, weight in ((64, w), (128, plain), (128, unrounded)):
         for table in (deepgemm, with_own_bits(deepgemm)):
             assert table.grouped_form(weight, head_dim) is None
@@ -298,7 +296,7 @@ def test_deepgemm_leaves_unrounded_inputs_to_our_kernels(num_tokens: int, deepge
     """Its package has no product of them: calling it would fail here."""
     inputs = Inputs()
     w, wide = e4m3_weight(inputs, 2, 128, 256)
-    w = replace(w, round_input=False)
+    w = replace(w, input_group=0)
     x = inputs.outliers(num_tokens, 2, 256, dtype=torch.bfloat16)
     wanted = torch.stack([product(x[:, g], wide[g], False) for g in range(2)], 1).bfloat16()
     deepgemm.deep_gemm.fp8_einsum = None
@@ -314,7 +312,7 @@ def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="128 values do not fit a weight"):
         kernels.linear(x[:, :128], w)
     with pytest.raises(ValueError, match="without a scale"):
-        kernels.linear(x, LinearWeight(w.weight, True))
+        kernels.linear(x, LinearWeight(w.weight, 128))
 
 
 def few_tokens(
@@ -382,7 +380,7 @@ def test_few_tokens_of_the_shared_expert() -> None:
     inputs, called = Inputs(), list[tuple[int, ...]]()
     w13, _ = e4m3_weight(inputs, 256, 256)
     w2, _ = e4m3_weight(inputs, 192, 128)
-    w = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
+    w = ExpertWeight(w13.weight, w2.weight, 128, w13.scale, w2.scale)
     x = inputs.normal(6, 256, dtype=torch.bfloat16)
     found = kernels.swiglu_mlp.func(x, w, 2.0, options=few_options(called))  # type: ignore[attr-defined]
     assert_close(found, kernels.swiglu_mlp(x, w, 2.0))
@@ -399,8 +397,8 @@ def test_problems_that_the_kernel_of_few_tokens_does_not_take() -> None:
     linear(x[:1], w, options=options)  # row_kernel
     linear(x, w, options=options)
     linear(x[:6], w, options=few_options(called, invariant=True))
-    linear(x[:6], replace(w, round_input=False), options=options)
-    linear(x[:6], LinearWeight(w.weight.bfloat16(), True), options=options)
+    linear(x[:6], replace(w, input_group=0), options=options)
+    linear(x[:6], LinearWeight(w.weight.bfloat16(), 128), options=options)
     long, _ = e4m3_weight(inputs, 1024, 2048)  # 16 steps in one part
     linear(inputs.normal(6, 2048, dtype=torch.bfloat16), long, options=options)
     narrow, _ = e4m3_weight(inputs, 200, 256)

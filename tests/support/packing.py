@@ -20,12 +20,11 @@ from finwhale.checkpoint.formats import (
     scale_to_float32,
 )
 from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
-from finwhale.ops.attention.layout import _parts, num_groups, pack_rows, value_bytes
-from finwhale.ops.attention.layout import scale_bytes as row_scale_bytes
+from finwhale.ops.attention.layout import RopeRow, _parts, pack_rows
 from finwhale.ops.case import Args
 from finwhale.ops.compressor import CompressPart
-from finwhale.ops.indexer.layout import code_bytes, pack_keys, scale_bytes
-from finwhale.ops.linear import LinearWeight
+from finwhale.ops.indexer.layout import IndexKey, pack_keys
+from finwhale.ops.linear import KERNEL_GROUP, LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import CacheRows, PageTable, Tokens
 from finwhale.ops.rounding import unscaled_fp4
@@ -54,12 +53,10 @@ def unpack_rows(pool: Tensor, rows_per_page: int, head_dim: int, rope_dim: int) 
 
     Row r of the result is slot r of the pool. Every value is exact in bfloat16.
     """
-    values, groups = value_bytes(head_dim, rope_dim), num_groups(head_dim, rope_dim)
-    value_part, scale_part = _parts(
-        pool, rows_per_page, values, row_scale_bytes(head_dim, rope_dim)
-    )
+    record = RopeRow(head_dim, rope_dim)
+    value_part, scale_part = _parts(pool, rows_per_page, record.value_bytes, record.scale_bytes)
     value_part = value_part.flatten(0, 1).contiguous()
-    exponent = scale_part.flatten(0, 1)[:, :groups].to(torch.int32)
+    exponent = scale_part.flatten(0, 1)[:, : record.num_groups].to(torch.int32)
     scale = (exponent << 23).view(torch.float32).repeat_interleave(NOPE_GROUP, 1)
     width = head_dim - rope_dim
     nope = value_part[:, :width].view(torch.float8_e4m3fn).float() * scale[:, :width]
@@ -69,13 +66,14 @@ def unpack_rows(pool: Tensor, rows_per_page: int, head_dim: int, rope_dim: int) 
 
 def unpack_keys(pool: Tensor, rows_per_page: int, width: int) -> Tensor:
     """Keys of packed pages uint8 [pages, bytes], as float32 [pages * rows_per_page, width]."""
-    end = rows_per_page * code_bytes(width)
-    words = pool[:, :end].reshape(-1, code_bytes(width))
+    record = IndexKey(width)
+    end = rows_per_page * record.code_bytes
+    words = pool[:, :end].reshape(-1, record.code_bytes)
     size = torch.stack((words & 7, words >> 4 & 7), -1).flatten(1)
     sign = torch.stack((words >> 7, words >> 3 & 1), -1).unflatten(1, (-1, 4)).mT.flatten(1)
     codes = size | sign << 3
-    exponents = pool[:, end : end + rows_per_page * scale_bytes(width)]
-    scale = (exponents.reshape(-1, scale_bytes(width)).int() << 23).view(torch.float32)
+    exponents = pool[:, end : end + rows_per_page * record.scale_bytes]
+    scale = (exponents.reshape(-1, record.scale_bytes).int() << 23).view(torch.float32)
     return unscaled_fp4(codes, scale)
 
 
@@ -157,10 +155,10 @@ def plain_weight(arg: Any) -> Any:
     """Convert a weight to float32; other arguments stay as they are."""
     if isinstance(arg, LinearWeight):
         weight = arg.weight.float() if arg.scale is None else _fp8_values(arg.weight, arg.scale)
-        return LinearWeight(weight, arg.round_input)
+        return LinearWeight(weight, arg.input_group)
     if isinstance(arg, ExpertWeight):
         w13, w2 = _expert_values(arg.w13, arg.scale13), _expert_values(arg.w2, arg.scale2)
-        return ExpertWeight(w13, w2, arg.round_input)
+        return ExpertWeight(w13, w2, arg.input_group)
     return arg
 
 
@@ -242,18 +240,20 @@ def _packed_part(part: CompressPart, rope: int) -> CompressPart:
 def _packed_weight(arg: Any) -> Any:
     """Pack a weight: FP8 or FP4 if its inputs are rounded, otherwise bfloat16."""
     if isinstance(arg, LinearWeight):
-        if not arg.round_input:
+        if not arg.input_group:
             return LinearWeight(arg.weight.bfloat16(), out_dtype=torch.float32)
+        if arg.input_group != KERNEL_GROUP:
+            return _NO_FORM
         weight, scale = _fp8(arg.weight)
-        return LinearWeight(weight, True, scale, torch.bfloat16)
+        return LinearWeight(weight, arg.input_group, scale, torch.bfloat16)
     if isinstance(arg, ExpertWeight):
-        if not arg.round_input:
+        if arg.input_group != KERNEL_GROUP:
             return _NO_FORM
         shared = arg.w13.dim() == 2
         if not shared and (arg.w13.shape[-1] % 32 or arg.w2.shape[-1] % 32):
             return _NO_FORM
         (w13, scale13), (w2, scale2) = (_fp8(w) if shared else _fp4(w) for w in (arg.w13, arg.w2))
-        return ExpertWeight(w13, w2, True, scale13, scale2)
+        return ExpertWeight(w13, w2, arg.input_group, scale13, scale2)
     return arg
 
 

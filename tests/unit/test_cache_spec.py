@@ -223,7 +223,7 @@ def test_parts_of_a_page_lie_apart_and_aligned(name: str, packed: bool) -> None:
         for f in g.fields:
             size = f.width * (4 if f.full_precision else 2)
             if not layout.row_bytes:
-                size = f.packed_bytes(g.rows_per_page)
+                size = f.record.page_bytes(g.rows_per_page)
             for layer in f.layers:
                 offset = layout.offsets[f.name, layer]
                 assert offset >= ends and offset % 16 == 0

@@ -80,16 +80,17 @@ def test_scales_are_the_smallest_power_of_two(limit: float) -> None:
 @pytest.mark.parametrize(
     "shape", [(128, 128), (256, 384), (1, 1), (130, 257), (100, 128), (7, 300)]
 )
-def test_fp8_equals_torch_conversion_block_by_block(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [128, 32])
+def test_fp8_equals_torch_conversion_block_by_block(shape: tuple[int, int], size: int) -> None:
     weight = random_weight(*shape)
-    data, scale = quantise_fp8_block(weight)
+    data, scale = quantise_fp8_block(weight, block=size)
     assert data.dtype == torch.float8_e4m3fn and data.shape == shape
     assert scale.dtype == torch.float8_e8m0fnu
-    assert scale.shape == (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
-    restored = dequantise_fp8_block(data, scale, torch.float32)
+    assert scale.shape == (math.ceil(shape[0] / size), math.ceil(shape[1] / size))
+    restored = dequantise_fp8_block(data, scale, torch.float32, size)
     for i in range(scale.shape[0]):
         for j in range(scale.shape[1]):
-            block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            block = (slice(size * i, size * (i + 1)), slice(size * j, size * (j + 1)))
             factor = smallest_power_of_two(weight[block].abs().max().item(), 448.0)
             assert e8m0_to_float32(scale)[i, j] == factor
             codes = (weight[block] / factor).to(torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
 """The numeric formats of a checkpoint's weights in plain torch: FP8 blocks, FP4 rows, E8M0 scales.
 
-FP8 block: e4m3 values [out, in], one scale per 128x128 block: [ceil(out/128), ceil(in/128)].
+FP8 block: e4m3 values [out, in], one scale per BxB block: [ceil(out/B), ceil(in/B)], B 128 or 32.
 FP4: two e2m1 values a byte along the last axis, the low nibble is the even k: int8 [..., in/2], one
 scale per 1x32: [..., in/32]. E8M0: a byte b means 2^(b - 127); 255 means NaN (OCP Microscaling
 Formats 1.0, section 5.4.1). The code reads and writes scales only as bytes, because devices differ
@@ -17,7 +17,6 @@ from torch import Tensor
 from finwhale.errors import CheckpointError
 from finwhale.number_formats import E2M1_MAX, E4M3_MAX, e2m1_codes, e2m1_values
 
-FP8_BLOCK = 128
 FP4_BLOCK = 32
 E8M0_BIAS = 127
 E8M0_NAN = 255
@@ -104,26 +103,27 @@ def _reciprocal(raw: Tensor) -> Tensor:
     return e8m0_to_float32(2 * E8M0_BIAS - raw)
 
 
-# --- FP8, blocks of 128x128 -------------------------------------------------------------------
+# --- FP8, square blocks -----------------------------------------------------------------------
 
 
-def fp8_scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+def fp8_scale_shape(shape: tuple[int, ...], block: int = 128) -> tuple[int, int]:
     """The shape of the scales of an FP8 weight [out, in]."""
     rows, columns = shape
-    return -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+    return -(-rows // block), -(-columns // block)
 
 
 def quantise_fp8_block(
-    weight: Tensor, scale_dtype: torch.dtype = torch.float8_e8m0fnu
+    weight: Tensor, scale_dtype: torch.dtype = torch.float8_e8m0fnu, block: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """Round a weight to e4m3 with one scale per 128x128 block.
+    """Round a weight to e4m3 with one scale per block.
 
     Args:
         weight: [out, in], floating; any sizes, the last block of a row or column may be partial.
         scale_dtype: float8_e8m0fnu (amax/448 rounded up to a power of two) or float32 (amax/448).
+        block: rows and columns of a block.
 
     Returns:
-        float8_e4m3fn [out, in] and the scales [ceil(out/128), ceil(in/128)]; weight is their
+        float8_e4m3fn [out, in] and the scales [ceil(out/B), ceil(in/B)]; weight is their
         product up to rounding to nearest even. A zero block has scale 1.
 
     Raises:
@@ -132,13 +132,13 @@ def quantise_fp8_block(
     assert weight.dim() == 2 and scale_dtype in (torch.float8_e8m0fnu, torch.float32)
     rows, columns = weight.shape
     data = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
-    scale = torch.empty(fp8_scale_shape((rows, columns)), device=weight.device)
+    scale = torch.empty(fp8_scale_shape((rows, columns), block), device=weight.device)
     raw = torch.empty_like(scale, dtype=torch.uint8)
-    for start, stop in row_slices(rows, columns, FP8_BLOCK):
+    for start, stop in row_slices(rows, columns, block):
         part = weight[start:stop].to(torch.float32, copy=True)
-        amax = _block_amax(part)
+        amax = _block_amax(part, block)
         _check_finite(amax)
-        blocks = slice(start // FP8_BLOCK, -(-stop // FP8_BLOCK))
+        blocks = slice(start // block, -(-stop // block))
         if scale_dtype == torch.float32:
             smallest = torch.finfo(torch.float32).tiny
             scale[blocks] = torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp_min(smallest))
@@ -146,44 +146,46 @@ def quantise_fp8_block(
         else:
             raw[blocks] = _power_of_two_scales(amax, E4M3_MAX)
             inverse = _reciprocal(raw[blocks])
-        _multiply_blocks(part, inverse)
+        _multiply_blocks(part, inverse, block)
         data[start:stop] = part.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return data, scale if scale_dtype == torch.float32 else raw.view(torch.float8_e8m0fnu)
 
 
-def dequantise_fp8_block(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantise_fp8_block(
+    data: Tensor, scale: Tensor, dtype: torch.dtype, block: int = 128
+) -> Tensor:
     """e4m3 [out, in] times its block scales (E8M0 or float32), computed in float32, as dtype."""
-    assert data.dim() == 2 and tuple(scale.shape) == fp8_scale_shape(tuple(data.shape))
+    assert data.dim() == 2 and tuple(scale.shape) == fp8_scale_shape(tuple(data.shape), block)
     factors = scale_to_float32(scale)
     rows, columns = data.shape
     out = torch.empty(rows, columns, dtype=dtype, device=data.device)
-    for start, stop in row_slices(rows, columns, FP8_BLOCK):
+    for start, stop in row_slices(rows, columns, block):
         part = data[start:stop].float()
-        _multiply_blocks(part, factors[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
+        _multiply_blocks(part, factors[start // block : -(-stop // block)], block)
         out[start:stop] = part
     return out
 
 
-def _block_amax(part: Tensor) -> Tensor:
-    """The largest magnitude of each 128x128 block of float32 [rows, columns]; NaN stays NaN."""
+def _block_amax(part: Tensor, block: int) -> Tensor:
+    """The largest magnitude of each block of float32 [rows, columns]; NaN stays NaN."""
     rows, columns = part.shape
-    if rows % FP8_BLOCK or columns % FP8_BLOCK:
-        missing = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
+    if rows % block or columns % block:
+        missing = (0, -columns % block, 0, -rows % block)
         part = torch.nn.functional.pad(part, missing)
-    low, high = torch.aminmax(part.view(len(part), -1, FP8_BLOCK), dim=2)
-    return torch.maximum(high, -low).view(-1, FP8_BLOCK, low.shape[1]).amax(1)
+    low, high = torch.aminmax(part.view(len(part), -1, block), dim=2)
+    return torch.maximum(high, -low).view(-1, block, low.shape[1]).amax(1)
 
 
-def _multiply_blocks(part: Tensor, factors: Tensor) -> None:
-    """Multiply float32 [rows, columns] in place by one factor per 128x128 block."""
+def _multiply_blocks(part: Tensor, factors: Tensor, block: int) -> None:
+    """Multiply float32 [rows, columns] in place by one factor per block."""
     rows, columns = part.shape
-    by_row = factors.repeat_interleave(FP8_BLOCK, 0)[:rows]
-    whole = columns // FP8_BLOCK
+    by_row = factors.repeat_interleave(block, 0)[:rows]
+    whole = columns // block
     if whole:
-        split = part[:, : whole * FP8_BLOCK].view(rows, whole, FP8_BLOCK)
+        split = part[:, : whole * block].view(rows, whole, block)
         split.mul_(by_row[:, :whole, None])
-    if columns % FP8_BLOCK:
-        part[:, whole * FP8_BLOCK :].mul_(by_row[:, whole:])
+    if columns % block:
+        part[:, whole * block :].mul_(by_row[:, whole:])
 
 
 # --- FP4, rows of 32 ----------------------------------------------------------------------------

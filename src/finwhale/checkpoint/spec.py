@@ -4,13 +4,16 @@ Specs and slices are named tuples: a model has tens of thousands, and frozen dat
 longer to create and to hash.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp4"]
-"""The stored format of a weight. "fp8_block" and "fp4" also have a `.scale` tensor (formats.py)."""
+Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp8_block_32", "fp4"]
+"""The stored format of a weight. FP8 and FP4 weights also have a `.scale` tensor (formats.py)."""
+
+# Rows and columns of the blocks of FP8 weights.
+FP8_BLOCKS: Mapping[Storage, int] = {"fp8_block": 128, "fp8_block_32": 32}
 
 
 class Slice(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from finwhale.checkpoint import formats
 from finwhale.checkpoint.reader import DTYPES, TensorInfo
-from finwhale.checkpoint.spec import Slice, Storage, WeightSpec
+from finwhale.checkpoint.spec import FP8_BLOCKS, Slice, Storage, WeightSpec
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PLAIN_STORAGES: dict[torch.dtype, Storage] = {
@@ -26,7 +26,7 @@ class StoredWeight:
     Attributes:
         data: bfloat16, float16, float32 or int64 of the logical shape; float8_e4m3fn [out, in];
             or int8 [out, in/2], two e2m1 codes a byte.
-        scale: float8_e8m0fnu or float32, one per 128x128 block (FP8); float8_e8m0fnu, one per
+        scale: float8_e8m0fnu or float32, one per square block (FP8); float8_e8m0fnu, one per
             1x32 (FP4); None for plain storages.
         storage: the name of the format.
     """
@@ -63,7 +63,8 @@ class StoredWeight:
             return stored.data.to(dtype)
         if self.storage == "fp4":
             return formats.dequantise_fp4(stored.data, stored.scale, dtype)
-        return formats.dequantise_fp8_block(stored.data, stored.scale, dtype)
+        block = FP8_BLOCKS[self.storage]
+        return formats.dequantise_fp8_block(stored.data, stored.scale, dtype, block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Mismatch:
 
 
 def has_scale(storage: Storage) -> bool:
-    return storage in ("fp8_block", "fp4")
+    return storage == "fp4" or storage in FP8_BLOCKS
 
 
 def data_slice(part: Slice, storage: Storage) -> Slice:
@@ -88,9 +89,9 @@ def data_slice(part: Slice, storage: Storage) -> Slice:
 
 
 def scale_slice(part: Slice, storage: Storage) -> Slice:
-    """The slice of a weight's scales: one for 128x128 values in FP8, for 1x32 in FP4."""
-    if storage == "fp8_block":
-        return part.over(formats.FP8_BLOCK)
+    """The slice of a weight's scales: one for each block of FP8, for 1x32 values of FP4."""
+    if storage in FP8_BLOCKS:
+        return part.over(FP8_BLOCKS[storage])
     return part.over(formats.FP4_BLOCK) if part.axis == 1 else part
 
 
@@ -98,8 +99,8 @@ def storage_of(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
     """The stored format of a tensor, or a Mismatch if it does not fit its spec."""
     if spec.storage == "i64":
         found: Storage | None = "i64" if info.dtype == torch.int64 else None
-    elif info.dtype == torch.float8_e4m3fn and spec.storage in ("fp8_block", "fp4"):
-        found = "fp8_block"
+    elif info.dtype == torch.float8_e4m3fn and has_scale(spec.storage):
+        found = "fp8_block" if spec.storage == "fp4" else spec.storage
     elif info.dtype == torch.int8 and spec.storage == "fp4":
         found = "fp4"
     else:
@@ -118,7 +119,7 @@ def scale_mismatch(spec: WeightSpec, scale: TensorInfo, storage: Storage) -> Mis
         shape: tuple[int, ...] = (*spec.shape[:-1], spec.shape[-1] // formats.FP4_BLOCK)
         dtypes: tuple[torch.dtype, ...] = _SCALE_DTYPES[:1]
     else:
-        shape, dtypes = formats.fp8_scale_shape(spec.shape), _SCALE_DTYPES
+        shape, dtypes = formats.fp8_scale_shape(spec.shape, FP8_BLOCKS[storage]), _SCALE_DTYPES
     if scale.shape == shape and scale.dtype in dtypes:
         return None
     return Mismatch(
@@ -132,7 +133,7 @@ def _wanted(spec: WeightSpec) -> str:
     plain = f"BF16, F16 or F32 {list(spec.shape)}"
     if spec.storage == "i64":
         return f"I64 {list(spec.shape)}"
-    if spec.storage == "fp8_block":
+    if spec.storage in FP8_BLOCKS:
         return f"F8_E4M3, {plain}"
     if spec.storage == "fp4":
         packed = [*spec.shape[:-1], spec.shape[-1] // 2]

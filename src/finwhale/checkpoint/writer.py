@@ -13,7 +13,7 @@ from torch import Tensor
 from finwhale.checkpoint.config_files import CONFIG_FILE
 from finwhale.checkpoint.formats import FP4_BLOCK, fp8_scale_shape
 from finwhale.checkpoint.reader import INDEX_FILE, SINGLE_FILE
-from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.checkpoint.spec import FP8_BLOCKS, Storage, WeightSpec
 from finwhale.checkpoint.stored import DTYPE_NAMES, PLAIN_DTYPES, StoredWeight
 from finwhale.errors import CheckpointError
 
@@ -74,9 +74,9 @@ def _without_values(spec: WeightSpec) -> dict[str, Tensor]:
 
     if spec.storage in _PLAIN_DTYPES:
         return {spec.name: empty(spec.shape, _PLAIN_DTYPES[spec.storage])}
-    if spec.storage == "fp8_block":
+    if spec.storage in FP8_BLOCKS:
         data = empty(spec.shape, torch.float8_e4m3fn)
-        scale = empty(fp8_scale_shape(spec.shape), torch.float8_e8m0fnu)
+        scale = empty(fp8_scale_shape(spec.shape, FP8_BLOCKS[spec.storage]), torch.float8_e8m0fnu)
     else:
         *rows, columns = spec.shape
         data = empty((*rows, columns // 2), torch.int8)

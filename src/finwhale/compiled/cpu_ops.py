@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from finwhale.ops import Ops
-from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
+from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe.ref import clamped_swiglu
 from finwhale.ops.rounding import round_e4m3
@@ -34,14 +34,14 @@ def traced(registered: Ops) -> Ops:
     """
 
     def rounded(x: Tensor, w: LinearWeight | ExpertWeight) -> Tensor:
-        return round_e4m3(x, ACTIVATION_GROUP) if w.round_input else x
+        return round_e4m3(x, w.input_group) if w.input_group else x
 
     def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-        return registered.linear(rounded(x_NK, w), replace(w, round_input=False))
+        return registered.linear(rounded(x_NK, w), replace(w, input_group=0))
 
     def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
         assert scales_NS is None, "a graph's input is not rounded"
-        return registered.grouped_linear(rounded(x_NGK, w), replace(w, round_input=False))
+        return registered.grouped_linear(rounded(x_NGK, w), replace(w, input_group=0))
 
     def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
         gate_up = registered.linear(rounded(x_ND, w), LinearWeight(w.w13))

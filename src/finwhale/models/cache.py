@@ -3,15 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Literal
+from typing import Protocol
 
 from torch import Tensor
 
-from finwhale.ops.attention import layout as row_layout
-from finwhale.ops.indexer import layout as key_layout
 from finwhale.ops.paging import BLOCK_TOKENS, CacheRows, PageTable
-
-FieldKind = Literal["row", "key", "state"]
 
 # Bytes. Kernels load 16 bytes at once, so every part of a page begins at a multiple of 16. A page
 # of packed parts begins at a multiple of a cache line.
@@ -20,36 +16,48 @@ PART_ALIGN, PAGE_ALIGN = 16, 128
 STATE_ALIGN = 64
 
 
+class Record(Protocol):
+    """The form in which a row is stored. The layouts of operators define the records that kernels
+    read as bytes (ops/attention/layout.py, ops/indexer/layout.py).
+    """
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+
+    def page_bytes(self, rows_per_page: int) -> int:
+        """Bytes of one layer's part of a packed page."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A row of `width` float32 values, whatever the dtype of the activations."""
+
+    width: int
+
+    def page_bytes(self, rows_per_page: int) -> int:
+        return 4 * rows_per_page * self.width
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheField:
     """One kind of row that some layers store in the cache.
 
     Attributes:
-        width: values in a row.
-        kind: "row" of attention, "key" of an indexer, or "state" of a compressor. State is float32
-            whatever the dtype of the activations.
-        rope: number of last values of a row, which are never rounded.
         layers: the layers that store it. The draft layers' numbers follow the model's.
     """
 
     name: str
-    width: int
-    kind: FieldKind
-    rope: int
+    record: Record
     layers: tuple[int, ...]
 
     @property
-    def full_precision(self) -> bool:
-        return self.kind == "state"
+    def width(self) -> int:
+        return self.record.width
 
-    def packed_bytes(self, rows_per_page: int) -> int:
-        """Bytes of one layer's part of a packed page. A packed index key of 128 FP4 values takes 68
-        bytes, for example.
-        """
-        assert not self.full_precision
-        if self.kind == "row":
-            return row_layout.page_bytes(rows_per_page, self.width, self.rope)
-        return key_layout.page_bytes(rows_per_page, self.width)
+    @property
+    def full_precision(self) -> bool:
+        return isinstance(self.record, State)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +166,7 @@ class CacheGroup:
         for f in self.fields:
             size = f.width * (4 if f.full_precision else itemsize)
             if packed:
-                size = f.packed_bytes(self.rows_per_page)
+                size = f.record.page_bytes(self.rows_per_page)
             for layer in f.layers:
                 offsets[f.name, layer] = end
                 end += _aligned(size, PART_ALIGN)

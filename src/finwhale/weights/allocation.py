@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import FP4_BLOCK, FP8_BLOCK, fp8_scale_shape
-from finwhale.checkpoint.spec import Slice, Storage, WeightSpec, name_of_scale
+from finwhale.checkpoint.formats import FP4_BLOCK, fp8_scale_shape
+from finwhale.checkpoint.spec import FP8_BLOCKS, Slice, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.stored import PLAIN_STORAGES
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops import Ops
@@ -141,13 +141,15 @@ class Allocation(WeightList):
         return tensor
 
     def projection(self, *specs: WeightSpec) -> LinearWeight:
-        if not (self.packed and self._are_fp8(specs)):
-            return self._stacked(specs, self.dtype, round_input=self._form.round_activations)
+        block = self._fp8_block(specs)
+        if block is None:
+            return self._stacked(specs, self.dtype, input_group=self._group)
         rows = [spec.local_shape[0] for spec in specs]
-        weight, scale = self._empty_fp8((sum(rows), specs[0].local_shape[1]))
-        self._add_fp8(specs, weight, scale)
-        round_input = self._form.round_activations
-        return self._ops.prepare_linear(LinearWeight(weight, round_input, scale, self.dtype))
+        weight, scale = self._empty_fp8((sum(rows), specs[0].local_shape[1]), block)
+        self._add_fp8(specs, weight, scale, block)
+        return self._ops.prepare_linear(
+            LinearWeight(weight, self._group, scale, self.dtype, scale_block=block)
+        )
 
     def matrix(
         self, *specs: WeightSpec, dtype: torch.dtype, out_dtype: torch.dtype | None = None
@@ -157,34 +159,41 @@ class Allocation(WeightList):
     def grouped(self, spec: WeightSpec, rows: int) -> LinearWeight:
         shape = spec.local_shape
         groups = shape[0] // rows
-        round_input = self._form.round_activations and self._form.round_wo_a
-        if self.packed and self._are_fp8([spec]) and rows % FP8_BLOCK == 0:
-            weight, scale = self._empty_fp8((shape[0], shape[1]))
-            self._add_fp8([spec], weight, scale)
+        group = self._group if self._form.round_wo_a else 0
+        block = self._fp8_block([spec])
+        if block is not None and rows % block == 0:
+            weight, scale = self._empty_fp8((shape[0], shape[1]), block)
+            self._add_fp8([spec], weight, scale, block)
             weight, scale = (part.unflatten(0, (groups, -1)) for part in (weight, scale))
-            return self._ops.prepare_linear(LinearWeight(weight, round_input, scale, self.dtype))
+            return self._ops.prepare_linear(
+                LinearWeight(weight, group, scale, self.dtype, scale_block=block)
+            )
         storage = self._empty((groups, rows, shape[1]), self.dtype)
-        w = self._ops.prepare_linear(LinearWeight(storage, round_input))
+        w = self._ops.prepare_linear(LinearWeight(storage, group))
         self._add_target(spec, Target(w.weight))
         return w
 
     def experts(self, specs: Sequence[WeightSpec], count: int | None = None) -> ExpertWeight:
-        round_input = self._form.round_activations
+        group, block = self._group, None
         width, hidden = specs[0].local_shape
         if self.packed and count is not None:
             names = [spec.name for spec in specs]
             if self._are_fp4(names, specs[0]):
                 return self._fp4_experts(names, specs, count)
-        if self.packed and count is None and self._are_fp8(specs):
-            w13, scale13 = self._empty_fp8((2 * width, hidden))
-            w2, scale2 = self._empty_fp8((hidden, width))
-            self._add_fp8(specs[:2], w13, scale13)
-            self._add_fp8(specs[2:], w2, scale2)
-            return self._ops.prepare_experts(ExpertWeight(w13, w2, round_input, scale13, scale2))
+        if count is None:
+            block = self._fp8_block(specs)
+        if block is not None:
+            w13, scale13 = self._empty_fp8((2 * width, hidden), block)
+            w2, scale2 = self._empty_fp8((hidden, width), block)
+            self._add_fp8(specs[:2], w13, scale13, block)
+            self._add_fp8(specs[2:], w2, scale2, block)
+            return self._ops.prepare_experts(
+                ExpertWeight(w13, w2, group, scale13, scale2, scale_block=block)
+            )
         lead = () if count is None else (count,)
         w13 = self._empty((*lead, 2 * width, hidden), self.dtype)
         w2 = self._empty((*lead, hidden, width), self.dtype)
-        w = self._ops.prepare_experts(ExpertWeight(w13, w2, round_input))
+        w = self._ops.prepare_experts(ExpertWeight(w13, w2, group))
         all13, all2 = ([w.w13], [w.w2]) if count is None else (w.w13.unbind(), w.w2.unbind())
         parts = zip(all13, all2, strict=True)
         self._add_targets(specs, (part for w13, w2 in parts for part in (*w13.chunk(2), w2)))
@@ -200,18 +209,24 @@ class Allocation(WeightList):
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def _empty_fp8(self, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _empty_fp8(self, shape: tuple[int, int], block: int) -> tuple[Tensor, Tensor]:
         weight = self._empty(shape, torch.float8_e4m3fn)
-        return weight, self._empty(fp8_scale_shape(shape), torch.float32)
+        return weight, self._empty(fp8_scale_shape(shape, block), torch.float32)
 
     def _storage(self, spec: WeightSpec) -> Storage:
         return spec.storage if self._storages is None else self._storages[spec.name]
 
-    def _are_fp8(self, specs: Sequence[WeightSpec]) -> bool:
-        """Whether all weights are FP8 and no scale block crosses a boundary of their stack."""
-        return all(self._storage(spec) == "fp8_block" for spec in specs) and all(
-            spec.local_shape[0] % FP8_BLOCK == 0 for spec in specs[:-1]
-        )
+    @property
+    def _group(self) -> int:
+        return self.input_group if self._form.round_activations else 0
+
+    def _fp8_block(self, specs: Sequence[WeightSpec]) -> int | None:
+        """The blocks of FP8 weights that are stacked in their stored form; None: they are not."""
+        storages = set(map(self._storage, specs))
+        block = FP8_BLOCKS.get(storages.pop()) if self.packed else None
+        # No block may cross a boundary of the stack.
+        aligned = block and all(spec.local_shape[0] % block == 0 for spec in specs[:-1])
+        return block if aligned and not storages else None
 
     def _are_fp4(self, names: Iterable[str], like: WeightSpec) -> bool:
         """Whether all experts are FP4. like: the spec of one of them."""
@@ -224,12 +239,12 @@ class Allocation(WeightList):
         specs: Sequence[WeightSpec],
         dtype: torch.dtype,
         *,
-        round_input: bool = False,
+        input_group: int = 0,
         out_dtype: torch.dtype | None = None,
     ) -> LinearWeight:
         rows = [spec.local_shape[0] for spec in specs]
         stacked = self._empty((sum(rows), specs[0].local_shape[1]), dtype)
-        w = self._ops.prepare_linear(LinearWeight(stacked, round_input, out_dtype=out_dtype))
+        w = self._ops.prepare_linear(LinearWeight(stacked, input_group, out_dtype=out_dtype))
         self._add_targets(specs, w.weight.split(rows))
         return w
 
@@ -254,12 +269,14 @@ class Allocation(WeightList):
         self.destinations.add(name, data)
         return True
 
-    def _add_fp8(self, specs: Sequence[WeightSpec], weight: Tensor, scale: Tensor) -> None:
+    def _add_fp8(
+        self, specs: Sequence[WeightSpec], weight: Tensor, scale: Tensor, block: int
+    ) -> None:
         """Add the targets of FP8 weights that are stacked along the rows."""
         start = 0
         for spec in specs:
             stop = start + spec.local_shape[0]
-            of_part = scale[start // FP8_BLOCK : -(-stop // FP8_BLOCK)]
+            of_part = scale[start // block : -(-stop // block)]
             if self._add_target(spec, Target(weight[start:stop], of_part)):
                 self._scales[spec.name] = of_part
             start = stop
@@ -289,7 +306,7 @@ class Allocation(WeightList):
         names13 = [name for i, name in enumerate(names) if i % 3 < 2]
         w13, scale13 = allocate(names13, 2 * width, hidden)
         w2, scale2 = allocate(names[2::3], hidden, width)
-        experts = ExpertWeight(w13, w2, self._form.round_activations, scale13, scale2)
+        experts = ExpertWeight(w13, w2, self._group, scale13, scale2)
         return self._ops.prepare_experts(experts)
 
     def _add_scale_destinations(self) -> None:

@@ -15,7 +15,7 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
     scale_to_float32,
 )
-from finwhale.checkpoint.spec import Storage, WeightSpec, name_of_scale
+from finwhale.checkpoint.spec import FP8_BLOCKS, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.stored import StoredWeight
 from finwhale.collection import no_collection
 from finwhale.errors import CheckpointError
@@ -111,7 +111,7 @@ class Assembler(Allocation, Generic[W]):
             scales = self.destinations[name_of_scale(name)]
             scales.copy_(e8m0_bytes(stored.scale).reshape(-1))
         else:
-            assert stored.storage == "fp8_block"
+            assert stored.storage in FP8_BLOCKS
             target.data.copy_(stored.data)
             target.scale.copy_(scale_to_float32(stored.scale))
 
@@ -148,10 +148,11 @@ class Assembler(Allocation, Generic[W]):
             first, *others = self._targets[name]
             for target in others:
                 shape, scale = self.specs[name].local_shape, None
+                storage = self._storage(self.specs[name])
                 if name in self._scales:
                     exponents = self.destinations[name_of_scale(name)]
-                    scale = exponents.view(torch.float8_e8m0fnu).view(fp8_scale_shape(shape))
-                storage = self._storage(self.specs[name])
+                    scale = exponents.view(torch.float8_e8m0fnu)
+                    scale = scale.view(fp8_scale_shape(shape, FP8_BLOCKS[storage]))
                 self._write(name, StoredWeight(first.data.view(shape), scale, storage), target)
 
     def finish_part(self, device: torch.device, current: W) -> tuple[W, frozenset[int]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.formats import E8M0_BIAS, FP4_BLOCK, fp8_scale_shape, row_slices
-from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
+from finwhale.checkpoint.spec import FP8_BLOCKS, Progress, Storage, WeightSpec
 from finwhale.checkpoint.stored import PLAIN_DTYPES, StoredWeight
 from finwhale.number_formats import E2M1_VALUES
 from finwhale.weights.destinations import Destinations
@@ -75,7 +75,7 @@ class DummySource:
         generator.manual_seed(zlib.crc32(f"{self._seed} {spec.name}".encode()))
         if spec.storage == "fp4":
             return _fp4(spec, generator)
-        if spec.storage == "fp8_block":
+        if spec.storage in FP8_BLOCKS:
             return _fp8(spec, generator)
         if spec.storage == "i64":
             return StoredWeight(self._experts_of_tokens(spec, generator), None, "i64")
@@ -118,10 +118,9 @@ def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
         values = torch.empty(part.shape, device=device)
         values.normal_(0.0, deviation * 2.0**-exponent, generator=generator)
         part.copy_(values.clamp_(-448, 448).to(torch.float8_e4m3fn))
-    raw = torch.full(
-        fp8_scale_shape(spec.shape), exponent + E8M0_BIAS, dtype=torch.uint8, device=device
-    )
-    return StoredWeight(data, raw.view(torch.float8_e8m0fnu), "fp8_block")
+    shape = fp8_scale_shape(spec.shape, FP8_BLOCKS[spec.storage])
+    raw = torch.full(shape, exponent + E8M0_BIAS, dtype=torch.uint8, device=device)
+    return StoredWeight(data, raw.view(torch.float8_e8m0fnu), spec.storage)
 
 
 def _fp4(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:

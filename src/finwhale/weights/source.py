@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finwhale.checkpoint.formats import find_nan
 from finwhale.checkpoint.reader import Checkpoint, Layout, TensorInfo, TensorReader
-from finwhale.checkpoint.spec import Progress, Storage, WeightSpec, name_of_scale
+from finwhale.checkpoint.spec import FP8_BLOCKS, Progress, Storage, WeightSpec, name_of_scale
 from finwhale.checkpoint.stored import (
     Mismatch,
     StoredWeight,
@@ -233,7 +233,7 @@ class WeightSource:
         """Drop the destinations of FP8 weights with float32 scales: they are for E8M0 scales."""
         tensors, other = self._checkpoint.tensors, set[str]()
         for name, storage in self.storages.items():
-            if storage == "fp8_block" and tensors[name_of_scale(name)].dtype == torch.float32:
+            if storage in FP8_BLOCKS and tensors[name_of_scale(name)].dtype == torch.float32:
                 other |= {name, name_of_scale(name)}
         return destinations.without(other) if other else destinations
 

@@ -59,10 +59,12 @@ class WeightList:
         specs: by name, in the table's order; the slices are those that the rank loads.
         dtype: dtype of projections that are not packed.
         packed: FP8 and FP4 weights keep their codes and scales.
+        input_group: values that share a scale where the inputs of FP8 and FP4 weights are rounded.
     """
 
     dtype = torch.bfloat16
     packed = True
+    input_group = 128
 
     def __init__(self, rank: Rank = ALONE) -> None:
         self.rank = rank

@@ -30,29 +30,34 @@ STRIDED = ((1, 256, 128), (5, 320, 200), (33, 200, 33))
 GROUPED = ((0, 2, 64, 16), (1, 2, 512, 128), (3, 1, 130, 7), (17, 8, 64, 16), (5, 1, 512, 128))
 
 
-def _linear(N: int, K: int, M: int, round_input: bool) -> CheckedCase:
+def rounding(group: int) -> str:
+    """The end of a case's name: how inputs are rounded."""
+    return {0: "", 128: " rounded"}.get(group, f" rounded by {group}")
+
+
+def _linear(N: int, K: int, M: int, group: int) -> CheckedCase:
     def args() -> Args:
         draw = Draw()
-        w = LinearWeight(draw.normal(M, K, scale=K**-0.5), round_input)
+        w = LinearWeight(draw.normal(M, K, scale=K**-0.5), group)
         return outliers(draw, N, K), w
 
-    name = f"{(N, K, M)} rounded" if round_input else str((N, K, M))
+    name = f"{(N, K, M)}{rounding(group)}"
     return CheckedCase(operator="linear", name=name, args=args, by_token=(0,))
 
 
-def _grouped(N: int, G: int, K: int, M: int, round_input: bool) -> CheckedCase:
+def _grouped(N: int, G: int, K: int, M: int, group: int) -> CheckedCase:
     def args() -> Args:
         draw = Draw()
-        w = LinearWeight(draw.normal(G, M, K, scale=K**-0.5), round_input)
+        w = LinearWeight(draw.normal(G, M, K, scale=K**-0.5), group)
         return outliers(draw, N, G, K), w
 
-    name = f"{(N, G, K, M)} rounded" if round_input else str((N, G, K, M))
+    name = f"{(N, G, K, M)}{rounding(group)}"
     return CheckedCase(operator="grouped_linear", name=name, args=args, by_token=(0,))
 
 
-def _strided(N: int, K: int, M: int, round_input: bool) -> CheckedCase:
+def _strided(N: int, K: int, M: int, group: int) -> CheckedCase:
     """Rows that lie in a wider tensor."""
-    case = _linear(N, K, M, round_input)
+    case = _linear(N, K, M, group)
 
     def args() -> Args:
         x, w = case.args()
@@ -62,7 +67,9 @@ def _strided(N: int, K: int, M: int, round_input: bool) -> CheckedCase:
 
 
 CASES = (
-    *(_linear(*size, rounded) for size in PLAIN for rounded in (False, True)),
-    *(_strided(*size, rounded) for size in STRIDED for rounded in (False, True)),
-    *(_grouped(*size, rounded) for size in GROUPED for rounded in (False, True)),
+    *(_linear(*size, group) for size in PLAIN for group in (0, 128)),
+    *(_strided(*size, group) for size in STRIDED for group in (0, 128)),
+    *(_grouped(*size, group) for size in GROUPED for group in (0, 128)),
+    _linear(5, 320, 200, 32),
+    _grouped(3, 2, 96, 16, 32),
 )

@@ -6,6 +6,7 @@ of the first, so some of its values may be on the other side of a rounding bound
 """
 
 import torch
+from tests.support.cases.linear import rounding
 from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import outliers
 
@@ -44,11 +45,11 @@ def _route(N: int, D: int, E: int, K: int, I: int) -> tuple[CheckedCase, ...]:  
     )
 
 
-def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[CheckedCase, ...]:  # noqa: E741
+def _experts(N: int, D: int, E: int, K: int, I: int, group: int) -> tuple[CheckedCase, ...]:  # noqa: E741
     def experts() -> Args:
         draw = Draw()
         w13 = draw.normal(E, 2 * I, D, scale=D**-0.5)
-        w = ExpertWeight(w13, draw.normal(E, D, I, scale=I**-0.5), rounded)
+        w = ExpertWeight(w13, draw.normal(E, D, I, scale=I**-0.5), group)
         ids = torch.stack([draw.distinct(E, K) for _ in range(N)]) if N else draw.integers(E, 0, K)
         ids[N // 2 :: 5, 0] = -1
         return outliers(draw, N, D), ids, draw.normal(N, K).abs(), w, LIMIT
@@ -62,13 +63,13 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[Che
 
     def shared() -> Args:
         x, _, _, w, limit = experts()
-        return x, ExpertWeight(w.w13[0], w.w2[0], rounded), limit
+        return x, ExpertWeight(w.w13[0], w.w2[0], group), limit
 
-    name = f"{(N, D, E, K, I)}{' rounded' * rounded}"
+    name = f"{(N, D, E, K, I)}{rounding(group)}"
     combine_case = CheckedCase(
         operator="experts_combine", name=name, args=combine, by_token=(0, 1, 2)
     )
-    flips = 0.05 if rounded else 0.0
+    flips = 0.05 if group else 0.0
     return (
         CheckedCase(operator="experts", name=name, args=experts, by_token=(0, 1, 2), flips=flips),
         CheckedCase(
@@ -79,11 +80,12 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[Che
             flips=flips,
         ),
         CheckedCase(operator="swiglu_mlp", name=name, args=shared, by_token=(0,), flips=flips),
-        *(() if rounded else (combine_case,)),
+        *(() if group else (combine_case,)),
     )
 
 
 CASES = (
     *(case for size in SIZES for case in _route(*size)),
-    *(case for size in SIZES for rounded in (False, True) for case in _experts(*size, rounded)),
+    *(case for size in SIZES for group in (0, 128) for case in _experts(*size, group)),
+    *_experts(5, 64, 8, 2, 96, 32),
 )

@@ -147,7 +147,7 @@ def _pool(
 ) -> torch.Tensor:
     """View of one layer's rows in all pages; its part of a page begins at `offset`."""
     if not layout.row_bytes:
-        return pages[:, offset : offset + field.packed_bytes(group.rows_per_page)]
+        return pages[:, offset : offset + field.record.page_bytes(group.rows_per_page)]
     dtype = torch.float32 if field.full_precision else dtype
     rows = pages.view(dtype).view(-1, layout.row_bytes // dtype.itemsize)
     first = offset // dtype.itemsize

@@ -6,9 +6,11 @@ states of both compressors.
 
 from collections.abc import Iterable
 
-from finwhale.models.cache import CacheField, CacheGroup, FieldKind
+from finwhale.models.cache import CacheField, CacheGroup, Record, State
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.compressor import STATE_KEPT
+from finwhale.ops.indexer.layout import IndexKey
 
 
 def cache_spec(config: DeepseekV4Config) -> tuple[CacheGroup, ...]:
@@ -23,32 +25,31 @@ def cache_spec(config: DeepseekV4Config) -> tuple[CacheGroup, ...]:
         by_ratio[ratio].append(layer)
     every, c4, c128 = range(len(config.compress_ratios)), by_ratio[4], by_ratio[128]
 
-    def field(name: str, kind: FieldKind, width: int, layers: Iterable[int]) -> CacheField:
-        return CacheField(
-            name=name, kind=kind, width=width, rope=config.qk_rope_head_dim, layers=tuple(layers)
-        )
+    def field(name: str, record: Record, layers: Iterable[int]) -> CacheField:
+        return CacheField(name=name, record=record, layers=tuple(layers))
 
     head, index, verified = config.head_dim, config.index_head_dim, config.max_verify_tokens
+    row = RopeRow(head, config.qk_rope_head_dim)
     groups = [
         CacheGroup(
             name="window",
             tokens_per_row=1,
             rows_per_page=64,
             keep=(1, config.sliding_window - (config.dspark is None)),
-            fields=(field("window", "row", head, every),),
+            fields=(field("window", row, every),),
         )
     ]
     if c4:
-        entries = field("c4", "row", head, c4), field("index_keys", "key", index, c4)
+        entries = field("c4", row, c4), field("index_keys", IndexKey(index), c4)
         states = (
-            field("c4_state", "state", 4 * head, c4),
-            field("index_state", "state", 4 * index, c4),
+            field("c4_state", State(4 * head), c4),
+            field("index_state", State(4 * index), c4),
         )
         groups += [_entries("c4", 4, 64, *entries), _states("c4_state", 4, 8, verified, *states)]
     if c128:
-        state = field("c128_state", "state", 2 * head, c128)
+        state = field("c128_state", State(2 * head), c128)
         groups += [
-            _entries("c128", 128, 2, field("c128", "row", head, c128)),
+            _entries("c128", 128, 2, field("c128", row, c128)),
             _states("c128_state", 128, 128, verified, state),
         ]
     return tuple(groups)

@@ -11,14 +11,14 @@ of its own heads. With `Rank.data_parallel`, the ranks divide the experts only. 
 
 from dataclasses import replace
 
-from finwhale.checkpoint.formats import FP8_BLOCK
 from finwhale.config import RANK_COUNTS
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 
-# Number of values that share a scale when activations are rounded.
-GROUP = FP8_BLOCK
+# Number of values that share a scale when activations are rounded, and rows and columns of a block
+# of an FP8 weight.
+GROUP = 128
 
 
 def rank_config(

@@ -108,6 +108,6 @@ class SparseAttention(Protocol):
         sink [A] float32. Writes out [N,A,C].
 
         With scales (float32 of any strides, also written), out is E4M3: the operator rounds its
-        result in q's dtype for the next linear layer (`linear.LinearWeight.round_input`), and C is
+        result in q's dtype for the next linear layer (`linear.LinearWeight.input_group`), and C is
         a multiple of 128.
         """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
-from finwhale.ops.attention.layout import page_bytes
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.case import (
     BF16_RATE,
     Args,
@@ -50,7 +50,7 @@ def prepare_args(
 
 def row_bytes(s: OpSizes) -> float:
     """Bytes of a row in packed pages."""
-    return page_bytes(64, s.head_dim, s.qk_rope_head_dim) / 64
+    return RopeRow(s.head_dim, s.qk_rope_head_dim).page_bytes(64) / 64
 
 
 def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:

@@ -1,7 +1,7 @@
-"""The layout of packed rows for attention: the window's rows and the entries.
+"""The layouts of packed rows for attention: the window's rows and the entries.
 
-A packed pool is uint8 [num_pages, page_bytes]. With N = C - R nope values, R rope values and
-G = ceil(N / 64) groups, a page of P rows is
+Today's kernels read and write `RopeRow`. A packed pool is uint8 [num_pages, page_bytes]. With N =
+C - R nope values, R rope values and G = ceil(N / 64) groups, a page of P rows is
 
     P rows of N + 2 R bytes: N E4M3 values, then R bfloat16 values (after rope);
     P rows of S bytes, S = G rounded up to 8: G exponents (E8M0: 2^(byte - 127)), one for each 64
@@ -14,6 +14,8 @@ page has the layout that FlashMLA reads on SM90 as [num_pages, P, 1, 584] with t
 (any multiple of 16). With C 128 and R 64, a row has 64 + 128 + 8 = 200 bytes.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,34 +26,62 @@ from finwhale.ops.rounding import scaled_e4m3
 PAGE_ALIGN = 16
 
 
-def value_bytes(head_dim: int, rope_dim: int) -> int:
-    """Bytes of one row's values: E4M3 nope and bfloat16 rope.
+@dataclass(frozen=True, slots=True)
+class RopeRow:
+    """The record of a row of `width` values, of which the last `rope` are not rounded to E4M3."""
 
-    Raises ValueError unless a row's parts begin at multiples of 16 bytes.
+    width: int
+    rope: int
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a row's values: E4M3 nope and bfloat16 rope.
+
+        Raises ValueError unless a row's parts begin at multiples of 16 bytes.
+        """
+        nope = self.width - self.rope
+        if nope < 0 or nope % 16 or self.rope % 8:
+            raise ValueError(
+                "a packed row needs a multiple of 16 nope values and of 8 rope values, got "
+                f"{nope} (head_dim {self.width} - rope_dim {self.rope}) and {self.rope}"
+            )
+        return nope + 2 * self.rope
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of nope values that share a scale."""
+        return -(-(self.width - self.rope) // NOPE_GROUP)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a row's scales, padding included."""
+        return -(-self.num_groups // 8) * 8
+
+    def page_bytes(self, rows_per_page: int) -> int:
+        """Bytes of one page of one layer: the second dimension of a packed pool."""
+        row = self.value_bytes + self.scale_bytes
+        return -(-rows_per_page * row // PAGE_ALIGN) * PAGE_ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRow:
+    """The record of a row of `width` values that are rounded in groups, rope values too.
+
+    A page of P rows is P rows of values, then P rows of scales of one byte each. DeepSeek-V4.1 has
+    E4M3 values with E8M0 scales in groups of 32 (528 bytes for 512 values), and e2m1 values with
+    E4M3 scales in groups of 16 (288 bytes).
+
+    Attributes:
+        value_bits: 8 (E4M3) or 4 (e2m1).
     """
-    nope = head_dim - rope_dim
-    if nope < 0 or nope % 16 or rope_dim % 8:
-        raise ValueError(
-            f"a packed row needs a multiple of 16 nope values and of 8 rope values, got {nope} "
-            f"(head_dim {head_dim} - rope_dim {rope_dim}) and {rope_dim}"
-        )
-    return nope + 2 * rope_dim
 
+    width: int
+    value_bits: int
+    group: int
 
-def num_groups(head_dim: int, rope_dim: int) -> int:
-    """Number of groups of nope values that share a scale."""
-    return -(-(head_dim - rope_dim) // NOPE_GROUP)
-
-
-def scale_bytes(head_dim: int, rope_dim: int) -> int:
-    """Bytes of one row's scales, padding included."""
-    return -(-num_groups(head_dim, rope_dim) // 8) * 8
-
-
-def page_bytes(rows_per_page: int, head_dim: int, rope_dim: int) -> int:
-    """Bytes of one page of one layer: the second dimension of a packed pool."""
-    row = value_bytes(head_dim, rope_dim) + scale_bytes(head_dim, rope_dim)
-    return -(-rows_per_page * row // PAGE_ALIGN) * PAGE_ALIGN
+    def page_bytes(self, rows_per_page: int) -> int:
+        row = self.width * self.value_bits // 8 + self.width // self.group
+        return -(-rows_per_page * row // PAGE_ALIGN) * PAGE_ALIGN
 
 
 def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
@@ -61,8 +91,8 @@ def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
     page, rows past P are zeros.
     """
     num_rows, head_dim = rows_PC.shape
-    values = value_bytes(head_dim, rope_dim)
-    groups = num_groups(head_dim, rope_dim)
+    record = RopeRow(head_dim, rope_dim)
+    values, groups = record.value_bytes, record.num_groups
     num_pages = -(-num_rows // rows_per_page)
     rows = F.pad(rows_PC.float(), (0, 0, 0, num_pages * rows_per_page - num_rows))
     nope = F.pad(rows[:, :-rope_dim], (0, groups * NOPE_GROUP - (head_dim - rope_dim)))
@@ -72,11 +102,11 @@ def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
 
     pool = torch.zeros(
         num_pages,
-        page_bytes(rows_per_page, head_dim, rope_dim),
+        record.page_bytes(rows_per_page),
         dtype=torch.uint8,
         device=rows_PC.device,
     )
-    value_part, scale_part = _parts(pool, rows_per_page, values, scale_bytes(head_dim, rope_dim))
+    value_part, scale_part = _parts(pool, rows_per_page, values, record.scale_bytes)
     packed = torch.cat((rounded.view(torch.uint8)[:, : head_dim - rope_dim], rope), 1)
     value_part.copy_(packed.view(num_pages, rows_per_page, values))
     scale_part[..., :groups].copy_(exponent.view(num_pages, rows_per_page, groups))

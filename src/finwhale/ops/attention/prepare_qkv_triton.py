@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.attention import NOPE_GROUP, RowForm
-from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.attention.sparse_attention_triton import check_heads, check_pool
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
@@ -136,16 +136,17 @@ def _launch(
         raise ValueError(f"a latent's values must be contiguous, got strides {q_NQ.stride()}")
     if num_tokens == 0:
         return
+    record = RopeRow(width, rope)
     block_q = triton.next_power_of_2(q_NQ.shape[1])
     block_c = max(NOPE_GROUP, triton.next_power_of_2(width))
     _prepare_qkv_kernel[(num_tokens, 1 if query is None else 2)](
         *(q_NQ, q_norm_Q, q_out_NQ, kv_NC, form.norm, form.rotary),
         *(tokens.positions, tokens.sequence, window.pool, table.pages, table.first),
         *(q_NQ.stride(0), kv_NC.stride(0), table.pages.stride(0), window.pool.stride(0)),
-        *(q_NQ.shape[1], width, rope, num_groups(width, rope), form.eps),
+        *(q_NQ.shape[1], width, rope, record.num_groups, form.eps),
         ROWS=table.rows_per_page,
-        VALUE_BYTES=value_bytes(width, rope),
-        SCALE_BYTES=scale_bytes(width, rope),
+        VALUE_BYTES=record.value_bytes,
+        SCALE_BYTES=record.scale_bytes,
         GROUP=NOPE_GROUP,
         BLOCK_Q=block_q,
         BLOCK_C=block_c,

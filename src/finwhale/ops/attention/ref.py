@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention import NOPE_GROUP, AllEntries, RowForm, TopkEntries, Window
-from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import round_e4m3, scaled_e4m3
@@ -108,9 +107,10 @@ def write_rounded(o_NAC: Tensor, out_NAC: Tensor, scales_NS: Tensor) -> None:
 
     Args:
         out_NAC: [N,A,C] E4M3.
-        scales_NS: [N,S] float32: one scale for each 128 values of a token.
+        scales_NS: [N,S] float32: one scale for each A C / S values of a token.
     """
-    values, scales = scaled_e4m3(o_NAC.flatten(1), ACTIVATION_GROUP)
+    o_NX = o_NAC.flatten(1)
+    values, scales = scaled_e4m3(o_NX, o_NX.shape[1] // scales_NS.shape[1])
     out_NAC.copy_(values.view(o_NAC.shape))
     scales_NS.copy_(scales)
 

@@ -34,11 +34,11 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
-from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.attention.rotary_triton import rotation
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes, up_to
-from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.linear import KERNEL_GROUP
 from finwhale.ops.linear.quantise_triton import round_e4m3
 from finwhale.ops.paging import CacheRows, StepCache, Tokens
 
@@ -681,12 +681,13 @@ def plan_for(p: AttentionProblem, tiles: Tiles = tiles) -> AttendPlan:
 def attend(p: AttentionProblem, plan: AttendPlan) -> None:
     """Launch the kernels of a problem by a given plan."""
     num_tokens, heads, width = p.q.shape
+    record = RopeRow(width, p.rope)
     first, rest = _columns(width, p.rope)
     part, stats = p.workspace(plan.splits)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
         **p.arguments(part, stats),
-        VALUE_BYTES=value_bytes(width, p.rope),
-        SCALE_BYTES=scale_bytes(width, p.rope),
+        VALUE_BYTES=record.value_bytes,
+        SCALE_BYTES=record.scale_bytes,
         C=width,
         R=p.rope,
         FIRST=first,
@@ -726,7 +727,7 @@ def combine(p: AttentionProblem, splits: int, part: Tensor, stats: Tensor) -> No
 def check_pool(rows: CacheRows, head_dim: int, rope: int) -> None:
     """Raise ValueError unless the pool is packed, with pages of the layout's size."""
     pool, rows_per_page = rows.pool, rows.table.rows_per_page
-    wanted = page_bytes(rows_per_page, head_dim, rope)
+    wanted = RopeRow(head_dim, rope).page_bytes(rows_per_page)
     if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] != wanted:
         raise ValueError(
             f"a packed pool must be uint8 [num_pages, {wanted}] for {rows_per_page} rows a page "
@@ -744,9 +745,9 @@ def check_problem(p: AttentionProblem) -> None:
     check_pool(p.window.rows, width, p.rope)
     if p.entries is not None:
         check_pool(p.entries.rows, width, p.rope)
-    if p.scales is not None and (p.q.dtype != torch.bfloat16 or width % ACTIVATION_GROUP):
+    if p.scales is not None and (p.q.dtype != torch.bfloat16 or width % KERNEL_GROUP):
         raise ValueError(
-            f"rounding the output needs bfloat16 heads of a multiple of {ACTIVATION_GROUP} values, "
+            f"rounding the output needs bfloat16 heads of a multiple of {KERNEL_GROUP} values, "
             f"got {p.q.dtype} and {width}"
         )
     if (p.out.dtype == torch.float8_e4m3fn) != (p.scales is not None):

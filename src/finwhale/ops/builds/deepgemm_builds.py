@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from finwhale.extras import named_extras
-from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.linear import KERNEL_GROUP
 from finwhale.ops.linear.linear_deepgemm import MANY_TOKENS, rows_of
 from finwhale.ops.linear.linear_triton import ROUNDED_TOKENS, SHORT_STEPS
 from finwhale.ops.linear.quantise_triton import empty_quantised
@@ -51,7 +51,7 @@ def class_of(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> tuple[obje
 
 def needed(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> bool:
     """Whether DeepGEMM runs this GEMM; Finwhale's own kernel runs short ones with few rows."""
-    short = weight_shape[-1] <= SHORT_STEPS * ACTIVATION_GROUP
+    short = weight_shape[-1] <= SHORT_STEPS * KERNEL_GROUP
     return kind == "einsum" or rows > ROUNDED_TOKENS or not short
 
 

@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.attention import NOPE_GROUP
-from finwhale.ops.attention import layout as rows_layout
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.compressor import CompressPart
-from finwhale.ops.indexer import layout as keys_layout
+from finwhale.ops.indexer import layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.linear.quantise_triton import round_e4m3
@@ -39,7 +39,7 @@ PREFILL_TOKENS = {4: 1, 128: 16}
 SLICE = 64
 # log2 of the largest width of an index key.
 MAX_LOG2_WIDTH = tl.constexpr(9)
-MAX_SPREAD = tl.constexpr(keys_layout.MAX_SPREAD)
+MAX_SPREAD = tl.constexpr(layout.MAX_SPREAD)
 
 
 @triton.jit
@@ -433,11 +433,11 @@ def _check(part: CompressPart, ratio: int, rope: int) -> None:
             f"got {pool.dtype} {tuple(pool.shape)} and rounding {part.rounding!r}"
         )
     if part.rounding == "key":
-        wanted = keys_layout.page_bytes(entry_rows, width)
+        wanted = layout.IndexKey(width).page_bytes(entry_rows)
         if not is_power_of_two(width) or width < 2:
             raise ValueError(f"an index key's width must be a power of two, got {width}")
     else:
-        wanted = rows_layout.page_bytes(entry_rows, width, rope)
+        wanted = RopeRow(width, rope).page_bytes(entry_rows)
     if pool.shape[1] < wanted or rope > width or width % 2:
         raise ValueError(
             f"pages of {entry_rows} entries of {width} values, {rope} rope, take {wanted} bytes, "
@@ -467,7 +467,7 @@ def _sizes(part: CompressPart, rope: int, letter: str) -> dict[str, Any]:
     sizes = {
         "C": width,
         "KEY": key,
-        "SCALE_BYTES": 0 if key else rows_layout.scale_bytes(width, rope),
+        "SCALE_BYTES": 0 if key else RopeRow(width, rope).scale_bytes,
         "KEY_GROUP": fp4_group(width),
         "KEY_SHARE": width**-0.5,
         "BLOCK_C": block if key else max(NOPE_GROUP, block),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from finwhale.ops import case
-from finwhale.ops.indexer.layout import pack_keys, page_bytes
+from finwhale.ops.indexer.layout import IndexKey, pack_keys
 from finwhale.ops.paging import CacheRows
 
 ROWS_PER_PAGE = 64
@@ -11,7 +11,7 @@ ROWS_PER_PAGE = 64
 
 def key_bytes(s: case.OpSizes) -> float:
     """Bytes of an entry's key in packed pages."""
-    return page_bytes(ROWS_PER_PAGE, s.index_head_dim) / ROWS_PER_PAGE
+    return IndexKey(s.index_head_dim).page_bytes(ROWS_PER_PAGE) / ROWS_PER_PAGE
 
 
 def model_cases(

@@ -16,6 +16,8 @@ scale, which costs less than 2^-14 of the key's largest value. In rotated keys, 
 have such small scales.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -25,19 +27,25 @@ from finwhale.ops.rounding import fp4_group, scaled_fp4
 MAX_SPREAD = 11
 
 
-def code_bytes(width: int) -> int:
-    """Bytes of a key's codes."""
-    return -(-width // 2)
+@dataclass(frozen=True, slots=True)
+class IndexKey:
+    """The record of a key of `width` values."""
 
+    width: int
 
-def scale_bytes(width: int) -> int:
-    """Bytes of a key's exponents: one for each group."""
-    return -(-width // fp4_group(width))
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a key's codes."""
+        return -(-self.width // 2)
 
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a key's exponents: one for each group."""
+        return -(-self.width // fp4_group(self.width))
 
-def page_bytes(rows_per_page: int, width: int) -> int:
-    """Bytes of a page of keys of `width` values."""
-    return rows_per_page * (code_bytes(width) + scale_bytes(width))
+    def page_bytes(self, rows_per_page: int) -> int:
+        """Bytes of a page of keys."""
+        return rows_per_page * (self.code_bytes + self.scale_bytes)
 
 
 def pack_keys(keys: Tensor, rows_per_page: int) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from finwhale.ops.indexer import RATIO, IndexQueries, topk_triton
 from finwhale.ops.indexer import topk_long_triton as long_rows
-from finwhale.ops.indexer.layout import page_bytes
+from finwhale.ops.indexer.layout import IndexKey
 from finwhale.ops.indexer.prepare_queries_triton import (
     GROUP,
     TOP,
@@ -372,7 +372,7 @@ def _check(width: int, keys: CacheRows, round_query: bool) -> None:
         )
     if table.rows_per_page not in PAGE_ROWS:
         raise ValueError(f"pages must hold {PAGE_ROWS} keys, got {table.rows_per_page}")
-    wanted = page_bytes(table.rows_per_page, width)
+    wanted = IndexKey(width).page_bytes(table.rows_per_page)
     if key_pool.shape[1] < wanted or key_pool.stride(0) % 16 or key_pool.stride(1) != 1:
         raise ValueError(
             f"pages of {table.rows_per_page} keys take {wanted} bytes and lie a multiple of 16 "

@@ -7,8 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ACTIVATION_GROUP = 128
-SCALE_ROWS = 128  # rows of an E4M3 weight that share their scales
+# The kernels for GPUs round inputs in groups of this many values, and read weights in blocks of as
+# many rows and columns.
+KERNEL_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,26 +18,28 @@ class LinearWeight:
 
     Attributes:
         weight: [M, K]; grouped linears [G, M, K]. E4M3 if there is a scale.
-        round_input: round the input to E4M3 with one power-of-two scale for each 128 values
-            along K, as the model was trained (FP8 and FP4 weights in "as-trained" mode). With an
-            E4M3 weight and no rounding, the input is multiplied as bfloat16.
-        scale: float32 [.., ceil(M/128), ceil(K/128)]: one for each 128x128 block of an E4M3 weight.
+        input_group: round the input to E4M3 with one power-of-two scale for so many values along
+            K, as the model was trained (FP8 and FP4 weights in "as-trained" mode); 0: do not round.
+            With an E4M3 weight and no rounding, the input is multiplied as bfloat16.
+        scale: float32 [.., ceil(M/B), ceil(K/B)]: one for each BxB block of an E4M3 weight.
         out_dtype: dtype of the result; None: the weight's dtype, or bfloat16 for E4M3 weights.
+        scale_block: B.
     """
 
     weight: Tensor
-    round_input: bool = False
+    input_group: int = 0
     scale: Tensor | None = None
     out_dtype: torch.dtype | None = None
+    scale_block: int = 128
 
     def rows(self, start: int, stop: int) -> "LinearWeight":
         """Rows of a weight [M, K], or groups of one [G, M, K], as views.
 
-        Rows that share a scale are not separated: `start` is a multiple of 128.
+        Rows that share a scale are not separated: `start` is a multiple of the block.
         """
         scale = self.scale
         if scale is not None:
-            each = 1 if scale.dim() == 3 else SCALE_ROWS
+            each = 1 if scale.dim() == 3 else self.scale_block
             assert start % each == 0, (start, scale.shape)
             scale = scale[start // each : -(-stop // each)]
         return replace(self, weight=self.weight[start:stop], scale=scale)
@@ -63,7 +66,7 @@ class RoundedInput:
     Attributes:
         min_tokens: steps with fewer tokens use an unrounded input.
         empty: function of the number of tokens; returns uninitialised E4M3 values [N, G, K] and
-            float32 scales [N, S], one for each 128 of a token's G K values, in the GEMM's layout.
+            float32 scales [N, S], one for each group of a token's G K values, in the GEMM's layout.
     """
 
     min_tokens: int

@@ -15,7 +15,7 @@ def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
 
     def fp8_weight(*shape: int, round_input: bool = True) -> LinearWeight:
         weight, scale = draw.fp8(*shape)
-        return LinearWeight(weight, round_input, scale, draw.dtype)
+        return LinearWeight(weight, 128 * round_input, scale, draw.dtype)
 
     def linear(name: str, K: int, M: int, fp8: bool = True) -> OpCase:
         def weight() -> LinearWeight:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from finwhale.extras import named_extras
 from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
-from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight, RoundedInput
+from finwhale.ops.linear import KERNEL_GROUP, LinearWeight, RoundedInput
 from finwhale.ops.linear import linear_triton as kernels
 from finwhale.ops.linear.linear_triton import DEFAULT, LinearOptions
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise, swiglu_quantise
@@ -75,7 +75,7 @@ def _gemm(
 ) -> Tensor:
     """Run DeepGEMM on x [rows, K] and scales from `quantise`; bfloat16 [num_tokens, M]."""
     rows, width = x[0].shape
-    if rows <= kernels.ROUNDED_TOKENS and width <= kernels.SHORT_STEPS * ACTIVATION_GROUP:
+    if rows <= kernels.ROUNDED_TOKENS and width <= kernels.SHORT_STEPS * KERNEL_GROUP:
         return kernels.unsplit((x[0][:num_tokens], x[1][:num_tokens]), weight, scale, options)
     out = torch.empty((rows, weight.shape[0]), dtype=torch.bfloat16, device=weight.device)
     _enable_early_launch()
@@ -85,7 +85,7 @@ def _gemm(
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: LinearOptions = DEFAULT) -> Tensor:
     num_tokens = x_NK.shape[0]
-    if options.invariant and w.scale is not None and w.round_input:
+    if options.invariant and w.scale is not None and w.input_group:
         x_NK = kernels.two_or_more(x_NK)
     p = kernels.problem(x_NK.unsqueeze(1), w, options)
     if w.scale is None or not _runs_deepgemm(p):
@@ -100,7 +100,7 @@ def grouped_form(
     """The input is rounded if DeepGEMM supports the weight and a head is whole groups."""
     groups, rows, width = w.weight.shape
     even = rows % 8 == 0 and w.out_dtype in (None, torch.bfloat16)
-    if w.scale is None or not w.round_input or not even or head_dim % ACTIVATION_GROUP:
+    if w.scale is None or not w.input_group or not even or head_dim % KERNEL_GROUP:
         return None
 
     def empty(num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def grouped_linear(
     options: LinearOptions = DEFAULT,
 ) -> Tensor:
     num_tokens, groups, _ = x_NGK.shape
-    if options.invariant and w.scale is not None and w.round_input and scales_NS is None:
+    if options.invariant and w.scale is not None and w.input_group and scales_NS is None:
         x_NGK = kernels.two_or_more(x_NGK)
     p = kernels.problem(x_NGK, w, options)
     if w.scale is None or (scales_NS is None and not _runs_deepgemm(p)):
@@ -146,7 +146,7 @@ def swiglu_mlp(
 ) -> Tensor:
     """Like linear_triton.swiglu_mlp, but rounds gate and up to bfloat16 if DeepGEMM runs."""
     num_tokens = x_ND.shape[0]
-    if options.invariant and w.scale13 is not None and w.round_input:
+    if options.invariant and w.scale13 is not None and w.input_group:
         x_ND = kernels.two_or_more(x_ND)
     p = kernels.gated_problem(x_ND, w, limit, options)
     if w.scale13 is None or w.scale2 is None or not _runs_deepgemm(p):

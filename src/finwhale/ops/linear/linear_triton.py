@@ -37,7 +37,7 @@ from torch import Tensor
 
 from finwhale.ops.launch import sizes as launch_sizes
 from finwhale.ops.launch.early_launch import launch_options
-from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
+from finwhale.ops.linear import KERNEL_GROUP, LinearWeight
 from finwhale.ops.linear.gemm_triton import row_kernel, sum_kernel, tile_kernel
 from finwhale.ops.linear.quantise_triton import launch_tokens as quantise_tokens
 from finwhale.ops.linear.quantise_triton import quantise, round_input
@@ -139,13 +139,13 @@ class RowPlan:
     @staticmethod
     def of(p: LinearProblem) -> "RowPlan":
         groups, rows, width = p.weight.shape
-        block_k = max(ACTIVATION_GROUP, triton.next_power_of_2(width))
+        block_k = max(KERNEL_GROUP, triton.next_power_of_2(width))
         if block_k > width and width < LONG_ROW // 2:
-            block_k = max(ACTIVATION_GROUP, width & -width)
+            block_k = max(KERNEL_GROUP, width & -width)
         block_k = min(block_k, MAX_ROW // p.weight.element_size())
         row_bytes = width * p.weight.element_size()
         block_m = max(MIN_ROWS, HELD_BYTES // row_bytes)
-        block_m = min(ACTIVATION_GROUP, block_m, max(1, MAX_HELD_BYTES * p.M // (row_bytes * rows)))
+        block_m = min(KERNEL_GROUP, block_m, max(1, MAX_HELD_BYTES * p.M // (row_bytes * rows)))
         block_m = 1 << block_m.bit_length() - 1
         while block_m > 1 and groups * triton.cdiv(p.M, block_m) < MIN_PROGRAMS:
             block_m //= 2
@@ -175,7 +175,7 @@ class TilePlan:
     def of(p: LinearProblem, num_tokens: int | None = None) -> "TilePlan":
         """The plan for num_tokens, by default those of the problem."""
         (groups, rows, width), most_stages = p.weight.shape, p.options.max_stages
-        num_tokens, block_k = num_tokens or p.x.shape[0], ACTIVATION_GROUP
+        num_tokens, block_k = num_tokens or p.x.shape[0], KERNEL_GROUP
         if num_tokens > SPLIT_TOKENS:
             tokens_first = p.scale is not None and p.round_input
             return TilePlan(128, 128, block_k, 1, min(4, most_stages), 8, tokens_first)
@@ -220,7 +220,7 @@ def few_plan(p: LinearProblem) -> TilePlan | None:
     plan = TilePlan.of(p)
     if p.scale is not None:
         return plan if p.round_input and plan.steps(p) <= FEW_STEPS else None
-    split, rest = divmod(width, PLAIN_STEPS * ACTIVATION_GROUP)
+    split, rest = divmod(width, PLAIN_STEPS * KERNEL_GROUP)
     programs = groups * rows // FEW_ROWS * split
     plain = p.weight.dtype == torch.bfloat16 and not p.round_input and p.limit is None
     if not plain or num_tokens > PLAIN_TOKENS or rest or split < 2:
@@ -356,11 +356,11 @@ def _check(p: LinearProblem) -> None:
     if p.scale is None:
         return
     groups, rows, width = p.weight.shape
-    wanted = (groups, triton.cdiv(rows, ACTIVATION_GROUP), triton.cdiv(width, ACTIVATION_GROUP))
+    wanted = (groups, triton.cdiv(rows, KERNEL_GROUP), triton.cdiv(width, KERNEL_GROUP))
     if tuple(p.scale.shape) != wanted or not p.scale.is_contiguous():
         raise ValueError(f"the scale must be contiguous {list(wanted)}, got {list(p.scale.shape)}")
-    if width % ACTIVATION_GROUP or (p.limit is not None and rows // 2 % ACTIVATION_GROUP):
-        raise ValueError(f"E4M3 weights must be multiples of {ACTIVATION_GROUP} wide, got {width}")
+    if width % KERNEL_GROUP or (p.limit is not None and rows // 2 % KERNEL_GROUP):
+        raise ValueError(f"E4M3 weights must be multiples of {KERNEL_GROUP} wide, got {width}")
 
 
 def run(p: LinearProblem) -> Tensor:
@@ -392,7 +392,7 @@ def _round_and_run_tiles(p: LinearProblem, plan: TilePlan) -> Tensor:
 
 def _rounded_before(p: LinearProblem) -> bool:
     """Whether a separate kernel rounds the tokens first (for E4M3 weights)."""
-    in_tiles = p.x.shape[0] <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP
+    in_tiles = p.x.shape[0] <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * KERNEL_GROUP
     return p.round_input and not in_tiles
 
 
@@ -429,13 +429,23 @@ def _run_many(p: LinearProblem) -> Tensor:
     return torch.bmm(x_GNK, weight_GKM, out_dtype=p.out_dtype).transpose(0, 1)
 
 
+def prepare_linear(w: LinearWeight) -> LinearWeight:
+    """Raise ValueError if the kernels cannot read the weight."""
+    if w.input_group not in (0, KERNEL_GROUP) or w.scale_block != KERNEL_GROUP:
+        raise ValueError(
+            f"these kernels round inputs in groups of {KERNEL_GROUP} and read blocks of "
+            f"{KERNEL_GROUP}, got {w.input_group} and {w.scale_block}"
+        )
+    return w
+
+
 def problem(x_NGK: Tensor, w: LinearWeight, options: LinearOptions) -> LinearProblem:
     weight, scale, dtype = w.weight, w.scale, w.out_dtype
     if weight.dim() == 2:
         weight, scale = weight[None], None if scale is None else scale[None]
     if dtype is None:
         dtype = weight.dtype if scale is None else torch.bfloat16
-    return LinearProblem(x_NGK, weight, scale, w.round_input, dtype, options=options)
+    return LinearProblem(x_NGK, weight, scale, w.input_group > 0, dtype, options=options)
 
 
 def gated_problem(
@@ -443,7 +453,7 @@ def gated_problem(
 ) -> LinearProblem:
     x_N1D, w13 = x_ND.unsqueeze(1), w.w13[None]
     scale = None if w.scale13 is None else w.scale13[None]
-    return LinearProblem(x_N1D, w13, scale, w.round_input, x_ND.dtype, limit, options)
+    return LinearProblem(x_N1D, w13, scale, w.input_group > 0, x_ND.dtype, limit, options)
 
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: LinearOptions = DEFAULT) -> Tensor:
@@ -474,4 +484,4 @@ def swiglu_mlp(
     """
     options = replace(options, early_steps=0)
     hidden = run(gated_problem(x_ND, w, limit, options)).squeeze(1)
-    return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2), options=options)
+    return linear(hidden, LinearWeight(w.w2, w.input_group, w.scale2), options=options)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
-from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.linear import KERNEL_GROUP
 
 # From this many programs on, a next kernel that starts early only takes resources from this one.
 EARLY_PROGRAMS = 256
@@ -108,7 +108,7 @@ def _launch(
         raise ValueError(f"a row's values must be contiguous, got strides {x_NGK.stride()}")
     if num_tokens == 0:
         return
-    total = triton.cdiv(width, ACTIVATION_GROUP)
+    total = triton.cdiv(width, KERNEL_GROUP)
     assert dequantise or num_groups == 1 or scale.stride(1) == total * scale.stride(2)
     groups, block_n, grid, few = _programs(num_tokens, num_groups, total)
     _quantise_kernel[grid](
@@ -139,7 +139,7 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See LaunchClasses."""
     found: set[int] = set()
     for per_token, num_groups, width in model.linears:
-        total = triton.cdiv(width, ACTIVATION_GROUP)
+        total = triton.cdiv(width, KERNEL_GROUP)
 
         def tile(n: int, sizes: tuple[int, int, int] = (per_token, num_groups, total)) -> object:
             groups, block_n, _, few = _programs(n * sizes[0], *sizes[1:])
@@ -156,7 +156,7 @@ def empty_quantised(
     """Allocate E4M3 [N, G, K] and float32 scales [N, G, ceil(K/128)] in `quantise`'s layout."""
     shape = (num_tokens, num_groups, width)
     y = torch.empty(shape, dtype=torch.float8_e4m3fn, device=like.device)
-    total = triton.cdiv(width, ACTIVATION_GROUP)
+    total = triton.cdiv(width, KERNEL_GROUP)
     shape = (num_groups, total, triton.cdiv(num_tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT)
     scales = torch.empty(shape, dtype=torch.float32, device=like.device)
     return y, scales.permute(2, 0, 1)[:num_tokens]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight, RoundedInput
+from finwhale.ops.linear import LinearWeight, RoundedInput
 from finwhale.ops.rounding import round_e4m3, unscaled_e4m3
 
 
@@ -17,8 +17,8 @@ def prepare_linear(w: LinearWeight) -> LinearWeight:
 
 
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-    if w.round_input:
-        x_NK = round_e4m3(x_NK, ACTIVATION_GROUP)
+    if w.input_group:
+        x_NK = round_e4m3(x_NK, w.input_group)
     x_NK = x_NK.to(w.weight.dtype)
     dtype = w.out_dtype or w.weight.dtype
     return F.linear(x_NK.to(dtype), w.weight.to(dtype))
@@ -31,8 +31,8 @@ def grouped_form(w: LinearWeight, head_dim: int) -> RoundedInput | None:
 def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
     if scales_NS is not None:
         x_NGK = unscaled_e4m3(x_NGK.flatten(1), scales_NS).view(x_NGK.shape)
-    elif w.round_input:
-        x_NGK = round_e4m3(x_NGK, ACTIVATION_GROUP)
+    elif w.input_group:
+        x_NGK = round_e4m3(x_NGK, w.input_group)
     x_NGK = x_NGK.to(w.weight.dtype)
     return torch.stack(
         [F.linear(x, weight) for x, weight in zip(x_NGK.unbind(1), w.weight, strict=True)], 1

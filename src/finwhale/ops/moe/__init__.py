@@ -26,17 +26,19 @@ class ExpertWeight:
         w13: [E,2I,D], or [2I,D] for one expert that all tokens share: w1 (gate), then w3 (up).
             FP4: uint8 [E,2I,D/2], two e2m1 codes per byte, the low nibble first.
         w2: [E,D,I], or [D,I]; FP4: uint8 [E,D,I/2].
-        round_input: round the inputs of w13 and w2 to E4M3, with one power-of-two scale for each
-            128 values.
+        input_group: round the inputs of w13 and w2 to E4M3, with one power-of-two scale for so many
+            values; 0: do not round them.
         scale13, scale2: FP4: uint8 exponents (E8M0) [E,2I,D/32] and [E,D,I/32]; E4M3: float32, one
-            for each block of 128x128; None for plain weights.
+            for each block of BxB; None for plain weights.
+        scale_block: B.
     """
 
     w13: Tensor
     w2: Tensor
-    round_input: bool = False
+    input_group: int = 0
     scale13: Tensor | None = None
     scale2: Tensor | None = None
+    scale_block: int = 128
 
 
 class PrepareExperts(Protocol):
@@ -112,8 +114,8 @@ class ExpertsDispatch(Protocol):
 class ExpertsCompute(Protocol):
     """w2_k(weight_k * silu(min(w1_k x, limit)) * clamp(w3_k x, -limit, limit)) for each pair.
 
-    The weight multiplies the hidden values in float32. With `w.round_input`, they are then rounded
-    to E4M3, with one scale for each 128 values. This is the order of the authors' inference code;
+    The weight multiplies the hidden values in float32. With `w.input_group`, they are then rounded
+    to E4M3, with one scale for so many values. This is the order of the authors' inference code;
     multiplying w2's outputs by the weight instead would round other values.
     """
 

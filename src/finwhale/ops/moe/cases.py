@@ -46,11 +46,11 @@ def _model_experts(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCa
 
     def routed() -> ExpertWeight:
         (w13, scale13), (w2, scale2) = draw.fp4(E, 2 * I, D), draw.fp4(E, D, I)
-        return ExpertWeight(w13, w2, True, scale13, scale2)
+        return ExpertWeight(w13, w2, 128, scale13, scale2)
 
     def shared() -> ExpertWeight:
         (w13, scale13), (w2, scale2) = draw.fp8(2 * I, D), draw.fp8(D, I)
-        return ExpertWeight(w13, w2, True, scale13, scale2)
+        return ExpertWeight(w13, w2, 128, scale13, scale2)
 
     def args(w: ExpertWeight) -> Args:
         noise = torch.rand(N, E, generator=draw.generator, device=draw.device)

@@ -9,7 +9,6 @@ from torch import Tensor
 from finwhale.ops import cpu_math
 from finwhale.ops.cpu_gemm import Gemm, gemm, gemms
 from finwhale.ops.cpu_math import F32, I64, constant, view
-from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.moe import Dispatched, ExpertWeight
 
 
@@ -19,7 +18,7 @@ def prepare_experts(w: ExpertWeight) -> ExpertWeight:
         torch.empty_like(weight.mT, memory_format=torch.contiguous_format)
         for weight in (w.w13, w.w2)
     )
-    return ExpertWeight(w13.mT, w2.mT, w.round_input)
+    return ExpertWeight(w13.mT, w2.mT, w.input_group)
 
 
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> F32:
@@ -89,14 +88,14 @@ def _swiglu(
     hidden = _clamped_swiglu(gate_up.numpy(), limit)
     if weights_P1 is not None:
         np.multiply(hidden, weights_P1, hidden)
-    if w.round_input:
-        hidden = cpu_math.round_e4m3(hidden, ACTIVATION_GROUP)
+    if w.input_group:
+        hidden = cpu_math.round_e4m3(hidden, w.input_group)
     return torch.from_numpy(hidden)
 
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
-    if w.round_input:
-        x_ND = torch.from_numpy(cpu_math.round_e4m3(x_ND.numpy(), ACTIVATION_GROUP))
+    if w.input_group:
+        x_ND = torch.from_numpy(cpu_math.round_e4m3(x_ND.numpy(), w.input_group))
     return gemm(w.w2)(_swiglu(gemm(w.w13)(x_ND), w, limit))
 
 
@@ -139,8 +138,8 @@ def compute(
     """Gather one row for each pair, with the rows of an expert adjacent."""
     assert isinstance(pairs, HostPairs)
     x: F32 = x_ND.numpy()
-    if w.round_input:
-        x = cpu_math.round_e4m3(x, ACTIVATION_GROUP)
+    if w.input_group:
+        x = cpu_math.round_e4m3(x, w.input_group)
     num_tokens, width = x.shape
     rows = torch.from_numpy(x.take(pairs.order % num_tokens, 0))
     weights: F32 = weights_NK.numpy().T.ravel().take(pairs.order)

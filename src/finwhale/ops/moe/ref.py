@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.moe import Dispatched, ExpertWeight
 from finwhale.ops.rounding import round_e4m3
 
@@ -58,10 +57,10 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
-    x = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
+    x = round_e4m3(x_ND, w.input_group) if w.input_group else x_ND
     hidden = clamped_swiglu(F.linear(x.to(w.w13.dtype), w.w13), limit)
-    if w.round_input:
-        hidden = round_e4m3(hidden, ACTIVATION_GROUP)
+    if w.input_group:
+        hidden = round_e4m3(hidden, w.input_group)
     return F.linear(hidden.to(w.w2.dtype), w.w2)
 
 
@@ -73,7 +72,7 @@ def compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
     """Run one expert after the other on its tokens; the output of skipped pairs is 0."""
-    x = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
+    x = round_e4m3(x_ND, w.input_group) if w.input_group else x_ND
     x = x.to(w.w13.dtype)
     out_NKD = x.new_zeros(*pairs.ids.shape, x.shape[1], dtype=w.w2.dtype)
     for expert in pairs.ids.unique().tolist():
@@ -82,8 +81,8 @@ def compute(
         token, k = (pairs.ids == expert).nonzero(as_tuple=True)
         hidden = clamped_swiglu(F.linear(x[token], w.w13[expert]), limit)
         hidden *= weights_NK[token, k, None]
-        if w.round_input:
-            hidden = round_e4m3(hidden, ACTIVATION_GROUP)
+        if w.input_group:
+            hidden = round_e4m3(hidden, w.input_group)
         out_NKD[token, k] = F.linear(hidden.to(w.w2.dtype), w.w2[expert])
     return out_NKD
 

@@ -50,7 +50,7 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
             expert_id_dtype=torch.int32,
         ),
         launch_classes=launch_classes(linear_triton, sparse_attention_triton, experts_triton),
-        prepare_linear=linear_ref.prepare_linear,
+        prepare_linear=linear_triton.prepare_linear,
         prepare_experts=prepare_experts,
         finish_experts=finish_experts,
         rms_norm=rms_norm,
