@@ -118,6 +118,10 @@ class Tokenizer:
         """The text of one token alone, with U+FFFD for partial UTF-8. Spells out control tokens."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def spelling(self, token_id: int) -> str:
+        """A token as tokenizer.json spells it: byte-level characters, or a control token's text."""
+        return self._tokens.get(token_id, "")
+
     def decode(self, token_ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of token ids; invalid UTF-8 becomes U+FFFD.
 

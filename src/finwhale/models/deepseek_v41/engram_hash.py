@@ -1,0 +1,125 @@
+"""Which rows of the Engram tables a token reads: hashes of the last tokens' compressed ids.
+
+Tokens whose texts differ only in case, accents or spaces share a compressed id. A layer has one
+table, with a part for each length of n-gram (2, 3 and 4 tokens) and hash head. The number of rows
+of a part is a prime. Source: the authors' inference code for DeepSeek-V4.1.
+
+Legend: N tokens, S the most tokens of an n-gram, X = (S - 1) * heads rows that a token reads.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finwhale.errors import CheckpointError
+
+Ints = NDArray[np.int64]
+
+SEED = 10007  # times the layer's number
+
+
+def compress_ids(text: Callable[[int], str], spelling: Callable[[int], str], size: int) -> Ints:
+    """The compressed ids [size] of all token ids, numbered by first use.
+
+    Args:
+        text: the text of a token alone, with U+FFFD for partial UTF-8.
+        spelling: the token's spelling in tokenizer.json, which identifies tokens without whole
+            characters.
+    """
+    numbers: dict[str, int] = {}
+    keys = []
+    for token in range(size):
+        own = text(token)
+        key = spelling(token) if "\ufffd" in own else _simplified(own) or own
+        keys.append(numbers.setdefault(key, len(numbers)))
+    return np.array(keys, np.int64)
+
+
+def _simplified(text: str) -> str:
+    """Lower case, without accents, with single spaces and none at the ends; " " stays."""
+    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+    text = "".join(c for c in text if not unicodedata.category(c).startswith("M")).lower()
+    text = re.sub("[ \t\r\n]+", " ", text)
+    return text if text == " " else text.strip()
+
+
+@dataclass(frozen=True, eq=False)
+class EngramHash:
+    """The hashes of one layer.
+
+    Attributes:
+        multipliers: [S] odd numbers; a compressed id times one of them fits int64.
+        sizes, starts: [S-1,heads]: the number of rows of each part of the table, and its first row.
+    """
+
+    multipliers: Ints
+    sizes: Ints
+    starts: Ints
+
+    def rows(self, ids_NS: Ints) -> Ints:
+        """The rows [N,X] that tokens read, in the order of the parts.
+
+        Args:
+            ids_NS: the compressed ids of a token, of the one before it, and so on. Before the
+                sequence's beginning, they are the padding token's.
+        """
+        products = ids_NS * self.multipliers
+        hashed = np.bitwise_xor.accumulate(products, axis=1)[:, 1:, None]
+        return (hashed % self.sizes + self.starts).reshape(len(ids_NS), -1)
+
+
+def engram_hashes(
+    layers: Sequence[int],
+    num_embeddings: Sequence[int],
+    *,
+    max_ngram: int,
+    num_heads: int,
+    table_size: int,
+    num_ids: int,
+) -> dict[int, EngramHash]:
+    """The hashes of each layer with a table.
+
+    Args:
+        num_embeddings: the rows of each layer's table in the checkpoint.
+        table_size: about the number of rows of a part: its primes follow table_size - 1.
+        num_ids: the number of compressed ids.
+
+    Raises:
+        CheckpointError: a table has another number of rows than its parts.
+    """
+    used = set[int]()
+    hashes = {}
+    for layer, num_rows in zip(layers, num_embeddings, strict=True):
+        highest = max(1, (2**63 - 1) // num_ids // 2)
+        drawn = np.random.default_rng(SEED * layer).integers(0, highest, max_ngram)
+        sizes = np.array(
+            [_next_primes(table_size - 1, num_heads, used) for _ in range(2, max_ngram + 1)]
+        )
+        if sizes.sum() != num_rows:
+            raise CheckpointError(
+                f"layer {layer}'s Engram table has {num_rows} rows; its {sizes.size} parts have "
+                f"{sizes.sum()}"
+            )
+        starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
+        hashes[layer] = EngramHash(2 * drawn + 1, sizes, starts)
+    return hashes
+
+
+def _next_primes(above: int, count: int, used: set[int]) -> list[int]:
+    """The next primes after `above` that are not used; adds them to `used`."""
+    found: list[int] = []
+    number = above
+    while len(found) < count:
+        number += 1
+        if number not in used and _is_prime(number):
+            found.append(number)
+    used.update(found)
+    return found
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % d for d in range(2, int(number**0.5) + 1))

