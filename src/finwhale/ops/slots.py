@@ -75,9 +75,15 @@ def index_step(tokens: Tokens, table: PageTable) -> IndexStep:
     return IndexStep(
         query_start=tuple(tokens.host_query_start),
         max_entries=tuple(end // 4 for _, end in _chunks(tokens)),
-        entry_slots=_tensor(_entry_slots(tokens, table, 4), tokens),
+        entry_slots=entry_slots(tokens, table, 4),
         num_entries=_tensor((tokens.host_positions + 1) // 4, tokens),
     )
+
+
+@_once
+def entry_slots(tokens: Tokens, table: PageTable, ratio: int) -> Tensor:
+    """Slots [B,E] int64 of each sequence's entries after the step, filled with -1."""
+    return _tensor(_entry_slots(tokens, table, ratio), tokens)
 
 
 def _chunks(tokens: Tokens) -> list[tuple[int, int]]:
@@ -108,13 +114,14 @@ def _entry_slots(tokens: Tokens, table: PageTable, ratio: int) -> Ints:
 def compress_step(
     tokens: Tokens,
     state_table: PageTable,
-    entry_table: PageTable,
+    entry_table: PageTable | None,
     ratio: int,
     max_verify_tokens: int,
 ) -> CompressStep:
     """The entries of `ratio` tokens that complete, and the state that later steps need.
 
     Args:
+        entry_table: None: the entries need no slots.
         max_verify_tokens: as in ops.compressor.Compress.
     """
     sequence, positions, chunks = tokens.host_sequence, tokens.host_positions, _chunks(tokens)
@@ -130,17 +137,19 @@ def compress_step(
     if ending.any():
         kept |= ending & state_table.has_pages(sequence, positions)
     complete = (positions + 1) % ratio == 0
-    history, entry_slots, entry_positions = (np.empty(0, np.int64) for _ in range(3))
+    history, slots, entry_positions = (np.empty(0, np.int64) for _ in range(3))
     entry_sources = np.empty((0, 2 * ratio if ratio == 4 else ratio), np.int64)
     if complete.any():
         owners, last = sequence[complete], positions[complete]
         mixed = last[:, None] + np.arange(1 - entry_sources.shape[1], 1)
         history, entry_sources = _sources(tokens, chunks, state_table, owners, mixed, ratio)
-        entry_slots, entry_positions = entry_table.slots(owners, last // ratio), last + 1 - ratio
+        entry_positions = last + 1 - ratio
+        if entry_table is not None:
+            slots = entry_table.slots(owners, last // ratio)
     return CompressStep(
         history_slots=_tensor(history, tokens),
         entry_sources=_tensor(entry_sources, tokens),
-        entry_slots=_tensor(entry_slots, tokens),
+        entry_slots=_tensor(slots, tokens),
         entry_positions=_tensor(entry_positions, tokens),
         state_sources=_tensor(np.flatnonzero(kept), tokens),
         state_slots=_tensor(state_table.slots(sequence[kept], positions[kept]), tokens),

@@ -20,7 +20,7 @@ Rounding = Literal["none", "nope", "key"]
 
 # ratio -> (align, before): a sequence of n tokens still needs its state rows from position
 # n // align * align - before on.
-STATE_KEPT = {4: (4, 4), 128: (128, 0)}
+STATE_KEPT = {2: (2, 0), 4: (4, 4), 128: (128, 0)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,20 @@ def _mixes(flat_NK: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: fl
     return F.linear(flat_NK, fn).mul(rstd).mul_(scale).add_(base)
 
 
-def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
+def mixes(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
+    """A block's pre [N,H], post [N,H] and res [N,H,H] of float32 residual streams."""
     streams = residual_NHD.shape[1]
-    residual = residual_NHD.float()
-    mixes = _mixes(residual.flatten(1), w.fn, w.scale, w.base, params.rms_eps)
-    gates = torch.sigmoid(mixes[:, : 2 * streams])
-    pre = gates[:, None, :streams] + params.eps
-    post_NH = gates[:, streams:] * 2.0
-    logits = mixes[:, 2 * streams :].unflatten(1, (streams, streams))
+    projected = _mixes(residual_NHD.flatten(1), w.fn, w.scale, w.base, params.rms_eps)
+    gates = torch.sigmoid(projected[:, : 2 * streams])
+    logits = projected[:, 2 * streams :].unflatten(1, (streams, streams))
     res_NHH = sinkhorn(logits.softmax(-1).add_(params.eps), params.num_iters, params.eps)
-    collapsed = torch.bmm(pre, residual).squeeze(1)
+    return gates[:, :streams] + params.eps, gates[:, streams:] * 2.0, res_NHH
+
+
+def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
+    residual = residual_NHD.float()
+    pre_NH, post_NH, res_NHH = mixes(residual, w, params)
+    collapsed = torch.bmm(pre_NH[:, None], residual).squeeze(1)
     return rms_norm(collapsed, w.norm, params.rms_eps).to(residual_NHD.dtype), post_NH, res_NHH
 
 

@@ -1,0 +1,153 @@
+"""Operators that only DeepSeek-V4.1 has: the contracts.
+
+Layers share entries, and an entry's index key is made of the entry before its rope. Scores choose
+among blocks of entries that an earlier layer kept. A block's input is collapsed with the mixes of
+the block before. Engram adds rows of a hash table to the residual streams.
+
+Source: the authors' inference code. Legend: N tokens, C width of a row, I index heads, J width of a
+key, K selected entries, H residual streams, D hidden, R rope dimensions, L positions.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.paging import CacheRows, Tokens
+
+# "e4m3": E4M3 with a power-of-two scale for each 32 values; "fp4": e2m1 with an E4M3 scale for each
+# 16; "key": e2m1 with a power-of-two scale for each 32; always all values of a row, after rope.
+RowRounding = Literal["none", "e4m3", "fp4", "key"]
+
+
+class StoreRows(Protocol):
+    """Store a row of the cache for each token that completes one.
+
+    The token at position p with (p + 1) % ratio == 0 writes row p // ratio: its values, rotated by
+    position p // ratio * ratio, then rounded.
+    """
+
+    def __call__(
+        self,
+        values_NC: Tensor,
+        rows: CacheRows,
+        rotary_LR: Tensor,
+        tokens: Tokens,
+        ratio: int,
+        rounding: RowRounding,
+    ) -> None:
+        """values [N,C]; rotary [L,R/2,2] float32 (cos, sin)."""
+
+
+class MergePairs(Protocol):
+    """The latents of pairs of tokens: RMSNorm(sum over both of softmax(gate) * kv), per channel.
+
+    `state` keeps the projected row of a token whose pair is not complete. A sequence with at most
+    max_verify_tokens tokens in the step may continue after any of them (ops.compressor.Compress).
+    """
+
+    def __call__(
+        self,
+        projected_NX: Tensor,
+        norm_C: Tensor,
+        state: CacheRows,
+        tokens: Tokens,
+        eps: float,
+        max_verify_tokens: int,
+        round_sum: bool,
+    ) -> Tensor:
+        """projected [N,2C] float32: kv then gate; state: rows [2C] float32.
+
+        Args:
+            round_sum: round the sum to bfloat16 before its norm.
+
+        Returns:
+            [N,C] float32: the latent in the row of the pair's second token; other rows are zeros.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexRule:
+    """How a layer selects entries.
+
+    Attributes:
+        ratio: tokens of an entry.
+        topk: the most entries that a token selects.
+        scale: factor of all scores.
+        round_query: round the rotated queries as keys are.
+        block: entries of a block.
+        keeps: the most blocks that later layers may select from; 0: the layer keeps none.
+    """
+
+    ratio: int
+    topk: int
+    scale: float
+    round_query: bool
+    block: int = 8
+    keeps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """slots: [N,K] int32 in order of the entries' positions, filled with -1. blocks: [N,B] int32,
+    the kept blocks in order, filled with -1; None: the layer keeps none.
+    """
+
+    slots: Tensor
+    blocks: Tensor | None = None
+
+
+class SelectShared(Protocol):
+    """Select the topk visible entries with the highest score; the lowest index wins ties.
+
+    score(n, e) = sum_i weights[n,i] * scale * relu(rope(q[n,i]) . key[e]); a token at position p
+    sees the entries e < (p + 1) // ratio. A block's score is its highest visible one; the block of
+    the newest visible entry is always kept, and blocks without a visible entry never.
+    """
+
+    def __call__(
+        self,
+        q_NIJ: Tensor,
+        weights_NI: Tensor,
+        keys: CacheRows,
+        rotary_LR: Tensor,
+        tokens: Tokens,
+        rule: IndexRule,
+        blocks_NB: Tensor | None = None,
+    ) -> Selection:
+        """q [N,I,J] as projected; weights [N,I] float32.
+
+        Args:
+            blocks_NB: select from these blocks only; None: from all.
+        """
+
+
+class MhcPreDelayed(Protocol):
+    """Like mhc.MhcPre, but the input is collapsed with the mixes of the block before:
+    x = RMSNorm(sum_i pre_i X_i).
+    """
+
+    def __call__(
+        self, residual_NHD: Tensor, pre_NH: Tensor, w: MhcWeight, params: MhcParams
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns x [N,D] in the residual's dtype, and this block's own mixes in float32: post
+        [N,H], res [N,H,H] and pre [N,H], for the next block.
+        """
+
+
+class EngramGate(Protocol):
+    """X_h + gate_h * value, gate = sigmoid(sign(s) sqrt(max(|s|, 1e-6))) with
+    s = sum_d RMSNorm(X_h)_d q_hd RMSNorm(key_h)_d k_hd D^-0.5; these norms have no weights.
+    """
+
+    def __call__(
+        self,
+        residual_NHD: Tensor,
+        key_NHD: Tensor,
+        value_ND: Tensor,
+        q_weight_HD: Tensor,
+        k_weight_HD: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Returns the new residual streams [N,H,D] in their dtype."""
