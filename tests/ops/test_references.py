@@ -237,7 +237,7 @@ def naive_prepare_qkv(
 def naive_sparse_attention(
     q: Floats,
     rotary: Floats,
-    eps: float,
+    eps: float | None,
     tokens: Tokens,
     window: Window,
     entries: TopkEntries | AllEntries | None,
@@ -257,7 +257,8 @@ def naive_sparse_attention(
             complete = range((position + 1) // entries.ratio)
             keys += [pool[slot(entries.rows.table, b, w)] for w in complete]
         for a in range(q.shape[1]):
-            query = rope(rms_norm(q[n, a], 1.0, eps), rotary[position])
+            query = q[n, a] if eps is None else rms_norm(q[n, a], 1.0, eps)
+            query = rope(query, rotary[position])
             scores = [float(query @ key) * scale for key in keys]
             top = max([*scores, sink[a]])
             weights = [math.exp(score - top) for score in scores]

@@ -352,3 +352,5 @@ def test_unsupported_arguments_are_refused() -> None:
     for out, scales in ((case.q, case.sink[None]), (case.q.to(torch.float8_e4m3fn), None)):
         with pytest.raises(ValueError, match="E4M3 if and only if it has scales"):
             sparse_attention(*head, out, scales)
+    with pytest.raises(ValueError, match="normalise every head"):
+        sparse_attention(*head[:2], None, *head[3:], case.q)

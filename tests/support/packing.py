@@ -195,6 +195,8 @@ def packed_args(operator: str, args: Args) -> Args | None:
             packed[-1] = _packed_rows(args[-1], _rope(args[-3].rotary))
             return tuple(packed) if args[-3].round_nope else None
         if operator == "sparse_attention":
+            if args[2] is None:  # The kernels normalise every head.
+                return None
             packed[4], packed[5] = (
                 arg and replace(arg, rows=_packed_rows(arg.rows, _rope(args[1])))
                 for arg in args[4:6]

@@ -41,10 +41,11 @@ class Size:
     entries: int | str | None = None
     rows_per_page: tuple[int, int] = (64, 64)
     rounded: bool = False
+    eps: float | None = EPS
 
     def __str__(self) -> str:
         shape = (self.window, self.entries, self.heads, self.head_dim, self.rope)
-        return f"{self.chunks} {shape}{' rounded' * self.rounded}"
+        return f"{self.chunks} {shape}{' rounded' * self.rounded}{' no norm' * (self.eps is None)}"
 
 
 DECODES = ((0, 1), (63, 64), (64, 65), (127, 128), (128, 129), (500, 501))
@@ -83,6 +84,7 @@ SIZES = (
     Size(chunks=((5, 6), (200, 203)), heads=16, head_dim=512, entries="all", rounded=True),
     Size(chunks=((3, 8), (190, 195)), heads=8, head_dim=512, entries=5),
     Size(chunks=((125, 131), (0, 6), (300, 304)), heads=16, head_dim=512, entries=64),
+    Size(chunks=((5, 6), (200, 202)), heads=3, head_dim=64, entries=20, eps=None),
 )
 
 
@@ -99,7 +101,7 @@ def _attend(size: Size) -> CheckedCase:
         return (
             strided(draw.normal(N, A, C) + outliers(draw, N, A, C)),
             draw.rotation(tokens.max_len, size.rope),
-            EPS,
+            size.eps,
             tokens,
             Window(CacheRows(draw.normal(num_rows, C), table), size.window),
             _entries(draw, size, N),

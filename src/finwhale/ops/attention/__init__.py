@@ -86,7 +86,7 @@ class PrepareQkv(Protocol):
 class SparseAttention(Protocol):
     """Attention with softmax over the window's rows, the entries and one sink per head, in float32.
 
-    q <- rope(RMSNorm(q) per head, without weight); o[n,a] = sum_k p_k row_k with
+    q <- rope(RMSNorm(q) per head, without weight; eps None: no norm); o[n,a] = sum_k p_k row_k with
     p_k = exp(q . row_k * scale) over the visible rows, divided by their sum plus exp(sink[a]);
     out = o rotated back by the token's position.
     """
@@ -95,7 +95,7 @@ class SparseAttention(Protocol):
         self,
         q_NAC: Tensor,
         rotary_LR: Tensor,
-        eps: float,
+        eps: float | None,
         tokens: Tokens,
         window: Window,
         entries: TopkEntries | AllEntries | None,

@@ -54,7 +54,7 @@ def round_nope_part(row_NC: F32, rope_width: int) -> None:
 def sparse_attention(
     q_NAC: Tensor,
     rotary_LR: Tensor,
-    eps: float,
+    eps: float | None,
     tokens: Tokens,
     window: Window,
     entries: TopkEntries | AllEntries | None,
@@ -70,7 +70,7 @@ def sparse_attention(
         return
     turn = cpu_math.turns(tokens.rotation(rotary_LR))
     raw: F32 = q_NAC.numpy()
-    q = np.multiply(raw, cpu_math.inverse_rms(raw, eps))
+    q = raw.copy() if eps is None else np.multiply(raw, cpu_math.inverse_rms(raw, eps))
     cpu_math.rotate(q, turn)
     np.multiply(q, constant(scale), q)
     out: F32 = out_NAC.numpy()

@@ -39,10 +39,11 @@ def round_row(row: Tensor, rope_width: int) -> Tensor:
     return torch.cat((round_e4m3(row[..., :-rope_width], NOPE_GROUP), row[..., -rope_width:]), -1)
 
 
-def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
-    """Per-head RMSNorm without weight, then rope: [N,A,C], a new tensor."""
+def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float | None) -> Tensor:
+    """Per-head RMSNorm without weight unless eps is None, then rope: [N,A,C], a new tensor."""
     q = q_NAC.float()
-    q = q * torch.rsqrt(q.square().mean(-1, keepdim=True).add_(eps))
+    if eps is not None:
+        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True).add_(eps))
     return apply_rope(q, rotation_NR).to(q_NAC.dtype)
 
 
@@ -68,7 +69,7 @@ def prepare_qkv(
 def sparse_attention(
     q_NAC: Tensor,
     rotary_LR: Tensor,
-    eps: float,
+    eps: float | None,
     tokens: Tokens,
     window: Window,
     entries: TopkEntries | AllEntries | None,

@@ -366,7 +366,7 @@ def attend(p: AttentionProblem, plan: AttendPlan) -> None:
 def sparse_attention(
     q_NAC: Tensor,
     rotary_LR: Tensor,
-    eps: float,
+    eps: float | None,
     tokens: Tokens,
     window: Window,
     entries: TopkEntries | AllEntries | None,

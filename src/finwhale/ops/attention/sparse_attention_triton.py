@@ -542,7 +542,7 @@ class AttentionProblem:
 
     q: Tensor
     rotary: Tensor
-    eps: float
+    eps: float | None
     tokens: Tokens
     window: Window
     entries: TopkEntries | AllEntries | None
@@ -739,6 +739,8 @@ def check_pool(rows: CacheRows, head_dim: int, rope: int) -> None:
 
 def check_problem(p: AttentionProblem) -> None:
     """Raise ValueError for a problem that no kernel supports."""
+    if p.eps is None:
+        raise ValueError("these kernels normalise every head, so they need eps")
     check_heads(p.q, p.rotary)
     check_heads(p.out, p.rotary)
     width = p.q.shape[2]
@@ -770,7 +772,7 @@ def check_heads(heads_NAC: Tensor, rotation_NR: Tensor) -> None:
 def sparse_attention(
     q_NAC: Tensor,
     rotary_LR: Tensor,
-    eps: float,
+    eps: float | None,
     tokens: Tokens,
     window: Window,
     entries: TopkEntries | AllEntries | None,
