@@ -149,6 +149,20 @@ def test_the_state_of_open_pairs_is_kept() -> None:
     assert torch.equal(state.pool[others], before[others])
 
 
+def test_the_last_ids_of_a_sequence() -> None:
+    draw = Draw()
+    table, num_rows = draw.page_table([(range(9),), (range(4),)], 8)
+    rows = CacheRows(torch.full((num_rows, 1), torch.nan), table)
+    texts = draw.integers(99092, 9).tolist(), draw.integers(99092, 4).tolist()
+    for chunks in (((0, 3), (0, 1)), ((3, 4), (1, 4)), ((4, 9), (3, 4))):
+        tokens = step_tokens(chunks)
+        ids = [i for text, (start, end) in zip(texts, chunks, strict=True) for i in text[start:end]]
+        found = ref.recall_ids(torch.tensor(ids), 4, 7, rows, tokens)
+        for row, (sequence, position) in zip(found.tolist(), each_token(tokens), strict=True):
+            before = texts[sequence][: position + 1][::-1][:4]
+            assert row == [*before, *[7] * (4 - len(before))]
+
+
 # --- Selection ------------------------------------------------------------------------------------
 
 

@@ -34,10 +34,11 @@ def test_the_vocabulary_has_the_published_number_of_compressed_ids() -> None:
 
 def test_texts_with_the_same_key() -> None:
     texts = ["a", " A ", "À", "\t", " ", "\u0301", "ﬁ", "FI", "", "\ufffd", "\ufffd", "b  c", "B c"]
+    texts += ["\u0391\u03a3", "\u03b1\u03c3", "\u03b1\u03c2", "a\x1c", "a\u3000"]  # sigmas
     spellings = [f"<{i}>" for i in range(len(texts))]
     ids = compress_ids(texts.__getitem__, spellings.__getitem__, len(texts))
     # A lone accent keeps its text, because nothing else is left of it.
-    assert ids.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 6, 7, 7]
+    assert ids.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 6, 7, 7, 8, 8, 9, 10, 0]
 
 
 def test_the_tables_have_the_published_sizes() -> None:

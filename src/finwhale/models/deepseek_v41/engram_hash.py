@@ -20,6 +20,8 @@ from finwhale.errors import CheckpointError
 Ints = NDArray[np.int64]
 
 SEED = 10007  # times the layer's number
+# The spaces that the authors' library strips: not the separators U+001C to U+001F, as Python does.
+SPACES = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
 
 
 def compress_ids(text: Callable[[int], str], spelling: Callable[[int], str], size: int) -> Ints:
@@ -42,9 +44,10 @@ def compress_ids(text: Callable[[int], str], spelling: Callable[[int], str], siz
 def _simplified(text: str) -> str:
     """Lower case, without accents, with single spaces and none at the ends; " " stays."""
     text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    text = "".join(c for c in text if not unicodedata.category(c).startswith("M")).lower()
+    # One by one, so that a final sigma is no other letter.
+    text = "".join(c.lower() for c in text if not unicodedata.category(c).startswith("M"))
     text = re.sub("[ \t\r\n]+", " ", text)
-    return text if text == " " else text.strip()
+    return text if text == " " else text.strip(SPACES)
 
 
 @dataclass(frozen=True, eq=False)

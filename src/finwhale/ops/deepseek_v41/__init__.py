@@ -136,6 +136,20 @@ class MhcPreDelayed(Protocol):
         """
 
 
+class RecallIds(Protocol):
+    """Keep a number for each token, and return those of its last S tokens.
+
+    The numbers are compressed ids, below 2^24, so that float32 rows hold them.
+    """
+
+    def __call__(
+        self, ids_N: Tensor, size: int, pad: int, rows: CacheRows, tokens: Tokens
+    ) -> Tensor:
+        """ids [N] int64; size: S; pad: the number before the sequence's beginning; rows: [1]
+        float32. Returns [N,S] int64, the newest first.
+        """
+
+
 class EngramGate(Protocol):
     """X_h + gate_h * value, gate = sigmoid(sign(s) sqrt(max(|s|, 1e-6))) with
     s = sum_d RMSNorm(X_h)_d q_hd RMSNorm(key_h)_d k_hd D^-0.5; these norms have no weights.

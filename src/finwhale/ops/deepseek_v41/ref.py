@@ -11,7 +11,7 @@ from finwhale.ops.mhc.ref import mixes
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import round_e4m3, scaled_fp4, unscaled_fp4
-from finwhale.ops.slots import compress_step, entry_slots, token_groups
+from finwhale.ops.slots import compress_step, entry_slots, token_groups, window_slots, write_slots
 
 # The least scale of "fp4" rows is the least positive E4M3 value, 2^-9.
 LEAST_FP4_AMAX = E2M1_MAX * 2.0**-9
@@ -137,6 +137,13 @@ def mhc_pre_delayed(
     own_NH, post_NH, res_NHH = mixes(residual, w, params)
     x_ND = torch.bmm(pre_NH[:, None], residual).squeeze(1)
     return rms_norm(x_ND, w.norm, params.rms_eps).to(residual_NHD.dtype), post_NH, res_NHH, own_NH
+
+
+def recall_ids(ids_N: Tensor, size: int, pad: int, rows: CacheRows, tokens: Tokens) -> Tensor:
+    rows.pool.index_copy_(0, write_slots(tokens, rows.table), ids_N[:, None].float())
+    slots = window_slots(tokens, rows.table, size).flip(1)
+    found = rows.pool[slots.clamp(min=0), 0].long()
+    return found.masked_fill_(slots < 0, pad)
 
 
 def engram_gate(
