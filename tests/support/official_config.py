@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields
 from typing import Any
 
+from finwhale.models.config_checks import FIXED, FIXED_QUANTISATION
 from finwhale.models.deepseek_v4.config import (
     ARCHITECTURE,
     MODEL_TYPE,
@@ -10,8 +11,7 @@ from finwhale.models.deepseek_v4.config import (
     POSITIVE_FLOATS,
     DeepseekV4Config,
 )
-from finwhale.models.deepseek_v4.config_json import FIXED, FIXED_QUANTISATION
-from finwhale.models.deepseek_v4.dspark_config import DsparkConfig, key_of
+from finwhale.models.dspark_config import DsparkConfig, key_of
 
 
 def config_json(config: DeepseekV4Config) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from torch import Tensor
 from finwhale.checkpoint.formats import quantise_fp8_block
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.models.rope_config import YarnScaling
 from finwhale.weights.dummy import DummySource
 from finwhale.weights.incoming import Incoming
 from finwhale.weights.source import WeightSource, inventory_report

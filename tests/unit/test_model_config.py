@@ -13,11 +13,11 @@ from tests.support.official_config import config_json
 from finwhale.checkpoint.spec import Slice
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import YarnScaling
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.presets import published
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.rope_config import YarnScaling
 
 OFFICIAL: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],

@@ -4,14 +4,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config_checks import (
+from finwhale.models.config_checks import (
+    check_experts,
     check_fixed,
+    check_heads,
     check_multiple,
     check_positive,
+    check_token_ids,
     require,
     shown,
 )
-from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
+from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
+from finwhale.models.rope_config import YarnScaling
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_TYPE = "deepseek_v4"
@@ -31,20 +35,6 @@ _OWN_CHECK = (
     "num_nextn_predict_layers",
     "bos_token_id",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class YarnScaling:
-    """YaRN parameters for the rope of compressed layers. The model has no magnitude factor."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            check_positive(f"rope_scaling {field.name}", getattr(self, field.name), int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,28 +135,10 @@ class DeepseekV4Config:
             self.dspark.check(layers, self.vocab_size)
 
     def _check_sizes(self) -> None:
-        check_multiple("num_attention_heads", self.num_attention_heads, "o_groups", self.o_groups)
-        rope, (top, experts) = self.qk_rope_head_dim, self.stage_experts
-        for name in ("head_dim", "index_head_dim"):
-            width = getattr(self, name)
-            require(width >= rope, f"{name} {width} must be at least qk_rope_head_dim {rope}")
-        require(rope % 2 == 0, f"qk_rope_head_dim must be even, got {rope}")
-        require(
-            self.num_experts_per_tok <= self.n_routed_experts,
-            f"num_experts_per_tok {self.num_experts_per_tok} is more than n_routed_experts "
-            f"{self.n_routed_experts}",
-        )
-        require(
-            top <= experts,
-            f"{top} experts per token of the DSpark stages are more than their {experts} routed "
-            "experts",
-        )
-        require(self.eos_token_ids, "eos_token_id is an empty list")
-        for token in (self.bos_token_id, *self.eos_token_ids):
-            require(
-                type(token) is int and 0 <= token < self.vocab_size,
-                f"token id {token!r} is outside the vocabulary of {self.vocab_size}",
-            )
+        widths = {"head_dim": self.head_dim, "index_head_dim": self.index_head_dim}
+        check_heads(self.num_attention_heads, self.o_groups, self.qk_rope_head_dim, widths)
+        check_experts(self.num_experts_per_tok, self.n_routed_experts, self.stage_experts)
+        check_token_ids(self.bos_token_id, self.eos_token_ids, self.vocab_size)
         for name, fixed in (("n_shared_experts", 1), ("hc_mult", 4)):
             check_fixed(name, getattr(self, name), fixed)
         if self.quantised and self.expert_dtype == "fp4":
@@ -203,9 +175,7 @@ class DeepseekV4Config:
     def stage_experts(self) -> tuple[int, int]:
         """num_experts_per_tok and n_routed_experts of a DSpark stage."""
         top, experts = self.num_experts_per_tok, self.n_routed_experts
-        if self.dspark is None:
-            return top, experts
-        return self.dspark.num_experts_per_tok or top, self.dspark.n_routed_experts or experts
+        return (top, experts) if self.dspark is None else self.dspark.experts_or(top, experts)
 
     def of_stage(self) -> "DeepseekV4Config":
         """The model's configuration with the experts of a DSpark stage."""

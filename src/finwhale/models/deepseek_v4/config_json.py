@@ -8,6 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from finwhale.errors import CheckpointError
+from finwhale.models.config_checks import (
+    FIXED,
+    FIXED_QUANTISATION,
+    check_architecture,
+    check_same,
+    get,
+    require,
+    shown,
+    token_ids,
+    typed,
+)
 from finwhale.models.deepseek_v4.config import (
     ARCHITECTURE,
     MODEL_TYPE,
@@ -17,29 +28,10 @@ from finwhale.models.deepseek_v4.config import (
     DraftHead,
     ExpertDtype,
     ScaleFormat,
-    YarnScaling,
 )
-from finwhale.models.deepseek_v4.config_checks import check_fixed, require, shown
-from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
+from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
+from finwhale.models.rope_config import YarnScaling
 
-# The code supports only these values. A config may omit the key or repeat the value.
-FIXED: dict[str, object] = {
-    "num_key_value_heads": 1,
-    "n_shared_experts": 1,
-    "hc_mult": 4,
-    "hidden_act": "silu",
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-FIXED_QUANTISATION: dict[str, object] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-}
 _LAYER_TYPES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -53,64 +45,35 @@ def config_of(raw: Mapping[str, Any]) -> DeepseekV4Config:
     Raises:
         CheckpointError: the architecture or a value is not supported, or a field is missing.
     """
-    _check_architecture(raw)
-    for name, wanted in FIXED.items():
-        if name in raw:
-            check_fixed(name, raw[name], wanted)
+    check_architecture(raw, MODEL_TYPE, ARCHITECTURE)
+    check_same(raw, FIXED)
     ratios, drafts, draft_head = _layers(raw)
     quantised, expert_dtype, scale_format = _quantisation(raw)
-    bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
     return DeepseekV4Config(
-        **{name: _get(raw, name) for name in POSITIVE if name != "qk_rope_head_dim"},
+        **{name: get(raw, name) for name in POSITIVE if name != "qk_rope_head_dim"},
         **_rope(raw),
         qk_rope_head_dim=_rope_head_dim(raw),
-        **{name: _get(raw, name) for name in POSITIVE_FLOATS if "rope" not in name},
+        **{name: get(raw, name) for name in POSITIVE_FLOATS if "rope" not in name},
         compress_ratios=ratios,
         num_hash_layers=_num_hash_layers(raw),
         num_nextn_predict_layers=drafts,
         draft_head=draft_head,
         dspark=DsparkConfig.from_dict(raw) if draft_head == "dspark" else None,
-        bos_token_id=0 if bos is None else bos,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (1 if eos is None else eos,),
+        **token_ids(raw),
         quantised=quantised,
         expert_dtype=expert_dtype,
         scale_format=scale_format,
     )
 
 
-def _get(raw: Mapping[str, Any], name: str) -> Any:
-    if raw.get(name) is None:
-        raise CheckpointError(f"config.json has no {name}")
-    return raw[name]
-
-
-def _typed(raw: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """A value that is absent, null or of one of the types `kinds`."""
-    value, wanted = raw.get(name), " or ".join(kind.__name__ for kind in kinds)
-    fits = value is None or (isinstance(value, kinds) and not isinstance(value, bool))
-    require(fits, f"{name} must be a {wanted}, got {value!r}")
-    return value
-
-
-def _check_architecture(raw: Mapping[str, Any]) -> None:
-    model_type, architectures = raw.get("model_type"), raw.get("architectures")
-    known = architectures is None or ARCHITECTURE in str(architectures)
-    if model_type != MODEL_TYPE or not known:
-        raise CheckpointError(
-            f"config.json describes another model: model_type {model_type!r}, architectures "
-            f"{architectures!r}; Finwhale serves model_type {MODEL_TYPE!r}, architecture "
-            f"{ARCHITECTURE!r} only"
-        )
-
-
 def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | None]:
     """compress_ratios, the number of MTP layers and the kind of draft head."""
-    layers = _get(raw, "num_hidden_layers")
+    layers = get(raw, "num_hidden_layers")
     if raw.get("compress_ratios") is None:
         # This is transformers' form. It has no MTP layer and drops the weights of one.
         return _ratios_of_layer_types(raw), 0, None
-    ratios = tuple(_typed(raw, "compress_ratios", list))
-    drafts = _typed(raw, "num_nextn_predict_layers", int) or 0
+    ratios = tuple(typed(raw, "compress_ratios", list))
+    drafts = typed(raw, "num_nextn_predict_layers", int) or 0
     # DSpark has three stages instead of one MTP layer.
     longer = isinstance(layers, int) and len(ratios) == layers + NUM_STAGES and drafts in (0, 1, 3)
     if longer or any(key.startswith("dspark_") for key in raw):
@@ -123,8 +86,8 @@ def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | N
 
 
 def _ratios_of_layer_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    rates = {**_LAYER_TYPES, **(_typed(raw, "compress_rates", dict) or {})}
-    names = _typed(raw, "layer_types", list)
+    rates = {**_LAYER_TYPES, **(typed(raw, "compress_rates", dict) or {})}
+    names = typed(raw, "layer_types", list)
     if names is None:
         raise CheckpointError("config.json has no compress_ratios (nor transformers' layer_types)")
     unknown = sorted({str(name) for name in names if name not in _LAYER_TYPES})
@@ -134,8 +97,8 @@ def _ratios_of_layer_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _num_hash_layers(raw: Mapping[str, Any]) -> int:
     if raw.get("num_hash_layers") is not None:
-        return int(_typed(raw, "num_hash_layers", int))
-    kinds = _typed(raw, "mlp_layer_types", list)
+        return int(typed(raw, "num_hash_layers", int))
+    kinds = typed(raw, "mlp_layer_types", list)
     if kinds is None:
         raise CheckpointError("config.json has no num_hash_layers (nor mlp_layer_types)")
     count = sum(1 for kind in kinds if kind == "hash_moe")
@@ -147,48 +110,34 @@ def _num_hash_layers(raw: Mapping[str, Any]) -> int:
 
 
 def _rope_head_dim(raw: Mapping[str, Any]) -> int:
-    factor = _typed(raw, "partial_rotary_factor", int, float)
+    factor = typed(raw, "partial_rotary_factor", int, float)
     if raw.get("qk_rope_head_dim") is None and factor is not None:
-        rotated: float = (_typed(raw, "head_dim", int) or 0) * factor
+        rotated: float = (typed(raw, "head_dim", int) or 0) * factor
         return round(rotated)
-    return int(_typed(raw, "qk_rope_head_dim", int) or _get(raw, "qk_rope_head_dim"))
+    return int(typed(raw, "qk_rope_head_dim", int) or get(raw, "qk_rope_head_dim"))
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """rope_theta, compress_rope_theta and rope_scaling from either form."""
-    nested = _typed(raw, "rope_parameters", dict) or {}
+    nested = typed(raw, "rope_parameters", dict) or {}
     if isinstance(nested.get("main"), dict) and isinstance(nested.get("compress"), dict):
         main, compress = nested["main"], nested["compress"]
         kind = main.get("rope_type", "default")
         require(kind == "default", f'rope_type of "main" must be "default", got {kind!r}')
-        theta, compress_theta = _get(main, "rope_theta"), _get(compress, "rope_theta")
+        theta, compress_theta = get(main, "rope_theta"), get(compress, "rope_theta")
     else:
-        compress = _typed(raw, "rope_scaling", dict) or nested
-        theta, compress_theta = _get(raw, "rope_theta"), _get(raw, "compress_rope_theta")
-    kind = compress.get("rope_type", compress.get("type", "default"))
-    require(kind in ("default", "yarn"), f'rope scaling must be of type "yarn", got {kind!r}')
-    factor = compress.get("attention_factor")
-    require(
-        factor in (None, 1), f"an attention_factor of rope scaling is not supported, got {factor!r}"
-    )
-    yarn = None
-    if kind == "yarn":
-        yarn = YarnScaling(
-            factor=_get(compress, "factor"),
-            original_max_position_embeddings=_get(compress, "original_max_position_embeddings"),
-            beta_fast=compress.get("beta_fast", 32),
-            beta_slow=compress.get("beta_slow", 1),
-        )
+        compress = typed(raw, "rope_scaling", dict) or nested
+        theta, compress_theta = get(raw, "rope_theta"), get(raw, "compress_rope_theta")
+    yarn = YarnScaling.from_dict(compress)
     return {"rope_theta": theta, "compress_rope_theta": compress_theta, "rope_scaling": yarn}
 
 
 def _quantisation(raw: Mapping[str, Any]) -> tuple[bool, ExpertDtype, ScaleFormat]:
     """quantised, expert_dtype, scale_format."""
-    quantisation = _typed(raw, "quantization_config", dict)
+    quantisation = typed(raw, "quantization_config", dict)
     if not quantisation:
         return False, "fp4", "ue8m0"
-    for name, wanted in FIXED_QUANTISATION.items():
-        check_fixed(f"quantization_config.{name}", quantisation.get(name, wanted), wanted)
+    check_same(quantisation, FIXED_QUANTISATION, "quantization_config.")
     scale_format = quantisation.get("scale_fmt")
     require(
         scale_format in (None, "ue8m0", "float32", "fp32"),
@@ -198,6 +147,6 @@ def _quantisation(raw: Mapping[str, Any]) -> tuple[bool, ExpertDtype, ScaleForma
     require(
         expert_dtype in ("fp4", "fp8"), f'expert_dtype must be "fp4" or "fp8", got {expert_dtype!r}'
     )
-    block = _typed(quantisation, "weight_block_size", list) or [128, 128]
+    block = typed(quantisation, "weight_block_size", list) or [128, 128]
     require(block == [128, 128], f"weight_block_size must be [128, 128], got {block}")
     return True, expert_dtype, "ue8m0" if scale_format == "ue8m0" else "float32"

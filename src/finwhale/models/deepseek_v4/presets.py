@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
-from finwhale.models.deepseek_v4.dspark_config import DsparkConfig
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.dspark_config import DsparkConfig
+from finwhale.models.rope_config import YarnScaling
 
 _FLASH = DeepseekV4Config(
     vocab_size=129280,

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from finwhale.models.deepseek_v4.config import DeepseekV4Config, YarnScaling
+from finwhale.models.deepseek_v4.config import DeepseekV4Config
+from finwhale.models.rope_config import YarnScaling
 
 
 def inverse_frequencies(theta: float, width: int, yarn: YarnScaling | None) -> Tensor:

@@ -25,12 +25,12 @@ from finwhale.models.deepseek_v4.attention import AttentionWeights, HeadWeights
 from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.dspark import DsparkWeights
-from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.deepseek_v4.layer import LayerWeights
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.mtp import MtpWeights
 from finwhale.models.deepseek_v4.sharding import rank_config
+from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight, MhcWeight

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.config_checks import check_positive, require
+from finwhale.models.config_checks import check_positive, require
 
 NUM_STAGES = 3
 _OPTIONAL_SIZES = ("n_routed_experts", "num_experts_per_tok")
@@ -47,6 +47,11 @@ class DsparkConfig:
     def confidence_width(self) -> int:
         """Number of values of the Markov embedding that a confidence reads."""
         return self.markov_rank if self.confidence_head_with_markov else 0
+
+    def experts_or(self, num_experts_per_tok: int, n_routed_experts: int) -> tuple[int, int]:
+        """num_experts_per_tok and n_routed_experts of a stage, given those of the model."""
+        own = self.num_experts_per_tok, self.n_routed_experts
+        return own[0] or num_experts_per_tok, own[1] or n_routed_experts
 
     def check(self, num_layers: int, vocab_size: int) -> None:
         """Raise CheckpointError if a value is impossible in a model of these sizes."""
