@@ -27,7 +27,7 @@ from finwhale.distributed.rank import Rank
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.presets import published
-from finwhale.models.deepseek_v4.sharding import rank_config
+from finwhale.models.sharding import rank_config
 from finwhale.models.weight_sources import Weights
 
 # Replays of a graph before a measurement, and of one measurement.

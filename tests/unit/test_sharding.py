@@ -25,8 +25,8 @@ from finwhale.models.deepseek_v4.architecture import (
 )
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.presets import published
-from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.sharding import rank_config
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
 from finwhale.weights.source import Inventory

@@ -11,8 +11,8 @@ from finwhale.distributed.rank import ALONE, Rank
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import assembler, ignored_prefixes, weight_specs
+from finwhale.models.sharding import rank_config
 from finwhale.ops import Ops
 from finwhale.weights.allocation import WeightForm
 

@@ -23,6 +23,7 @@ from finwhale.models.deepseek_v4.compressor import (
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
+from finwhale.models.weight_parts import HeadWeights
 from finwhale.ops import Ops
 from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
 from finwhale.ops.indexer import IndexQueries
@@ -30,23 +31,6 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows
 
 COMPRESS_STREAM = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadWeights:
-    """The weights of a rank's heads and their output groups, or of all heads.
-
-    Attributes:
-        wq_b: [A*C, Q]; in C4 layers followed by the indexer's wq_b [I*J, Q].
-        wo_a: [G, o_lora_rank, A*C/G].
-        wo_b: [D, G*o_lora_rank].
-        attn_sink: [A] float32.
-    """
-
-    wq_b: LinearWeight
-    wo_a: LinearWeight
-    wo_b: LinearWeight
-    attn_sink: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

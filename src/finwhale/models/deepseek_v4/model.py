@@ -31,10 +31,10 @@ from finwhale.models.deepseek_v4.layer import (
 )
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
 from finwhale.models.protocol import DividedSteps
+from finwhale.models.sharding import rank_config
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.launch.sizes import ModelSizes

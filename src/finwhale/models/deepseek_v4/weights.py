@@ -1,6 +1,6 @@
 """The table of DeepSeek-V4's weights: one line each, in the place where the model reads it.
 
-A line has the weight's name, shape and storage, and how the ranks divide it (sharding.py). The call
+A line has the weight's name, shape and storage, and how the ranks divide it (models/sharding.py). The call
 around it says in which form the model reads it; several lines in a call are packed into one tensor.
 Specs, destinations and sizes in memory follow from the table (weights/table.py).
 
@@ -10,18 +10,17 @@ M (2 + H) * H mHC outputs: H pre, H post, H * H residual.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.spec import Shard, Storage, WeightSpec
+from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.collection import no_collection
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.attention import AttentionWeights, HeadWeights
+from finwhale.models.deepseek_v4.attention import AttentionWeights
 from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.dspark import DsparkWeights
@@ -29,18 +28,24 @@ from finwhale.models.deepseek_v4.layer import LayerWeights
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.mtp import MtpWeights
-from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.dspark_config import NUM_STAGES, DsparkConfig
+from finwhale.models.sharding import rank_config
+from finwhale.models.weight_parts import (
+    HEAD_COLUMNS,
+    HEAD_ROWS,
+    TOKEN_ROWS,
+    HeadLines,
+    expert_lines,
+    head_weights,
+    logits_weight,
+    mhc_weight,
+    of_each_expert,
+)
 from finwhale.ops.compressor import CompressorWeight
-from finwhale.ops.linear import LinearWeight
-from finwhale.ops.mhc import HcHeadWeight, MhcWeight
+from finwhale.ops.mhc import HcHeadWeight
 from finwhale.weights.allocation import WeightForm
 from finwhale.weights.assembler import Assembler
 from finwhale.weights.table import Lines, WeightList
-
-TOKEN_ROWS = Shard(0, "vocabulary")
-HEAD_ROWS, HEAD_COLUMNS = Shard(0, "heads"), Shard(1, "heads")
-EXPERT_ROWS, EXPERT_COLUMNS = Shard(0, "experts"), Shard(1, "experts")
 
 
 # A start asks for them several times.
@@ -96,7 +101,7 @@ class _Table:
         w = self._lines("", "embedding and head")
         return ModelWeights(
             embed=make.tensor(w("embed.weight", (V, D), "bf16"), make.dtype),
-            head=self._logits(w("head.weight", (V, D), "bf16", TOKEN_ROWS)),
+            head=logits_weight(make, w("head.weight", (V, D), "bf16", TOKEN_ROWS)),
             hc_head=self._hc_head(self._lines("", "final norm and hc head")),
             layers=tuple(
                 self._layer(f"layers.{i}.", "norms and mHC", ratio, config.is_hash_layer(i))
@@ -106,36 +111,18 @@ class _Table:
             dspark=None if config.dspark is None else self._dspark(config.dspark),
         )
 
-    def _lines(self, prefix: str, part: str) -> Lines:
+    def _lines(self, prefix: str, part: str, rank: Rank | None = None) -> Lines:
         if prefix.startswith("mtp."):
             part = f"draft head: {part}"
-        return Lines(prefix, part, self.make.rank)
-
-    def _logits(self, line: WeightSpec) -> LinearWeight:
-        out_dtype = torch.float32 if self.make.packed else None
-        return self.make.matrix(line, dtype=self.make.dtype, out_dtype=out_dtype)
+        return Lines(prefix, part, rank or self.make.rank)
 
     def _layer(self, layer: str, part: str, ratio: int, hashed: bool) -> LayerWeights:
-        w = self._lines(layer, part)
+        w, D, H = self._lines(layer, part), self.config.hidden_size, self.config.hc_mult
         return LayerWeights(
-            hc_attn=self._mhc(w, "attn"),
-            hc_ffn=self._mhc(w, "ffn"),
+            hc_attn=mhc_weight(self.make, w, "attn", D, H),
+            hc_ffn=mhc_weight(self.make, w, "ffn", D, H),
             attn=self._attention(f"{layer}attn.", ratio),
             ffn=self._moe(f"{layer}ffn.", hashed),
-        )
-
-    def _mhc(self, w: Lines, block: Literal["attn", "ffn"]) -> MhcWeight:
-        D, H, make = self.config.hidden_size, self.config.hc_mult, self.make
-        M = (2 + H) * H
-        return MhcWeight(
-            norm=make.tensor(w(f"{block}_norm.weight", (D,), "bf16")),
-            fn=make.tensor(w(f"hc_{block}_fn", (M, H * D), "f32")),
-            base=make.tensor(w(f"hc_{block}_base", (M,), "f32")),
-            scale=make.tensor(
-                w(f"hc_{block}_scale", (3,), "f32"),
-                shape=(M,),
-                convert=partial(_scale_of_each_output, hc_mult=H),
-            ),
         )
 
     def _hc_head(self, w: Lines) -> HcHeadWeight:
@@ -151,10 +138,8 @@ class _Table:
         c, make, w = self.config, self.make, self._lines(attn, "attention")
         D, C, Q = c.hidden_size, c.head_dim, c.q_lora_rank
         wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
-        heads = self._heads(attn, ratio)
-        all_heads: HeadWeights | None = None
-        if make.rank.whole_attention:
-            heads, all_heads = self._local_heads(heads, attn, ratio), heads
+        lines = partial(self._head_lines, attn, ratio)
+        heads, all_heads = head_weights(make, lines, c.o_lora_rank)
         return AttentionWeights(
             q_norm=make.tensor(w("q_norm.weight", (Q,), "bf16")),
             kv_norm=make.tensor(w("kv_norm.weight", (C,), "bf16")),
@@ -168,49 +153,21 @@ class _Table:
         w = self._lines(attn, "attention")
         return w("wkv.weight", (self.config.head_dim, self.config.hidden_size), self.fp8)
 
-    def _head_lines(self, w: Lines) -> tuple[WeightSpec, WeightSpec, WeightSpec, WeightSpec]:
-        c = self.config
+    def _head_lines(self, attn: str, ratio: int, rank: Rank) -> HeadLines:
+        c, w = self.config, self._lines(attn, "attention", rank)
         A, C, Q = c.num_attention_heads, c.head_dim, c.q_lora_rank
         G, O = c.o_groups, c.o_lora_rank  # noqa: E741
-        return (
-            w("wq_b.weight", (A * C, Q), self.fp8, HEAD_ROWS),
-            w("wo_a.weight", (G * O, A * C // G), self.fp8, HEAD_ROWS),
-            w("wo_b.weight", (c.hidden_size, G * O), self.fp8, HEAD_COLUMNS),
-            w("attn_sink", (A,), "f32", HEAD_ROWS),
-        )
-
-    def _index_queries(self, attn: str, ratio: int) -> list[WeightSpec]:
-        """The indexer's wq_b, whose rows follow those of attention."""
-        c, w = self.config, self._lines(f"{attn}indexer.", "indexer")
-        shape = c.index_n_heads * c.index_head_dim, c.q_lora_rank
-        return [w("wq_b.weight", shape, self.fp8)] if ratio == 4 else []
-
-    def _heads(self, attn: str, ratio: int) -> HeadWeights:
-        """The heads that the rank loads."""
-        wq_b, wo_a, wo_b, attn_sink = self._head_lines(self._lines(attn, "attention"))
-        return HeadWeights(
-            wq_b=self.make.projection(wq_b, *self._index_queries(attn, ratio)),
-            wo_a=self.make.grouped(wo_a, self.config.o_lora_rank),
-            wo_b=self.make.projection(wo_b),
-            attn_sink=self.make.tensor(attn_sink),
-        )
-
-    def _local_heads(self, all_heads: HeadWeights, attn: str, ratio: int) -> HeadWeights:
-        """The rank's part of all heads: views where possible, otherwise copies."""
-        rank = replace(self.make.rank, whole_attention=False)
-        wq_b, wo_a, wo_b, attn_sink = self._head_lines(Lines(attn, "attention", rank))
-        assert wq_b.slice and wo_a.slice and attn_sink.slice
-        queries, sinks = wq_b.slice, attn_sink.slice
-        groups = wo_a.slice.over(self.config.o_lora_rank)
-        return HeadWeights(
-            wq_b=(
-                self.make.projection(wq_b, *self._index_queries(attn, ratio))
-                if ratio == 4
-                else all_heads.wq_b.rows(queries.start, queries.stop)
-            ),
-            wo_a=all_heads.wo_a.rows(groups.start, groups.stop),
-            wo_b=self.make.projection(wo_b),
-            attn_sink=all_heads.attn_sink[sinks.start : sinks.stop],
+        index_queries = None
+        if ratio == 4:
+            shape = c.index_n_heads * c.index_head_dim, Q
+            indexer = self._lines(f"{attn}indexer.", "indexer")
+            index_queries = indexer("wq_b.weight", shape, self.fp8)
+        return HeadLines(
+            wq_b=w("wq_b.weight", (A * C, Q), self.fp8, HEAD_ROWS),
+            wo_a=w("wo_a.weight", (G * O, A * C // G), self.fp8, HEAD_ROWS),
+            wo_b=w("wo_b.weight", (c.hidden_size, G * O), self.fp8, HEAD_COLUMNS),
+            attn_sink=w("attn_sink", (A,), "f32", HEAD_ROWS),
+            index_queries=index_queries,
         )
 
     def _compressor(self, attn: str, ratio: int) -> C4Weights | C128Weights:
@@ -247,7 +204,7 @@ class _Table:
 
     def _moe(self, ffn: str, hashed: bool) -> MoeWeights:
         c, make = self.config, self.make
-        D, E = c.hidden_size, c.n_routed_experts
+        D, E, I = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size  # noqa: E741
         w = self._lines(ffn, "router")
         shared = self._lines(f"{ffn}shared_experts.", "shared expert")
         routed = self._lines(f"{ffn}experts.{{expert}}.", "routed experts")
@@ -265,16 +222,8 @@ class _Table:
             gate=gate,
             bias=bias,
             tid2eid=tid2eid,
-            shared_experts=make.experts(self._expert_lines(shared, self.fp8)),
-            experts=make.experts(_of_each_expert(self._expert_lines(routed, fp4), E), E),
-        )
-
-    def _expert_lines(self, w: Lines, storage: Storage) -> tuple[WeightSpec, ...]:
-        D, I = self.config.hidden_size, self.config.moe_intermediate_size  # noqa: E741
-        return (
-            w("w1.weight", (I, D), storage, EXPERT_ROWS),
-            w("w3.weight", (I, D), storage, EXPERT_ROWS),
-            w("w2.weight", (D, I), storage, EXPERT_COLUMNS),
+            shared_experts=make.experts(expert_lines(shared, D, I, self.fp8)),
+            experts=make.experts(of_each_expert(expert_lines(routed, D, I, fp4), E), E),
         )
 
     def _mtp(self, mtp: str) -> MtpWeights:
@@ -313,32 +262,14 @@ class _Table:
             markov_w1=make.tensor(
                 markov("markov_w1.weight", (V, head.markov_rank), "bf16"), make.dtype
             ),
-            markov_w2=self._logits(
-                markov("markov_w2.weight", (V, head.markov_rank), "bf16", TOKEN_ROWS)
+            markov_w2=logits_weight(
+                make, markov("markov_w2.weight", (V, head.markov_rank), "bf16", TOKEN_ROWS)
             ),
             confidence=confidence,
         )
 
 
-# A model has tens of thousands of experts, and a start lists them several times.
-@lru_cache(maxsize=128)
-def _of_each_expert(lines: tuple[WeightSpec, ...], num_experts: int) -> tuple[WeightSpec, ...]:
-    """The lines for every expert, with its number in place of `{expert}`."""
-    others = [(line.name.split("{expert}"), line[1:]) for line in lines]
-    return tuple(
-        WeightSpec(f"{before}{expert}{after}", *other)
-        for expert in range(num_experts)
-        for (before, after), other in others
-    )
-
-
 # --- Conversions of loaded values -----------------------------------------------------------------
-
-
-def _scale_of_each_output(scale: Tensor, *, hc_mult: int) -> Tensor:
-    """The scales [3] of pre, post and residual outputs, repeated for each output: [M]."""
-    counts = hc_mult, hc_mult, hc_mult**2
-    return torch.cat([one.expand(count) for one, count in zip(scale, counts, strict=True)])
 
 
 def _halves_as_rows(ape: Tensor) -> Tensor:

@@ -2,32 +2,51 @@
 
 A rank holds some heads with their output groups, some rows of the LM head and of DSpark's Markov
 head, and a part of every expert's intermediate size. It holds a copy of every other weight. An FP8
-block, an FP4 block and a group of 128 activations that are rounded together never span two ranks.
+block, an FP4 block and a group of activations that are rounded together never span two ranks.
 
 With `Rank.whole_attention`, a rank loads the weights of all heads, and also keeps a copy of those
-of its own heads. With `Rank.data_parallel`, the ranks divide the experts only. The table
-(weights.py) says for each weight how it is divided.
+of its own heads. With `Rank.data_parallel`, the ranks divide the experts only. A model's table of
+weights says for each weight how it is divided.
 """
 
 from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from finwhale.config import RANK_COUNTS
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
-
-# Number of values that share a scale when activations are rounded, and rows and columns of a block
-# of an FP8 weight.
-GROUP = 128
 
 
-def rank_config(
-    config: DeepseekV4Config, rank: Rank, *, round_activations: bool = False
-) -> DeepseekV4Config:
+class DividedSizes(Protocol):
+    """The part of a configuration, a data class, that says how ranks can divide a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def o_groups(self) -> int: ...
+    @property
+    def o_lora_rank(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def quantised(self) -> bool: ...
+    @property
+    def weight_block_size(self) -> tuple[int, int]:
+        """Rows and columns of a block of an FP8 weight. As many activations share a scale."""
+
+
+ConfigT = TypeVar("ConfigT", bound=DividedSizes)
+
+
+def rank_config(config: ConfigT, rank: Rank, *, round_activations: bool = False) -> ConfigT:
     """The sizes of a rank. vocab_size stays whole: only the LM head is divided.
 
     Args:
-        round_activations: the model rounds activations in groups of 128, quantised or not.
+        round_activations: the model rounds activations in groups, quantised or not.
 
     Raises:
         FinwhaleError: the ranks cannot divide the model.
@@ -45,17 +64,19 @@ def rank_config(
             f"{' or '.join(map(str, fits))}"
         )
     heads = 1 if rank.data_parallel else size
-    return replace(
-        config,
+    whole: Any = config  # a data class, which a protocol cannot demand
+    part: ConfigT = replace(
+        whole,
         num_attention_heads=config.num_attention_heads // heads,
         o_groups=config.o_groups // heads,
         moe_intermediate_size=config.moe_intermediate_size // size,
     )
+    return part
 
 
-def _obstacle(config: DeepseekV4Config, rank: Rank, round_activations: bool) -> str | None:
+def _obstacle(config: DividedSizes, rank: Rank, round_activations: bool) -> str | None:
     """Why as many ranks as `rank` names cannot divide the model; None: they can."""
-    size, data_parallel = rank.size, rank.data_parallel
+    size, data_parallel, group = rank.size, rank.data_parallel, config.weight_block_size[0]
     if size < 1:
         return f"the number of ranks must be at least 1, got {size}"
     if size == 1:
@@ -73,9 +94,9 @@ def _obstacle(config: DeepseekV4Config, rank: Rank, round_activations: bool) -> 
     if not data_parallel and config.quantised:
         widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
     for name, width in widths.items():
-        if width % (size * GROUP):
+        if width % (size * group):
             return (
                 f"{name} is {width}, and {width // size} values a rank are not a multiple of "
-                f"{GROUP}, the size of an FP8 block and of a group of rounded activations"
+                f"{group}, the size of an FP8 block and of a group of rounded activations"
             )
     return None
