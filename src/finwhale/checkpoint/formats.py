@@ -1,6 +1,7 @@
 """The numeric formats of a checkpoint's weights in plain torch: FP8 blocks, FP4 rows, E8M0 scales.
 
 FP8 block: e4m3 values [out, in], one scale per BxB block: [ceil(out/B), ceil(in/B)], B 128 or 32.
+FP8 row: e4m3 values [rows, in], one scale per 1x32: [rows, in/32].
 FP4: two e2m1 values a byte along the last axis, the low nibble is the even k: int8 [..., in/2], one
 scale per 1x32: [..., in/32]. E8M0: a byte b means 2^(b - 127); 255 means NaN (OCP Microscaling
 Formats 1.0, section 5.4.1). The code reads and writes scales only as bytes, because devices differ
@@ -17,7 +18,7 @@ from torch import Tensor
 from finwhale.errors import CheckpointError
 from finwhale.number_formats import E2M1_MAX, E4M3_MAX, e2m1_codes, e2m1_values
 
-FP4_BLOCK = 32
+FP4_BLOCK = ROW_BLOCK = 32
 E8M0_BIAS = 127
 E8M0_NAN = 255
 
@@ -186,6 +187,25 @@ def _multiply_blocks(part: Tensor, factors: Tensor, block: int) -> None:
         split.mul_(by_row[:, :whole, None])
     if columns % block:
         part[:, whole * block :].mul_(by_row[:, whole:])
+
+
+# --- FP8, rows of 32 ----------------------------------------------------------------------------
+
+
+def row_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of a weight [..., in] with one for each 1x32 values, FP8 or FP4."""
+    return *shape[:-1], shape[-1] // ROW_BLOCK
+
+
+def dequantise_fp8_rows(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 [rows, in] times its E8M0 scales [rows, in/32], computed in float32, as dtype."""
+    assert tuple(scale.shape) == row_scale_shape(tuple(data.shape)), (data.shape, scale.shape)
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    for start, stop in row_slices(data.shape[0], data.shape[1], 1):
+        factors = e8m0_to_float32(scale[start:stop])
+        part = data[start:stop].float().unflatten(1, (-1, ROW_BLOCK))
+        out[start:stop] = part.mul_(factors[:, :, None]).flatten(1)
+    return out
 
 
 # --- FP4, rows of 32 ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp8_block_32", "fp4"]
+Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp8_block_32", "fp8_row_32", "fp4"]
 """The stored format of a weight. FP8 and FP4 weights also have a `.scale` tensor (formats.py)."""
 
 # Rows and columns of the blocks of FP8 weights.
@@ -60,6 +60,8 @@ class WeightSpec(NamedTuple):
         slice: the part of the weight that this process holds; None: the whole weight.
         shard: how the ranks divide the weight; None: each holds all of it.
         part: the part of the model to which it belongs, for users.
+        lookup: the model looks up rows and never reads the whole weight, so that a loader may keep
+            it in host memory.
     """
 
     name: str
@@ -68,6 +70,7 @@ class WeightSpec(NamedTuple):
     slice: Slice | None = None
     shard: Shard | None = None
     part: str = ""
+    lookup: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:

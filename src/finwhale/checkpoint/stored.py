@@ -26,8 +26,8 @@ class StoredWeight:
     Attributes:
         data: bfloat16, float16, float32 or int64 of the logical shape; float8_e4m3fn [out, in];
             or int8 [out, in/2], two e2m1 codes a byte.
-        scale: float8_e8m0fnu or float32, one per square block (FP8); float8_e8m0fnu, one per
-            1x32 (FP4); None for plain storages.
+        scale: float8_e8m0fnu or float32, one per square block (FP8 block); float8_e8m0fnu, one per
+            1x32 (FP8 row, FP4); None for plain storages.
         storage: the name of the format.
     """
 
@@ -63,6 +63,8 @@ class StoredWeight:
             return stored.data.to(dtype)
         if self.storage == "fp4":
             return formats.dequantise_fp4(stored.data, stored.scale, dtype)
+        if self.storage == "fp8_row_32":
+            return formats.dequantise_fp8_rows(stored.data, stored.scale, dtype)
         block = FP8_BLOCKS[self.storage]
         return formats.dequantise_fp8_block(stored.data, stored.scale, dtype, block)
 
@@ -80,7 +82,14 @@ class Mismatch:
 
 
 def has_scale(storage: Storage) -> bool:
-    return storage == "fp4" or storage in FP8_BLOCKS
+    return storage in ("fp4", "fp8_row_32") or storage in FP8_BLOCKS
+
+
+def scale_shape(shape: tuple[int, ...], storage: Storage) -> tuple[int, ...]:
+    """The shape of a weight's scales."""
+    if storage in FP8_BLOCKS:
+        return formats.fp8_scale_shape(shape, FP8_BLOCKS[storage])
+    return formats.row_scale_shape(shape)
 
 
 def data_slice(part: Slice, storage: Storage) -> Slice:
@@ -89,7 +98,7 @@ def data_slice(part: Slice, storage: Storage) -> Slice:
 
 
 def scale_slice(part: Slice, storage: Storage) -> Slice:
-    """The slice of a weight's scales: one for each block of FP8, for 1x32 values of FP4."""
+    """The slice of a weight's scales: one for each block of FP8, for 1x32 values otherwise."""
     if storage in FP8_BLOCKS:
         return part.over(FP8_BLOCKS[storage])
     return part.over(formats.FP4_BLOCK) if part.axis == 1 else part
@@ -115,11 +124,8 @@ def storage_of(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
 
 
 def scale_mismatch(spec: WeightSpec, scale: TensorInfo, storage: Storage) -> Mismatch | None:
-    if storage == "fp4":
-        shape: tuple[int, ...] = (*spec.shape[:-1], spec.shape[-1] // formats.FP4_BLOCK)
-        dtypes: tuple[torch.dtype, ...] = _SCALE_DTYPES[:1]
-    else:
-        shape, dtypes = formats.fp8_scale_shape(spec.shape, FP8_BLOCKS[storage]), _SCALE_DTYPES
+    shape = scale_shape(spec.shape, storage)
+    dtypes = _SCALE_DTYPES if storage in FP8_BLOCKS else _SCALE_DTYPES[:1]
     if scale.shape == shape and scale.dtype in dtypes:
         return None
     return Mismatch(
@@ -133,9 +139,7 @@ def _wanted(spec: WeightSpec) -> str:
     plain = f"BF16, F16 or F32 {list(spec.shape)}"
     if spec.storage == "i64":
         return f"I64 {list(spec.shape)}"
-    if spec.storage in FP8_BLOCKS:
-        return f"F8_E4M3, {plain}"
     if spec.storage == "fp4":
         packed = [*spec.shape[:-1], spec.shape[-1] // 2]
         return f"I8 {packed} or F8_E4M3, {plain}"
-    return plain
+    return f"F8_E4M3, {plain}" if has_scale(spec.storage) else plain

@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finwhale.checkpoint.config_files import CONFIG_FILE
-from finwhale.checkpoint.formats import FP4_BLOCK, fp8_scale_shape
 from finwhale.checkpoint.reader import INDEX_FILE, SINGLE_FILE
-from finwhale.checkpoint.spec import FP8_BLOCKS, Storage, WeightSpec
-from finwhale.checkpoint.stored import DTYPE_NAMES, PLAIN_DTYPES, StoredWeight
+from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.checkpoint.stored import DTYPE_NAMES, PLAIN_DTYPES, StoredWeight, scale_shape
 from finwhale.errors import CheckpointError
 
 _PLAIN_DTYPES: dict[Storage, torch.dtype] = {**PLAIN_DTYPES, "i64": torch.int64}
@@ -74,13 +73,11 @@ def _without_values(spec: WeightSpec) -> dict[str, Tensor]:
 
     if spec.storage in _PLAIN_DTYPES:
         return {spec.name: empty(spec.shape, _PLAIN_DTYPES[spec.storage])}
-    if spec.storage in FP8_BLOCKS:
-        data = empty(spec.shape, torch.float8_e4m3fn)
-        scale = empty(fp8_scale_shape(spec.shape, FP8_BLOCKS[spec.storage]), torch.float8_e8m0fnu)
-    else:
-        *rows, columns = spec.shape
+    *rows, columns = spec.shape
+    data = empty(spec.shape, torch.float8_e4m3fn)
+    if spec.storage == "fp4":
         data = empty((*rows, columns // 2), torch.int8)
-        scale = empty((*rows, columns // FP4_BLOCK), torch.float8_e8m0fnu)
+    scale = empty(scale_shape(spec.shape, spec.storage), torch.float8_e8m0fnu)
     return {spec.name: data, spec.scale_name: scale}
 
 

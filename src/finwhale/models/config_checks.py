@@ -41,6 +41,12 @@ _MAX = {
     "index_n_heads": 1 << 14,
     "hc_sinkhorn_iters": 1000,
     "max_position_embeddings": 1 << 30,
+    "engram_num_embeddings": 1 << 32,
+    "engram_vocab_size": 1 << 32,
+    "engram_compressed_vocab_size": 1 << 24,
+    "engram_max_ngram_size": 64,
+    "engram_n_heads": 1 << 10,
+    "engram_head_dim": 1 << 14,
     "rope_scaling original_max_position_embeddings": 1 << 30,
     "dspark_block_size": 7,  # the compressors' kernels verify at most 8 tokens: one and its drafts
     "dspark_markov_rank": 1 << 14,
@@ -113,6 +119,16 @@ def check_positive(name: str, value: Any, *kinds: type) -> None:
 
 def check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
     require(value % divisor == 0, f"{name} {value} must be a multiple of {divisor_name} {divisor}")
+
+
+def check_layer_ids(name: str, ids: tuple[Any, ...], num_layers: int) -> None:
+    inside = all(type(i) is int and 0 <= i < num_layers for i in ids)
+    require(
+        ids and inside,
+        f"{name} must be layers from 0 to {num_layers - 1}, got {shown(list(ids))}",
+    )
+    ascending = list(ids) == sorted(set(ids))
+    require(ascending, f"{name} must be different and ascend, got {shown(list(ids))}")
 
 
 def check_heads(heads: int, groups: int, rope: int, widths: Mapping[str, int]) -> None:

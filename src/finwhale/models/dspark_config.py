@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from finwhale.errors import CheckpointError
-from finwhale.models.config_checks import check_positive, require
+from finwhale.models.config_checks import check_layer_ids, check_positive, require
 
 NUM_STAGES = 3
 _OPTIONAL_SIZES = ("n_routed_experts", "num_experts_per_tok")
@@ -64,15 +64,7 @@ class DsparkConfig:
             f"dspark_noise_token_id must be a token id below {vocab_size} (vocab_size), got "
             f"{self.noise_token_id!r}",
         )
-        ids = list(self.target_layer_ids)
-        require(
-            ids and all(_is_int(i, 0) and i < num_layers for i in ids),
-            f"dspark_target_layer_ids must be layers from 0 to {num_layers - 1}, got {ids}",
-        )
-        require(
-            ids == sorted(set(ids)),
-            f"dspark_target_layer_ids must be different and ascend, got {ids}",
-        )
+        check_layer_ids("dspark_target_layer_ids", self.target_layer_ids, num_layers)
         for name in _FLAGS:
             value = getattr(self, name)
             require(type(value) is bool, f"{name} must be true or false, got {value!r}")

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from finwhale.checkpoint.formats import FP4_BLOCK, fp8_scale_shape
 from finwhale.checkpoint.spec import FP8_BLOCKS, Slice, Storage, WeightSpec, name_of_scale
-from finwhale.checkpoint.stored import PLAIN_STORAGES
+from finwhale.checkpoint.stored import PLAIN_STORAGES, scale_shape
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.weights.destinations import Destinations
-from finwhale.weights.table import Convert, WeightList
+from finwhale.weights.table import Convert, LookupTable, WeightList
 
 # Unquantised weights of at least this size that need no conversion are read directly into their
 # final memory. Smaller ones are not, because each direct read costs a separate check of the values
@@ -92,7 +92,8 @@ class Target(NamedTuple):
     Attributes:
         data: the values: of any strides, dequantised; E4M3; or uint8: FP4 codes of many experts,
             each of which has a destination.
-        scale: float32 scales of E4M3 values, or the exponents of all FP4 codes.
+        scale: float32 scales of E4M3 values, or uint8: the exponents of E4M3 rows or of all FP4
+            codes, in their stored form.
         part: the slice of the loaded weight; None: all of it.
         convert: maps dequantised values to those of `data`; None: only the dtype changes.
     """
@@ -172,6 +173,18 @@ class Allocation(WeightList):
         w = self._ops.prepare_linear(LinearWeight(storage, group))
         self._add_target(spec, Target(w.weight))
         return w
+
+    def lookup(self, spec: WeightSpec) -> LookupTable:
+        assert spec.slice is None, spec
+        spec = spec._replace(lookup=True)
+        if not self.packed or self._storage(spec) != "fp8_row_32":
+            return LookupTable(self.tensor(spec, self.dtype))
+        rows = self._empty(spec.shape, torch.float8_e4m3fn)
+        scale = self._empty(scale_shape(spec.shape, spec.storage), torch.uint8)
+        self.specs[spec.name], self._targets[spec.name] = spec, (Target(rows, scale),)
+        self.destinations.add(spec.name, rows)
+        self.destinations.add(spec.scale_name, scale)
+        return LookupTable(rows, scale)
 
     def experts(self, specs: Sequence[WeightSpec], count: int | None = None) -> ExpertWeight:
         group, block = self._group, None

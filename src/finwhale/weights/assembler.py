@@ -105,8 +105,8 @@ class Assembler(Allocation, Generic[W]):
             target.data.copy_(values.view(target.data.shape))
             return
         assert stored.scale is not None
-        if target.data.dtype == torch.uint8:
-            assert stored.storage == "fp4"
+        if target.scale.dtype == torch.uint8:  # codes and exponents in their stored form
+            assert stored.storage in ("fp4", "fp8_row_32")
             self.destinations[name].copy_(stored.data.view(torch.uint8).reshape(-1))
             scales = self.destinations[name_of_scale(name)]
             scales.copy_(e8m0_bytes(stored.scale).reshape(-1))

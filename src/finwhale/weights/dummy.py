@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import E8M0_BIAS, FP4_BLOCK, fp8_scale_shape, row_slices
-from finwhale.checkpoint.spec import FP8_BLOCKS, Progress, Storage, WeightSpec
-from finwhale.checkpoint.stored import PLAIN_DTYPES, StoredWeight
+from finwhale.checkpoint.formats import E8M0_BIAS, FP4_BLOCK, row_slices
+from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
+from finwhale.checkpoint.stored import PLAIN_DTYPES, StoredWeight, has_scale, scale_shape
 from finwhale.number_formats import E2M1_VALUES
 from finwhale.weights.destinations import Destinations
 from finwhale.weights.joint_ranks import JointRanks
@@ -66,16 +66,17 @@ class DummySource:
     def make(self, spec: WeightSpec) -> StoredWeight:
         """Generate one whole weight.
 
-        Norms are 1. Projections have mean 0 and variance 1/fan_in. FP8 has one scale for all
-        blocks; FP4 has uniform codes, and each scale is one of two neighbouring powers of two.
-        A tid2eid row holds distinct, uniform experts. The other weights are normal and small.
+        Norms are 1. Projections have mean 0 and variance 1/fan_in; rows to look up have variance 1.
+        FP8 has one scale for all values; FP4 has uniform codes, and each scale is one of two
+        neighbouring powers of two. A tid2eid row holds distinct, uniform experts. The other weights
+        are normal and small.
         """
         generator = torch.Generator(self._device)
         # The CPU's generator accepts a seed of 32 bits.
         generator.manual_seed(zlib.crc32(f"{self._seed} {spec.name}".encode()))
         if spec.storage == "fp4":
             return _fp4(spec, generator)
-        if spec.storage in FP8_BLOCKS:
+        if has_scale(spec.storage):
             return _fp8(spec, generator)
         if spec.storage == "i64":
             return StoredWeight(self._experts_of_tokens(spec, generator), None, "i64")
@@ -110,7 +111,7 @@ def _deviation(spec: WeightSpec) -> float:
 def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
     """Normal codes; one power-of-two scale puts their deviation between 32 and 64."""
     device = generator.device
-    deviation = 1 / math.sqrt(spec.fan_in)
+    deviation = 1.0 if spec.lookup else 1 / math.sqrt(spec.fan_in)
     exponent = math.floor(math.log2(deviation)) - 5
     data = torch.empty(spec.shape, dtype=torch.float8_e4m3fn, device=device)
     for start, stop in row_slices(spec.shape[0], spec.fan_in, 1):
@@ -118,7 +119,7 @@ def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
         values = torch.empty(part.shape, device=device)
         values.normal_(0.0, deviation * 2.0**-exponent, generator=generator)
         part.copy_(values.clamp_(-448, 448).to(torch.float8_e4m3fn))
-    shape = fp8_scale_shape(spec.shape, FP8_BLOCKS[spec.storage])
+    shape = scale_shape(spec.shape, spec.storage)
     raw = torch.full(shape, exponent + E8M0_BIAS, dtype=torch.uint8, device=device)
     return StoredWeight(data, raw.view(torch.float8_e8m0fnu), spec.storage)
 

@@ -1,6 +1,7 @@
 """Lists a model's weights: the base of the classes for which a model's table is written."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,6 +48,19 @@ def _slice(shape: tuple[int, ...], shard: Shard, rank: Rank) -> Slice | None:
     length, rest = divmod(shape[shard.axis], rank.size)
     assert not rest, (shape, shard, rank)
     return Slice(shard.axis, rank.index * length, (rank.index + 1) * length)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupTable:
+    """A matrix whose rows the model looks up.
+
+    Attributes:
+        rows: [N, K]; E4M3 if there are scales.
+        scale: uint8 [N, K/32], an E8M0 byte for each 1x32 values; None: the rows are values.
+    """
+
+    rows: Tensor
+    scale: Tensor | None = None
 
 
 class WeightList:
@@ -108,6 +122,11 @@ class WeightList:
         """A grouped linear [G, rows, K], which the checkpoint stores as a matrix [G * rows, K]."""
         self._add([spec])
         return LinearWeight(self._empty_tensor)
+
+    def lookup(self, spec: WeightSpec) -> LookupTable:
+        """A matrix whose rows are looked up; no rank holds a slice of it."""
+        self._add([spec._replace(lookup=True)])
+        return LookupTable(self._empty_tensor)
 
     def experts(self, specs: Sequence[WeightSpec], count: int | None = None) -> ExpertWeight:
         """Experts.

@@ -1,7 +1,8 @@
 """The table of DeepSeek-V4's weights: one line each, in the place where the model reads it.
 
-A line has the weight's name, shape and storage, and how the ranks divide it (models/sharding.py). The call
-around it says in which form the model reads it; several lines in a call are packed into one tensor.
+A line has the weight's name, shape and storage, and how the ranks divide it (models/sharding.py).
+The call around it says in which form the model reads it; several lines in a call are packed into
+one tensor.
 Specs, destinations and sizes in memory follow from the table (weights/table.py).
 
 Legend: D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank,

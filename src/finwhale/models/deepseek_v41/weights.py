@@ -1,0 +1,242 @@
+"""The table of DeepSeek-V4.1's weights: one line each, in the place where the model reads it.
+
+A line has the weight's name, shape and storage, and how the ranks divide it (models/sharding.py).
+The call around it says in which form the model reads it; several lines in a call are packed into
+one tensor. The indexer, compressors and Engram are whole on every rank.
+
+Legend: D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank,
+O o_lora_rank, G o_groups, I index_n_heads, J index_head_dim, E n_routed_experts, H hc_mult.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+
+import torch
+
+from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.collection import no_collection
+from finwhale.distributed.rank import ALONE, Rank
+from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
+from finwhale.models.deepseek_v41.weight_classes import (
+    AttentionWeights,
+    CompressorWeights,
+    DsparkWeights,
+    EngramWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+)
+from finwhale.models.dspark_config import DsparkConfig
+from finwhale.models.sharding import rank_config
+from finwhale.models.weight_parts import (
+    HEAD_COLUMNS,
+    HEAD_ROWS,
+    TOKEN_ROWS,
+    HeadLines,
+    expert_lines,
+    head_weights,
+    logits_weight,
+    mhc_weight,
+    of_each_expert,
+)
+from finwhale.ops.linear import LinearWeight
+from finwhale.weights.allocation import WeightForm
+from finwhale.weights.assembler import Assembler
+from finwhale.weights.table import Lines, WeightList
+
+
+# A start asks for them several times.
+@lru_cache(maxsize=2)
+def weight_specs(config: DeepseekV41Config, rank: Rank = ALONE) -> Mapping[str, WeightSpec]:
+    """Every tensor of a checkpoint of this configuration, by name, except the vision encoder's.
+
+    The table omits `.scale` tensors, which belong to their weights. `config` describes the whole
+    model; each spec names the slice that `rank` loads.
+
+    Raises:
+        FinwhaleError: this number of ranks cannot divide the model.
+    """
+    rank_config(config, rank)
+    listed = WeightList(rank)
+    with no_collection():
+        _Table(config, listed).model()
+    return listed.specs
+
+
+def assembler(
+    config: DeepseekV41Config, form: WeightForm, device: torch.device
+) -> Assembler[ModelWeights]:
+    """Allocate a rank's weights on a device, for the caller to load.
+
+    Raises:
+        FinwhaleError: this number of ranks cannot divide the model.
+    """
+    rank_config(config, form.rank, round_activations=form.round_activations)
+    return Assembler(lambda weights: _Table(config, weights).model(), form, device)
+
+
+def ignored_prefixes(config: DeepseekV41Config) -> dict[str, str]:
+    """Name prefixes of tensors that the loader ignores, each with the reason."""
+    ignored = dict.fromkeys(("vision.", "aligner.", "image_"), "only text is served")
+    if config.dspark is None:
+        ignored["mtp."] = "the model runs without its draft head"
+    return ignored
+
+
+class _Table:
+    """The table for a configuration of the whole model. `make` lists or allocates a rank's part."""
+
+    def __init__(self, config: DeepseekV41Config, make: WeightList) -> None:
+        self.config, self.make = config, make
+        make.input_group = GROUP
+        self.fp8: Storage = "fp8_block_32" if config.quantised else "bf16"
+        # Matrices that the checkpoint stores in bf16, and that have float32 results.
+        self.precise = make.dtype if make.packed else torch.float32
+
+    def model(self) -> ModelWeights:
+        config, make = self.config, self.make
+        D, V = config.hidden_size, config.vocab_size
+        w = self._lines("", "embedding and head")
+        return ModelWeights(
+            embed=make.tensor(w("embed.weight", (V, D), "bf16"), make.dtype),
+            head=logits_weight(make, w("head.weight", (V, D), "bf16", TOKEN_ROWS)),
+            norm=make.tensor(self._lines("", "final norm")("norm.weight", (D,), "bf16")),
+            layers=tuple(self._layer(i) for i in range(config.num_hidden_layers)),
+            dspark=None if config.dspark is None else self._dspark(config.dspark),
+        )
+
+    def _name(self, layer: int) -> str:
+        """The beginning of the names of a layer's weights."""
+        stage = layer - self.config.num_hidden_layers
+        return f"layers.{layer}." if stage < 0 else f"mtp.{stage}."
+
+    def _lines(self, prefix: str, part: str, rank: Rank | None = None) -> Lines:
+        if prefix.startswith("mtp."):
+            part = f"draft head: {part}"
+        return Lines(prefix, part, rank or self.make.rank)
+
+    def _layer(self, layer: int) -> LayerWeights:
+        c, make = self.config, self.make
+        D, H, name = c.hidden_size, c.hc_mult, self._name(layer)
+        w = self._lines(name, "norms and mHC")
+        return LayerWeights(
+            engram=self._engram(f"{name}engram.", layer),
+            hc_attn=mhc_weight(make, w, "attn", D, H),
+            hc_ffn=mhc_weight(make, w, "ffn", D, H),
+            attn=self._attention(f"{name}attn.", layer),
+            ffn=self._moe(f"{name}ffn.", c.of_layer(layer).n_routed_experts),
+        )
+
+    def _engram(self, engram: str, layer: int) -> EngramWeights | None:
+        D, H, make, c = self.config.hidden_size, self.config.hc_mult, self.make, self.config.engram
+        if c is None or layer not in c.layer_ids:
+            return None
+        rows = c.num_embeddings[c.layer_ids.index(layer)]
+        w, table = self._lines(engram, "Engram"), self._lines(engram, "Engram tables")
+        fp8: Storage = "fp8_row_32" if self.config.quantised else "bf16"
+        return EngramWeights(
+            embed=make.lookup(table("embed.weight", (rows, c.head_dim), fp8)),
+            wkv=make.projection(w("wkv.weight", ((H + 1) * D, c.num_rows * c.head_dim), self.fp8)),
+            q_weight=make.tensor(w("q_weight", (H, D), "bf16")),
+            k_weight=make.tensor(w("k_weight", (H, D), "bf16")),
+        )
+
+    def _attention(self, attn: str, layer: int) -> AttentionWeights:
+        c, make, w = self.config, self.make, self._lines(attn, "attention")
+        D, C, Q = c.hidden_size, c.head_dim, c.q_lora_rank
+        wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
+        selects = layer in c.index_source_layer_ids
+        lines = partial(self._head_lines, attn, selects)
+        heads, all_heads = head_weights(make, lines, c.o_lora_rank)
+        return AttentionWeights(
+            q_norm=make.tensor(w("q_norm.weight", (Q,), "bf16")),
+            kv_norm=make.tensor(w("kv_norm.weight", (C,), "bf16")),
+            wq_a_wkv=wq_a_wkv,
+            heads=heads,
+            all_heads=all_heads,
+            index_proj=self._index_proj(attn, layer) if selects else None,
+            compressor=self._compressor(attn) if layer in c.kv_source_layer_ids else None,
+        )
+
+    def _wkv(self, attn: str) -> WeightSpec:
+        w = self._lines(attn, "attention")
+        return w("wkv.weight", (self.config.head_dim, self.config.hidden_size), self.fp8)
+
+    def _head_lines(self, attn: str, selects: bool, rank: Rank) -> HeadLines:
+        c, w = self.config, self._lines(attn, "attention", rank)
+        indexer = self._lines(f"{attn}indexer.", "indexer")
+        A, C, Q = c.num_attention_heads, c.head_dim, c.q_lora_rank
+        G, O = c.o_groups, c.o_lora_rank  # noqa: E741
+        index_rows = c.index_n_heads * c.index_head_dim
+        return HeadLines(
+            wq_b=w("wq_b.weight", (A * C, Q), self.fp8, HEAD_ROWS),
+            wo_a=w("wo_a.weight", (G * O, A * C // G), self.fp8, HEAD_ROWS),
+            wo_b=w("wo_b.weight", (c.hidden_size, G * O), self.fp8, HEAD_COLUMNS),
+            attn_sink=w("attn_sink", (A,), "f32", HEAD_ROWS),
+            index_queries=indexer("wq_b.weight", (index_rows, Q), self.fp8) if selects else None,
+        )
+
+    def _index_proj(self, attn: str, layer: int) -> LinearWeight:
+        c, lines = self.config, list[WeightSpec]()
+        w, indexer = self._lines(f"{attn}compressor.", "compressor"), f"{attn}indexer."
+        if layer in c.kv_source_layer_ids:
+            shape = c.head_dim, c.hidden_size
+            lines.append(w("wkv.weight", shape, "bf16"))
+            if c.compress_ratios[layer] == 2:
+                lines.append(w("wgate.weight", shape, "bf16"))
+        shape = c.index_n_heads, c.hidden_size
+        lines.append(self._lines(indexer, "indexer")("weights_proj.weight", shape, "bf16"))
+        return self.make.matrix(*lines, dtype=self.precise, out_dtype=torch.float32)
+
+    def _compressor(self, attn: str) -> CompressorWeights:
+        C, J, make = self.config.head_dim, self.config.index_head_dim, self.make
+        w = self._lines(f"{attn}compressor.", "compressor")
+        indexer = self._lines(f"{attn}indexer.", "indexer")
+        return CompressorWeights(
+            norm=make.tensor(w("norm.weight", (C,), "bf16")),
+            wk=make.matrix(indexer("wk.weight", (J, C), "bf16"), dtype=make.dtype),
+            k_norm=make.tensor(indexer("k_norm.weight", (J,), "bf16")),
+        )
+
+    def _moe(self, ffn: str, num_experts: int) -> MoeWeights:
+        c, make, E = self.config, self.make, num_experts
+        D, I = c.hidden_size, c.moe_intermediate_size  # noqa: E741
+        w = self._lines(ffn, "router")
+        shared = self._lines(f"{ffn}shared_experts.", "shared expert")
+        routed = self._lines(f"{ffn}experts.{{expert}}.", "routed experts")
+        fp4: Storage = "fp4" if c.quantised else "bf16"
+        return MoeWeights(
+            gate=make.tensor(w("gate.weight", (E, D), "bf16"), self.precise),
+            bias=make.tensor(w("gate.bias", (E,), "f32")),
+            bias_vl=make.tensor(w("gate.bias_vl", (E,), "f32")),
+            shared_experts=make.experts(expert_lines(shared, D, I, self.fp8)),
+            experts=make.experts(of_each_expert(expert_lines(routed, D, I, fp4), E), E),
+        )
+
+    def _dspark(self, head: DsparkConfig) -> DsparkWeights:
+        c, make = self.config, self.make
+        D, V, part = c.hidden_size, c.vocab_size, "norms and projections"
+        stages = range(c.num_hidden_layers, c.num_hidden_layers + c.num_draft_layers)
+        first, last = (self._lines(self._name(stages[i]), part) for i in (0, -1))
+        markov = self._lines(f"{last.prefix}markov_head.", "Markov head")
+        markov_shape = V, head.markov_rank
+        confidence = None
+        if head.enable_confidence_head:
+            shape = 1, D + head.confidence_width
+            confidence = make.tensor(last("confidence_head.proj.weight", shape, "bf16"))
+        return DsparkWeights(
+            main_proj=make.projection(
+                first("main_proj.weight", (D, len(head.target_layer_ids) * D), self.fp8)
+            ),
+            main_norm=make.tensor(first("main_norm.weight", (D,), "bf16")),
+            layers=tuple(map(self._layer, stages)),
+            # A stage multiplies the rows of a block by its wkv, and the rows of the context by a
+            # copy that is stacked with the other stages' wkv.
+            context_kv=make.projection(*(self._wkv(f"{self._name(i)}attn.") for i in stages)),
+            norm=make.tensor(last("norm.weight", (D,), "bf16")),
+            markov_embed=make.tensor(markov("embed.weight", markov_shape, "bf16"), make.dtype),
+            markov_head=logits_weight(
+                make, markov("head.weight", markov_shape, "bf16", TOKEN_ROWS)
+            ),
+            confidence=confidence,
+        )
