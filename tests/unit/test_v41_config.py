@@ -1,5 +1,6 @@
 """DeepseekV41Config: the published config.json, its checks, and the cache that it implies."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -174,6 +175,20 @@ def test_missing_values_are_named() -> None:
         else:
             with pytest.raises(CheckpointError, match=rf"config.json .*\b{name}$"):
                 config_of(config(**{name: ...}))
+
+
+def test_values_of_a_wrong_type_are_refused_in_one_line() -> None:
+    """Never with another error than a CheckpointError."""
+    junk = (None, True, -1, 2**70, math.nan, math.inf, "x", [], {}, [[]], [None], [{}], [0.5])
+    for name in tiny_config()["text_config"]:
+        refused = 0
+        for value in junk:
+            try:
+                config_of(tiny_config(**{name: value}))
+            except CheckpointError as error:
+                assert "\n" not in str(error) and len(str(error)) < 300
+                refused += 1
+        assert refused >= len(junk) - 3 or name == "model_type", name
 
 
 # --- The cache ------------------------------------------------------------------------------------

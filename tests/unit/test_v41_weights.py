@@ -13,7 +13,7 @@ from torch import Tensor
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.checkpoint.stored import StoredWeight, has_scale, scale_shape
-from finwhale.checkpoint.writer import write_stored
+from finwhale.checkpoint.writer import write_stored, write_zeros
 from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.deepseek_v41.config_json import config_of
@@ -198,9 +198,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path, *, packed: bool, staged: bool = False) -> ModelWeights:
     model, ops = config_of(tiny_config()), load_ops(Platform.cpu(), reference=True)
     ops = replace(ops, capabilities=replace(ops.capabilities, quantised_weights=packed))
-    source = WeightSource(
-        Checkpoint.open(path), weight_specs(model), ignored=ignored_prefixes(model)
-    )
+    files, ignored = Checkpoint.open(path), ignored_prefixes(model)
+    source = WeightSource(files, weight_specs(model), ignored=ignored)
     form = WeightForm(
         ops=ops, dtype=torch.float32, round_activations=True, storages=source.storages
     )
@@ -270,6 +269,13 @@ def test_packed_tables_keep_their_codes_and_exponents(checkpoint: Path, staged: 
     wkv = stored["layers.3.engram.wkv.weight"].scale
     assert wkv is not None and engram and engram.wkv.scale is not None
     assert torch.equal(engram.wkv.scale, wkv.float())
+
+
+def test_a_checkpoint_of_zeros_has_the_same_tensors(tmp_path: Path) -> None:
+    specs = weight_specs(config_of(tiny_config()))
+    write_zeros(tmp_path, tiny_config(), specs.values())
+    engram = load(tmp_path, packed=True).layers[3].engram
+    assert engram and engram.embed.rows.shape == (101, 32) and not engram.embed.rows.float().any()
 
 
 def test_tables_have_rows_of_unit_variance() -> None:

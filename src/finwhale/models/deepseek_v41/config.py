@@ -97,10 +97,10 @@ class DeepseekV41Config:
             check_positive(name, getattr(self, name), int, float)
         self._check_ratios()
         self._check_sources()
-        self._check_sizes()
         for part in (self.engram, self.dspark):
             if part is not None:
                 part.check(self.num_hidden_layers, self.vocab_size)
+        self._check_sizes()
 
     def _check_ratios(self) -> None:
         layers, stages, ratios = self.num_hidden_layers, self.num_draft_layers, self.compress_ratios
