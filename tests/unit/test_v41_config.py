@@ -179,7 +179,21 @@ def test_missing_values_are_named() -> None:
 
 def test_values_of_a_wrong_type_are_refused_in_one_line() -> None:
     """Never with another error than a CheckpointError."""
-    junk = (None, True, -1, 2**70, math.nan, math.inf, "x", [], {}, [[]], [None], [{}], [0.5])
+    junk: list[object] = [
+        None,
+        True,
+        -1,
+        2**70,
+        math.nan,
+        math.inf,
+        "x",
+        [],
+        {},
+        [[]],
+        [None],
+        [{}],
+        [0.5],
+    ]
     for name in tiny_config()["text_config"]:
         refused = 0
         for value in junk:
@@ -201,7 +215,7 @@ def groups() -> dict[str, CacheGroup]:
 def test_what_the_published_model_keeps() -> None:
     """Per token 3 * (288 + 68) / 2 + 288 + 68 bytes, without any padding (published: 890)."""
     kept = groups()
-    assert list(kept) == ["window", "c1", "c2", "c2_state"]
+    assert list(kept) == ["window", "c1", "c2", "c2_state", "engram_ids"]
     entries = [group for group in kept.values() if group.keep is None]
     assert sum(g.page_bytes(2, packed=True) / g.tokens_per_page for g in entries) == 890
     window = kept["window"]
@@ -216,7 +230,10 @@ def test_what_the_published_model_keeps() -> None:
         "c2": (2, 8, 14),
         "c2_keys": (2, 8, 14),
         "c2_state": (2, 8, 14),
+        "engram_ids": (1,),
     }
+    # n-grams of up to four tokens: the ids of three tokens before the next one.
+    assert kept["engram_ids"].keep == (1, 3) and kept["engram_ids"].fields[0].full_precision
 
 
 def test_the_state_of_a_pair_is_its_open_token() -> None:
@@ -233,6 +250,6 @@ def test_the_state_of_a_pair_is_its_open_token() -> None:
 
 
 def test_a_model_without_sources_keeps_windows_alone() -> None:
-    cut = FLASH.without_draft_head().with_layers(2)
+    cut = FLASH.without_draft_head().with_layers(1)
     (window,) = cache_spec(cut)
-    assert window.keep == (1, 127) and window.fields[0].layers == (0, 1)
+    assert window.keep == (1, 127) and window.fields[0].layers == (0,)

@@ -44,8 +44,8 @@ _MAX = {
     "engram_num_embeddings": 1 << 32,
     "engram_vocab_size": 1 << 32,
     "engram_compressed_vocab_size": 1 << 24,
-    "engram_max_ngram_size": 64,
-    "engram_n_heads": 1 << 10,
+    "engram_max_ngram_size": 16,
+    "engram_n_heads": 64,
     "engram_head_dim": 1 << 14,
     "rope_scaling original_max_position_embeddings": 1 << 30,
     "dspark_block_size": 7,  # the compressors' kernels verify at most 8 tokens: one and its drafts

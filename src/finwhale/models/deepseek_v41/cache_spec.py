@@ -2,16 +2,20 @@
 
 Every layer and DSpark stage has window rows. Only the KV sources have entries with index keys: one
 for each token (group c1) or for two tokens (c2). A source of the second kind also keeps the
-projections of a token whose pair is not complete.
+projections of a token whose pair is not complete. Engram keeps the compressed ids of the last
+tokens, once for all its layers.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 from finwhale.models.cache import CacheField, CacheGroup, Record, State
 from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
 from finwhale.ops.attention.layout import ScaledRow
+from finwhale.ops.compressor import STATE_KEPT
 from finwhale.ops.indexer.layout import IndexKey
 
 ENTRY_GROUP = 16
-ROWS_PER_PAGE = 64
 
 
 def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
@@ -20,45 +24,45 @@ def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
     A DSpark stage's block begins at the next token, and each row of the block sees a whole window
     before it. So the window keeps one row more than the model's own layers need.
     """
-    C, J = config.head_dim, config.index_head_dim
-    row, entry = ScaledRow(C, 8, GROUP), ScaledRow(C, 4, ENTRY_GROUP)
-    every = tuple(range(len(config.compress_ratios)))
+    C, ratios, engram = config.head_dim, config.compress_ratios, config.engram
+    every = tuple(range(len(ratios)))
+    c1, c2 = (tuple(i for i in config.kv_source_layer_ids if ratios[i] == r) for r in (1, 2))
+    entry, key = ScaledRow(C, 4, ENTRY_GROUP), IndexKey(config.index_head_dim)
+    kept = config.sliding_window - (config.dspark is None)
     groups = [
-        CacheGroup(
-            name="window",
-            tokens_per_row=1,
-            rows_per_page=ROWS_PER_PAGE,
-            keep=(1, config.sliding_window - (config.dspark is None)),
-            fields=(CacheField(name="window", record=row, layers=every),),
-        )
+        _group("window", {"window": ScaledRow(C, 8, GROUP)}, every, keep=(1, kept)),
+        _group("c1", {"c1": entry, "c1_keys": key}, c1),
+        _group("c2", {"c2": entry, "c2_keys": key}, c2, tokens_per_row=2),
+        _group(
+            "c2_state",
+            {"c2_state": State(2 * C)},
+            c2,
+            rows_per_page=8,
+            keep=STATE_KEPT[2],
+            tail_only=True,
+            max_verify_tokens=config.max_verify_tokens,
+        ),
     ]
-    for ratio in (1, 2):
-        ids = config.kv_source_layer_ids
-        sources = tuple(i for i in ids if config.compress_ratios[i] == ratio)
-        if sources:
-            records: dict[str, Record] = {f"c{ratio}": entry, f"c{ratio}_keys": IndexKey(J)}
-            groups.append(
-                CacheGroup(
-                    name=f"c{ratio}",
-                    tokens_per_row=ratio,
-                    rows_per_page=ROWS_PER_PAGE,
-                    fields=_fields(records, sources),
-                )
-            )
-        if sources and ratio == 2:
-            groups.append(
-                CacheGroup(
-                    name="c2_state",
-                    tokens_per_row=1,
-                    rows_per_page=8,
-                    keep=(2, 0),
-                    tail_only=True,
-                    max_verify_tokens=config.max_verify_tokens,
-                    fields=_fields({"c2_state": State(2 * C)}, sources),
-                )
-            )
-    return tuple(groups)
+    if engram is not None:
+        kept, first = engram.max_ngram_size - 1, engram.layer_ids[:1]
+        groups.append(_group("engram_ids", {"engram_ids": State(1)}, first, keep=(1, kept)))
+    return tuple(group for group in groups if group.fields[0].layers)
 
 
-def _fields(records: dict[str, Record], layers: tuple[int, ...]) -> tuple[CacheField, ...]:
-    return tuple(CacheField(name=n, record=r, layers=layers) for n, r in records.items())
+def _group(
+    name: str,
+    records: Mapping[str, Record],
+    layers: tuple[int, ...],
+    *,
+    tokens_per_row: int = 1,
+    rows_per_page: int = 64,
+    **options: Any,
+) -> CacheGroup:
+    """A group in which each of these layers has a row of each field."""
+    return CacheGroup(
+        name=name,
+        tokens_per_row=tokens_per_row,
+        rows_per_page=rows_per_page,
+        fields=tuple(CacheField(name=n, record=r, layers=layers) for n, r in records.items()),
+        **options,
+    )
