@@ -5,9 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 from tests.support.v41_config import PUBLISHED as RAW
 from tests.support.v41_config import config, tiny_config
 
+from finwhale.engine.start.kv_cache import allocate_cache, plan_cache
 from finwhale.errors import CheckpointError
 from finwhale.models.cache import CacheGroup
 from finwhale.models.config_checks import FIXED
@@ -234,6 +236,27 @@ def test_what_the_published_model_keeps() -> None:
     }
     # n-grams of up to four tokens: the ids of three tokens before the next one.
     assert kept["engram_ids"].keep == (1, 3) and kept["engram_ids"].fields[0].full_precision
+
+
+def test_the_engine_allocates_it() -> None:
+    """A million tokens, and the windows of four sequences."""
+    spec, budget = cache_spec(FLASH), 2**30
+    plan = plan_cache(
+        spec,
+        itemsize=2,
+        packed=True,
+        budget_bytes=budget,
+        max_num_seqs=4,
+        max_step_tokens=1024,
+        wanted_tokens=2**20,
+        drafts=True,
+    )
+    assert plan.capacity_tokens == 2**20
+    cache = allocate_cache(spec, plan, torch.bfloat16, torch.device("meta"), packed=True)
+    assert sum(pages.nbytes for pages in cache.pages.values()) == plan.total_bytes <= budget
+    entries = sum(cache.pages[name].nbytes for name in ("c1", "c2"))
+    assert 890 * 2**20 < entries < 890 * (2**20 + 256)
+    assert tuple(cache.pools["c2_keys"]) == (2, 8, 14) and len(cache.pools["window"]) == 43
 
 
 def test_the_state_of_a_pair_is_its_open_token() -> None:
