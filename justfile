@@ -36,7 +36,7 @@ kernels *args:
     pytest tests/ops -m kernels {{ args }}
 
 # Tests that take longer than CI's core job: about 90 minutes in all.
-long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long-hosts long-replicas long-upgrade long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour
+long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long-hosts long-replicas long-upgrade long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour long-oracle
 
 # Random schedules of the engine: about 25 minutes.
 long-schedules:
@@ -103,6 +103,10 @@ long-packages:
 # README's commands and the tasks of docs/first-hour.md in a clean environment, and other pages' commands.
 long-first-hour:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_first_hour.py
+
+# DeepSeek-V4.1's formulas against nemo-automodel, which runs in an environment of its own.
+long-oracle:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_v41_oracle.py
 
 # The same as long-soak against `finwhale serve`, and no stream may pause: needs a machine with nothing else to do.
 soak seconds="600":
