@@ -72,6 +72,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         model_config,
         ops,
         weights,
+        None,
         round_activations=rounded,
         max_positions=longest,
         collectives=collectives,

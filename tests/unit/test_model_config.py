@@ -15,8 +15,8 @@ from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config_json import config_of
 from finwhale.models.deepseek_v4.presets import published
-from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.rope import RotaryTables
 from finwhale.models.rope_config import YarnScaling
 
 OFFICIAL: dict[str, Any] = {
@@ -424,7 +424,8 @@ def test_a_width_that_no_hadamard_matrix_has_is_refused_as_trained() -> None:
 
 def test_rotary_tables_of_fewer_positions_are_the_first_rows() -> None:
     config = config_of(OFFICIAL)
-    whole, limited = (RotaryTables(config, 96, torch.device("cpu")) for _ in range(2))
+    rope = config.qk_rope_head_dim, (config.rope_theta, 160000.0), config.rope_scaling
+    whole, limited = (RotaryTables(*rope, 96, torch.device("cpu")) for _ in range(2))
     limited.limit(40)
     assert not torch.equal(whole.plain, whole.compressed)
     for found, wanted in ((limited.plain, whole.plain), (limited.compressed, whole.compressed)):

@@ -8,7 +8,7 @@ from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerState
-from finwhale.models.deepseek_v4.rope import RotaryTables
+from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.weights.tree import tensors_of
 

@@ -62,7 +62,7 @@ class Decisions:
         sharers: int,
     ) -> None:
         self.config, self.model_config, self.peers = config, model_config, peers
-        self.sharers = sharers
+        self.sharers, self._checkpoint = sharers, weights.checkpoint
         self.platform, self.device = choose_device(config.device)
         if self.device.index:
             torch.cuda.set_device(self.device)
@@ -140,6 +140,7 @@ class Decisions:
             self.model_config,
             self.ops,
             weights,
+            self._checkpoint,
             round_activations=self.round_activations,
             max_positions=max_positions,
             collectives=collectives,

@@ -40,6 +40,7 @@ def describe(
     kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
         kind, library = torch.cuda.get_device_name(device), "triton"
+    libraries = f"torch {torch.__version__}", f"{library} {version(library)}", *packages
     ranks = str(rank.num_ranks) + " data-parallel" * (config.data_parallel_size > 1)
     return {
         "weights": "random" if checkpoint is None else weights_digest(checkpoint),
@@ -52,9 +53,7 @@ def describe(
         "ranks": "any" if config.batch_invariant else ranks,
         "batch_invariant": str(config.batch_invariant),
         "device": kind,
-        "libraries": ", ".join(
-            (f"torch {torch.__version__}", f"{library} {version(library)}", *packages)
-        ),
+        "libraries": ", ".join(libraries),
         "numerics": str(NUMERICS_VERSION),
     }
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -31,10 +32,17 @@ __all__ = [
     "whole_attention_bytes",
 ]
 
-cache_groups, build, check_rounding = cache_spec, DeepseekV4, DeepseekV4Config.check_index_rotation
+cache_groups, check_rounding = cache_spec, DeepseekV4Config.check_index_rotation
 
 # Attention's weights are whole on every rank if they take at most this part of a GPU's memory.
 WHOLE_ATTENTION_PART = 24
+
+
+def build(
+    config: DeepseekV4Config, ops: Ops, weights: Any, checkpoint: object, **options: Any
+) -> DeepseekV4:
+    """The model. checkpoint: not needed, because nothing follows from its other files."""
+    return DeepseekV4(config, ops, weights, **options)
 
 
 def kernel_obstacles(config: DeepseekV4Config, storages: Mapping[str, Storage]) -> list[str]:

@@ -21,7 +21,7 @@ from finwhale.models.deepseek_v4.compressor import (
     C128Weights,
 )
 from finwhale.models.deepseek_v4.context import LayerContext
-from finwhale.models.deepseek_v4.rope import RotaryTables
+from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.models.weight_parts import HeadWeights
 from finwhale.ops import Ops

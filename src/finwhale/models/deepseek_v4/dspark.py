@@ -27,8 +27,8 @@ from torch import Tensor
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.context import LayerContext
 from finwhale.models.deepseek_v4.layer import DraftLayers, LayerWeights, SharedParts
-from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.protocol import Drafts
+from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepInputs
 from finwhale.ops.attention import RowForm
 from finwhale.ops.drafts import BlockShape, ConfidenceWeight

@@ -30,10 +30,10 @@ from finwhale.models.deepseek_v4.layer import (
     serve_others,
 )
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
-from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
 from finwhale.models.protocol import DividedSteps
+from finwhale.models.rope import RotaryTables
 from finwhale.models.sharding import rank_config
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
@@ -104,7 +104,9 @@ class DeepseekV4:
         self.mhc_of_terms = ops.mhc_of_terms
         self.hc_head = ops.hc_head
         self.params = mhc_params(config)
-        self.tables = RotaryTables(config, max_positions, weights.embed.device)
+        thetas = config.rope_theta, config.compress_rope_theta
+        rope = config.qk_rope_head_dim, thetas, config.rope_scaling
+        self.tables = RotaryTables(*rope, max_positions, weights.embed.device)
         self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
         context = LayerContext(
             config=self.part,

@@ -7,9 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# The kernels for GPUs round inputs in groups of this many values, and read weights in blocks of as
-# many rows and columns.
-KERNEL_GROUP = 128
+KERNEL_GROUP = 128  # the group of inputs and the block of weights that kernels for GPUs support
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,11 +160,8 @@ def tile_experts(w: ExpertWeight) -> tuple[TiledExperts, Tensor]:
     """
     row_scale13, changed13 = _tile(w.w13, w.scale13, paired=True)
     row_scale2, changed2 = _tile(w.w2, w.scale2, paired=False)
-    tiled = TiledExperts(
-        *(w.w13, w.w2, w.input_group, w.scale13, w.scale2),
-        row_scale13=row_scale13,
-        row_scale2=row_scale2,
-    )
+    scales = w.scale13, w.scale2, w.scale_block, row_scale13, row_scale2
+    tiled = TiledExperts(w.w13, w.w2, w.input_group, *scales)
     return tiled, changed13 + changed2
 
 

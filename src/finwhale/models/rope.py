@@ -9,7 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.rope_config import YarnScaling
 
 
@@ -31,16 +30,24 @@ def inverse_frequencies(theta: float, width: int, yarn: YarnScaling | None) -> T
 
 
 class RotaryTables:
-    """(cos, sin) of every position: [max_positions, R/2, 2] float32 for each kind of layer."""
+    """(cos, sin) of every position: [max_positions, R/2, 2] float32 for each kind of layer. R is
+    `width`, the rotated values of a row; thetas: rope_theta and compress_rope_theta.
+    """
 
-    def __init__(self, config: DeepseekV4Config, max_positions: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        width: int,
+        thetas: tuple[float, float],
+        scaling: YarnScaling | None,
+        max_positions: int,
+        device: torch.device,
+    ) -> None:
         def table(theta: float, yarn: YarnScaling | None) -> Tensor:
-            inverse = inverse_frequencies(theta, config.qk_rope_head_dim, yarn)
+            inverse = inverse_frequencies(theta, width, yarn)
             angle = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
             return torch.stack((angle.cos(), angle.sin()), -1).to(device)
 
-        self.plain = table(config.rope_theta, None)
-        self.compressed = table(config.compress_rope_theta, config.rope_scaling)
+        self.plain, self.compressed = table(thetas[0], None), table(thetas[1], scaling)
 
     def limit(self, max_positions: int) -> None:
         """Keep the tables of the first max_positions positions only."""
