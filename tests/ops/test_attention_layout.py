@@ -5,7 +5,7 @@ import torch
 from tests.support.packing import unpack_rows
 
 from finwhale.ops.attention import ref
-from finwhale.ops.attention.layout import RopeRow, ScaledRow, pack_rows
+from finwhale.ops.attention.layout import RopeRow, pack_rows
 from finwhale.ops.case import Draw
 
 
@@ -14,8 +14,6 @@ def test_sizes_of_pages() -> None:
     assert RopeRow(512, 64).page_bytes(2) == 2 * 584
     assert RopeRow(128, 64).page_bytes(64) == 64 * 200
     assert RopeRow(512, 64).page_bytes(1) == 592
-    assert ScaledRow(512, value_bits=8, group=32).page_bytes(64) == 64 * 528
-    assert ScaledRow(512, value_bits=4, group=16).page_bytes(64) == 64 * 288
     with pytest.raises(ValueError, match="multiple of 16 nope values"):
         RopeRow(70, 64).page_bytes(64)
 

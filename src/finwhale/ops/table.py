@@ -13,6 +13,7 @@ from torch import Tensor
 
 from finwhale.ops import attention, compressor, drafts, indexer, mhc, moe, norm, sampling
 from finwhale.ops import linear as linears
+from finwhale.ops.deepseek_v41 import SharedEntryOps
 from finwhale.ops.launch.sizes import LaunchClasses
 
 
@@ -41,8 +42,7 @@ class Capabilities:
             runs before that of queries and kv. Otherwise it runs on a side stream, as a C128
             layer's does, whose weight is smaller.
         expert_id_dtype: The dtype of the expert ids that routing returns.
-        packages: Optional packages whose kernels the operators call, with versions. They decide
-            bits of results.
+        packages: Optional packages with versions, whose kernels decide bits of results.
     """
 
     quantised_weights: bool = False
@@ -58,17 +58,22 @@ class Capabilities:
     packages: tuple[str, ...] = ()
 
 
+NO_OPERATORS = ("capabilities", "launch_classes", "mhc_of_terms", "shared_entries")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """The operators of a table, one typed field each. The contracts' docstrings define them.
 
     mhc_of_terms: None if the mHC operators read neither a `PartialSum` nor `UnreducedExperts`.
     launch_classes: of all kernels, which are built ahead.
+    shared_entries: None if the table has no operators of models whose layers share entries.
     """
 
     capabilities: Capabilities
     launch_classes: tuple[LaunchClasses, ...]
     mhc_of_terms: mhc.FusedReduceMhc | None
+    shared_entries: SharedEntryOps | None
     prepare_linear: linears.PrepareLinear
     prepare_experts: moe.PrepareExperts
     finish_experts: moe.FinishExperts
@@ -118,7 +123,7 @@ class Ops:
         """(operator, "module.function(options)") for each field in order; `module` is below ops."""
         rows = []
         for field in fields(self):
-            if field.name in ("capabilities", "launch_classes", "mhc_of_terms"):
+            if field.name in NO_OPERATORS:
                 continue
             fn = getattr(self, field.name)
             module = fn.__module__.removeprefix("finwhale.ops.")

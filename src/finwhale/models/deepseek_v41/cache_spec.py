@@ -11,8 +11,8 @@ from typing import Any
 
 from finwhale.models.cache import CacheField, CacheGroup, Record, State
 from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
-from finwhale.ops.attention.layout import ScaledRow
 from finwhale.ops.compressor import STATE_KEPT
+from finwhale.ops.deepseek_v41.layout import ScaledRow
 from finwhale.ops.indexer.layout import IndexKey
 
 ENTRY_GROUP = 16

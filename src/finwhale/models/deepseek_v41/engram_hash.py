@@ -9,13 +9,14 @@ Legend: N tokens, S the most tokens of an n-gram, X = (S - 1) * heads rows that 
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v41.engram_config import EngramConfig
 
 Ints = NDArray[np.int64]
 
@@ -75,32 +76,23 @@ class EngramHash:
         return (hashed % self.sizes + self.starts).reshape(len(ids_NS), -1)
 
 
-def engram_hashes(
-    layers: Sequence[int],
-    num_embeddings: Sequence[int],
-    *,
-    max_ngram: int,
-    num_heads: int,
-    table_size: int,
-    num_ids: int,
-) -> dict[int, EngramHash]:
+def engram_hashes(config: EngramConfig) -> dict[int, EngramHash]:
     """The hashes of each layer with a table.
-
-    Args:
-        num_embeddings: the rows of each layer's table in the checkpoint.
-        table_size: about the number of rows of a part: its primes follow table_size - 1.
-        num_ids: the number of compressed ids.
 
     Raises:
         CheckpointError: a table has another number of rows than its parts.
     """
     used = set[int]()
     hashes = {}
-    for layer, num_rows in zip(layers, num_embeddings, strict=True):
-        highest = max(1, (2**63 - 1) // num_ids // 2)
-        drawn = np.random.default_rng(SEED * layer).integers(0, highest, max_ngram)
+    for layer, num_rows in zip(config.layer_ids, config.num_embeddings, strict=True):
+        highest = max(1, (2**63 - 1) // config.compressed_vocab_size // 2)
+        drawn = np.random.default_rng(SEED * layer).integers(0, highest, config.max_ngram_size)
+        # The primes of each length of n-gram begin again.
         sizes = np.array(
-            [_next_primes(table_size - 1, num_heads, used) for _ in range(2, max_ngram + 1)]
+            [
+                _next_primes(config.vocab_size - 1, config.n_heads, used)
+                for _ in range(2, config.max_ngram_size + 1)
+            ]
         )
         if sizes.sum() != num_rows:
             raise CheckpointError(

@@ -9,6 +9,7 @@ O o_lora_rank, G o_groups, I index_n_heads, J index_head_dim, E n_routed_experts
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -72,6 +73,7 @@ def assembler(
         FinwhaleError: this number of ranks cannot divide the model.
     """
     rank_config(config, form.rank, round_activations=form.round_activations)
+    form = replace(form, round_wo_a=False)  # as the model was trained
     return Assembler(lambda weights: _Table(config, weights).model(), form, device)
 
 

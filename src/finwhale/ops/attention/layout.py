@@ -1,7 +1,7 @@
-"""The layouts of packed rows for attention: the window's rows and the entries.
+"""The layout of packed rows for attention: the window's rows and the entries.
 
-Today's kernels read and write `RopeRow`. A packed pool is uint8 [num_pages, page_bytes]. With N =
-C - R nope values, R rope values and G = ceil(N / 64) groups, a page of P rows is
+A packed pool is uint8 [num_pages, page_bytes]. With N = C - R nope values, R rope values and
+G = ceil(N / 64) groups, a page of P rows is
 
     P rows of N + 2 R bytes: N E4M3 values, then R bfloat16 values (after rope);
     P rows of S bytes, S = G rounded up to 8: G exponents (E8M0: 2^(byte - 127)), one for each 64
@@ -60,27 +60,6 @@ class RopeRow:
     def page_bytes(self, rows_per_page: int) -> int:
         """Bytes of one page of one layer: the second dimension of a packed pool."""
         row = self.value_bytes + self.scale_bytes
-        return -(-rows_per_page * row // PAGE_ALIGN) * PAGE_ALIGN
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledRow:
-    """The record of a row of `width` values that are rounded in groups, rope values too.
-
-    A page of P rows is P rows of values, then P rows of scales of one byte each. DeepSeek-V4.1 has
-    E4M3 values with E8M0 scales in groups of 32 (528 bytes for 512 values), and e2m1 values with
-    E4M3 scales in groups of 16 (288 bytes).
-
-    Attributes:
-        value_bits: 8 (E4M3) or 4 (e2m1).
-    """
-
-    width: int
-    value_bits: int
-    group: int
-
-    def page_bytes(self, rows_per_page: int) -> int:
-        row = self.width * self.value_bits // 8 + self.width // self.group
         return -(-rows_per_page * row // PAGE_ALIGN) * PAGE_ALIGN
 
 

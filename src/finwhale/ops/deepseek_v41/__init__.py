@@ -55,15 +55,9 @@ class MergePairs(Protocol):
         tokens: Tokens,
         eps: float,
         max_verify_tokens: int,
-        round_sum: bool,
     ) -> Tensor:
-        """projected [N,2C] float32: kv then gate; state: rows [2C] float32.
-
-        Args:
-            round_sum: round the sum to bfloat16 before its norm.
-
-        Returns:
-            [N,C] float32: the latent in the row of the pair's second token; other rows are zeros.
+        """projected [N,2C] float32: kv then gate; state: rows [2C] float32. Returns [N,C] float32:
+        the latent in the row of the pair's second token; other rows are zeros.
         """
 
 
@@ -165,3 +159,15 @@ class EngramGate(Protocol):
         eps: float,
     ) -> Tensor:
         """Returns the new residual streams [N,H,D] in their dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedEntryOps:
+    """The operators of this package, one typed field each."""
+
+    store_rows: StoreRows
+    merge_pairs: MergePairs
+    select: SelectShared
+    mhc_pre: MhcPreDelayed
+    recall_ids: RecallIds
+    engram_gate: EngramGate

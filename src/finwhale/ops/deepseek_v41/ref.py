@@ -1,17 +1,26 @@
 """The reference implementation of DeepSeek-V4.1's operators. The package has the legend."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from finwhale.number_formats import E2M1_MAX, e2m1_codes, e2m1_values
 from finwhale.ops.attention.ref import apply_rope
-from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, Selection
+from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, Selection, SharedEntryOps
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.mhc.ref import mixes
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import round_e4m3, scaled_fp4, unscaled_fp4
-from finwhale.ops.slots import compress_step, entry_slots, token_groups, window_slots, write_slots
+from finwhale.ops.slots import (
+    compress_step,
+    entry_slots,
+    padded,
+    token_groups,
+    window_slots,
+    write_slots,
+)
 
 # The least scale of "fp4" rows is the least positive E4M3 value, 2^-9.
 LEAST_FP4_AMAX = E2M1_MAX * 2.0**-9
@@ -60,7 +69,6 @@ def merge_pairs(
     tokens: Tokens,
     eps: float,
     max_verify_tokens: int,
-    round_sum: bool,
 ) -> Tensor:
     step = compress_step(tokens, state.table, None, 2, max_verify_tokens)
     latents = projected_NX.new_zeros(len(projected_NX), len(norm_C))
@@ -70,7 +78,6 @@ def merge_pairs(
         # Do not use softmax(): with several threads, its bits depend on the shape.
         weight = (gate - gate.amax(1, keepdim=True)).exp_()
         mixed = (weight * kv).sum(1) / weight.sum(1)
-        mixed = mixed.bfloat16().float() if round_sum else mixed
         latents[tokens.positions % 2 == 1] = rms_norm(mixed, norm_C, eps)
     kept = projected_NX.index_select(0, step.state_sources)
     state.pool.index_copy_(0, step.state_slots, kept)
@@ -85,7 +92,10 @@ def select_shared(
     tokens: Tokens,
     rule: IndexRule,
     blocks_NB: Tensor | None = None,
+    *,
+    product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Selection:
+    """product: multiplies the keys [E,J] with a token's queries [J,I]."""
     queries = apply_rope(q_NIJ, tokens.rotation(rotary_LR)).float()
     if rule.round_query:
         queries = _rounded(queries, "key")
@@ -94,7 +104,9 @@ def select_shared(
     visible = (tokens.positions + 1) // rule.ratio
     longest = int(visible.max()) if len(visible) else 0
     num_blocks = -(-longest // rule.block)
-    slots = queries.new_full((len(q_NIJ), min(rule.topk, longest)), -1, dtype=torch.int32)
+    # Attention adds blocks of slots, whose widths must not depend on the other tokens.
+    width = min(rule.topk, padded(longest))
+    slots = queries.new_full((len(q_NIJ), width), -1, dtype=torch.int32)
     kept = queries.new_full((len(q_NIJ), min(rule.keeps, num_blocks)), -1, dtype=torch.int32)
     # A sequence's tokens see the same entries, and a decode's token has its own.
     for some, sequences in token_groups(tuple(tokens.host_query_start)):
@@ -104,8 +116,8 @@ def select_shared(
             if not count:
                 continue
             own = all_slots[sequence, :count]
-            each = torch.relu(keys.pool.index_select(0, own).float() @ queries[n].T)
-            scores = (each * weights[n]).sum(1)
+            each = torch.relu(product(keys.pool.index_select(0, own).float(), queries[n].T))
+            scores = product(each, weights[n, :, None]).squeeze(1)
             if blocks_NB is not None:
                 chosen = blocks_NB[n][blocks_NB[n] >= 0].long()
                 allowed = torch.zeros(num_blocks, dtype=torch.bool, device=own.device)
@@ -160,3 +172,13 @@ def engram_gate(
     score = product * norms[0] * norms[1] * x.shape[-1] ** -0.5
     gate = torch.sigmoid(score.abs().clamp(min=1e-6).sqrt() * score.sign())
     return (x + gate[..., None] * value_ND.float()[:, None]).to(residual_NHD.dtype)
+
+
+OPS = SharedEntryOps(
+    store_rows=store_rows,
+    merge_pairs=merge_pairs,
+    select=select_shared,
+    mhc_pre=mhc_pre_delayed,
+    recall_ids=recall_ids,
+    engram_gate=engram_gate,
+)

@@ -96,8 +96,8 @@ def _iterate(mix_NHH: F32, num_iters: int, eps: float, factors_N2H: F64) -> None
     factors_N2H[:, 1] = v.T
 
 
-def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
-    residual: F32 = np.ascontiguousarray(residual_NHD.numpy())
+def mixes_of(residual: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, F32]:
+    """A block's pre [N,H], post [N,H] and res [N,H,H] of contiguous residual streams [N,H,D]."""
     N, H, D = residual.shape
     mixes = _mixes(residual.reshape(N, H * D), w.fn, w.scale, w.base, params.rms_eps)
     gates, res_NHH = mixes[:, : 2 * H], mixes[:, 2 * H :].reshape(N, H, H)
@@ -111,7 +111,12 @@ def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tens
     post_NH = np.multiply(gates[:, H:], constant(2.0))
     mix_NHH = np.divide(res_NHH, np.add.reduce(res_NHH, -1)[..., None])
     np.add(mix_NHH, constant(params.eps), mix_NHH)
-    res_NHH = sinkhorn(mix_NHH, params.num_iters, params.eps)
+    return pre_NH, post_NH, sinkhorn(mix_NHH, params.num_iters, params.eps)
+
+
+def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
+    residual: F32 = np.ascontiguousarray(residual_NHD.numpy())
+    pre_NH, post_NH, res_NHH = mixes_of(residual, w, params)
     collapsed = cpu_math.matmul(pre_NH[:, None], residual)[:, 0]
     x_ND = cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps)
     return torch.from_numpy(x_ND), torch.from_numpy(post_NH), torch.from_numpy(res_NHH)

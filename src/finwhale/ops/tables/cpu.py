@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from finwhale.ops.attention import cpu as attention
 from finwhale.ops.compressor.cpu import compress
+from finwhale.ops.deepseek_v41 import cpu as deepseek_v41
 from finwhale.ops.indexer import cpu as indexer
 from finwhale.ops.linear import cpu as linear
 from finwhale.ops.mhc import cpu as mhc
@@ -24,6 +25,7 @@ OPS = replace(
     rms_norm=rms_norm,
     linear=linear.linear,
     grouped_linear=linear.grouped_linear,
+    shared_entries=deepseek_v41.OPS,
     mhc_pre=mhc.mhc_pre,
     mhc_post_pre=bind(reference.OPS.mhc_post_pre, post=mhc.mhc_post, pre=mhc.mhc_pre),
     mhc_post=mhc.mhc_post,

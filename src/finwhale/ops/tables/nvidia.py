@@ -58,6 +58,7 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
         grouped_form=linear_ref.grouped_form,
         grouped_linear=bind(linear_triton.grouped_linear, options=options),
         mhc_of_terms=None,
+        shared_entries=None,
         mhc_pre=mhc_triton.mhc_pre,
         mhc_post_pre=mhc_triton.mhc_post_pre,
         mhc_post=mhc_triton.mhc_post,

@@ -2,6 +2,7 @@
 
 from finwhale.ops.attention import ref as attention
 from finwhale.ops.compressor.ref import compress
+from finwhale.ops.deepseek_v41 import ref as deepseek_v41
 from finwhale.ops.drafts import ref as drafts
 from finwhale.ops.indexer import ref as indexer
 from finwhale.ops.linear import ref as linear
@@ -22,6 +23,7 @@ OPS = Ops(
     grouped_form=linear.grouped_form,
     grouped_linear=linear.grouped_linear,
     mhc_of_terms=None,
+    shared_entries=deepseek_v41.OPS,
     mhc_pre=mhc.mhc_pre,
     mhc_post_pre=mhc.mhc_post_pre,
     mhc_post=mhc.mhc_post,

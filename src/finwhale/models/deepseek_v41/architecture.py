@@ -1,0 +1,91 @@
+"""DeepSeek-V4.1's functions for the engine and the commands (registry.py)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.spec import Storage
+from finwhale.distributed.rank import ALONE, Rank
+from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v41.cache_spec import cache_spec
+from finwhale.models.deepseek_v41.config import DeepseekV41Config
+from finwhale.models.deepseek_v41.engram_config import EngramConfig
+from finwhale.models.deepseek_v41.engram_hash import compress_ids
+from finwhale.models.deepseek_v41.model import DeepseekV41
+from finwhale.models.deepseek_v41.weight_classes import ModelWeights
+from finwhale.models.deepseek_v41.weights import assembler, ignored_prefixes, weight_specs
+from finwhale.models.sharding import rank_config
+from finwhale.ops import Ops
+from finwhale.weights.allocation import WeightForm
+
+__all__ = [
+    "assembler",
+    "build",
+    "cache_groups",
+    "check_rounding",
+    "fits_whole_attention",
+    "ignored_prefixes",
+    "kernel_obstacles",
+    "rank_config",
+    "weight_bytes",
+    "weight_specs",
+]
+
+cache_groups = cache_spec
+
+
+def build(
+    config: DeepseekV41Config,
+    ops: Ops,
+    weights: ModelWeights,
+    checkpoint: Checkpoint | None,
+    **options: Any,
+) -> DeepseekV41:
+    """The model. checkpoint: whose tokenizer Engram reads; None: random weights.
+
+    Raises:
+        CheckpointError: the tokenizer does not fit the configuration.
+    """
+    engram, ids = config.engram, None
+    if engram is not None and checkpoint is None:
+        ids = torch.arange(config.vocab_size) % engram.compressed_vocab_size
+    elif engram is not None:
+        assert checkpoint is not None
+        ids = _compressed_ids(Tokenizer.open(checkpoint.path), config.vocab_size, engram)
+    return DeepseekV41(config, ops, weights, ids, **options)
+
+
+def _compressed_ids(tokenizer: Tokenizer, vocab_size: int, engram: EngramConfig) -> Tensor:
+    ids = compress_ids(tokenizer.token_text, tokenizer.spelling, vocab_size)
+    found, wanted = int(ids.max()) + 1, engram.compressed_vocab_size
+    if found != wanted:
+        raise CheckpointError(
+            f"{tokenizer.path} has {found} tokens that Engram can tell apart, and config.json says "
+            f"{wanted} (engram_compressed_vocab_size)"
+        )
+    return torch.from_numpy(ids)
+
+
+def check_rounding(config: DeepseekV41Config) -> None:
+    """Every size fits: DeepseekV41Config refuses those that do not."""
+
+
+def kernel_obstacles(config: DeepseekV41Config, storages: Mapping[str, Storage]) -> list[str]:
+    """The reasons why the kernels for packed weights cannot run this model."""
+    return ["there are no kernels for DeepSeek-V4.1 yet"]
+
+
+def fits_whole_attention(config: DeepseekV41Config, total: int) -> bool:
+    return False
+
+
+def weight_bytes(
+    config: DeepseekV41Config, dtype: torch.dtype, ops: Ops, rank: Rank = ALONE
+) -> int:
+    """Bytes of a rank's weights in the operator table's memory layout."""
+    form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
+    return assembler(config, form, torch.device("meta")).num_bytes

@@ -1,0 +1,183 @@
+"""The DeepSeek-V4.1 text model of one rank: start here.
+
+embedding -> H equal residual streams -> decoder layers -> collapsed hidden states. A block's input
+is collapsed with the mixes of the block before, so the last block's mixes collapse the result.
+
+Legend: N tokens, M rows whose logits are wanted, S recalled ids, H residual streams, D hidden,
+V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from finwhale.distributed.collectives import Alone, Collectives
+from finwhale.errors import FinwhaleError
+from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_v41.attention import Published
+from finwhale.models.deepseek_v41.config import DeepseekV41Config
+from finwhale.models.deepseek_v41.dspark import DsparkHead
+from finwhale.models.deepseek_v41.engram_hash import engram_hashes
+from finwhale.models.deepseek_v41.layer import DecoderLayer
+from finwhale.models.deepseek_v41.weight_classes import LayerWeights, ModelWeights
+from finwhale.models.rope import RotaryTables
+from finwhale.models.step_inputs import Segments, StepInputs
+from finwhale.ops import Ops
+from finwhale.ops.launch.sizes import ModelSizes
+from finwhale.ops.sampling import Sample
+
+ALONE = Alone()
+
+
+class DeepseekV41:
+    """One rank of the text model (protocol.Model has the contract). A single rank holds all of it.
+
+    Args:
+        compressed_ids: [V] int64: Engram's compressed id of each token; None: no layer has Engram.
+        max_positions: length of the longest sequence and of the rotary tables.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV41Config,
+        ops: Ops,
+        weights: ModelWeights,
+        compressed_ids: Tensor | None,
+        *,
+        round_activations: bool,
+        max_positions: int,
+        collectives: Collectives = ALONE,
+    ) -> None:
+        if collectives.rank.size > 1 or ops.shared_entries is None:
+            raise FinwhaleError("DeepSeek-V4.1 runs on one rank, with the reference operators")
+        self.config, self.ops, self.shared, self.weights = config, ops, ops.shared_entries, weights
+        self.compressed_ids, self.collectives = compressed_ids, collectives
+        self.sample: Sample = ops.sample
+        self.vocab_part = range(config.vocab_size)
+        thetas = config.rope_theta, config.compress_rope_theta
+        rope = config.qk_rope_head_dim, thetas, config.rope_scaling
+        self.tables = RotaryTables(*rope, max_positions, weights.embed.device)
+        hashes = {} if config.engram is None else engram_hashes(config.engram)
+
+        def layers(parts: Sequence[LayerWeights], first: int) -> list[DecoderLayer]:
+            make = partial(
+                DecoderLayer, config, ops, self.shared, round_activations=round_activations
+            )
+            return [make(part, i, hashes.get(i)) for i, part in enumerate(parts, first)]
+
+        self.layers = layers(weights.layers, 0)
+        self.draft_head: DsparkHead | None = None
+        if weights.dspark is not None:
+            stages = layers(weights.dspark.layers, config.num_hidden_layers)
+            self.draft_head = DsparkHead(
+                *(config, ops, weights.dspark, stages, self.run_layers),
+                lambda normed: ops.linear(normed, weights.head).float(),
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embed.dtype
+
+    @property
+    def residual_shape(self) -> tuple[int, int]:
+        """The last mixes have collapsed a token's streams to one."""
+        return 1, self.config.hidden_size
+
+    @property
+    def divided_steps(self) -> None:
+        return None
+
+    @property
+    def launch_sizes(self) -> ModelSizes:
+        raise NotImplementedError("no kernel of this model is built ahead")
+
+    def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
+        """Compute N tokens and write their state; returns the collapsed hidden states [N,1,D]."""
+        return self._hidden(inputs, cache)[:, None]
+
+    def forward_with_logits(
+        self, inputs: StepInputs, cache: PagedCache, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        streams = self(inputs, cache, segments)
+        return self.compute_logits(streams), streams
+
+    def _hidden(self, inputs: StepInputs, cache: PagedCache) -> Tensor:
+        head, targets = self.draft_head, dict[int, Tensor]()
+        if head is None:
+            return self.run_layers(self.layers, inputs, cache)
+
+        def on_input(layer: int, streams_NHD: Tensor) -> None:
+            if layer in head.sizes.target_layer_ids:
+                targets[layer] = streams_NHD.float().mean(1).to(streams_NHD.dtype)
+
+        hidden = self.run_layers(self.layers, inputs, cache, on_input)
+        features = torch.cat([targets[layer] for layer in head.sizes.target_layer_ids], 1)
+        head.write_context(features, inputs, self.tables.plain, cache)
+        return hidden
+
+    def run_layers(
+        self,
+        layers: Sequence[DecoderLayer],
+        inputs: StepInputs,
+        cache: PagedCache,
+        on_input: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """The collapsed hidden states [N,D] after some layers, the first of which reads embeddings.
+
+        Args:
+            on_input: called with each layer's number and the streams at its attention input.
+        """
+        x = self.weights.embed[inputs.token_ids]
+        streams = x[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        pre = streams.new_zeros(streams.shape[:2], dtype=torch.float32)
+        pre[:, 0] = 1
+        recalled, published = None, Published()
+        if any(layer.engram is not None for layer in layers):
+            recalled = self._recalled(inputs, cache)
+        for number, layer in enumerate(layers):
+            rotary = self.tables.compressed if layer.attn.ratio else self.tables.plain
+            watch = None if on_input is None else partial(on_input, number)
+            streams, pre = layer(streams, pre, inputs, rotary, cache, published, recalled, watch)
+        shares = pre[:, :, None] * streams.float()
+        # In this order for any number of tokens.
+        return sum(shares.unbind(1), shares.new_zeros(())).to(streams.dtype)
+
+    def _recalled(self, inputs: StepInputs, cache: PagedCache) -> Tensor:
+        """The compressed ids [N,S] of the last tokens."""
+        engram = self.config.engram
+        assert engram is not None and self.compressed_ids is not None
+        rows = cache.rows("engram_ids", engram.layer_ids[0], inputs.tables)
+        pad = int(self.compressed_ids[engram.pad_token_id])
+        own = self.compressed_ids[inputs.token_ids]
+        return self.shared.recall_ids(own, engram.max_ngram_size, pad, rows, inputs.tokens)
+
+    def compute_logits(self, streams_M1D: Tensor) -> Tensor:
+        """Logits [M,V] float32 of collapsed hidden states."""
+        w, hidden_MD = self.weights, streams_M1D.flatten(1)
+        normed = self.ops.rms_norm(hidden_MD, w.norm, self.config.rms_norm_eps)
+        return self.ops.linear(normed, w.head).float()
+
+    def serve_others(self, lane_rows: int) -> None:
+        raise NotImplementedError("a single rank has no others")
+
+    def record_routed_experts(self, max_tokens: int) -> Tensor:
+        raise FinwhaleError("DeepSeek-V4.1 does not return routed experts")
+
+    def limit_positions(self, max_positions: int) -> None:
+        self.tables.limit(max_positions)
+
+    def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
+        return self(inputs, cache, segments)
+
+    def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
+        pass  # no step is captured
+
+    def without_collectives(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -1,0 +1,89 @@
+"""DeepSeek-V4.1 in the engine, on a CPU: registered here alone, because it is not served yet."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from tests.models.oracle import in_float64
+from tests.models.v41_reference import forward, text_config
+from tests.support.tiny_v41 import random_text, random_weights, tiny_config
+
+from finwhale import LLM, SamplingParams
+from finwhale.chat.effort import effort_ladder
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.models import registry
+from finwhale.models.deepseek_v41.config_json import config_of
+from finwhale.models.deepseek_v41.engram_hash import compress_ids
+
+TYPE = "deepseek_v41"
+BYTES = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def tokenizer_json(size: int) -> dict[str, Any]:
+    """Single letters of which some differ by case only, and two control tokens."""
+    letters = [chr(c) for c in range(0x21, 0x7F)][: size - 2]
+    return {
+        "model": {"type": "BPE", "vocab": {t: i + 2 for i, t in enumerate(letters)}, "merges": []},
+        "decoder": {"type": "ByteLevel"} | BYTES,
+        "pre_tokenizer": {"type": "ByteLevel"} | BYTES,
+        "added_tokens": [
+            {"id": i, "content": text, "special": True, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False}
+            for i, text in enumerate(("<s>", "</s>"))
+        ],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in plain float32."""
+    folder, config = tmp_path_factory.mktemp("v41"), tiny_config()
+    text = config["text_config"]
+    text["max_position_embeddings"] = 512
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(text["vocab_size"])))
+    text["engram_compressed_vocab_size"] = max(compressed(folder, text["vocab_size"])) + 1
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(config, 0), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(registry.CONFIGS, TYPE, config_of)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.DIALECTS, TYPE, effort_ladder)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.ARCHITECTURES, TYPE, f"finwhale.models.{TYPE}.architecture")
+    yield
+
+
+def compressed(path: Path, size: int) -> list[int]:
+    tokenizer = Tokenizer.open(path)
+    found: list[int] = compress_ids(tokenizer.token_text, tokenizer.spelling, size).tolist()
+    return found
+
+
+def continued(path: Path, prompt: list[int], count: int) -> list[int]:
+    """The greedy continuation by the formulas, in float64."""
+    config = json.loads((path / "config.json").read_text())
+    weights = in_float64(random_weights(config, 0))
+    ids, numbers = list(prompt), compressed(path, text_config(config)["vocab_size"])
+    for _ in range(count):
+        ids.append(int(forward(weights, config, ids, numbers).logits[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_greedy_tokens_are_those_of_the_formulas(path: Path, drafts: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [random_text(length, length) for length in (300, 9, 40)]
+    wanted = [continued(path, prompt, 12) for prompt in prompts[1:]]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    options: dict[str, Any] = {"activations": "exact", "draft_tokens": drafts, "max_model_len": 400}
+    with LLM(path, device="cpu", cache_memory_bytes=2**26, **options) as llm:
+        first = [list(r.outputs[0].token_ids) for r in llm.generate(given, params)]
+        assert first[1:] == wanted
+        again = llm.generate(given, params)
+        assert [list(r.outputs[0].token_ids) for r in again] == first
+        assert again[0].num_cached_tokens == 256  # a block: with windows, entries, keys and ids
