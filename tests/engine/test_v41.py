@@ -14,6 +14,7 @@ from tests.support.tiny_v41 import random_text, random_weights, tiny_config
 from finwhale import LLM, SamplingParams
 from finwhale.chat.effort import effort_ladder
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.errors import FinwhaleError
 from finwhale.models import registry
 from finwhale.models.deepseek_v41.config_json import config_of
 from finwhale.models.deepseek_v41.engram_hash import compress_ids
@@ -72,6 +73,19 @@ def continued(path: Path, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         ids.append(int(forward(weights, config, ids, numbers).logits[-1].argmax()))
     return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"compile": True}, "for DeepSeek-V4 alone"),
+        ({"enable_return_routed_experts": True}, "does not return routed experts"),
+        ({"tensor_parallel_size": 2}, "ranks cannot divide"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(FinwhaleError, match=match):
+        LLM(path, device="cpu", cache_memory_bytes=2**26, max_model_len=400, **options)
 
 
 @pytest.mark.parametrize("drafts", [0, 4])

@@ -20,6 +20,7 @@ from finwhale.compiled.cpu_ops import traced
 from finwhale.compiled.custom_ops import custom, namespace
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
+from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.dspark import DsparkHead
@@ -72,16 +73,16 @@ class CompiledMode:
         self, model: Model, cache: PagedCache
     ) -> Iterator[tuple[DeepseekV4 | MtpLayer | DsparkHead, list[LayerTracer]]]:
         """The model and its draft head, each with the tracers of its decoder layers."""
-        assert isinstance(model, DeepseekV4), "only DeepSeek-V4's layers can be compiled"
-        (rows_per_page,) = (
-            group.rows_per_page for group in cache_spec(model.config) if group.name == "window"
-        )
+        if not isinstance(model, DeepseekV4):
+            raise FinwhaleError("the compiled mode is for DeepSeek-V4 alone: leave out compile")
+        (window,) = (g for g in cache_spec(model.config) if g.name == "window")
+        rows = window.rows_per_page
         for part in (model, model.draft_head):
             if part is not None:
                 yield (
                     part,
                     [
-                        LayerTracer(model, self._traced, layer, cache, rows_per_page, first=i == 0)
+                        LayerTracer(model, self._traced, layer, cache, rows, first=i == 0)
                         for i, layer in enumerate(part.layers)
                     ],
                 )
