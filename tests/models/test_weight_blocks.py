@@ -104,8 +104,12 @@ def test_packed_weights_are_the_stored_ones(storage: Storage, rounds: bool) -> N
 def test_kernels_for_gpus_read_blocks_of_128_alone() -> None:
     pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
     data, scale = quantise_fp8_block(torch.randn(64, 64), block=32)
-    prepare = load_ops(Platform("nvidia", "sm90")).prepare_linear
+    ops = load_ops(Platform("nvidia", "sm90"))
+    prepare, prepare_experts = ops.prepare_linear, ops.prepare_experts
     with pytest.raises(ValueError, match="read blocks of 128, got 0 and 32"):
         prepare(LinearWeight(data, 0, scale_to_float32(scale), scale_block=32))
     with pytest.raises(ValueError, match=r"groups of 128 .* got 32 and 128"):
         prepare(LinearWeight(data.float(), 32))
+    codes = torch.zeros(2, 64, 32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"groups of 128 .* got 32 and 128"):
+        prepare_experts(ExpertWeight(codes, codes, 32))

@@ -65,7 +65,7 @@ class Output:
 
 @dataclass
 class Block:
-    """What a DSpark pass computes.
+    """The results of one DSpark pass.
 
     Attributes:
         hidden: [G,D], collapsed and not normalised; the confidence head reads it so.
@@ -95,7 +95,7 @@ class Part:
 
 @dataclass
 class Shared:
-    """What an attention layer publishes for the layers after it.
+    """The results of attention layers that later layers use.
 
     Attributes:
         entries: the newest KV source's [W,C], with rope, rounded.
@@ -359,7 +359,7 @@ def swiglu(w: Part, x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def token_map(texts: Sequence[str], tokens: Sequence[str]) -> list[int]:
-    """The compressed id of each token id: equal for tokens of equal normalised text.
+    """The compressed id of each token. Tokens with the same normalised text share one.
 
     The authors normalise with the tokenizers library, whose steps differ from Python's own in
     three ways: marks of every category are stripped; each character becomes lower
@@ -469,7 +469,7 @@ def draft(
     drafts: Sequence[int],
     roundings: Roundings = Roundings.NONE,
 ) -> Block:
-    """The logits and the confidence of each draft, given the drafts before it.
+    """Compute a block; returns its drafts' logits and confidences, given the drafts before each.
 
     The block is the newest token, whose features are not known, and noise tokens; it begins at
     the position after the last feature. Row k gives draft k + 1.

@@ -29,7 +29,6 @@ from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.checkpoint.spec import FP8_BLOCKS
 from finwhale.checkpoint.writer import write_stored, write_zeros
 from finwhale.config import EngineConfig
 from finwhale.distributed.peers import Peers, join_store, serve_store
@@ -55,8 +54,7 @@ from finwhale.weights.source import WeightSource
 from finwhale.weights.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 
 # Bytes of one value in a checkpoint. The scales of FP8 and FP4 add less than 7%.
-STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp4": 0.54}
-STORED_BYTES |= dict.fromkeys(FP8_BLOCKS, 1.01)
+STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4": 0.54}
 
 
 def plain_read(checkpoint: Checkpoint, rank: Rank, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
-from finwhale.models.deepseek_v41.engram_hash import engram_hashes
+from finwhale.models.deepseek_v41.engram_hash import EngramHash, engram_hashes
 from finwhale.models.deepseek_v41.layer import DecoderLayer
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights, ModelWeights
 from finwhale.models.rope import RotaryTables
@@ -52,15 +52,19 @@ class DeepseekV41:
         collectives: Collectives = ALONE,
     ) -> None:
         if collectives.rank.size > 1 or ops.shared_entries is None:
-            raise FinwhaleError("DeepSeek-V4.1 runs on one rank, with the reference operators")
+            raise FinwhaleError("DeepSeek-V4.1 runs on one rank, without kernels for GPUs")
         self.config, self.ops, self.shared, self.weights = config, ops, ops.shared_entries, weights
-        self.compressed_ids, self.collectives = compressed_ids, collectives
+        self.compressed_ids = compressed_ids
         self.sample: Sample = ops.sample
         self.vocab_part = range(config.vocab_size)
         thetas = config.rope_theta, config.compress_rope_theta
         rope = config.qk_rope_head_dim, thetas, config.rope_scaling
         self.tables = RotaryTables(*rope, max_positions, weights.embed.device)
-        hashes = {} if config.engram is None else engram_hashes(config.engram)
+        hashes, self.pad = dict[int, EngramHash](), 0
+        if config.engram is not None:
+            assert compressed_ids is not None
+            hashes = engram_hashes(config.engram)
+            self.pad = int(compressed_ids[config.engram.pad_token_id])
 
         def layers(parts: Sequence[LayerWeights], first: int) -> list[DecoderLayer]:
             make = partial(
@@ -154,9 +158,8 @@ class DeepseekV41:
         engram = self.config.engram
         assert engram is not None and self.compressed_ids is not None
         rows = cache.rows("engram_ids", engram.layer_ids[0], inputs.tables)
-        pad = int(self.compressed_ids[engram.pad_token_id])
         own = self.compressed_ids[inputs.token_ids]
-        return self.shared.recall_ids(own, engram.max_ngram_size, pad, rows, inputs.tokens)
+        return self.shared.recall_ids(own, engram.max_ngram_size, self.pad, rows, inputs.tokens)
 
     def compute_logits(self, streams_M1D: Tensor) -> Tensor:
         """Logits [M,V] float32 of collapsed hidden states."""

@@ -30,6 +30,7 @@ the weight is converted to bfloat16, which is exact.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import triton
@@ -43,6 +44,7 @@ from finwhale.ops.linear.quantise_triton import launch_tokens as quantise_tokens
 from finwhale.ops.linear.quantise_triton import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
+Weight = TypeVar("Weight", LinearWeight, ExpertWeight)
 # row_kernel processes one token, or ROW_TOKENS if the weight is unscaled. A weight should occupy at
 # least MIN_PROGRAMS programs. A program takes several blocks of rows only if a row has LONG_ROW
 # bytes or more, because rounding the token is then expensive. If the token is not rounded, it takes
@@ -429,8 +431,8 @@ def _run_many(p: LinearProblem) -> Tensor:
     return torch.bmm(x_GNK, weight_GKM, out_dtype=p.out_dtype).transpose(0, 1)
 
 
-def prepare_linear(w: LinearWeight) -> LinearWeight:
-    """Raise ValueError if the kernels cannot read the weight."""
+def prepare(w: Weight) -> Weight:
+    """Raise ValueError if the kernels of linear layers and experts cannot read the weight."""
     if w.input_group not in (0, KERNEL_GROUP) or w.scale_block != KERNEL_GROUP:
         raise ValueError(
             f"these kernels round inputs in groups of {KERNEL_GROUP} and read blocks of "

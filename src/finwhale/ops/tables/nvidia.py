@@ -20,7 +20,6 @@ from finwhale.ops.mhc import mhc_triton
 from finwhale.ops.moe import experts_triton, router_triton
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_layout import finish_experts
-from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling import sample_triton
 from finwhale.ops.table import Capabilities, Ops
@@ -50,8 +49,8 @@ def table(platform: Platform, max_stages: int = DEFAULT.max_stages) -> Ops:
             expert_id_dtype=torch.int32,
         ),
         launch_classes=launch_classes(linear_triton, sparse_attention_triton, experts_triton),
-        prepare_linear=linear_triton.prepare_linear,
-        prepare_experts=prepare_experts,
+        prepare_linear=linear_triton.prepare,
+        prepare_experts=linear_triton.prepare,
         finish_experts=finish_experts,
         rms_norm=rms_norm,
         linear=bind(linear_triton.linear, options=options),

@@ -34,7 +34,7 @@ def why_no_deepgemm() -> str | None:
 
 
 def _deepgemm_builds() -> list[tuple[str, str]]:
-    """Name and version of each installed build of DeepGEMM."""
+    """The names and versions of the installed builds of DeepGEMM."""
     installed = []
     for name in DEEPGEMM_NAMES:
         with suppress(importlib.metadata.PackageNotFoundError):
