@@ -1,7 +1,6 @@
-"""DeepSeek-V4.1 in the engine, on a CPU: registered here alone, because it is not served yet."""
+"""DeepSeek-V4.1 in the engine, on a CPU."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ from tests.models.v41_reference import forward, text_config
 from tests.support.tiny_v41 import random_text, random_weights, tiny_config
 
 from finwhale import LLM, SamplingParams
-from finwhale.chat.effort import effort_ladder
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.demo import V41_PATH
 from finwhale.errors import FinwhaleError
-from finwhale.models import registry
-from finwhale.models.deepseek_v41.config_json import config_of
 from finwhale.models.deepseek_v41.engram_hash import compress_ids
 
-TYPE = "deepseek_v41"
 BYTES = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
@@ -49,14 +45,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(random_weights(config, 0), folder / "model.safetensors")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(registry.CONFIGS, TYPE, config_of)  # type: ignore[arg-type]
-    monkeypatch.setitem(registry.DIALECTS, TYPE, effort_ladder)  # type: ignore[arg-type]
-    monkeypatch.setitem(registry.ARCHITECTURES, TYPE, f"finwhale.models.{TYPE}.architecture")
-    yield
 
 
 def compressed(path: Path, size: int) -> list[int]:
@@ -101,3 +89,19 @@ def test_greedy_tokens_are_those_of_the_formulas(path: Path, drafts: int) -> Non
         again = llm.generate(given, params)
         assert [list(r.outputs[0].token_ids) for r in again] == first
         assert again[0].num_cached_tokens == 256  # a block: with windows, entries, keys and ids
+
+
+def test_embedded_model() -> None:
+    """Its tokens are the same with drafts, from a cached prefix and in chunks."""
+    assert sum(file.stat().st_size for file in V41_PATH.iterdir()) <= 2_000_000
+    text = "Once upon a time, there was a whale. " * 30  # more entries than are selected
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = []
+    for options in ({}, {"draft_tokens": 5}, {"max_num_batched_tokens": 64}):
+        with LLM("demo-v41", device="cpu", max_model_len=2048, **options) as llm:
+            for _ in range(2):
+                (result,) = llm.generate([text], params)
+                found.append(result.outputs[0].token_ids)
+            assert result.num_cached_tokens >= 256
+    assert all(tokens == found[0] for tokens in found)
+    assert len(set(found[0])) > 8  # no constant text

@@ -85,6 +85,7 @@ def test_the_wheel_contains_the_package_and_its_licences(wheel: Path) -> None:
             "finwhale/demo/base.safetensors",
             "finwhale/demo/mtp.safetensors",
             "finwhale/demo_dspark/dspark.safetensors",
+            "finwhale/demo_v41/model.safetensors",
             "finwhale/server/web/index.html",
         } <= found
         for name in found:

@@ -4,7 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
-from finwhale.demo import DEMO_PATH, DSPARK_NAME, DSPARK_PATH
+from finwhale.demo import DEMO_PATH, EMBEDDED
 from finwhale.errors import FinwhaleError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -15,8 +15,8 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
 
     Args:
         path: a directory, or the id of a repository on the Hugging Face Hub, such as
-            "deepseek-ai/DeepSeek-V4-Flash"; "demo-dspark": the embedded model with its DSpark
-            head, unless a directory has this name; None: the embedded model with its MTP layer.
+            "deepseek-ai/DeepSeek-V4-Flash"; "demo-dspark", "demo-v41": an embedded model,
+            unless a directory has this name; None: the embedded model with its MTP layer.
         revision: branch, tag or commit of the repository; None: its main branch.
 
     Returns:
@@ -30,7 +30,7 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
         if revision is not None:
             raise FinwhaleError(f"revision {revision}: only a repository has revisions")
         if is_demo(path):
-            return DEMO_PATH if path is None else DSPARK_PATH
+            return DEMO_PATH if path is None else EMBEDDED[str(path)]
         assert path is not None
         return Path(path).expanduser()
     try:
@@ -45,5 +45,5 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
 
 
 def is_demo(path: str | Path | None) -> bool:
-    """Whether a path names a form of the embedded model."""
-    return path is None or (str(path) == DSPARK_NAME and not Path(path).exists())
+    """Whether a path names an embedded model."""
+    return path is None or (str(path) in EMBEDDED and not Path(path).exists())

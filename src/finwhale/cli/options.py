@@ -24,7 +24,8 @@ SAMPLING = marked(SamplingParams, "command")
 PATH_HELP = (
     "directory of a checkpoint, or the id of a repository on the Hugging Face Hub, such as "
     "deepseek-ai/DeepSeek-V4-Flash, which is downloaded first; demo-dspark: the "
-    "embedded model with its DSpark head (default: the embedded model with its MTP layer)"
+    "embedded model with its DSpark head; demo-v41: a DeepSeek-V4.1 of 2 MB with random weights "
+    "(default: the embedded model with its MTP layer)"
 )
 
 

@@ -13,5 +13,8 @@ DEMO_PATH = Path(__file__).parent
 DSPARK_PATH = DEMO_PATH.with_name("demo_dspark")
 """The directory of the form with a DSpark head."""
 
-DSPARK_NAME = "demo-dspark"
-"""Names the form with a DSpark head wherever a checkpoint's path may stand."""
+V41_PATH = DEMO_PATH.with_name("demo_v41")
+"""The directory of a DeepSeek-V4.1 of 2 MB with random weights, which tools/demo_v41.py wrote."""
+
+EMBEDDED = {"demo-dspark": DSPARK_PATH, "demo-v41": V41_PATH}
+"""Names that may stand for a checkpoint's path, and the directories that they mean."""

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from finwhale.errors import CheckpointError
+
+T = TypeVar("T")
 
 # The code supports only these values. A config may omit the key or repeat the value.
 FIXED: dict[str, object] = {
@@ -166,3 +168,11 @@ def shown(value: Any) -> str:
     """A value for an error message, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def preset(presets: Mapping[str, T], name: str) -> T:
+    """A published configuration. Raises CheckpointError: none has this name."""
+    if name not in presets:
+        known = ", ".join(sorted(presets))
+        raise CheckpointError(f"unknown configuration {name!r}; there are {known}")
+    return presets[name]

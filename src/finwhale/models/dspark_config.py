@@ -48,6 +48,12 @@ class DsparkConfig:
         """Number of values of the Markov embedding that a confidence reads."""
         return self.markov_rank if self.confidence_head_with_markov else 0
 
+    def describe(self) -> str:
+        return (
+            f"DSpark: blocks of {self.block_size} tokens in {NUM_STAGES} stages, Markov rank "
+            f"{self.markov_rank}, reads layers {', '.join(map(str, self.target_layer_ids))}"
+        )
+
     def experts_or(self, num_experts_per_tok: int, n_routed_experts: int) -> tuple[int, int]:
         """num_experts_per_tok and n_routed_experts of a stage, given those of the model."""
         own = self.num_experts_per_tok, self.n_routed_experts

@@ -12,16 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 from finwhale.chat.effort import EffortLadder, effort_ladder
 from finwhale.errors import CheckpointError
+from finwhale.models.config_checks import preset
+from finwhale.models.deepseek_v4 import config_json as v4_json
+from finwhale.models.deepseek_v4 import presets as v4_presets
 from finwhale.models.deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
-from finwhale.models.deepseek_v4.config_json import config_of
-from finwhale.models.deepseek_v4.presets import published
+from finwhale.models.deepseek_v41 import config_json as v41_json
+from finwhale.models.deepseek_v41 import presets as v41_presets
+from finwhale.models.deepseek_v41.config import MODEL_TYPE as DEEPSEEK_V41
 
 if TYPE_CHECKING:
     from finwhale.models.protocol import ModelConfig
 
-CONFIGS: Mapping[str, Callable[[Mapping[str, Any]], "ModelConfig"]] = {DEEPSEEK_V4: config_of}
-DIALECTS: Mapping[str, Callable[[Path], EffortLadder]] = {DEEPSEEK_V4: effort_ladder}
-ARCHITECTURES = {DEEPSEEK_V4: "finwhale.models.deepseek_v4.architecture"}
+CONFIGS: Mapping[str, Callable[[Mapping[str, Any]], "ModelConfig"]] = {
+    DEEPSEEK_V4: v4_json.config_of,
+    DEEPSEEK_V41: v41_json.config_of,
+}
+DIALECTS: Mapping[str, Callable[[Path], EffortLadder]] = {
+    DEEPSEEK_V4: effort_ladder,
+    DEEPSEEK_V41: effort_ladder,
+}
+ARCHITECTURES = {model_type: f"finwhale.models.{model_type}.architecture" for model_type in CONFIGS}
+PUBLISHED: Mapping[str, "ModelConfig"] = {**v4_presets.PUBLISHED, **v41_presets.PUBLISHED}
 
 
 def parse_config(raw: Mapping[str, Any]) -> "ModelConfig":
@@ -41,8 +52,8 @@ def parse_config(raw: Mapping[str, Any]) -> "ModelConfig":
 
 
 def published_config(name: str) -> "ModelConfig":
-    """The published "flash", "flash-0731", "pro" or "pro-0813". Raises CheckpointError."""
-    return published(name)
+    """A published configuration, such as "flash" or "v4.1-flash". Raises CheckpointError."""
+    return preset(PUBLISHED, name)
 
 
 def chat_dialect(config: "ModelConfig", directory: Path) -> EffortLadder:

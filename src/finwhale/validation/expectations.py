@@ -9,7 +9,7 @@ from finwhale.validation.texts import PROSE
 
 _PUBLISHED = "stated, not measured: trained models predict such text well, broken ones far above"
 _MEASURED = "measured on a CPU; options of the engine change it by up to 4%"
-_DRAFTS = "stated, not measured: an MTP layer that is wired wrongly agrees with the model rarely"
+_DRAFTS = "stated, not measured: a draft head that is wired wrongly agrees with the model rarely"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,15 @@ class Expectations:
 
 def expectations_of(config: Mapping[str, Any]) -> Expectations:
     """The expectations of a checkpoint, from the contents of its config.json."""
-    sizes = tuple(config.get(n) for n in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    text = config.get("text_config", config)
+    sizes = tuple(text.get(n) for n in ("hidden_size", "num_hidden_layers", "vocab_size"))
     if sizes == (256, 6, 4096):
         return _DEMO
     names: dict[tuple[Any, ...], str] = {
         (4096, 43, 129280): "V4-Flash",
         (7168, 61, 129280): "V4-Pro",
+        (5120, 40, 129280): "V4.1-Flash",
+        (64, 8, 1024): "demo-v41, random weights",
     }
     name = names.get(sizes, "unknown sizes")
     # Of the published checkpoints, only those that were not trained to chat have FP8 experts.

@@ -98,13 +98,9 @@ def describe(config: DeepseekV4Config) -> dict[str, str]:
 
 
 def _draft_head(config: DeepseekV4Config) -> str:
-    head = config.dspark
-    if head is None:
-        return "MTP, one layer" if config.draft_head == "mtp" else "none"
-    return (
-        f"DSpark: blocks of {head.block_size} tokens in {config.num_draft_layers} stages, Markov "
-        f"rank {head.markov_rank}, reads layers {', '.join(map(str, head.target_layer_ids))}"
-    )
+    if config.dspark is not None:
+        return config.dspark.describe()
+    return "MTP, one layer" if config.draft_head == "mtp" else "none"
 
 
 def weight_bytes(config: DeepseekV4Config, dtype: torch.dtype, ops: Ops, rank: Rank = ALONE) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from finwhale.errors import CheckpointError
+from finwhale.models.config_checks import preset
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.dspark_config import DsparkConfig
 from finwhale.models.rope_config import YarnScaling
@@ -67,7 +67,7 @@ def _with_dspark(config: DeepseekV4Config, markov_rank: int) -> DeepseekV4Config
     )
 
 
-_PRESETS = {
+PUBLISHED = {
     "flash": _FLASH,
     "pro": _PRO,
     "flash-0731": _with_dspark(_FLASH, 256),
@@ -76,9 +76,5 @@ _PRESETS = {
 
 
 def published(name: str) -> DeepseekV4Config:
-    """The published "flash" or "pro" configuration."""
-    if name not in _PRESETS:
-        raise CheckpointError(
-            f"unknown configuration {name!r}; there are {', '.join(sorted(_PRESETS))}"
-        )
-    return _PRESETS[name]
+    """The published configuration of that name. Raises CheckpointError."""
+    return preset(PUBLISHED, name)

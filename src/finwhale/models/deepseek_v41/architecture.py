@@ -27,6 +27,7 @@ __all__ = [
     "build",
     "cache_groups",
     "check_rounding",
+    "describe",
     "fits_whole_attention",
     "ignored_prefixes",
     "kernel_obstacles",
@@ -72,6 +73,38 @@ def _compressed_ids(tokenizer: Tokenizer, vocab_size: int, engram: EngramConfig)
 
 def check_rounding(config: DeepseekV41Config) -> None:
     """Every size fits: DeepseekV41Config refuses those that do not."""
+
+
+def describe(config: DeepseekV41Config) -> dict[str, str]:
+    """Describe the parts of the model, for `finwhale inspect`."""
+    ratios, engram = config.layer_ratios, config.engram
+    kinds = ", ".join(
+        f"{ratios.count(ratio)} {name}"
+        for ratio, name in ((0, "window only"), (2, "entries of 2 tokens"), (1, "of one"))
+        if ratio in ratios
+    )
+    return {
+        "layers": f"{config.num_hidden_layers}: {kinds}",
+        "entries": f"written by layers {_listed(config.kv_source_layer_ids)}, selected by layers "
+        f"{_listed(config.index_source_layer_ids)}",
+        "Engram": "none"
+        if engram is None
+        else f"layers {_listed(engram.layer_ids)}, {sum(engram.num_embeddings):,} rows of "
+        f"{engram.head_dim} values",
+        "draft head": "none" if config.dspark is None else config.dspark.describe(),
+        "hidden size": f"{config.hidden_size} in {config.hc_mult} residual streams",
+        "attention": f"{config.num_attention_heads} heads of {config.head_dim}, window "
+        f"{config.sliding_window}, top {config.index_topk} of the entries",
+        "experts": f"{config.num_experts_per_tok} of {config.n_routed_experts} and "
+        f"{config.n_shared_experts} shared, width {config.moe_intermediate_size}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "weights": "FP8 32x32, experts FP4" if config.quantised else "not quantised",
+    }
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers)) or "none"
 
 
 def kernel_obstacles(config: DeepseekV41Config, storages: Mapping[str, Storage]) -> list[str]:
