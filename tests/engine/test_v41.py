@@ -105,3 +105,12 @@ def test_embedded_model() -> None:
             assert result.num_cached_tokens >= 256
     assert all(tokens == found[0] for tokens in found)
     assert len(set(found[0])) > 8  # no constant text
+
+
+def test_sequences_run_together_in_the_least_cache() -> None:
+    """The cache holds max_num_seqs sequences of max_model_len, so none waits."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM("demo-v41", device="cpu", max_model_len=94, max_num_seqs=3) as llm:
+        given = [{"prompt_token_ids": random_text(60, seed)} for seed in range(3)]
+        llm.generate(given, params)
+        assert llm.metrics().steps <= 12  # 8, a prefill, and what the engine runs ahead

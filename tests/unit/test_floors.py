@@ -6,8 +6,10 @@ from finwhale.bench.drafting import floors
 from finwhale.bench.floors import DecodeBytes, PrefillOperations, expected_experts
 from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.presets import published
+from finwhale.models.registry import published_config
 
 FLASH, DSPARK = published("flash"), published("flash-0731")
+V41 = published_config("v4.1-flash")
 
 
 def test_experts_of_few_and_of_many_tokens() -> None:
@@ -61,3 +63,13 @@ def test_drafts() -> None:
     assert found["floor_ms"] == pytest.approx(parts) == pytest.approx(3.61, abs=0.01)
     four = floors(DecodeBytes(DSPARK, Rank(0, 4)), 1024, 1, 6.0)
     assert four["floor_ms"] == pytest.approx(1.96, abs=0.01)
+
+
+def test_v41_flash() -> None:
+    """A decode reads 13 GB for one token; its candidates bound what four indexers read."""
+    bytes_read = DecodeBytes(V41, Rank(0, 1))
+    assert bytes_read.step(0, 0, 6) == pytest.approx(13.0e9, rel=0.02)
+    million, half = (bytes_read.step(tokens, 1, 6) for tokens in (2**20, 2**19))
+    assert million - half == 2**19 * (1 + 3 / 2) * 68
+    assert bytes_read.drafts(5, 1) - bytes_read.drafts(4, 1) == 129280 * 256 * 2
+    assert 20_000 < 8192 / PrefillOperations(V41, Rank(0, 4)).ms(8192) * 1e3 < 120_000

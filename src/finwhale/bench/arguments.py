@@ -9,6 +9,7 @@ from typing import Any
 
 from finwhale.bench.record import RESULTS
 from finwhale.config import EngineConfig
+from finwhale.models.registry import PUBLISHED
 from finwhale.options import Parser, add_options, options_of
 from finwhale.platform import existing_folder
 
@@ -50,8 +51,8 @@ def record_path(text: str) -> Path:
 
 def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:
     """Add --config and --layers; `layers` is the default number of layers."""
-    add, models = parser.add_argument, ("flash", "pro", "flash-0731", "pro-0813")
-    add("--config", choices=models, default="flash", help="sizes of this model")
+    add = parser.add_argument
+    add("--config", choices=sorted(PUBLISHED), default="flash", help="sizes of this model")
     add("--layers", type=int, default=layers, metavar="N", help="use only the first N layers")
 
 

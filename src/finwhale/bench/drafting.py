@@ -42,7 +42,6 @@ from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.engine.steps.host_transfer import send
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import RequestOutput
@@ -185,7 +184,7 @@ def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) 
 
 
 def measure(
-    args: argparse.Namespace, options: EngineConfig, config: DeepseekV4Config, weights: Weights
+    args: argparse.Namespace, options: EngineConfig, config: Any, weights: Weights
 ) -> list[dict[str, Any]]:
     """Measure each batch size without drafts, then each batch size and acceptance rate with drafts.
 

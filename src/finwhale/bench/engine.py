@@ -23,9 +23,7 @@ from finwhale.engine.start.capture import new_verification_steps
 from finwhale.engine.steps.draft_decode import VerificationSteps
 from finwhale.engine.steps.step_limits import step_limits
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.config_json import config_of
-from finwhale.models.deepseek_v4.presets import published
+from finwhale.models.registry import parse_config, published_config
 from finwhale.models.weight_sources import Weights
 from finwhale.options import read_options
 from finwhale.request import RequestOutput, SamplingParams
@@ -33,9 +31,7 @@ from finwhale.request import RequestOutput, SamplingParams
 T = TypeVar("T")
 
 
-def source(
-    args: argparse.Namespace, *, draft_head: bool = False
-) -> tuple[DeepseekV4Config, Weights]:
+def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[Any, Weights]:
     """The configuration and the weights that the arguments of `add_model_arguments` name.
     Raises FinwhaleError if they name none.
 
@@ -44,11 +40,11 @@ def source(
     """
     if args.model is not None:
         checkpoint = Checkpoint.open(checkpoint_directory(args.model))
-        config = config_of(checkpoint.config)
+        config: Any = parse_config(checkpoint.config)
         return config, Weights(config, checkpoint)
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
-    config = published(args.config)
+    config = published_config(args.config)
     if not draft_head:
         config = config.without_draft_head()
     if args.layers is not None:
@@ -150,11 +146,11 @@ def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verificati
 
 def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     """The fields of a record that describe the model: its name, layers and number of ranks."""
-    assert isinstance(engine.model_config, DeepseekV4Config)
+    config: Any = engine.model_config
     rank = first_rank(engine.executor).collectives.rank
     return {
         "config": args.model or args.config,
-        "layers": engine.model_config.num_hidden_layers,
+        "layers": config.num_hidden_layers,
         "tensor_parallel_size": 1 if rank.data_parallel else rank.size,
         "data_parallel_size": rank.size if rank.data_parallel else 1,
     }

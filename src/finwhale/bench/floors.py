@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.spec import FP8_BLOCKS, WeightSpec
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.config import DeepseekV4Config
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.registry import architecture_of
 from finwhale.ops.case import BF16_RATE, FP8_RATE, READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
 
-FP8_BLOCK_BYTES = 4 / 128**2
-# Floors do not count these tables: for each token, a step reads only one row of a table.
+# Floors do not count these tables: for each token, a step reads only a few rows of a table.
 LOOKED_UP = ("embed.weight", "tid2eid", "markov_w1.weight")
-ROW_BYTES, KEY_BYTES = 584, 68  # of a row of the cache, and of an index key, both packed
 
 
 def read_ms(num_bytes: float) -> float:
@@ -23,17 +21,22 @@ def read_ms(num_bytes: float) -> float:
     return round(1e3 * num_bytes / READ_RATE, 4)
 
 
-def expected_experts(config: DeepseekV4Config, tokens: float) -> float:
+def expected_experts(config: Any, tokens: float) -> float:
     """How many different experts a layer uses on average, if tokens choose them evenly."""
-    unused = 1 - config.num_experts_per_tok / config.n_routed_experts
-    return float(config.n_routed_experts * (1 - unused**tokens))
+    return _expected(config.num_experts_per_tok, config.n_routed_experts, tokens)
 
 
-def weights_of_step(config: DeepseekV4Config, rank: Rank) -> Mapping[str, WeightSpec]:
+def _expected(each: int, experts: int, tokens: float) -> float:
+    return float(experts * (1 - (1 - each / experts) ** tokens))
+
+
+def weights_of_step(config: Any, rank: Rank) -> Mapping[str, WeightSpec]:
     """The weights that a rank reads in a step. If it holds attention whole, it reads its part, or
     computes all heads for its part of the tokens, which are as many operations.
     """
-    return weight_specs(config, replace(rank, whole_attention=False))
+    rank = replace(rank, whole_attention=False)
+    specs: Mapping[str, WeightSpec] = architecture_of(config).weight_specs(config, rank)
+    return specs
 
 
 class DecodeBytes:
@@ -44,7 +47,7 @@ class DecodeBytes:
         expert: of one expert in every layer of the model.
     """
 
-    def __init__(self, config: DeepseekV4Config, rank: Rank) -> None:
+    def __init__(self, config: Any, rank: Rank) -> None:
         self.config = config
         parts: dict[str, dict[str, WeightSpec]] = {"model": {}, "head": {}, "markov": {}}
         for name, spec in weights_of_step(config, rank).items():
@@ -54,10 +57,14 @@ class DecodeBytes:
                 parts["head"][name] = spec
             else:
                 parts["model"][name] = spec
-        self.others, self.expert = _sums(config, parts["model"])
-        self._head, self._head_expert = _sums(config, parts["head"])
-        self._markov, _ = _sums(config, parts["markov"])
-        self._logits, _ = _sums(config, {"head.weight": parts["model"]["head.weight"]})
+        own = config.num_experts_per_tok, config.n_routed_experts
+        self._of_head: tuple[int, int] = own
+        if config.dspark is not None:
+            self._of_head = config.dspark.experts_or(*own)
+        self.others, self.expert = _sums(own[1], parts["model"])
+        self._head, self._head_expert = _sums(self._of_head[1], parts["head"])
+        self._markov, _ = _sums(1, parts["markov"])
+        self._logits, _ = _sums(1, {"head.weight": parts["model"]["head.weight"]})
 
     def step(self, context: int, sequences: float, experts: float) -> float:
         """Bytes that a rank reads in a step of the model, without drafts.
@@ -67,15 +74,7 @@ class DecodeBytes:
             sequences: of this rank, if ranks are data-parallel.
             experts: different experts that a layer uses.
         """
-        c, rows = self.config, 0.0
-        for ratio in c.layer_ratios:
-            rows += min(context, c.sliding_window) * ROW_BYTES
-            if ratio == 4:
-                entries = context // 4
-                rows += min(entries, c.index_topk) * ROW_BYTES
-                rows += entries * KEY_BYTES * (entries > c.index_topk)
-            elif ratio == 128:
-                rows += context // 128 * ROW_BYTES
+        rows: float = architecture_of(self.config).cache_bytes_read(self.config, context)
         return self.others + experts * self.expert + sequences * rows
 
     def drafts(self, count: float, sequences: int) -> float:
@@ -88,53 +87,49 @@ class DecodeBytes:
         if not count or c.draft_head is None:
             return 0.0
         tokens = sequences * max(1, c.draft_block_tokens)
-        run = self._head + self._head_expert * expected_experts(c, tokens) + self._logits
+        run = self._head + self._head_expert * _expected(*self._of_head, tokens) + self._logits
         return run + count * self._markov if c.draft_head == "dspark" else run * count
 
 
 class PrefillOperations:
     """A rank's operations in a prefill, with those of attention and of the indexer."""
 
-    def __init__(self, config: DeepseekV4Config, rank: Rank) -> None:
+    def __init__(self, config: Any, rank: Rank) -> None:
         self.config = config
         self._heads_divided = 1 if rank.data_parallel else rank.size
         self._fp8 = self._bf16 = 0.0
         for name, spec in weights_of_step(config.without_draft_head(), rank).items():
-            if len(spec.shape) < 2 or name in ("embed.weight", "head.weight"):
-                continue
-            if name.endswith("tid2eid"):
+            if len(spec.shape) < 2 or name == "head.weight" or _is_looked_up(spec):
                 continue
             share = config.num_experts_per_tok / config.n_routed_experts
             ops = 2 * torch.Size(spec.local_shape).numel() * (share if ".experts." in name else 1)
-            if spec.storage in ("fp8_block", "fp4"):
+            if spec.storage in ("fp8_block", "fp4") and architecture_of(config).FP8_PRODUCTS:
                 self._fp8 += ops
             else:
                 self._bf16 += ops
 
     def ms(self, tokens: int) -> float:
         """The floor of one prompt of this length on an H200, in milliseconds."""
-        c, fp8, bf16 = self.config, self._fp8 * tokens, self._bf16 * tokens
-        for ratio in c.layer_ratios:
-            keys = float(c.sliding_window)
-            if ratio == 4:
-                keys += min(c.index_topk, tokens / 8)
-                fp8 += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
-            elif ratio == 128:
-                keys += tokens / 256
-            bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim / self._heads_divided
-        return round(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE), 4)
+        operations = architecture_of(self.config).attention_operations
+        fp8, bf16 = operations(self.config, tokens, self._heads_divided)
+        fp8, bf16 = fp8 + self._fp8 * tokens, bf16 + self._bf16 * tokens
+        return round(float(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE)), 4)
 
 
-def _sums(config: DeepseekV4Config, specs: dict[str, WeightSpec]) -> tuple[float, float]:
+def _sums(num_experts: int, specs: dict[str, WeightSpec]) -> tuple[float, float]:
     """Return the bytes of all weights except experts, and those of one expert of every layer."""
 
     def stored(spec: WeightSpec) -> float:
-        if spec.storage == "fp8_block":
-            return 1 + FP8_BLOCK_BYTES
+        if spec.storage in FP8_BLOCKS:
+            return 1 + 4 / FP8_BLOCKS[spec.storage] ** 2
         return FP4_BYTES if ".experts." in spec.name else 2 if spec.storage == "bf16" else 4
 
     others, experts = weight_sums(specs, stored)
-    return others, experts / config.n_routed_experts
+    return others, experts / num_experts
+
+
+def _is_looked_up(spec: WeightSpec) -> bool:
+    return spec.lookup or spec.name.endswith(LOOKED_UP)
 
 
 def weight_sums(
@@ -145,7 +140,7 @@ def weight_sums(
     """
     sums = {True: 0.0, False: 0.0}
     for name, spec in specs.items():
-        if not name.endswith(LOOKED_UP):
+        if not _is_looked_up(spec):
             numel = torch.Size(spec.local_shape).numel()
             sums[".experts." in name] += numel * size(spec)
     return sums[False], sums[True]

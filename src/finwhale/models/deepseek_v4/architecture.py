@@ -18,8 +18,11 @@ from finwhale.ops import Ops
 from finwhale.weights.allocation import WeightForm
 
 __all__ = [
+    "FP8_PRODUCTS",
     "assembler",
+    "attention_operations",
     "build",
+    "cache_bytes_read",
     "cache_groups",
     "check_rounding",
     "describe",
@@ -34,6 +37,8 @@ __all__ = [
 
 cache_groups, check_rounding = cache_spec, DeepseekV4Config.check_index_rotation
 
+FP8_PRODUCTS = True  # kernels multiply FP8 and FP4 weights as FP8
+ROW_BYTES, KEY_BYTES = 584, 68  # of a row of the cache, and of an index key, both packed
 # Attention's weights are whole on every rank if they take at most this part of a GPU's memory.
 WHOLE_ATTENTION_PART = 24
 
@@ -128,3 +133,31 @@ def fits_whole_attention(config: DeepseekV4Config, total: int) -> bool:
         or spec.name.endswith(".indexer.wq_b.weight")
     )
     return values * (1 if config.quantised else 2) * WHOLE_ATTENTION_PART <= total
+
+
+def cache_bytes_read(config: DeepseekV4Config, context: int) -> float:
+    """Bytes of the packed cache that a decode reads for a sequence of `context` tokens."""
+    c, rows, keys = config, 0, 0
+    for ratio in c.layer_ratios:
+        rows += min(context, c.sliding_window)
+        if ratio:
+            entries = context // ratio
+            rows += min(entries, c.index_topk) if ratio == 4 else entries
+            keys += entries * (ratio == 4 and entries > c.index_topk)
+    return rows * ROW_BYTES + keys * KEY_BYTES
+
+
+def attention_operations(
+    config: DeepseekV4Config, tokens: int, heads_divided: int
+) -> tuple[float, float]:
+    """A rank's operations of attention and indexers in a prompt: in FP8, and in bfloat16."""
+    c, fp8, bf16 = config, 0.0, 0.0
+    for ratio in c.layer_ratios:
+        keys = float(c.sliding_window)
+        if ratio == 4:
+            keys += min(c.index_topk, tokens / 8)
+            fp8 += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
+        elif ratio == 128:
+            keys += tokens / 256
+        bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim / heads_divided
+    return fp8, bf16

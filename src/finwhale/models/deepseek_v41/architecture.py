@@ -23,8 +23,11 @@ from finwhale.ops import Ops
 from finwhale.weights.allocation import WeightForm
 
 __all__ = [
+    "FP8_PRODUCTS",
     "assembler",
+    "attention_operations",
     "build",
+    "cache_bytes_read",
     "cache_groups",
     "check_rounding",
     "describe",
@@ -37,6 +40,8 @@ __all__ = [
 ]
 
 cache_groups = cache_spec
+FP8_PRODUCTS = False  # FP8 and FP4 values times a power of two are exact in bfloat16
+WINDOW_BYTES, ENTRY_BYTES, KEY_BYTES = 528, 288, 68
 
 
 def build(
@@ -122,3 +127,39 @@ def weight_bytes(
     """Bytes of a rank's weights in the operator table's memory layout."""
     form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
     return assembler(config, form, torch.device("meta")).num_bytes
+
+
+def cache_bytes_read(config: DeepseekV41Config, context: int) -> float:
+    """Bytes of the packed cache that a decode reads for a sequence of `context` tokens."""
+    c, total = config, 0.0
+    for layer, ratio in enumerate(c.layer_ratios):
+        total += min(context, c.sliding_window) * WINDOW_BYTES
+        if ratio:
+            total += min(context // ratio, c.index_topk) * ENTRY_BYTES
+            total += _scored(c, layer, context // ratio) * KEY_BYTES
+    return total
+
+
+def attention_operations(
+    config: DeepseekV41Config, tokens: int, heads_divided: int
+) -> tuple[float, float]:
+    """A rank's operations of attention and indexers in a prompt: in FP8, and in bfloat16."""
+    c, total = config, 0.0
+    for layer, ratio in enumerate(c.layer_ratios):
+        keys = float(c.sliding_window)
+        if ratio:
+            entries = tokens / ratio / 2
+            keys += min(c.index_topk, entries)
+            total += 2 * tokens * _scored(c, layer, entries) * c.index_n_heads * c.index_head_dim
+        total += 4 * tokens * keys * c.num_attention_heads * c.head_dim / heads_divided
+    return 0.0, total
+
+
+def _scored(config: DeepseekV41Config, layer: int, entries: float) -> float:
+    """How many of the visible entries a layer scores for a token."""
+    c, source = config, config.candidate_source_layer_id
+    if layer not in c.index_source_layer_ids or entries <= c.index_topk:
+        return 0.0
+    if source is None or layer <= source:
+        return entries
+    return min(entries, c.candidate_topk_blocks * c.candidate_block_size)

@@ -14,6 +14,7 @@ from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
 from finwhale.ops.compressor import STATE_KEPT
 from finwhale.ops.deepseek_v41.layout import ScaledRow
 from finwhale.ops.indexer.layout import IndexKey
+from finwhale.ops.paging import BLOCK_TOKENS
 
 ENTRY_GROUP = 16
 
@@ -31,8 +32,15 @@ def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
     kept = config.sliding_window - (config.dspark is None)
     groups = [
         _group("window", {"window": ScaledRow(C, 8, GROUP)}, every, keep=(1, kept)),
-        _group("c1", {"c1": entry, "c1_keys": key}, c1),
-        _group("c2", {"c2": entry, "c2_keys": key}, c2, tokens_per_row=2),
+        # A page is a whole block, so admission counts pages exactly.
+        _group("c1", {"c1": entry, "c1_keys": key}, c1, rows_per_page=BLOCK_TOKENS),
+        _group(
+            "c2",
+            {"c2": entry, "c2_keys": key},
+            c2,
+            tokens_per_row=2,
+            rows_per_page=BLOCK_TOKENS // 2,
+        ),
         _group(
             "c2_state",
             {"c2_state": State(2 * C)},
