@@ -12,6 +12,7 @@ from tests.support.tiny_v41 import random_text, random_weights, tiny_config
 
 from finwhale import LLM, SamplingParams
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.cli.main import main
 from finwhale.demo import V41_PATH
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v41.engram_hash import compress_ids
@@ -105,6 +106,14 @@ def test_embedded_model() -> None:
             assert result.num_cached_tokens >= 256
     assert all(tokens == found[0] for tokens in found)
     assert len(set(found[0])) > 8  # no constant text
+
+
+def test_generate_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of docs/v41.md."""
+    given = ["--draft-tokens", "5", "--stats", "--device", "cpu", "--max-tokens", "8"]
+    assert main(["generate", "--model", "demo-v41", *given, "Once upon a time"]) == 0
+    found = capsys.readouterr()
+    assert found.out.strip() and "8 tokens" in found.err
 
 
 def test_sequences_run_together_in_the_least_cache() -> None:
