@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from tests.support.op_case import CONFIGS, ModelDraw, OpSizes
 from tests.support.operator_checks import (
     CHECKED_EXPERTS,
     Verdict,
@@ -20,10 +21,9 @@ from tests.support.operator_checks import (
     check_operator,
 )
 from tests.support.packing import ACTIVATIONS
+from tools.operators import PLATFORMS, RANKS, kernels
 
-from finwhale.bench.ops import PLATFORMS, RANKS, kernels
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import CONFIGS, ModelDraw, OpSizes
 from finwhale.platform import Platform
 
 

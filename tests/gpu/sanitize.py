@@ -21,15 +21,15 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 import torch
 from tests.support import operator_checks as checks
 from tests.support.op_arguments import results
+from tests.support.op_case import CONFIGS, Draw, ModelDraw, OpSizes, to_device
 from tests.support.packing import padded
 from torch import Tensor
 
-from finwhale.bench import ops as bench
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import CONFIGS, Draw, ModelDraw, OpSizes, to_device
 from finwhale.ops.drafts import BlockShape
 from finwhale.ops.moe import dispatch_triton
 from finwhale.platform import Platform
+from tools import operators as bench
 
 from ..ops import draft_cases as drafts  # noqa: TID252
 

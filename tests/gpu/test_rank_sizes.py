@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from tests.support import operator_checks as checks
+from tests.support.op_case import CONFIGS, ModelDraw
 
 from finwhale.ops import load_ops
-from finwhale.ops.case import CONFIGS, ModelDraw
 from finwhale.platform import Platform
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from tests.support import operator_checks as checks
+from tests.support.op_case import CONFIGS, Chunks, ModelDraw
 from tests.support.packing import padded
+from tools.operators import ready
 from torch import Tensor
 
-from finwhale.bench import ops as bench
-from finwhale.bench.ops import ready
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import CONFIGS, Chunks, ModelDraw
 from finwhale.ops.linear.quantise_triton import quantise
 from finwhale.platform import Platform
+from tools import operators as bench
 
 pytest.importorskip("deep_gemm", reason="without DeepGEMM attention rounds nothing")
 

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.model_cases.linear import model_cases
+from tests.support.op_case import CONFIGS, ModelDraw
 from tests.support.stepping import Stepper
+from tools.operators import ready
 
 from finwhale import LLM, SamplingParams
-from finwhale.bench.ops import ready
 from finwhale.config import WoAInput
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.ops import load_ops
-from finwhale.ops.case import CONFIGS, ModelDraw
 from finwhale.ops.linear import LinearWeight
-from finwhale.ops.linear.cases import model_cases
 from finwhale.platform import Platform
 
 PROMPTS = ["Once upon a time", "The whale", "A", "In the morning the baker"] * 2

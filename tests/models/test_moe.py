@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tests.support.op_case import step_tokens
 from tests.support.tiny import tiny_config
 
 from finwhale.distributed.collectives import Alone
@@ -15,7 +16,6 @@ from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import step_tokens
 from finwhale.platform import Platform
 from finwhale.weights.allocation import WeightForm
 from finwhale.weights.dummy import DummySource

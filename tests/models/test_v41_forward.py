@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from tests.support.op_case import step_tokens
 from tests.support.tiny_v41 import compressed_ids, random_text, random_weights, tiny_config
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from finwhale.models.deepseek_v41.model import DeepseekV41
 from finwhale.models.deepseek_v41.weights import assembler, weight_specs
 from finwhale.models.step_inputs import DraftStart, Inline, StepInputs
 from finwhale.ops import load_ops
-from finwhale.ops.case import step_tokens
 from finwhale.ops.paging import PageTable
 from finwhale.platform import Platform
 from finwhale.weights.allocation import WeightForm

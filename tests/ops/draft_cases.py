@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.support.op_case import Draw
 from torch import Tensor
 
-from finwhale.ops.case import Draw
 from finwhale.ops.drafts import ConfidenceWeight, PlannedTokens, VerifiedStep
 from finwhale.ops.mhc import HcHeadWeight, MhcParams
 from finwhale.ops.paging import PageTable, Tokens

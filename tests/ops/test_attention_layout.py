@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.support.op_case import Draw
 from tests.support.packing import unpack_rows
 
 from finwhale.ops.attention import ref
 from finwhale.ops.attention.layout import RopeRow, pack_rows
-from finwhale.ops.case import Draw
 
 
 def test_sizes_of_pages() -> None:

@@ -1,10 +1,10 @@
 """The cases of `finwhale bench ops`: their bytes and operations."""
 
 import pytest
+from tests.support.op_case import CONFIGS, Chunks, ModelDraw, OpCase
 
-from finwhale.bench import ops as bench
 from finwhale.errors import FinwhaleError
-from finwhale.ops.case import CONFIGS, Chunks, ModelDraw, OpCase
+from tools import operators as bench
 
 RANKS = [
     *[(name, size) for name in ("flash", "pro") for size in (1, 2, 4, 8)],

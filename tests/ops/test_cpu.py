@@ -16,13 +16,13 @@ from tests.support.cases import mhc as mhc_cases
 from tests.support.cases import moe as moe_cases
 from tests.support.cases import norm as norm_cases
 from tests.support.checked_case import CheckedCase
+from tests.support.model_cases.compressor import compress_args, first_kept
 from tests.support.op_arguments import outliers, results, take_tokens
+from tests.support.op_case import Args, Draw, entry_rows, step_tokens
 from tests.support.packing import WINDOW_WRITERS
 from torch import Tensor
 
 from finwhale.ops import Ops, compressor, cpu_gemm, cpu_math, load_ops
-from finwhale.ops.case import Args, Draw, entry_rows, step_tokens
-from finwhale.ops.compressor.cases import compress_args, first_kept
 from finwhale.ops.host_forms import _FORMS, forget_forms
 from finwhale.ops.indexer import cpu as indexer
 from finwhale.ops.linear import LinearWeight

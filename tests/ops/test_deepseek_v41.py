@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.support.model_cases.compressor import state_rows
+from tests.support.op_case import Chunks, Draw, entry_rows, step_tokens
 from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope
-from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens
-from finwhale.ops.compressor.cases import state_rows
 from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, ref
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.mhc.ref import mhc_pre, mixes

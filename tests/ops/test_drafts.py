@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from tests.support.op_case import Draw
 
-from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, ref
 from finwhale.platform import Platform
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from tests.support.op_arguments import outliers
+from tests.support.op_case import Draw
 from tests.support.packing import unpack_keys
 from torch import Tensor
 
-from finwhale.ops.case import Draw
 from finwhale.ops.indexer import cpu
 from finwhale.ops.indexer.layout import IndexKey, pack_keys
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, scaled_fp4, unscaled_fp4

@@ -23,11 +23,11 @@ from tests.support.cases import moe as moe_cases
 from tests.support.cases import norm as norm_cases
 from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import outliers, results
+from tests.support.op_case import Args, Chunks, Draw, entry_rows, step_tokens
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
-from finwhale.ops.case import Args, Chunks, Draw, entry_rows, step_tokens
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.paging import CacheRows, PageTable, Tokens

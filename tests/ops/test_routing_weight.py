@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.op_case import Draw
 from torch import Tensor
 
 from finwhale.ops import load_ops
-from finwhale.ops.case import Draw
 from finwhale.ops.moe import ExpertWeight
 from finwhale.platform import Platform
 

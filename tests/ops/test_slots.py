@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.op_case import step_tokens
 from tests.support.traffic import Traffic
 from torch import Tensor
 
-from finwhale.ops.case import step_tokens
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.slots import (
     complete_slots,

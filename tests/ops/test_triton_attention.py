@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 import torch
 from tests.support.op_arguments import outliers, strided
+from tests.support.op_case import Chunks, Draw, entry_rows, step_tokens, window_rows
 from tests.support.packing import unpack_rows
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from finwhale.ops.attention.sparse_attention_triton import (
     attend,
     sparse_attention,
 )
-from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, window_rows
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise
 from finwhale.ops.paging import CacheRows, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import scaled_e4m3

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.op_case import Draw
 from torch import Tensor
 
 from finwhale import LLM, SamplingParams
@@ -13,7 +14,6 @@ from finwhale.bench.engine import draft_on_device
 from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import Draw
 from finwhale.ops.drafts import BlockShape, DraftBlock, ref
 from finwhale.ops.drafts import drafts_triton as kernels
 from finwhale.ops.paging import PageTable

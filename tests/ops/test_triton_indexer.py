@@ -17,12 +17,12 @@ import torch
 from tests.support.cases.indexer import CASES
 from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import strided
+from tests.support.op_case import Args, Draw
 from tests.support.packing import unpack_keys
 from torch import Tensor
 
 from finwhale.distributed.rank import Rank
 from finwhale.ops.attention.ref import apply_rope
-from finwhale.ops.case import Args, Draw
 from finwhale.ops.indexer import IndexQueries, ref, topk_long_triton, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.layout import pack_keys

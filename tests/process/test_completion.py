@@ -22,7 +22,7 @@ CASES = {
     "finwhale serve --max-nu": ({"--max-num-seqs", "--max-num-batched-tokens"}, {"--seed"}),
     "finwhale generate --se": ({"--seed"}, {"--served-model-name"}),
     "finwhale serve --dtype ": ({"float32", "bfloat16"}, {"serve"}),
-    "finwhale bench off": ({"offline"}, {"ops"}),
+    "finwhale bench off": ({"offline"}, {"start"}),
     "finwhale bench offline --dr": ({"--draft-tokens"}, {"--steps"}),
     "finwhale serve --batch-dir che": ({"checkpoints/"}, {"checked.txt"}),
     "finwhale completion f": ({"fish"}, {"bash"}),

@@ -4,8 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-
-from finwhale.ops.case import OpCase
+from tests.support.op_case import OpCase
 
 # The largest step between neighbouring rounded values, in units of the largest value. A step of
 # E4M3 is at most 2^-3 of the value. FP4 steps from 4 to 6 times the scale, and the largest value

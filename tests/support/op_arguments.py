@@ -6,10 +6,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+from tests.support.op_case import Args, Draw
 from torch import Tensor
 
 from finwhale.ops.attention import AllEntries, TopkEntries, Window
-from finwhale.ops.case import Args, Draw
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.paging import CacheRows, PageTable, Tokens
 from finwhale.ops.rounding import unscaled_e4m3

@@ -19,6 +19,7 @@ from tests.support.checked_case import (
     checked,
 )
 from tests.support.op_arguments import results, take_tokens, written_tensors
+from tests.support.op_case import Args, Chunks, ModelDraw, OpSizes, num_tokens, to_device
 from tests.support.packing import (
     ACTIVATIONS,
     WINDOW_WRITERS,
@@ -29,17 +30,16 @@ from tests.support.packing import (
     plain_results,
     plain_weight,
 )
-from torch import Tensor
-
-from finwhale.bench.ops import (
+from tools.operators import (
     FAMILIES,
     Kernel,
     implementation,
     model_cases,
     ready,
 )
+from torch import Tensor
+
 from finwhale.ops import Ops
-from finwhale.ops.case import Args, Chunks, ModelDraw, OpSizes, num_tokens, to_device
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.slots import write_slots
 

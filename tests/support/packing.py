@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.support.op_case import Args
 from torch import Tensor
 
 from finwhale.checkpoint.formats import (
@@ -21,7 +22,6 @@ from finwhale.checkpoint.formats import (
 )
 from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
 from finwhale.ops.attention.layout import RopeRow, _parts, pack_rows
-from finwhale.ops.case import Args
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer.layout import IndexKey, pack_keys
 from finwhale.ops.linear import KERNEL_GROUP, LinearWeight

@@ -113,6 +113,6 @@ A=1 .venv/bin/finwhale generate "Once --x" --max-tokens 2 && docker run finwhale
     found = list(commands(second.text))
     assert found == [["generate", "Once --x", "--max-tokens", "2"], ["serve"]] and not second.mark
     assert third.mark == "not run: it needs a GPU" and not list(commands(third.text))
-    parser, arguments = parser_and_arguments(["bench", "ops", "--no-such-option"])
+    parser, arguments = parser_and_arguments(["bench", "start", "--no-such-option"])
     with pytest.raises(SystemExit):
         parser.parse_args(arguments)

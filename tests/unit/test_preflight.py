@@ -8,14 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.support.op_case import CONFIGS, ModelDraw
 
-from finwhale.bench import arguments, ops
+from finwhale.bench import arguments
 from finwhale.bench.arguments import new_parser
 from finwhale.cli import bench
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.presets import published
-from finwhale.ops.case import CONFIGS, ModelDraw
-from tools import compare_transformers
+from tools import compare_transformers, operators
 
 GB = 10**9
 
@@ -58,10 +58,10 @@ def test_the_comparison_with_transformers_checks_memory_and_disk(
 
 def test_the_bytes_that_bench_ops_needs() -> None:
     args = argparse.Namespace(operators=[], batches=[1, 8192], context=8192)
-    needed = ops.least_bytes(CONFIGS["flash"], ModelDraw("cpu"), args)
+    needed = operators.least_bytes(CONFIGS["flash"], ModelDraw("cpu"), args)
     assert 2 * GB < needed < 20 * GB
     args.operators = ["rms_norm"]
-    assert ops.least_bytes(CONFIGS["flash"], ModelDraw("cpu"), args) < GB
+    assert operators.least_bytes(CONFIGS["flash"], ModelDraw("cpu"), args) < GB
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background"])

@@ -19,7 +19,6 @@ BENCHMARKS = {
     "load": "measure loading a checkpoint, and compare it with a plain read of its files",
     "serving": "load-test an OpenAI-compatible endpoint: throughput and latencies (bench extra)",
     "report": "turn records into one HTML file of tables that compare them",
-    "ops": "measure operators on a GPU, beside their floors",
 }
 
 

@@ -4,12 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from tests.support.checked_case import ROUNDED_FLIPS, CheckedCase
+from tests.support.model_cases.attention import EPS, prepare_args
 from tests.support.op_arguments import outliers, strided
-from torch import Tensor
-
-from finwhale.ops.attention import AllEntries, TopkEntries, Window
-from finwhale.ops.attention.cases import EPS, prepare_args
-from finwhale.ops.case import (
+from tests.support.op_case import (
     Args,
     Chunks,
     Draw,
@@ -19,6 +16,9 @@ from finwhale.ops.case import (
     step_tokens,
     window_rows,
 )
+from torch import Tensor
+
+from finwhale.ops.attention import AllEntries, TopkEntries, Window
 from finwhale.ops.paging import CacheRows, PageTable
 
 

@@ -3,10 +3,10 @@
 from typing import Literal
 
 from tests.support.checked_case import E4M3_FLIP, FP4_FLIP, CheckedCase
+from tests.support.model_cases.compressor import MAX_VERIFY_TOKENS, compress_args
+from tests.support.op_case import Chunks, Draw
 
-from finwhale.ops.case import Chunks, Draw
 from finwhale.ops.compressor import Rounding
-from finwhale.ops.compressor.cases import MAX_VERIFY_TOKENS, compress_args
 from finwhale.ops.rounding import is_power_of_two
 
 ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "key")

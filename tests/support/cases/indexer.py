@@ -7,10 +7,10 @@ constant, and after rounding to FP4 its values again have few bits.
 """
 
 from tests.support.checked_case import CheckedCase
+from tests.support.model_cases.indexer import ROWS_PER_PAGE
 from tests.support.op_arguments import strided
+from tests.support.op_case import Args, Chunks, Draw, entry_rows, step_tokens
 
-from finwhale.ops.case import Args, Chunks, Draw, entry_rows, step_tokens
-from finwhale.ops.indexer.cases import ROWS_PER_PAGE
 from finwhale.ops.paging import CacheRows
 from finwhale.ops.rounding import is_power_of_two
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import outliers, strided
+from tests.support.op_case import Args, Draw
 
-from finwhale.ops.case import Args, Draw
 from finwhale.ops.linear import LinearWeight
 
 # N, K, M: no rows, the embedded model's sizes, odd sizes, numbers of rows around which BLAS changes

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.support.checked_case import CheckedCase
+from tests.support.model_cases.mhc import PARAMS, weight
 from tests.support.op_arguments import outliers
+from tests.support.op_case import Draw
 from torch import Tensor
 
-from finwhale.ops.case import Draw
 from finwhale.ops.mhc import HcHeadWeight
-from finwhale.ops.mhc.cases import PARAMS, weight
 
 # N, D, scale of the mixes. With a large scale the mixes are close to permutations, for which
 # Sinkhorn converges most slowly.

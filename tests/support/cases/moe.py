@@ -9,8 +9,8 @@ import torch
 from tests.support.cases.linear import rounding
 from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import outliers
+from tests.support.op_case import Args, Draw
 
-from finwhale.ops.case import Args, Draw
 from finwhale.ops.moe import ExpertWeight
 
 LIMIT = 0.7

@@ -3,10 +3,9 @@
 from typing import Any
 
 from tests.support.checked_case import CheckedCase
+from tests.support.model_cases.norm import EPS
 from tests.support.op_arguments import outliers
-
-from finwhale.ops.case import Draw
-from finwhale.ops.norm.cases import EPS
+from tests.support.op_case import Draw
 
 SHAPES = ((0, 64), (1, 1), (1, 256), (3, 100), (2, 3, 7), (5, 130), (33, 128), (2, 4096))
 

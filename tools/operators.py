@@ -1,5 +1,7 @@
 """Measure every kernel of a table on a GPU at the model's sizes, beside its floor.
 
+    python -m tools.operators
+
 A kernel's time is that of one call in a captured graph. The calls of the graph take turns over
 inputs that together exceed the L2 cache. The floor is the larger of two times: the bytes that any
 implementation must move divided by the measured bandwidth, and the operations divided by the
@@ -12,15 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from tests.support.op_case import CONFIGS, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 from torch import Tensor
 
 from finwhale.bench.arguments import new_parser
+from finwhale.bench.floors import READ_RATE
 from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.bench.timing import replay_ms, warm_up
+from finwhale.cli.bench import run_tool
 from finwhale.engine.ranks.memory_checks import check_room
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import CONFIGS, READ_RATE, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.platform import Platform
@@ -43,7 +47,7 @@ Kernel = Callable[..., Any]
 def model_cases(sizes: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     """The cases of one step: every operator of a layer, the LM head and sampling."""
     for family in (*FAMILIES, "sampling"):
-        cases = importlib.import_module(f"finwhale.ops.{family}.cases")
+        cases = importlib.import_module(f"tests.support.model_cases.{family}")
         yield from cases.model_cases(sizes, draw, chunks)
 
 
@@ -159,11 +163,10 @@ def least_bytes(sizes: OpSizes, draw: ModelDraw, args: argparse.Namespace) -> fl
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `finwhale bench ops`."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        raise FinwhaleError("bench ops measures a GPU, and torch sees none")
+        raise FinwhaleError("this measures a GPU, and torch sees none")
     if min(args.batches) < 1 or args.context < 1:
         parser.error("--batches and --context must be at least 1")
     sizes = CONFIGS[args.config].of_rank(args.tensor_parallel_size)
@@ -186,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("ops", __doc__, "ops.jsonl")
+    parser = new_parser("ops", __doc__, "ops.jsonl", "python -m tools.operators")
     add = parser.add_argument
     add("--config", choices=CONFIGS, default="flash", help="sizes of this model")
     add("--table", choices=PLATFORMS, default="nvidia", help="measure this platform's kernels")
@@ -198,3 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "use the sizes of one rank of this many"
     add("--tensor-parallel-size", type=int, choices=RANKS, default=1, help=about)
     return parser
+
+
+if __name__ == "__main__":
+    run_tool(main)

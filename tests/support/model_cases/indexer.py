@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from finwhale.ops import case
+from tests.support import op_case as case
+
 from finwhale.ops.indexer.layout import IndexKey, pack_keys
 from finwhale.ops.paging import CacheRows
 

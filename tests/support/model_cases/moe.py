@@ -7,12 +7,12 @@ compute differs between tables.
 from collections.abc import Iterator
 
 import torch
+from tests.support.op_case import Args, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 
-from finwhale.ops.case import Args, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
+from finwhale.bench.floors import FP4_BYTES
 from finwhale.ops.moe import ExpertWeight
 
 MODEL_LIMIT = 10.0
-FP4_BYTES = 0.5 + 1 / 32
 
 
 def model_cases(s: OpSizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from finwhale.ops.case import Chunks, ModelDraw, OpCase, OpSizes
+from tests.support.op_case import Chunks, ModelDraw, OpCase, OpSizes
+
 from finwhale.ops.sampling import SamplingBatch
 
 

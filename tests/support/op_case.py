@@ -1,7 +1,7 @@
-"""Cases: calls of operators at the published models' sizes, for benchmarks and tests.
+"""Cases: calls of operators at the published models' sizes, for tests and tools/operators.py.
 
-Each operator family lists its own in `cases.py`, with packed rows and weights. Small cases in plain
-float32 are in tests/support/cases. A step is given by its chunks: (start, end) of each sequence's
+`model_cases/` lists those of each operator family, with packed rows and weights. Small cases in
+plain float32 are in `cases/`. A step is given by its chunks: (start, end) of each sequence's
 tokens.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finwhale.bench.floors import FP8_RATE, READ_RATE
 from finwhale.errors import FinwhaleError
 from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.indexer.layout import pack_keys
@@ -22,9 +23,6 @@ from finwhale.ops.paging import PageTable, Tokens
 
 Args = tuple[Any, ...]
 Chunks = Sequence[tuple[int, int]]  # (start, end) of each sequence's tokens
-# Measured on an H200.
-READ_RATE = 4.39e12  # bytes per second
-FP8_RATE, BF16_RATE = 1.42e15, 0.79e15  # operations per second; a multiply-add is two operations
 WEIGHT_BLOCK = 128  # rows and columns of an E4M3 weight that share a scale
 
 

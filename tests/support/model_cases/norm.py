@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finwhale.ops.case import Chunks, ModelDraw, OpCase, OpSizes, num_tokens
+from tests.support.op_case import Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 
 EPS = 1e-6
 

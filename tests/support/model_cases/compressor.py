@@ -4,12 +4,21 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+from tests.support.model_cases.attention import ENTRY_ROWS, row_bytes
+from tests.support.model_cases.indexer import key_bytes
+from tests.support.op_case import (
+    Args,
+    Chunks,
+    Draw,
+    ModelDraw,
+    OpCase,
+    OpSizes,
+    entry_rows,
+    num_tokens,
+)
 from torch import Tensor
 
-from finwhale.ops.attention.cases import ENTRY_ROWS, row_bytes
-from finwhale.ops.case import Args, Chunks, Draw, ModelDraw, OpCase, OpSizes, entry_rows, num_tokens
 from finwhale.ops.compressor import STATE_KEPT, CompressorWeight, CompressPart, Rounding
-from finwhale.ops.indexer.cases import key_bytes
 from finwhale.ops.paging import BLOCK_TOKENS, CacheRows
 
 EPS = 1e-6

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from finwhale.ops.case import Chunks, Draw, ModelDraw, OpCase, OpSizes, num_tokens
+from tests.support.op_case import Chunks, Draw, ModelDraw, OpCase, OpSizes, num_tokens
+
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)

@@ -3,8 +3,15 @@
 from collections.abc import Iterator
 
 import torch
+from tests.support.op_case import (
+    Chunks,
+    ModelDraw,
+    OpCase,
+    OpSizes,
+    num_tokens,
+)
 
-from finwhale.ops.case import BF16_RATE, FP8_RATE, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
+from finwhale.bench.floors import BF16_RATE, FP8_RATE
 from finwhale.ops.linear import LinearWeight
 
 

@@ -5,12 +5,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
-from finwhale.ops.attention.layout import RopeRow
-from finwhale.ops.case import (
-    BF16_RATE,
+from tests.support.op_case import (
     Args,
     Chunks,
     Draw,
@@ -23,6 +18,11 @@ from finwhale.ops.case import (
     token_positions,
     window_rows,
 )
+from torch import Tensor
+
+from finwhale.bench.floors import BF16_RATE
+from finwhale.ops.attention import AllEntries, RowForm, TopkEntries, Window
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.paging import CacheRows, PageTable, Tokens
 
 EPS = 1e-6
