@@ -38,9 +38,9 @@ kernels *args:
 # Tests that take longer than CI's core job: about 90 minutes in all.
 long: long-schedules long-fuzz long-marked long-page long-soak long-hostile long-hosts long-replicas long-upgrade long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour long-oracle
 
-# Random schedules of the engine: about 25 minutes.
+# Random schedules of the engine, and random chats: about 25 minutes.
 long-schedules:
-    pytest tests/unit/test_scheduler.py tests/engine/test_prefix.py --hypothesis-profile long
+    pytest tests/unit/test_scheduler.py tests/engine/test_prefix.py tests/unit/test_v41_chat.py --hypothesis-profile long
     pytest tests/engine/test_drafting.py tests/distributed/test_equal_ranks.py tests/distributed/test_lanes.py -k random_schedules --hypothesis-profile long
 
 # Requests generated from the server's OpenAPI description, and hostile grammars.

@@ -28,7 +28,7 @@ from finwhale.engine.loop.request_checks import new_matcher
 from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.plan.sampling import TokenMatcher
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.models.registry import chat_dialect, parse_config
+from finwhale.models.registry import DIALECTS, parse_config
 from finwhale.models.weight_sources import Weights
 from finwhale.options import similar
 from finwhale.prompts import Messages, PlainPrompt, Prompt, as_conversations, as_params, as_prompts
@@ -181,7 +181,7 @@ class LoadedModel:
         """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
         tokenizer = self._tokenizer_for("chat")
         if self._template is None:
-            dialect = chat_dialect(self._engine.model_config, self._directory)
+            dialect = DIALECTS[self._engine.model_config.model_type](self._directory)
             self._template = ChatTemplate(tokenizer, dialect)
         return self._template
 
@@ -235,9 +235,8 @@ class LoadedModel:
         check_tools(tools)
         after = template.end_of_thinking if thinking else None
         held = bool(tools) and self._engine.config.tool_grammar == "auto"
-        of_tools = cache(
-            lambda: tools_matcher(self.get_tokenizer(), tools, after) if held else None
-        )
+        tokenizer, dialect = self.get_tokenizer(), template.dialect
+        of_tools = cache(lambda: tools_matcher(tokenizer, tools, after, dialect) if held else None)
         alone = several[0] is messages
 
         def prepare(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.dialect import V4, Dialect
 from finwhale.chat.grammar import Matcher, json_lark, lark_guide, regex_guide, tool_guide
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.known_fields import printable
@@ -73,6 +74,7 @@ class AnswerForm:
     choice: ToolChoice = ToolChoice()
     after: int | None = None
     hold: Literal["asked", "possible", "always"] = "asked"
+    dialect: Dialect = V4
 
     @property
     def asked(self) -> bool:
@@ -123,7 +125,8 @@ class AnswerForm:
             return tool_guide(f"start: {text}", self.after), [wanted.name], ignored
         assert self.tokenizer is not None
         dsml = self.tokenizer.added_id(recipe.SpecialToken.Dsml.default_str())
-        grammar = ToolGrammar(self.tools, dsml, parallel=self.choice.parallel, relaxed=relaxed)
+        parallel = self.choice.parallel
+        grammar = ToolGrammar(self.tools, dsml, self.dialect, parallel=parallel, relaxed=relaxed)
         if self.choice.required:
             text, ignored = grammar.required(), []
         elif wanted is None:
@@ -184,7 +187,7 @@ class AnswerGrammar:
 
 
 def tools_matcher(
-    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], after: int | None
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], after: int | None, dialect: Dialect
 ) -> Matcher:
     """The compiled grammar of any text, which calls of OpenAI's function tools may follow. Raises
     GrammarError: a tool's schema is wrong or too large, or cannot be enforced and is strict."""
@@ -192,7 +195,8 @@ def tools_matcher(
         ToolSignature(f["name"], f.get("parameters") or {}, f.get("strict") is True)
         for f in (tool["function"] for tool in tools)
     ]
-    grammar = AnswerForm(tokenizer, None, signatures, after=after, hold="always").grammar()
+    form = AnswerForm(tokenizer, None, signatures, ToolChoice(), after, "always", dialect)
+    grammar = form.grammar()
     while True:
         assert grammar is not None and grammar.guide is not None
         try:

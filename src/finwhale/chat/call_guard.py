@@ -11,25 +11,10 @@ import re
 import deepseek_recipe as recipe
 
 from finwhale.chat.client_schemas import is_nested_deeper
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.tokenizer import Tokenizer
 
-# The tags that may follow a control token, by what it is in: how a tag begins, the whole tag, and
-# what it leads to.
-_Tags = tuple[tuple[bytes, re.Pattern[bytes], str], ...]
-_VALUE = b'parameter name="'
-_HEAD = rb'parameter name="(.*?)" string="(?:true|false)">'
-_OPENING: dict[str, _Tags] = {
-    "block": ((b'invoke name="', re.compile(rb'invoke name="[^"]+">'), "call"),),
-    "call": ((_VALUE, re.compile(_HEAD, re.DOTALL), "value"),),
-}
-_BLOCKS = (b"tool_calls>", b"function_calls>")
-_OPENING["text"] = (*((b, re.compile(b), "block") for b in _BLOCKS), *_OPENING["block"])
-_CLOSING: dict[str, _Tags] = {
-    "block": tuple((b, re.compile(b), "after") for b in _BLOCKS),
-    "call": ((b"invoke>", re.compile(b"invoke>"), "block"),),
-    "value": ((b"parameter>", re.compile(b"parameter>"), "call"),),
-}
-_WORDS = (b"tool_calls", b"function_calls", b"invoke", b"parameter")
+_CALL, _VALUE = b'[^"]+">', b'(.*?)" string="(?:true|false)">'
 MOST_TAG_BYTES = 4096
 MOST_LEVELS = 100
 _UNSAFE = re.compile(rb'[\x00-\x20"\\]')
@@ -53,8 +38,22 @@ class CallGuard:
         broken: whether a call is broken, or does not end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, enabled: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, dialect: Dialect, *, enabled: bool) -> None:
         self._tokenizer = tokenizer
+        names = ("invoke", "parameter", *dialect.blocks)
+        self._words = tuple((dialect.space + name).encode() for name in names)
+        invoke, parameter, *blocks = self._words
+        call, self._value = invoke + b' name="', parameter + b' name="'
+        # The tags that may follow a control token, by whether they close and by what it is in: how
+        # a tag begins, how the pattern of the tag ends, and what the tag leads to.
+        self._tags: dict[tuple[bool, str], list[tuple[bytes, bytes, str]]] = {
+            (False, "text"): [*((b + b">", b"", "block") for b in blocks), (call, _CALL, "call")],
+            (False, "block"): [(call, _CALL, "call")],
+            (False, "call"): [(self._value, _VALUE, "value")],
+            (True, "block"): [(name + b">", b"", "after") for name in blocks],
+            (True, "call"): [(invoke + b">", b"", "block")],
+            (True, "value"): [(parameter + b">", b"", "call")],
+        }
         spelling = recipe.SpecialToken.Dsml.default_str()
         self._dsml = tokenizer.added_ids.get(spelling) if enabled else None
         self.broken = False
@@ -113,16 +112,14 @@ class CallGuard:
     def _match(self) -> Chunks:
         """Looks at the tag so far."""
         assert self._tag is not None
-        tags = (_CLOSING if self._closing else _OPENING).get(self._inside, ())
-        for _, pattern, inside in tags:
-            if found := pattern.match(self._tag):
+        tags = self._tags.get((self._closing, self._inside), [])
+        for start, rest, inside in tags:
+            if found := re.match(start + rest, self._tag, re.DOTALL):
                 return self._accept(found, inside)
-        starts = (*_WORDS, *(start for start, _, _ in tags))
-        if len(self._tag) <= MOST_TAG_BYTES and any(s.startswith(self._tag) for s in starts):
-            return []
-        if len(self._tag) <= MOST_TAG_BYTES and any(self._tag.startswith(s) for s, _, _ in tags):
-            return []
-        return self._mismatch()
+        starts = [start for start, _, _ in tags]
+        begins = any(start.startswith(self._tag) for start in (*self._words, *starts))
+        begins = begins or any(self._tag.startswith(start) for start in starts)
+        return [] if begins and len(self._tag) <= MOST_TAG_BYTES else self._mismatch()
 
     def _accept(self, found: re.Match[bytes], inside: str) -> Chunks:
         tag = found.string
@@ -134,7 +131,7 @@ class CallGuard:
         elif self._json_at is not None:
             end = self._at - 1
             text = b"".join(text for _, text in self._held[self._json_at : end])
-            head = re.match(_HEAD, text, re.DOTALL)
+            head = re.match(self._value + _VALUE, text, re.DOTALL)
             assert head is not None
             string = not _is_json(text[head.end() : -2])
             self._replace(self._json_at, end, text, head, string=string)
@@ -149,7 +146,7 @@ class CallGuard:
         """Replaces the held chunks of a parameter if its head must change; False: not yet."""
         name = _UNSAFE.sub(lambda char: b"\\u%04x" % char[0][0], head[1])
         kind = b"true" if string else b"false"
-        new = _VALUE + name + b'" string="' + kind + b'">'
+        new = self._value + name + b'" string="' + kind + b'">'
         if new == head[0]:
             return True
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -163,7 +160,7 @@ class CallGuard:
     def _mismatch(self) -> Chunks:
         """Handles a tag that may not stand here."""
         assert self._tag is not None
-        if self._inside != "text" or self._tag.startswith(_WORDS):
+        if self._inside != "text" or self._tag.startswith(self._words):
             return self._break()
         self._held[self._at - 1] = _counted(1), b""
         self._tag = None

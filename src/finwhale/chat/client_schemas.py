@@ -49,14 +49,13 @@ class ClientSchemas:
         """The conversation, with the schemas instead of their placeholders."""
         if not self._schemas:
             return conversation
-        tools = [
-            recipe.ToolDefinition(
-                tool.name, tool.description, *self._original(tool.parameters), tool.defer_loading
-            )
-            for tool in conversation.tools
-        ]
+        tools = [self._with_schema(tool) for tool in conversation.tools]
         schema, _ = self._original(conversation.response_schema)
         return changed(conversation, tools=tools, response_schema=schema)
+
+    def _with_schema(self, tool: recipe.ToolDefinition) -> recipe.ToolDefinition:
+        original = self._original(tool.parameters)
+        return recipe.ToolDefinition(tool.name, tool.description, *original, tool.defer_loading)
 
     def _take(self, value: Any) -> Any:
         if isinstance(value, list | tuple):

@@ -57,7 +57,7 @@ def readable(
     reader = _Reader("input_text" if protocol == "responses" else "text")
     reads = {"chat": reader.chat_message, "responses": reader.item, "messages": reader.message}
     name = "input" if protocol == "responses" else "messages"
-    return {**body, **_replaced(body, name, "", reads[protocol])}, reader.left_out
+    return {**body, **replaced(body, name, "", reads[protocol])}, reader.left_out
 
 
 class _Reader:
@@ -72,9 +72,9 @@ class _Reader:
             other = message.pop("reasoning", None)
             if other and not message.get("reasoning_content"):
                 message["reasoning_content"] = other
-            message |= _replaced(message, "tool_calls", path, _chat_call)
+            message |= replaced(message, "tool_calls", path, _chat_call)
         read = self._result_part if message.get("role") == "tool" else self._part
-        return message | _replaced(message, "content", path, read)
+        return message | replaced(message, "content", path, read)
 
     def item(self, item: dict[str, Json], path: str) -> Json:
         """An item of Responses."""
@@ -84,12 +84,12 @@ class _Reader:
         if kind == "function_call":
             return _with_arguments(item)
         if kind in _OUTPUTS:
-            return item | _replaced(item, "output", path, self._result_part)
-        return item | _replaced(item, "content", path, self._part)
+            return item | replaced(item, "output", path, self._result_part)
+        return item | replaced(item, "content", path, self._part)
 
     def message(self, message: dict[str, Json], path: str) -> Json:
         """A message of Messages."""
-        return message | _replaced(message, "content", path, self._block)
+        return message | replaced(message, "content", path, self._block)
 
     def _reasoning(self, item: dict[str, Json], path: str) -> Json:
         content = item.get("content")
@@ -109,7 +109,7 @@ class _Reader:
             self.left_out.append(path)
             return {"type": "thinking", "thinking": "", "signature": ""}
         if kind == "tool_result":
-            return block | _replaced(block, "content", path, self._result_part)
+            return block | replaced(block, "content", path, self._result_part)
         return self._part(block, path)
 
     def _part(self, part: dict[str, Json], path: str) -> Json:
@@ -126,7 +126,7 @@ class _Reader:
         return {"type": self._text_type, "text": text}
 
 
-def _replaced(
+def replaced(
     holder: Mapping[str, Json], name: str, path: str, read: Callable[[dict[str, Json], str], Json]
 ) -> dict[str, Json]:
     """The list `name` of an object, whose own objects `read` has replaced; {}: there is no list.

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 import deepseek_recipe as recipe
 
 from finwhale.chat.call_guard import CallGuard
+from finwhale.chat.dialect import V4, Dialect
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import SamplingParams
@@ -45,6 +46,7 @@ class TokenParser(Generic[Event]):
         generator: Any,
         options: recipe.ParsingOptions,
         gate: StopGate | None,
+        dialect: Dialect,
     ) -> None:
         """
         Args:
@@ -56,7 +58,7 @@ class TokenParser(Generic[Event]):
         stop = sorted(options.stop_sequences, key=len, reverse=True)
         options.stop_sequences = [] if gate else stop
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
-        self._guard = CallGuard(tokenizer, enabled=options.parse_tool_calls)
+        self._guard = CallGuard(tokenizer, dialect, enabled=options.parse_tool_calls)
         # Special tokens that are no part of an answer, such as the end of sequence.
         self._dropped, self._gate = tokenizer.special_ids - _ids(tokenizer, _MARKUP), gate
         self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
@@ -141,6 +143,7 @@ class OutputParser(TokenParser[OutputEvent]):
         request: recipe.ConversationRequest,
         stop: Sequence[str] = (),
         gate: StopGate | None = None,
+        dialect: Dialect = V4,
     ) -> None:
         """A parser of one answer to `request`.
 
@@ -153,7 +156,7 @@ class OutputParser(TokenParser[OutputEvent]):
         options = request.parsing_options
         options.stop_sequences = list(stop)
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
-        super().__init__(tokenizer, generator, options, gate)
+        super().__init__(tokenizer, generator, options, gate, dialect)
         self.num_tokens = self.num_before_stop = 0
         self._response = recipe.ChatCompletionResponse("", "", 0, 0, 0)
         self._push(recipe.InferenceChunk.ready())

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.client_schemas import ClientSchemas
-from finwhale.chat.effort import EffortLadder, changed, with_ladder
-from finwhale.chat.history import readable
+from finwhale.chat.dialect import V4, ChatDialect, Dialect
+from finwhale.chat.effort import changed
+from finwhale.chat.history import readable, replaced
 from finwhale.chat.known_fields import CHAT_FIELDS, MAX_NAMED, check_fields
 from finwhale.chat.output import OutputParser
 from finwhale.chat.stop_gate import StopGate
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 ProtocolName = Literal["chat", "responses", "messages"]
 
-_MODEL = "DeepSeek-V4-Pro"  # deepseek-recipe's name for the format of V4, both Flash and Pro
 REQUEST_KINDS: dict[ProtocolName, Any] = {
     "chat": recipe.ChatCompletionRequest,
     "responses": recipe.ResponsesRequest,
@@ -33,13 +32,6 @@ REQUEST_KINDS: dict[ProtocolName, Any] = {
 ChatMessages = Sequence[Mapping[str, Any]]
 
 ROLES = ("system", "developer", "user", "latest_reminder", "assistant", "tool")
-_STRUCTURE = ("Bos", "Eos", "User", "Assistant", "ThinkingStart", "ThinkingEnd")
-# deepseek-recipe also marks Ref, Box, Point and Polygon where an assistant's text spells them. They
-# are not part of the format, so here they remain text.
-_FORMAT_TOKENS = frozenset(
-    getattr(recipe.SpecialToken, name).default_str()
-    for name in (*_STRUCTURE, "System", "LatestReminder", "Dsml")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +42,7 @@ class ProtocolRequest:
         request: the request as deepseek-recipe reads it.
         conversation: its conversation, which may continue the last message.
         parsing_options: how to parse the answer.
+        effort: the reasoning effort, if the request has it as a number.
         echo: the settings that a Responses answer repeats; None for the other protocols.
         namespaces: the namespace tools of a Responses request, from function name to (namespace,
             name); None for the other protocols.
@@ -59,6 +52,8 @@ class ProtocolRequest:
     request: recipe.ConversationRequest
     conversation: recipe.Conversation
     parsing_options: recipe.ParsingOptions
+    dialect: Dialect
+    effort: int | None = None
     echo: recipe.ResponsesEcho | None = None
     namespaces: dict[str, tuple[str, str]] | None = None
 
@@ -70,6 +65,7 @@ def convert(
     default_thinking: bool,
     echo_body: Mapping[str, Any] | None = None,
     response_schema: Any = None,
+    dialect: Dialect = V4,
 ) -> ProtocolRequest:
     """Converts the body of a request (parsed JSON) to a conversation.
 
@@ -84,19 +80,21 @@ def convert(
         RequestError: the body is not a valid request of the protocol.
     """
     options = recipe.ConversionOptions(default_thinking_mode=default_thinking)
-    schemas = ClientSchemas()
+    schemas = dialect.schemas()
+    body, effort = dialect.take_effort(protocol, body)
     try:
-        request = _parse(protocol, schemas.take_from(body))
-        echo = namespaces = None
+        request = _parse(protocol, schemas.take_from(body), dialect)
+        echo = names = None
         if protocol == "responses":
-            namespaces = request.namespace_tool_map(options)
-            echo = _parse(protocol, echo_body or body).echo()
-        converted = request.convert(options)
-        parsing = converted.parsing_options
-        conversation = schemas.put_back(_continuing(protocol, converted.conversation, parsing))
+            names = request.namespace_tool_map(options)
+            echo_body, _ = dialect.take_effort(protocol, echo_body or body)
+            echo = _parse(protocol, echo_body, dialect).echo()
+        asked = request.convert(options)
+        parsing = asked.parsing_options
+        conversation = schemas.put_back(_continuing(protocol, asked.conversation, parsing))
         if response_schema is not None:
             conversation = changed(conversation, response_schema=response_schema)
-        return ProtocolRequest(protocol, converted, conversation, parsing, echo, namespaces)
+        return ProtocolRequest(protocol, asked, conversation, parsing, dialect, effort, echo, names)
     except recipe.ConversionError as error:
         raise RequestError(str(error)) from error
     # The body is not JSON (TypeError), is nested too deeply, has lone surrogates (a ValueError) or
@@ -124,27 +122,17 @@ def _continuing(
     return changed(conversation, messages=[*conversation.messages[:-1], prefix])
 
 
-def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
-    if protocol == "chat" and isinstance(body.get("messages"), list):
-        # DeepSeek's encoder writes a developer's message as a turn of the user. deepseek-recipe
-        # does so in Responses, but does not know the role in Chat Completions.
-        messages = [
-            {**one, "role": "user"}
-            if isinstance(one, Mapping) and one.get("role") == "developer"
-            else one
-            for one in body["messages"]
-        ]
-        body = {**body, "messages": messages}
-    if protocol == "messages" and isinstance(body.get("tools"), list):
-        # deepseek-recipe does not know the type of Anthropic's client tools.
-        tools = [
-            {name: value for name, value in one.items() if (name, value) != ("type", "custom")}
-            if isinstance(one, Mapping)
-            else one
-            for one in body["tools"]
-        ]
-        body = {**body, "tools": tools}
-    text = json.dumps({**body, "model": _MODEL}, ensure_ascii=False, allow_nan=False)
+def _parse(protocol: ProtocolName, body: Mapping[str, Any], dialect: Dialect) -> Any:
+    def known(one: dict[str, Any], _: str) -> dict[str, Any]:
+        # deepseek-recipe knows developers in Responses alone, and no type of client tools.
+        if protocol == "chat" and one.get("role") == "developer":
+            one["role"] = dialect.developer
+        if protocol == "messages" and one.get("type") == "custom":
+            del one["type"]
+        return one
+
+    own = {**replaced(body, "messages", "", known), **replaced(body, "tools", "", known)}
+    text = json.dumps({**body, **own, "model": dialect.model}, ensure_ascii=False, allow_nan=False)
     return REQUEST_KINDS[protocol](text)
 
 
@@ -170,14 +158,18 @@ class ChatTemplate:
     token remains text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ladder: EffortLadder) -> None:
-        """A template with a tokenizer and a ladder of reasoning effort (`effort_ladder`). Raises
-        CheckpointError: the vocabulary lacks a control token of the format."""
-        for name in _STRUCTURE:
-            tokenizer.added_id(getattr(recipe.SpecialToken, name).default_str())
+    def __init__(self, tokenizer: Tokenizer, dialect: ChatDialect) -> None:
+        """A template of a checkpoint. Raises CheckpointError: the vocabulary lacks a control token
+        of the format."""
+        self.dialect = dialect if isinstance(dialect, Dialect) else Dialect(dialect)
+        tokens = [getattr(recipe.SpecialToken, name) for name in self.dialect.tokens]
+        for token in tokens:
+            tokenizer.added_id(token.default_str())
         self._tokenizer = tokenizer
-        self._ladder = ladder
-        self._encoding = recipe.DeepseekV4Encoding()
+        # deepseek-recipe also marks Ref, Box, Point and Polygon where an assistant's text spells
+        # them. They are not part of the format, so here they remain text.
+        tokens += [recipe.SpecialToken.LatestReminder, recipe.SpecialToken.Dsml]
+        self._format_tokens = frozenset(token.default_str() for token in tokens)
 
     @property
     def end_of_thinking(self) -> int:
@@ -206,7 +198,7 @@ class ChatTemplate:
             RequestError: the messages or the tools are not valid, or have unknown fields.
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
-        return self.encode(_convert(messages, thinking, tools))
+        return self.encode(_convert(messages, thinking, tools, self.dialect))
 
     def encode(
         self, converted: ProtocolRequest, check_text: Callable[[str], None] | None = None
@@ -219,9 +211,8 @@ class ChatTemplate:
         Raises:
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
-        rendered = self._encoding.render_conversation(
-            with_ladder(converted.conversation, self._ladder)
-        )
+        assert converted.dialect.model == self.dialect.model
+        rendered = self.dialect.render(converted.conversation, converted.effort)
         if check_text is not None:
             check_text(rendered.prompt)
         token_ids = self._encode(rendered.prompt, rendered.special_ranges)
@@ -231,13 +222,13 @@ class ChatTemplate:
         self, prompt: ChatPrompt, stop: Sequence[str] = (), gate: StopGate | None = None
     ) -> OutputParser:
         """A parser of one answer to `prompt`. A `stop` string, or the gate, ends the content."""
-        return OutputParser(self._tokenizer, prompt.request, stop, gate)
+        return OutputParser(self._tokenizer, prompt.request, stop, gate, self.dialect)
 
     def _encode(self, text: str, special_ranges: Sequence[tuple[int, int]]) -> list[int]:
         token_ids: list[int] = []
         done = 0
         for start, end in special_ranges:
-            if text[start:end] not in _FORMAT_TOKENS:
+            if text[start:end] not in self._format_tokens:
                 continue
             if done < start:
                 token_ids += self._tokenizer.encode(text[done:start])
@@ -253,7 +244,7 @@ def check_tools(tools: object) -> None:
 
 
 def _convert(
-    messages: ChatMessages, thinking: bool, tools: Sequence[Mapping[str, Any]]
+    messages: ChatMessages, thinking: bool, tools: Sequence[Any], dialect: Dialect = V4
 ) -> ProtocolRequest:
     check_tools(tools)
     body, left_out = readable("chat", {"messages": messages})
@@ -264,7 +255,7 @@ def _convert(
     if tools:
         body["tools"] = [dict(tool) for tool in tools]
     check_fields(CHAT_FIELDS, {name: body.get(name) for name in CHAT_FIELDS})
-    return convert("chat", body, default_thinking=thinking)
+    return convert("chat", body, default_thinking=thinking, dialect=dialect)
 
 
 def _check(messages: ChatMessages) -> None:

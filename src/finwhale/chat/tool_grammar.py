@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finwhale.chat.dialect import V4, Dialect
 from finwhale.chat.grammar import json_lark
 from finwhale.chat.grammar_limits import GrammarError, check_chars
 from finwhale.chat.known_fields import printable
@@ -58,6 +59,7 @@ class ToolGrammar:
         self,
         tools: Sequence[ToolSignature],
         dsml: int,
+        dialect: Dialect = V4,
         *,
         parallel: bool,
         relaxed: Collection[str] = (),
@@ -73,7 +75,7 @@ class ToolGrammar:
             GrammarError: a tool's schema, or all of them together, exceed the limits of
                 `chat.grammar_limits`, or a strict tool has what cannot be enforced.
         """
-        self._dsml, self._relaxed = f"<[{dsml}]>", relaxed
+        self._dsml, self._relaxed, self._space = f"<[{dsml}]>", relaxed, dialect.space
         self._rules: list[tuple[str, str]] = []
         # The rules of parameters, by tool, name and schema, which must stay alive.
         self._known: dict[tuple[str, str, int], tuple[str | None, Any]] = {}
@@ -86,8 +88,8 @@ class ToolGrammar:
             self._add_tool(name, tool)
         self._add(f"invoke: {' | '.join(names)}")
         self._add(f"invokes: {'invoke+' if parallel else 'invoke'}")
-        d = self._dsml
-        self._add(f'block: "tool_calls>\\n" invokes "</" {d} "tool_calls>"')
+        d, name = self._dsml, dialect.space + dialect.blocks[0]
+        self._add(f'block: "{name}>\\n" invokes "</" {d} "{name}>"')
 
     def required(self) -> str:
         """A grammar of answers that are tool calls and nothing else."""
@@ -136,9 +138,9 @@ class ToolGrammar:
         if tool.strict:
             document.check_strict()
         self.ignored += document.ignored
-        d = self._dsml
-        opening = _quoted(f'invoke name="{tool.name}">\n')
-        self._add(f'{rule}: "<" {d} {opening} ({" | ".join(calls)}) "</" {d} "invoke>\\n"')
+        d, tag = self._dsml, f"{self._space}invoke"
+        opening = _quoted(f'{tag} name="{tool.name}">\n')
+        self._add(f'{rule}: "<" {d} {opening} ({" | ".join(calls)}) "</" {d} "{tag}>\\n"')
 
     def _arguments(self, rule: str, schema: Schema, document: SchemaDocument) -> list[str] | None:
         """The items of a tool's rule for one alternative of its schema; None: none matches."""
@@ -208,7 +210,7 @@ class ToolGrammar:
             document.ignored.append(place)
             value = types(alternatives)
             alternatives = [value]
-        d = self._dsml
+        d, tag = self._dsml, f"{self._space}parameter"
         values = []
         with_string = [one for one in alternatives if "string" in kinds(one)]
         text = _string_terminal(with_string)
@@ -220,10 +222,7 @@ class ToolGrammar:
             part = document.part(value, silent=True)
             item = json_lark(_without_string(part) if text else part)
             self._add(f"{rule}_json: {item}", place)
-        self._add(
-            f'{rule}: "<" {d} "parameter name=\\"" {name} ({" | ".join(values)}) '
-            f'{d} "parameter>\\n"'
-        )
+        self._add(f'{rule}: "<" {d} "{tag} name=\\"" {name} ({" | ".join(values)}) {d} "{tag}>\\n"')
         return True
 
 

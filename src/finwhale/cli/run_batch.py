@@ -79,11 +79,11 @@ def _answer(
     args: argparse.Namespace, config: ServerConfig, placement: Placement | None, job: BatchJob
 ) -> None:
     """Opens the engine in a process of its own, and runs the lines that have no result."""
-    tokenizer, ladder, load, defaults = open_checkpoint(args.model, args, config, placement)
+    tokenizer, dialect, load, defaults = open_checkpoint(args.model, args, config, placement)
     if defaults:
         print(described(defaults), file=sys.stderr)
     client = EngineClient.spawn(load)
-    state = ServerState(config, client, tokenizer, ladder, defaults)
+    state = ServerState(config, client, tokenizer, dialect, defaults)
     state.only_batches = True
     try:
         with terminated_as_interrupted():

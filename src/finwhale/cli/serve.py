@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from finwhale.chat.effort import EffortLadder
+from finwhale.chat.dialect import ChatDialect
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.config_files import read_config, sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory, is_demo
@@ -18,7 +18,7 @@ from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
 from finwhale.distributed.rank import Placement
 from finwhale.errors import FinwhaleError
-from finwhale.models.registry import chat_dialect, parse_config
+from finwhale.models.registry import DIALECTS, parse_config
 from finwhale.options import Parser, add_options, read_options
 from finwhale.server.config import ServerConfig
 from finwhale.server.edge.listening import LOCAL_HOSTS, is_loopback
@@ -48,8 +48,8 @@ def run(argv: Sequence[str]) -> int:
 
 def open_checkpoint(
     path: str | None, args: argparse.Namespace, config: ServerConfig, placement: Placement | None
-) -> tuple[Tokenizer | None, EffortLadder, Callable[..., object], Mapping[str, Any]]:
-    """The tokenizer and the effort ladder of a checkpoint, a function that opens its engine, and
+) -> tuple[Tokenizer | None, ChatDialect, Callable[..., object], Mapping[str, Any]]:
+    """The tokenizer and the chat dialect of a checkpoint, a function that opens its engine, and
     the sampling defaults of its requests. Raises FinwhaleError if there is no such checkpoint, or
     if an option is wrong.
     """
@@ -66,7 +66,7 @@ def open_checkpoint(
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     logs.configure(config.log_level, config.log_format)
     load = partial(load_engine, directory, config.log_level, config.log_format, engine, placement)
-    dialect = chat_dialect(parse_config(read_config(directory)), directory)
+    dialect = DIALECTS[parse_config(read_config(directory)).model_type](directory)
     # A trainer must know all parameters of its rollouts.
     reads = engine.generation_config == "auto" and not config.enable_rollout_endpoints
     defaults = sampling_defaults(directory) if reads else {}

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finwhale.chat.effort import EffortLadder, effort_ladder
+from finwhale.chat.deepseek_v41 import DeepseekV41
+from finwhale.chat.dialect import ChatDialect
+from finwhale.chat.effort import effort_ladder
 from finwhale.errors import CheckpointError
 from finwhale.models.config_checks import preset
 from finwhale.models.deepseek_v4 import config_json as v4_json
@@ -27,9 +29,9 @@ CONFIGS: Mapping[str, Callable[[Mapping[str, Any]], "ModelConfig"]] = {
     DEEPSEEK_V4: v4_json.config_of,
     DEEPSEEK_V41: v41_json.config_of,
 }
-DIALECTS: Mapping[str, Callable[[Path], EffortLadder]] = {
+DIALECTS: Mapping[str, Callable[[Path], ChatDialect]] = {
     DEEPSEEK_V4: effort_ladder,
-    DEEPSEEK_V41: effort_ladder,
+    DEEPSEEK_V41: lambda directory: DeepseekV41(),
 }
 ARCHITECTURES = {model_type: f"finwhale.models.{model_type}.architecture" for model_type in CONFIGS}
 PUBLISHED: Mapping[str, "ModelConfig"] = {**v4_presets.PUBLISHED, **v41_presets.PUBLISHED}
@@ -54,11 +56,6 @@ def parse_config(raw: Mapping[str, Any]) -> "ModelConfig":
 def published_config(name: str) -> "ModelConfig":
     """A published configuration, such as "flash" or "v4.1-flash". Raises CheckpointError."""
     return preset(PUBLISHED, name)
-
-
-def chat_dialect(config: "ModelConfig", directory: Path) -> EffortLadder:
-    """The chat dialect of the checkpoint in a directory. Raises CheckpointError."""
-    return DIALECTS[config.model_type](directory)
 
 
 def architecture_of(config: "ModelConfig") -> ModuleType:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from finwhale.chat.effort import EffortLadder
+from finwhale.chat.dialect import ChatDialect
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.collection import freeze_heap
 from finwhale.engine.start.start_times import table
@@ -45,7 +45,7 @@ ERRORS_S = 2  # time for the error answers to requests that the end of draining 
 def serve(
     config: ServerConfig,
     tokenizer: Tokenizer | None,
-    ladder: EffortLadder,
+    dialect: ChatDialect,
     load: Callable[..., object],
     defaults: Mapping[str, Any],
     read_keys: Callable[[], tuple[str, ...]],
@@ -54,7 +54,7 @@ def serve(
     off.
 
     Args:
-        ladder: the checkpoint's levels of reasoning effort.
+        dialect: the checkpoint's chat format.
         load: opens the engine in another process (EngineClient.spawn).
         defaults: sampling parameters of requests that leave them out.
         read_keys: reads the lines of the API keys again, on SIGHUP.
@@ -73,7 +73,7 @@ def serve(
     if tokenizer is not None:
         # Build these while the engine loads, so that the first request does not wait for them.
         _ = tokenizer.guidance, tokenizer.recipe
-    state = ServerState(config, client, tokenizer, ladder, defaults)
+    state = ServerState(config, client, tokenizer, dialect, defaults)
     if defaults:
         logger.info("sampling defaults by generation_config.json", extra=dict(defaults))
     state.traces = traces

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from finwhale.chat.effort import EffortLadder
+from finwhale.chat.dialect import ChatDialect
 from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.loop.request_checks import new_filter
@@ -51,14 +51,14 @@ class ServerState:
         config: ServerConfig,
         client: EngineClient,
         tokenizer: Tokenizer | None,
-        ladder: EffortLadder,
+        dialect: ChatDialect,
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.config = config
         self.sampling_defaults = sampling_defaults  # of fields that requests leave out
         self.client = client
         self.tokenizer = tokenizer
-        self.template = None if tokenizer is None else ChatTemplate(tokenizer, ladder)
+        self.template = None if tokenizer is None else ChatTemplate(tokenizer, dialect)
         self.budget = Budget(config.max_buffered_bytes, lambda: self.max_body_bytes)
         # Sequences of requests that are not of batches, from their submission to their answers.
         self.queue = Shares(

@@ -24,8 +24,8 @@ def add_tokens(app: FastAPI, state: ServerState, responses: dict[int | str, Any]
             return state.encode(body.prompt, with_bos=body.add_special_tokens)
         given = {"messages": body.messages, "tools": body.tools, "thinking": body.thinking}
         fields = {name: value for name, value in given.items() if value}
-        thinking = state.config.default_thinking
-        return encode_converted(convert("chat", fields, default_thinking=thinking))
+        thinking, dialect = state.config.default_thinking, state.need_template().dialect
+        return encode_converted(convert("chat", fields, default_thinking=thinking, dialect=dialect))
 
     async def count(body: schemas.CountTokensBody | schemas.ResponsesBody, request: Request) -> int:
         state.check_model(body.model)

@@ -71,7 +71,7 @@ class AnswerStream(TokenParser[Event]):
         if converted.namespaces:
             generator = generator.with_namespace_tool_map(converted.namespaces)
         options = converted.parsing_options
-        super().__init__(tokenizer, generator, options, gate)
+        super().__init__(tokenizer, generator, options, gate, converted.dialect)
         self._last_logprobs: list[Any] = []  # entries that deepseek-recipe's response lacks
         self._owed: deque[tuple[int, TokenLogprobs]] = deque()  # whose entries no event has yet
         self._owes_logprobs = converted.protocol == "chat" and options.parse_tool_calls

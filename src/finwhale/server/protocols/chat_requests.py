@@ -125,6 +125,7 @@ def convert_body(
         default_thinking=default_thinking,
         echo_body=original,
         response_schema=wanted[1] if protocol == "messages" and wanted else None,
+        dialect=state.need_template().dialect,
     )
     wanted = wanted or answer_formats.recipe_format(converted.conversation)
     named = None if wanted is None else answer_formats.named_format(protocol, original, wanted)
@@ -144,7 +145,8 @@ def _prepare(
 
     tools = answer_formats.tool_signatures(conversation.tools)
     hold: Literal["possible", "asked"] = "possible" if state.ready.tool_grammar else "asked"
-    form = AnswerForm(state.need_tokenizer(), wanted, tools, choice, end_of_thinking, hold)
+    tokenizer, dialect = state.need_tokenizer(), template.dialect
+    form = AnswerForm(tokenizer, wanted, tools, choice, end_of_thinking, hold, dialect)
     grammar = form.grammar()
     prompt = template.encode(converted, state.check_text)
     state.check_prompt(prompt.token_ids)
@@ -236,13 +238,13 @@ def _template_fields(kwargs: answer_formats.Fields) -> answer_formats.Fields:
             if found.get("thinking", value) is not value:
                 raise RequestError("chat_template_kwargs: thinking and enable_thinking differ")
             found["thinking"] = value
-        elif name == "reasoning_effort" and (value is None or isinstance(value, str)):
+        elif name == "reasoning_effort" and (value is None or type(value) in (str, int)):
             if value is not None:
                 found[name] = value
         else:
             raise RequestError(
                 "chat_template_kwargs may have thinking and enable_thinking (true or false) and "
-                f"reasoning_effort (a string), got {name!r}: {str(value)[:40]!r}"
+                f"reasoning_effort (a string, or an integer), got {name!r}: {str(value)[:40]!r}"
             )
     if "thinking" in found:
         found["thinking"] = {"type": "enabled" if found["thinking"] else "disabled"}

@@ -298,7 +298,7 @@ class ChatBody(_ToolsAndHosting, OpenAIBody):
     logprobs: bool | None = None
     response_format: Json | None = described(_FORMAT)
     thinking: Json | None = described('DeepSeek\'s: {"type": "enabled"} or {"type": "disabled"}')
-    reasoning_effort: str | None = None
+    reasoning_effort: str | int | None = described("integers: DeepSeek-V4.1 only")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = described(
         'only ["text"] is supported'
     )
