@@ -40,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in plain float32."""
     folder, config = tmp_path_factory.mktemp("v41"), tiny_config()
     text = config["text_config"]
-    text["max_position_embeddings"] = 512
+    text["max_position_embeddings"] = 1024
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(text["vocab_size"])))
     text["engram_compressed_vocab_size"] = max(compressed(folder, text["vocab_size"])) + 1
     (folder / "config.json").write_text(json.dumps(config))
@@ -79,11 +79,13 @@ def test_what_it_cannot_do_is_one_line(path: Path, options: dict[str, Any], matc
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_greedy_tokens_are_those_of_the_formulas(path: Path, drafts: int) -> None:
+    """With exact prefill; test_v41_replay.py has the default."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [random_text(length, length) for length in (300, 9, 40)]
     wanted = [continued(path, prompt, 12) for prompt in prompts[1:]]
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     options: dict[str, Any] = {"activations": "exact", "draft_tokens": drafts, "max_model_len": 400}
+    options["exact_prefill"] = True
     with LLM(path, device="cpu", cache_memory_bytes=2**26, **options) as llm:
         first = [list(r.outputs[0].token_ids) for r in llm.generate(given, params)]
         assert first[1:] == wanted

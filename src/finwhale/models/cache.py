@@ -99,6 +99,8 @@ class CacheGroup:
             most max_verify_tokens.
         max_verify_tokens: the most tokens of a sequence in a step that verifies drafts. Only the
             first token is certain to be accepted.
+        rebuilt: the prefix cache keeps no rows of the group. A sequence that resumes at the end of
+            a cached prefix first computes this many of its last tokens again. 0: it keeps them.
     """
 
     name: str
@@ -107,6 +109,7 @@ class CacheGroup:
     keep: tuple[int, int] | None = None
     tail_only: bool = False
     max_verify_tokens: int = 1
+    rebuilt: int = 0
     fields: tuple[CacheField, ...]
 
     def __post_init__(self) -> None:
@@ -129,7 +132,8 @@ class CacheGroup:
         block, if the group drops old rows.
         """
         size = self.tokens_per_page
-        return range(self.first_needed(end) // size, end // size)
+        first = end if self.rebuilt else self.first_needed(end)
+        return range(first // size, end // size)
 
     def first_needed(self, num_tokens: int) -> int:
         """The first token whose row a token at position num_tokens or later can need."""
