@@ -88,9 +88,9 @@ def test_the_rule_differs_from_computing_all() -> None:
 def test_bits_do_not_depend_on_the_steps(rounds: bool) -> None:
     """Cuts in the replay, at an odd position, before and in the tail; decodes; a batch."""
     wholes = {s: run(Runner(rounds=rounds), [s], [99])[0] for s in (NO_HIT, HIT, SHORT, TINY)}
-    for cuts in ([21, 23, 47, 55, 61], list(range(1, 62))):
-        assert torch.equal(run(Runner(rounds=rounds), [HIT], cuts)[0], wholes[HIT])
-        assert torch.equal(run(Runner(rounds=rounds), [NO_HIT], cuts)[0], wholes[NO_HIT])
+    cuts = [21, 23, 44, *range(50, 62)]
+    for sequence in (HIT, NO_HIT):
+        assert torch.equal(run(Runner(rounds=rounds), [sequence], cuts)[0], wholes[sequence])
     batch = [NO_HIT, SHORT, TINY, HIT]
     for found, sequence in zip(run(Runner(rounds=rounds), batch, [7, 20, 61]), batch, strict=True):
         assert torch.equal(found, wholes[sequence])

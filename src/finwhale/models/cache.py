@@ -86,8 +86,8 @@ class CacheGroup:
 
     A sequence can resume at the end of any block of another sequence with the same prefix. It needs
     all rows of the groups that keep every row, and the rows of tokens first_needed(end) .. end-1 of
-    the other groups. No page spans two blocks, so no sequence writes into a page that another one
-    reads.
+    the other groups, unless it computes these again (`rebuilt`). No page spans two blocks, so no
+    sequence writes into a page that another one reads.
 
     Attributes:
         tokens_per_row: 1, or the compression ratio: row r exists once tokens_per_row * (r + 1)
@@ -109,7 +109,8 @@ class CacheGroup:
     keep: tuple[int, int] | None = None
     tail_only: bool = False
     max_verify_tokens: int = 1
-    rebuilt: int = 0
+    # Not in the text of a group, from which stores of DeepSeek-V4 have their fingerprint.
+    rebuilt: int = field(default=0, repr=False)
     fields: tuple[CacheField, ...]
 
     def __post_init__(self) -> None:

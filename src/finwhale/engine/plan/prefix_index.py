@@ -2,9 +2,9 @@
 
 The key of a block is a hash of its tokens and all tokens before them. A block has its pages in the
 full groups, which keep every row. It may also have a *state*: the pages of the windowed groups that
-a sequence needs to resume at the end of the block; it is empty if a sequence computes all of them
-again (CacheGroup.rebuilt). A state is larger than a block (it has the
-window's rows of every layer), so the index evicts states separately. It first evicts states at
+a sequence needs to resume at the end of the block. If it computes all their rows again
+(CacheGroup.rebuilt), every block has an empty state. Another state is larger than a block (it has
+the window's rows of every layer), so the index evicts states separately. It first evicts states at
 which no sequence is likely to resume. Then it evicts, least recently used first, lasting states: at
 the end of a prompt, at the newest block of an output, where two prompts diverge, and where a
 sequence has resumed before.
