@@ -126,7 +126,8 @@ def test_bits_depend_on_the_cached_tokens_alone(model_of: Callable[[bool], Model
 
 
 def test_cached_entries_are_not_written(model_of: Callable[[bool], Model]) -> None:
-    engine = model_of(False).engine(blocks=12, states=0)
+    """A request computes the last cached tokens again, and reports them as cached."""
+    engine = model_of(False).engine(blocks=12, states=0, step=REPLAY - 2)
     rows_of(engine, PROMPT)
     assert engine.scheduler.prefix is not None
     pages = first_rank(engine.executor).runner.cache.pages
@@ -137,10 +138,14 @@ def test_cached_entries_are_not_written(model_of: Callable[[bool], Model]) -> No
         held = [part for block in blocks for part in block.pages.items()]
         return [pages[name][list(numbers)].clone() for name, numbers in held]
 
-    before = content()
-    assert len(before) == 4
-    assert rows_of(engine, PROMPT)[0] == 512
-    assert all(map(torch.equal, before, content()))
+    before, recorder = content(), Recorder(engine)
+    result = engine.add_request("it", PROMPT, greedy(1))
+    engine.step()
+    progress = engine.prompt_progress("it")
+    assert progress is not None and progress.cached == progress.processed == 512
+    run_until_idle(engine)
+    assert (result.num_cached_tokens, recorder.num_read) == (512, 600 - 512 + REPLAY)
+    assert len(before) == 4 and all(map(torch.equal, before, content()))
 
 
 def test_preemption_abort_and_eviction(model_of: Callable[[bool], Model]) -> None:
