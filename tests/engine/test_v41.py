@@ -108,7 +108,7 @@ def test_embedded_model(exact: bool) -> None:
         with LLM("demo-v41", **options, **others) as llm:
             for _ in range(2):
                 (result,) = llm.generate([text], params)
-                found.append(result.outputs[0].token_ids)
+                found.append(tuple(result.outputs[0].token_ids))
             assert result.num_cached_tokens >= 256
     assert len(set(found)) == 1 if exact else len({*found[::2]}) == len({*found[1::2]}) == 1
     assert len(set(found[0])) > 8  # no constant text
