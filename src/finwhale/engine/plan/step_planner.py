@@ -147,8 +147,9 @@ class StepPlanner:
 
 def _bounds(chunks: Sequence[Chunk]) -> tuple[PromptBounds, ...]:
     """The bounds of the chunks' prompts, unless no chunk needs them."""
-    found = tuple([c.sequence.bounds for c in chunks if c.sequence.bounds is not None])
-    return () if all(chunk.decodes for chunk in chunks) else found
+    if all(chunk.decodes for chunk in chunks):
+        return ()
+    return tuple([c.sequence.bounds for c in chunks if c.sequence.bounds is not None])
 
 
 def _scored(chunks: Sequence[Chunk]) -> list[ScoredTokens]:
