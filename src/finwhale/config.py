@@ -145,8 +145,16 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(
         True,
-        "do not reuse cached prefixes between requests; reuse does not change the output",
+        "do not reuse cached prefixes between requests; reuse does not change the output, except "
+        "that of DeepSeek-V4.1 without --exact-prefill",
         flag="--no-prefix-caching",
+    )
+    exact_prefill: bool = option(
+        False,
+        "DeepSeek-V4.1 only: run all layers on all tokens of a prompt, and keep the windows of "
+        "cached prefixes, so that reuse does not change the output. Without it, as in the authors' "
+        "scheme, the second half of the layers runs on a prompt's last 128 tokens, and the windows "
+        "of a cached prefix are computed again from its last 128 tokens",
     )
     prefix_salt: str | None = option(
         None,

@@ -55,12 +55,34 @@ class Output:
             layer that has its window alone.
         features: what DSpark reads [T,3D]: the streams' means at the attention inputs of
             dspark_target_layer_ids, one after the other.
+        entries: of each KV source, its entries and its index keys.
     """
 
     logits: Tensor
     streams: list[Tensor]
     selections: list[Tensor | None]
     features: Tensor
+    entries: dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Replay:
+    """What is computed of a text whose first tokens are cached, by the authors' published scheme.
+
+    The values of tokens before `tail` mean nothing.
+
+    Attributes:
+        cached: number of tokens whose entries are those of `entries`.
+        first: the first token that windows have, in the layers before the last KV source.
+        tail: the first one from there on. These layers compute no earlier token, except that the
+            KV source writes its entries.
+        entries: what another run made of the cached tokens (`Output.entries`).
+    """
+
+    cached: int = 0
+    first: int = 0
+    tail: int = 0
+    entries: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -103,6 +125,8 @@ class Shared:
         ratio: its compression ratio.
         selection: the newest index source's [T,W] bool.
         candidates: the candidate source's [T,W] bool.
+        replay: what is cached.
+        own: of each KV source so far, its entries and keys.
     """
 
     entries: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -110,6 +134,8 @@ class Shared:
     ratio: int = 0
     selection: Tensor = field(default_factory=lambda: torch.empty(0))
     candidates: Tensor = field(default_factory=lambda: torch.empty(0))
+    replay: Replay = field(default_factory=Replay)
+    own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def text_config(config: Config) -> Config:
@@ -125,6 +151,7 @@ def forward(
     compressed: Sequence[int],
     roundings: Roundings = Roundings.NONE,
     image: Sequence[bool] | None = None,
+    replay: Replay | None = None,
 ) -> Output:
     """The model of one text.
 
@@ -132,13 +159,14 @@ def forward(
         compressed: the Engram's token map (see `token_map`).
         image: which tokens belong to an image span; none by default. Their embeddings are those
             of their ids.
+        replay: None: all layers compute all tokens.
     """
     config = text_config(config)
     model = Part(weights, config, roundings)
     tokens, images = torch.tensor(ids), torch.tensor(image or [False] * len(ids))
     streams = weights["embed.weight"][tokens][:, None].expand(-1, config["hc_mult"], -1)
     pre = first_pre(streams)
-    shared = Shared()
+    shared = Shared(replay=replay or Replay())
     captured, selections = [], []
     for i in range(config["num_hidden_layers"]):
         w = model.under(f"layers.{i}.")
@@ -157,7 +185,7 @@ def forward(
     hidden = rms_norm(collapse(streams, pre), weights["norm.weight"], config)
     features = [captured[i].mean(1) for i in config["dspark_target_layer_ids"]]
     logits = hidden @ weights["head.weight"].T
-    return Output(logits, [*captured, streams], selections, torch.cat(features, 1))
+    return Output(logits, [*captured, streams], selections, torch.cat(features, 1), shared.own)
 
 
 # --- Residual streams (mHC) ---
@@ -211,7 +239,9 @@ def attention(w: Part, layer: int, x: Tensor, shared: Shared) -> Tensor:
     q = queries(w, q_lora, positions, ratio)
     keys = window_rows(w, x, positions, ratio)
     distance = positions[:, None] - positions
-    visible = (distance >= 0) & (distance < config["sliding_window"])
+    in_tail = layer >= max(config["kv_source_layer_ids"], default=layer + 1)
+    first = shared.replay.tail if in_tail else shared.replay.first
+    visible = (distance >= 0) & (distance < config["sliding_window"]) & (positions >= first)
     if ratio:
         if layer in config["kv_source_layer_ids"]:
             latent = compress(w.under("compressor."), ratio, x)
@@ -219,6 +249,11 @@ def attention(w: Part, layer: int, x: Tensor, shared: Shared) -> Tensor:
             entries = rope(latent, first_tokens, config, ratio)
             shared.entries, shared.ratio = round_entries(entries, w.roundings), ratio
             shared.keys = index_keys(w.under("indexer."), latent, first_tokens, ratio)
+            if count := shared.replay.cached // ratio:
+                cached = [part[:count] for part in shared.replay.entries[layer]]
+                shared.entries = torch.cat([cached[0], shared.entries[count:]])
+                shared.keys = torch.cat([cached[1], shared.keys[count:]])
+            shared.own[layer] = shared.entries, shared.keys
         assert shared.ratio == ratio, f"layer {layer} has no KV source of its ratio"
         if layer in config["index_source_layer_ids"]:
             scores = index_scores(w.under("indexer."), x, q_lora, ratio, shared.keys)

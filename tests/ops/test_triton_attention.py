@@ -354,3 +354,6 @@ def test_unsupported_arguments_are_refused() -> None:
             sparse_attention(*head, out, scales)
     with pytest.raises(ValueError, match="normalise every head"):
         sparse_attention(*head[:2], None, *head[3:], case.q)
+    late = replace(case.tokens, windows_begin=torch.tensor([3]))
+    with pytest.raises(ValueError, match="begin at position 0"):
+        sparse_attention(*head[:3], late, *head[4:], case.q)

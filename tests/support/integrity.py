@@ -96,6 +96,6 @@ def check_prefixes(prefix: PrefixIndex, chains: Sequence[Sequence[Block]]) -> No
         if block.parent is not None:
             assert prefix.blocks.get(block.parent.key) is block.parent, "a block lost its parent"
             assert block.parent.key not in order or order[key] < order[block.parent.key]
-    with_state = {key for key, block in prefix.blocks.items() if block.state is not None}
+    with_state = {key for key, block in prefix.blocks.items() if block.state}
     assert not prefix._passed.keys() & prefix._lasting.keys()
     assert prefix._passed.keys() | prefix._lasting.keys() == with_state

@@ -57,6 +57,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "cache_memory_bytes": (["--cache-memory-bytes", "1000"], 1000),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
+    "exact_prefill": (["--exact-prefill"], True),
     "prefix_salt": (["--prefix-salt", "sesame"], "sesame"),
     "prefix_store": (["--prefix-store", "/somewhere:5GB"], "/somewhere:5GB"),
     "prefix_store_saves": (

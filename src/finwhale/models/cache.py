@@ -86,8 +86,8 @@ class CacheGroup:
 
     A sequence can resume at the end of any block of another sequence with the same prefix. It needs
     all rows of the groups that keep every row, and the rows of tokens first_needed(end) .. end-1 of
-    the other groups. No page spans two blocks, so no sequence writes into a page that another one
-    reads.
+    the other groups, unless it computes these again (`rebuilt`). No page spans two blocks, so no
+    sequence writes into a page that another one reads.
 
     Attributes:
         tokens_per_row: 1, or the compression ratio: row r exists once tokens_per_row * (r + 1)
@@ -99,6 +99,8 @@ class CacheGroup:
             most max_verify_tokens.
         max_verify_tokens: the most tokens of a sequence in a step that verifies drafts. Only the
             first token is certain to be accepted.
+        rebuilt: the prefix cache keeps no rows of the group. A sequence that resumes at the end of
+            a cached prefix first computes this many of its last tokens again. 0: it keeps them.
     """
 
     name: str
@@ -107,6 +109,8 @@ class CacheGroup:
     keep: tuple[int, int] | None = None
     tail_only: bool = False
     max_verify_tokens: int = 1
+    # Not in the text of a group, from which stores of DeepSeek-V4 have their fingerprint.
+    rebuilt: int = field(default=0, repr=False)
     fields: tuple[CacheField, ...]
 
     def __post_init__(self) -> None:
@@ -129,7 +133,8 @@ class CacheGroup:
         block, if the group drops old rows.
         """
         size = self.tokens_per_page
-        return range(self.first_needed(end) // size, end // size)
+        first = end if self.rebuilt else self.first_needed(end)
+        return range(first // size, end // size)
 
     def first_needed(self, num_tokens: int) -> int:
         """The first token whose row a token at position num_tokens or later can need."""

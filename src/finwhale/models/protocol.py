@@ -53,6 +53,13 @@ class ModelConfig(Protocol):
     def without_draft_head(self) -> "ModelConfig":
         """The same model without its draft head."""
 
+    def with_exact_prefill(self) -> "ModelConfig":
+        """The same model, which computes prompts as EngineConfig.exact_prefill says.
+
+        Raises:
+            FinwhaleError: it always does.
+        """
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:

@@ -15,6 +15,24 @@ from finwhale.ops.paging import PageTable, Tokens
 P = ParamSpec("P")
 
 
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The bounds of each sequence's prompt, in a model whose cache has groups that are rebuilt.
+
+    A model computes all its layers on the last tokens of a prompt only. These tokens, and those
+    that it computes again after a cached prefix, have windows that begin at the first of them.
+
+    Attributes:
+        cached: [B] int64: number of tokens whose entries are cached. The model computes some of
+            them again, and does not write their entries.
+        tail_end: [B] int64: the end of the prompt, or `cached` if the logits of all tokens after
+            it are wanted.
+    """
+
+    cached: Tensor
+    tail_end: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """The inputs of one forward over a batch of sequences of different lengths.
@@ -29,6 +47,7 @@ class StepInputs:
         local_tokens: in a model whose ranks divide the tokens of this step, those of this rank; the
             model sets it. None: the ranks do not divide them.
         lane_rows: among data-parallel ranks, the most tokens that a rank has in this step.
+        prompts: None: all layers compute all tokens, and windows begin at position 0.
     """
 
     token_ids: Tensor
@@ -37,6 +56,7 @@ class StepInputs:
     extra_kv_slots: Tensor | None = None
     local_tokens: Tokens | None = None
     lane_rows: int = 0
+    prompts: Prompts | None = None
 
     def bounded(self, max_len: int, max_query: int) -> "StepInputs":
         """The same inputs with other bounds of the tokens."""

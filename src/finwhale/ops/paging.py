@@ -157,6 +157,8 @@ class Tokens:
         query_start: [B+1] int32: offsets of the sequences among the tokens.
         max_len: upper bound, on the host, of the sequences' lengths after this step or any replay.
         max_query: upper bound, on the host, of a sequence's tokens in the step; 1 in a decode.
+        windows_begin: [B] int64: the first position that the windows of each sequence have. None:
+            0. Kernels for GPUs take None only.
         cache: results that the layers of the step share.
 
     The tensors must be contiguous, because kernels do not take their strides.
@@ -167,6 +169,7 @@ class Tokens:
     query_start: Tensor
     max_len: int
     max_query: int
+    windows_begin: Tensor | None = None
     cache: StepCache = field(default_factory=StepCache, repr=False)
 
     def __post_init__(self) -> None:
@@ -197,6 +200,7 @@ class Tokens:
             query_start=(self.query_start - rows.start).clamp_(0, rows.stop - rows.start),
             max_len=self.max_len,
             max_query=self.max_query,
+            windows_begin=self.windows_begin,
         )
 
     def bounded(self, max_len: int, max_query: int) -> "Tokens":

@@ -53,10 +53,13 @@ def write_slots(tokens: Tokens, table: PageTable) -> Tensor:
 
 @_once
 def window_slots(tokens: Tokens, table: PageTable, size: int) -> Tensor:
-    """Slots of positions p-W+1 .. p: [N,W] int64; -1 before position 0."""
-    seen = tokens.host_positions[:, None] + np.arange(1 - size, 1)
-    slots = table.slots(tokens.host_sequence[:, None], np.maximum(seen, 0))
-    np.copyto(slots, -1, where=seen < 0)
+    """Slots of positions p-W+1 .. p: [N,W] int64; -1 where windows do not begin yet."""
+    last, first = tokens.host_positions[:, None], np.zeros(1, np.int64)
+    if tokens.windows_begin is not None:
+        first = np.maximum(tokens.windows_begin.cpu().numpy(), 0)[tokens.host_sequence][:, None]
+    seen = last + np.arange(1 - size, 1)
+    slots = table.slots(tokens.host_sequence[:, None], np.clip(seen, np.minimum(first, last), last))
+    np.copyto(slots, -1, where=seen < first)
     return _tensor(slots, tokens)
 
 

@@ -38,6 +38,8 @@ def start_engine(
     if config.prefix_store is not None:
         directory, _ = parse(config.prefix_store)
         config = replace(config, prefix_salt=config.prefix_salt or salt_of(directory))
+    if config.exact_prefill:
+        model_config = model_config.with_exact_prefill()
     unused_head = model_config.draft_head if config.draft_tokens == 0 else None
     if unused_head == "dspark":
         # The head has three whole layers, and every forward would compute its context.

@@ -103,7 +103,8 @@ class Outputs:
         sequence = self.requests[request_id].first
         if sequence is None or sequence.num_cached is None:
             return None
-        processed = min(sequence.num_computed, sequence.num_prompt)
+        # A sequence may compute some cached tokens again.
+        processed = min(max(sequence.num_computed, sequence.num_cached), sequence.num_prompt)
         seconds = time.monotonic() - sequence.admitted
         return PromptProgress(sequence.num_prompt, sequence.num_cached, processed, seconds)
 

@@ -120,6 +120,8 @@ class PageManager:
     Attributes:
         full_groups: the groups that keep every row.
         windowed_groups: the groups that drop rows when no later token needs them.
+        has_states: a sequence needs some of their pages to resume after a block.
+        replay_tokens: number of tokens that a sequence computes again when it resumes.
         reclaimer: frees cached pages on demand. If it is set, `grow` also allocates the pages
             whose rows the prefix cache keeps at the ends of blocks.
     """
@@ -129,6 +131,8 @@ class PageManager:
         self.groups = tuple(groups)
         self.full_groups = tuple(g for g in groups if g.keep is None)
         self.windowed_groups = tuple(g for g in groups if g.keep is not None)
+        self.has_states = any(map(pages_at_block_end, self.windowed_groups))
+        self.replay_tokens = max(group.rebuilt for group in groups)
         self.pools = {group.name: PagePool(num_pages[group.name]) for group in groups}
         self.reclaimer: Reclaimer | None = None
 

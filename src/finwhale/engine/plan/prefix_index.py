@@ -2,8 +2,9 @@
 
 The key of a block is a hash of its tokens and all tokens before them. A block has its pages in the
 full groups, which keep every row. It may also have a *state*: the pages of the windowed groups that
-a sequence needs to resume at the end of the block. A state is larger than a block (it has the
-window's rows of every layer), so the index evicts states separately. It first evicts states at
+a sequence needs to resume at the end of the block. If it computes all their rows again
+(CacheGroup.rebuilt), every block has an empty state. Another state is larger than a block (it has
+the window's rows of every layer), so the index evicts states separately. It first evicts states at
 which no sequence is likely to resume. Then it evicts, least recently used first, lasting states: at
 the end of a prompt, at the newest block of an output, where two prompts diverge, and where a
 sequence has resumed before.
@@ -151,7 +152,7 @@ class PrefixIndex:
             table.pages.extend(page for block in blocks for page in block.pages[group.name])
         for group in self.pages.windowed_groups:
             first = group.state_pages(end).start
-            tables[group.name] = BlockTable(first, list(last.state[group.name]))
+            tables[group.name] = BlockTable(first, list(last.state.get(group.name, ())))
         self.pages.hold({name: table.pages for name, table in tables.items()})
         self.pages.renew(tables)
         self._keep(last, lasting=True)
@@ -180,6 +181,8 @@ class PrefixIndex:
         self, chain: list[Block], key: bytes, pages: State, token_ids: Sequence[int]
     ) -> Block:
         block = Block(key, chain[-1] if chain else None, pages)
+        if not self.pages.has_states:
+            block.state = {}
         self.blocks[key] = self._idle[key] = block
         if self.events is not None:
             begin = len(chain) * self.block_tokens
@@ -285,6 +288,8 @@ class PrefixIndex:
         block.users += 1
 
     def _keep(self, block: Block, lasting: bool) -> None:
+        if not block.state:
+            return
         self._passed.pop(block.key, None)
         self._lasting.pop(block.key, None)
         (self._lasting if lasting else self._passed)[block.key] = block

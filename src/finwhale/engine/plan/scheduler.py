@@ -20,6 +20,7 @@ from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
 from finwhale.engine.plan.sequences import Chunk, SequenceState
 from finwhale.engine.plan.step_budget import LEAST_TOKENS, StepBudget, growth
+from finwhale.engine.plan.step_plan import PromptBounds
 from finwhale.engine.plan.step_sizes import StepSizes
 
 
@@ -235,7 +236,7 @@ class Scheduler:
         sequence.running = True
         sequence.allocated_tokens = sequence.next_bookkeeping = 0
         sequence.last_output_block = None
-        sequence.sharing = True
+        sequence.sharing, cached = True, 0
         if self.prefix is not None:
             size = self.prefix.block_tokens
             sequence.shared_until = len(known) * size if len(known) > resumable else 0
@@ -244,9 +245,15 @@ class Scheduler:
                 sequence.blocks.extend(known[:resumable])
                 if self.admission.stored is not None:
                     self.admission.stored.save_chain(sequence.blocks, sequence.prefix_owner)
-            sequence.num_computed = resumable * size
+            cached = resumable * size
+        replay = self.pages.replay_tokens
+        sequence.num_computed = max(0, cached - replay)
+        if replay:
+            whole = sequence.params.prompt_logprobs is not None
+            end = cached if whole else max(cached, sequence.num_prompt)
+            sequence.bounds = PromptBounds(cached, end)
         if sequence.num_cached is None:
-            sequence.num_cached = sequence.num_computed
+            sequence.num_cached = cached
             sequence.admitted = time.monotonic()
             self.counts.prompt_tokens += sequence.num_prompt
             self.counts.cached_tokens += sequence.num_cached

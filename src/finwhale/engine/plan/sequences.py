@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from finwhale.engine.plan.pages import BlockTables
 from finwhale.engine.plan.prefix_index import Block
 from finwhale.engine.plan.sampling import RequestSampling
-from finwhale.engine.plan.step_plan import PENDING
+from finwhale.engine.plan.step_plan import PENDING, PromptBounds
 from finwhale.request import SamplingParams
 
 
@@ -30,6 +30,7 @@ class SequenceState:
             it has none.
         num_cached: number of prompt tokens that the prefix cache had at the first admission; None:
             the sequence was never admitted.
+        bounds: of its prompt since the last admission; None: the model does not need them.
         admitted: time of the first admission (time.monotonic()).
         tables: the sequence's pages.
         running: whether the sequence has pages.
@@ -67,6 +68,7 @@ class SequenceState:
     drafts: list[int] = field(default_factory=list)
     confidences: Sequence[float] = ()
     num_cached: int | None = None
+    bounds: PromptBounds | None = None
     admitted: float = 0.0
     tables: BlockTables = field(default_factory=BlockTables)
     running: bool = False

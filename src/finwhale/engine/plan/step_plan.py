@@ -168,6 +168,13 @@ class PageCopy(NamedTuple):
     load: bool
 
 
+class PromptBounds(NamedTuple):
+    """Bounds of a sequence's prompt, for a model that replays (models.step_inputs.Prompts)."""
+
+    cached: int
+    tail_end: int
+
+
 class LargestLane(NamedTuple):
     """The sizes of a step of data-parallel ranks, by which all of them choose the same exchanges.
 
@@ -221,6 +228,7 @@ class StepPlan(NamedTuple):
         draft: the drafts; None: the engine does not draft.
         scored: prompt tokens whose log-probabilities are wanted. Then the plan is not a decode.
         routed: return the routed experts of the step's tokens.
+        prompts: the bounds of each chunk; empty: the model does not replay, or all chunks decode.
         largest: of the plans of data-parallel ranks; None: all ranks have this plan.
     """
 
@@ -238,6 +246,7 @@ class StepPlan(NamedTuple):
     draft: DraftPlan | None = None
     scored: tuple[ScoredTokens, ...] = ()
     routed: bool = False
+    prompts: tuple[PromptBounds, ...] = ()
     largest: LargestLane | None = None
 
     @property

@@ -10,6 +10,7 @@ from finwhale.engine.plan.step_plan import (
     PENDING,
     DraftPlan,
     PageUpdate,
+    PromptBounds,
     SamplingPlan,
     ScoredTokens,
     SlotAdmission,
@@ -104,6 +105,7 @@ class StepPlanner:
             draft=draft,
             scored=() if decodes or on_device else tuple(_scored(chunks)),
             routed=self._can_route and any(s.num_routed is not None for s in sequences),
+            prompts=() if decodes or on_device else _bounds(chunks),
         )
 
     def plan_sampling(
@@ -141,6 +143,13 @@ class StepPlanner:
                 changed = tuple(table.pages[begin:])
                 pages.append(PageUpdate(slot, group, table.first, begin, changed))
         return admitted, pages
+
+
+def _bounds(chunks: Sequence[Chunk]) -> tuple[PromptBounds, ...]:
+    """The bounds of the chunks' prompts, unless no chunk needs them."""
+    if all(chunk.decodes for chunk in chunks):
+        return ()
+    return tuple([c.sequence.bounds for c in chunks if c.sequence.bounds is not None])
 
 
 def _scored(chunks: Sequence[Chunk]) -> list[ScoredTokens]:

@@ -91,8 +91,8 @@ class Load:
         chain: the cached blocks before the loaded ones.
         first: number of cached blocks after which the sequence could resume.
         keys: of the blocks after these: first of the cached ones, then of those to load.
-        found: which records the store has: those of `keys`, then those of their states. None: this
-            is known.
+        found: which records the store has: those of `keys`, then those of their states, if there
+            are any. None: this is known.
         parts: the pages of each block to load, then those of the state after the last key, and
             their transfers.
         reserved: number of blocks that the sequence will need besides those in `chain` and `parts`.
@@ -125,12 +125,14 @@ class Load:
         return not done and time.monotonic() > self.deadline
 
     def num_stored(self, found: Sequence[bool]) -> int:
-        """How many of `keys` can be cached: up to the last one with a state in the store."""
+        """How many of `keys` can be cached: up to the last one with a state in the store, if
+        blocks have states.
+        """
         stored, count = 0, len(self.keys)
         for number in range(count):
             if number >= self.num_cached and not found[number]:
                 break
-            if found[count + number]:
+            if len(found) == count or found[count + number]:
                 stored = number + 1
         return stored
 
@@ -304,7 +306,7 @@ class StoredPrefixes:
             block.saved = self._save(record, block.pages)
 
     def _save_state(self, block: Block, owner: str) -> None:
-        if block.state is not None and not block.state_saved:
+        if block.state and not block.state_saved:
             record = Record(block.key, "state", self._prefix.owner_key(owner))
             block.state_saved = self._save(record, block.state)
 
@@ -388,7 +390,8 @@ class StoredPrefixes:
     def _records(self, sequence: SequenceState, keys: Sequence[bytes]) -> list[Record]:
         owner = self._prefix.owner_key(sequence.prefix_owner)
         blocks = [Record(key, "block", owner) for key in keys]
-        return blocks + [Record(key, "state", owner) for key in keys]
+        states = [Record(key, "state", owner) for key in keys if self._pages.has_states]
+        return blocks + states
 
     def advance(self) -> list[tuple[Load, list[bytes]]]:
         """Continue loads and saves; returns the keys that loads lead no longer."""
@@ -459,7 +462,9 @@ class StoredPrefixes:
         of_block = {group: group.pages_of_block for group in self._pages.full_groups}
         of_state = {group: len(group.state_pages(end)) for group in self._pages.windowed_groups}
         parts = [(record, of_block) for record in records[cached:stored]]
-        for record, num_pages in (*parts, (records[-1], of_state)):
+        if self._pages.has_states:
+            parts.append((records[-1], of_state))
+        for record, num_pages in parts:
             pages = self._pages.allocate_several(num_pages)
             load.parts.append((pages, self._transfers.load(record, pages)))
         return missing
@@ -475,10 +480,12 @@ class StoredPrefixes:
             self.loads.remove(load)
             return
         load.sequence.store_tries = MOST_TRIES
-        *blocks, (state, _) = load.parts
-        for key, (pages, _) in zip(load.keys[load.num_cached :], blocks, strict=True):
+        new = load.keys[load.num_cached :]
+        blocks, states = load.parts[: len(new)], load.parts[len(new) :]
+        for key, (pages, _) in zip(new, blocks, strict=True):
             self._prefix.add_loaded(load.chain, key, pages, load.sequence.token_ids)
-        self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
+        for state, _ in states:
+            self._prefix.add_loaded_state(load.chain[load.first + len(load.keys) - 1], state)
         self.counts.loads += 1
         self.counts.loaded_tokens += len(blocks) * self._prefix.block_tokens
         load.keys, load.parts, load.complete = [], [], True

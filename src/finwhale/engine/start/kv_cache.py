@@ -79,7 +79,7 @@ def plan_cache(
     wanted, states = -(-wanted_tokens // block), 0
     if keeping:
         wanted = min(wanted, left // per_block)
-        if prefix_caching and wanted > 0:
+        if prefix_caching and wanted > 0 and per_state:
             least = min(wanted, -(-least_tokens // block))
             for_states = left // STATE_SHARE // per_state * per_state
             wanted = min(wanted, max(least, (left - for_states) // per_block))

@@ -21,7 +21,7 @@ from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.steps.host_transfer import send
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.models.cache import CacheGroup
-from finwhale.models.step_inputs import StepInputs
+from finwhale.models.step_inputs import Prompts, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
 MAX_UPDATES = 8192  # page updates that the pinned buffers hold; a step may have more
@@ -79,6 +79,10 @@ def planned_inputs(
     if len(pending):
         assert sampled is not None
         ids.index_copy_(0, pending, sampled.index_select(0, sampled_rows))
+    prompts = None
+    if plan.prompts:
+        bounds = zip(*plan.prompts, strict=True)
+        prompts = Prompts(*send(device, *(np.array(each, np.int64) for each in bounds)))
     inputs = StepInputs(
         token_ids=ids,
         tokens=Tokens(
@@ -93,6 +97,7 @@ def planned_inputs(
             for group, pages, first in zip(groups, sent[::2], sent[1::2], strict=True)
         },
         lane_rows=lane_rows,
+        prompts=prompts,
     )
     return Batch(inputs, rows)
 

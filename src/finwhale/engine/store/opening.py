@@ -133,7 +133,7 @@ def open_transfers(
     first = HEADER_BYTES + blocks * block
     slots: dict[RecordKind, range] = {
         "block": range(HEADER_BYTES, first, block),
-        "state": range(first, first + 2 * MOVING_STATES * state, state),
+        "state": range(first, first + 2 * MOVING_STATES * state, state or 1),
     }
     # The memory has no name, so it is freed with the last process that maps it.
     file = os.memfd_create("finwhale-prefixes")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from finwhale.errors import CheckpointError
+from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.config_checks import (
     check_experts,
     check_fixed,
@@ -222,6 +222,9 @@ class DeepseekV4Config:
     def max_verify_tokens(self) -> int:
         """The most tokens of a sequence in a step that verifies drafts."""
         return 1 + self.max_draft_tokens
+
+    def with_exact_prefill(self) -> "DeepseekV4Config":
+        raise FinwhaleError("exact_prefill: DeepSeek-V4's prefill is always exact; leave it out")
 
     def without_draft_head(self) -> "DeepseekV4Config":
         return replace(

@@ -14,7 +14,7 @@ from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import TopkEntries, Window
 from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, Selection, SharedEntryOps
-from finwhale.ops.paging import CacheRows
+from finwhale.ops.paging import CacheRows, Tokens
 
 
 @dataclass(slots=True)
@@ -57,24 +57,42 @@ class Attention:
             keeps=config.candidate_topk_blocks if layer == source else 0,
         )
 
+    def project_index(
+        self,
+        x_ND: Tensor,
+        inputs: StepInputs,
+        writing: Tokens,
+        rotary: Tensor,
+        cache: PagedCache,
+    ) -> Tensor | None:
+        """An index source's projections of its tokens; None: the layer is none. A KV source writes
+        the entries of the tokens in `writing` (StepParts).
+        """
+        w = self.weights
+        if w.index_proj is None:
+            return None
+        projected = self.ops.linear(x_ND, w.index_proj)
+        if w.compressor is not None:
+            self._write_entries(projected, w.compressor, inputs, writing, rotary, cache)
+        return projected
+
     def __call__(
         self,
         x_ND: Tensor,
+        projected: Tensor | None,
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
         published: Published,
     ) -> Tensor:
+        """projected: the result of `project_index` for these tokens."""
         config, ops, w, heads = self.config, self.ops, self.weights, self.weights.heads
         q_kv, width, eps = ops.linear(x_ND, w.wq_a_wkv), config.q_lora_rank, config.rms_norm_eps
         window = self.store_window_row(q_kv[:, width:].contiguous(), inputs, rotary, cache)
         q_lora = ops.rms_norm(q_kv[:, :width].contiguous(), w.q_norm, eps)
         q = ops.linear(q_lora, heads.wq_b)
         all_heads = len(heads.attn_sink) * config.head_dim
-        if w.index_proj is not None:
-            projected = ops.linear(x_ND, w.index_proj)
-            if w.compressor is not None:
-                self._write_entries(projected, w.compressor, inputs, rotary, cache)
+        if projected is not None:
             self._select(q[:, all_heads:], projected, inputs, rotary, cache, published)
         entries = None
         if self.source is not None:
@@ -100,7 +118,7 @@ class Attention:
         """Write the tokens' rows of the window; returns the window."""
         window = cache.rows("window", self.layer, inputs.tables)
         normed = self.ops.rms_norm(kv_NC, self.weights.kv_norm, self.config.rms_norm_eps)
-        self._store(normed, window, rotary, inputs, 1, "e4m3")
+        self._store(normed, window, rotary, inputs.tokens, 1, "e4m3")
         return window
 
     def _store(
@@ -108,18 +126,19 @@ class Attention:
         values: Tensor,
         rows: CacheRows,
         rotary: Tensor,
-        inputs: StepInputs,
+        tokens: Tokens,
         ratio: int,
         rounding: RowRounding,
     ) -> None:
         rounding = rounding if self.rounds else "none"
-        self.shared.store_rows(values, rows, rotary, inputs.tokens, ratio, rounding)
+        self.shared.store_rows(values, rows, rotary, tokens, ratio, rounding)
 
     def _write_entries(
         self,
         projected: Tensor,
         w: CompressorWeights,
         inputs: StepInputs,
+        writing: Tokens,
         rotary: Tensor,
         cache: PagedCache,
     ) -> None:
@@ -138,8 +157,8 @@ class Attention:
         else:
             latents = ops.rms_norm(projected[:, :width].contiguous(), w.norm, eps)
         keys = ops.rms_norm(ops.linear(latents, w.wk), w.k_norm, eps)
-        self._store(latents, rows(f"c{ratio}"), rotary, inputs, ratio, "fp4")
-        self._store(keys, rows(f"c{ratio}_keys"), rotary, inputs, ratio, "key")
+        self._store(latents, rows(f"c{ratio}"), rotary, writing, ratio, "fp4")
+        self._store(keys, rows(f"c{ratio}_keys"), rotary, writing, ratio, "key")
 
     def _select(
         self,

@@ -3,7 +3,8 @@
 Every layer and DSpark stage has window rows. Only the KV sources have entries with index keys: one
 for each token (group c1) or for two tokens (c2). A source of the second kind also keeps the
 projections of a token whose pair is not complete. Engram keeps the compressed ids of the last
-tokens, once for all its layers.
+tokens, once for all its layers. At the end of a block no pair is open, so a cached prefix needs
+entries and keys alone, unless `exact_prefill` keeps windows and ids, too.
 """
 
 from collections.abc import Mapping
@@ -30,8 +31,9 @@ def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
     c1, c2 = (tuple(i for i in config.kv_source_layer_ids if ratios[i] == r) for r in (1, 2))
     entry, key = ScaledRow(C, 4, ENTRY_GROUP), IndexKey(config.index_head_dim)
     kept = config.sliding_window - (config.dspark is None)
+    replay = config.replay_tokens
     groups = [
-        _group("window", {"window": ScaledRow(C, 8, GROUP)}, every, keep=(1, kept)),
+        _group("window", {"window": ScaledRow(C, 8, GROUP)}, every, keep=(1, kept), rebuilt=replay),
         # A page is a whole block, so admission counts pages exactly.
         _group("c1", {"c1": entry, "c1_keys": key}, c1, rows_per_page=BLOCK_TOKENS),
         _group(
@@ -53,7 +55,8 @@ def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
     ]
     if engram is not None:
         kept, first = engram.max_ngram_size - 1, engram.layer_ids[:1]
-        groups.append(_group("engram_ids", {"engram_ids": State(1)}, first, keep=(1, kept)))
+        ids = {"engram_ids": State(1)}
+        groups.append(_group("engram_ids", ids, first, keep=(1, kept), rebuilt=replay))
     return tuple(group for group in groups if group.fields[0].layers)
 
 

@@ -1,6 +1,6 @@
 """The model's configuration, with the checks of its values."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from finwhale.errors import CheckpointError
 from finwhale.models.config_checks import (
@@ -47,6 +47,8 @@ class DeepseekV41Config:
         dspark: the sizes of the draft head; None: there is none.
         quantised: False if no weight is quantised. Otherwise projections are FP8 in blocks of
             32x32, routed experts FP4, and Engram's tables FP8 in rows of 32, all with E8M0 scales.
+        exact_prefill: all layers compute all tokens of a prompt, and the prefix cache keeps windows
+            (EngineConfig). It tells no models apart.
     """
 
     vocab_size: int
@@ -88,6 +90,7 @@ class DeepseekV41Config:
     eos_token_ids: tuple[int, ...] = (1,)
     quantised: bool = True
     weight_block_size: tuple[int, int] = (GROUP, GROUP)
+    exact_prefill: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raises CheckpointError: a value is out of range or does not fit another one."""
@@ -172,6 +175,28 @@ class DeepseekV41Config:
     def kv_source(self, layer: int) -> int | None:
         """The layer whose entries a layer with a ratio reads."""
         return max((i for i in self.kv_source_layer_ids if i <= layer), default=None)
+
+    @property
+    def first_tail_layer(self) -> int:
+        """The first layer that computes only the last sliding_window tokens of a prompt: the last
+        KV source, whose entries serve all layers after it.
+        """
+        layers = (self.num_hidden_layers,) if self.exact_prefill else self.kv_source_layer_ids
+        return max(layers, default=self.num_hidden_layers)
+
+    @property
+    def replay_tokens(self) -> int:
+        """Number of tokens that are computed again after a cached prefix. Those before the last
+        sliding_window tokens only leave their ids to Engram; their number is even, because the
+        state of a pair is not cached.
+        """
+        if self.exact_prefill:
+            return 0
+        ids = 0 if self.engram is None else self.engram.max_ngram_size
+        return -(-(self.sliding_window + ids) // 2) * 2
+
+    def with_exact_prefill(self) -> "DeepseekV41Config":
+        return replace(self, exact_prefill=True)
 
     def with_layers(self, num_layers: int) -> "DeepseekV41Config":
         """The same model with its first layers only; it keeps the draft head."""

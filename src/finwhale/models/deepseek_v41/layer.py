@@ -9,6 +9,7 @@ from finwhale.models.deepseek_v41.attention import Attention, Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.engram import Engram
 from finwhale.models.deepseek_v41.engram_hash import EngramHash
+from finwhale.models.deepseek_v41.step_parts import StepParts, Tail
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights, MoeWeights
 from finwhale.models.step_inputs import StepInputs
 from finwhale.ops import Ops
@@ -47,14 +48,20 @@ class DecoderLayer:
         self,
         streams_NHD: Tensor,
         pre_NH: Tensor,
-        inputs: StepInputs,
+        parts: StepParts,
         rotary: Tensor,
         cache: PagedCache,
         published: Published,
         recalled_NS: Tensor | None,
         on_input: Callable[[Tensor], None] | None = None,
+        tail: Tail | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Calls `on_input` with the residual streams at the attention input."""
+        """Calls `on_input` with the residual streams at the attention input.
+
+        Args:
+            tail: the layer, a KV source, writes the entries of all tokens, and computes the rest
+                for these only.
+        """
         ops, w = self.ops, self.weights
         if self.engram is not None:
             assert recalled_NS is not None
@@ -62,10 +69,18 @@ class DecoderLayer:
         if on_input is not None:
             on_input(streams_NHD)
         x, post, res, pre_NH = self.shared.mhc_pre(streams_NHD, pre_NH, w.hc_attn, self.params)
-        x = self.attn(x, inputs, rotary, cache, published)
+        projected = self.attn.project_index(x, parts.inputs, parts.writing, rotary, cache)
+        if tail is not None:
+            assert projected is not None
+            parts, rows = tail.parts, tail.rows
+            x, post, res, pre_NH = x[rows], post[rows], res[rows], pre_NH[rows]
+            streams_NHD, projected = streams_NHD[rows], projected[rows]
+            if not len(rows):
+                return streams_NHD, pre_NH
+        x = self.attn(x, projected, parts.inputs, rotary, cache, published)
         streams_NHD = ops.mhc_post(x, post, res, streams_NHD)
         x, post, res, pre_NH = self.shared.mhc_pre(streams_NHD, pre_NH, w.hc_ffn, self.params)
-        return ops.mhc_post(self._experts(x, w.ffn, inputs), post, res, streams_NHD), pre_NH
+        return ops.mhc_post(self._experts(x, w.ffn, parts.inputs), post, res, streams_NHD), pre_NH
 
     def _experts(self, x_ND: Tensor, w: MoeWeights, inputs: StepInputs) -> Tensor:
         config, ops = self.config, self.ops

@@ -22,6 +22,7 @@ from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
 from finwhale.models.deepseek_v41.engram_hash import EngramHash, engram_hashes
 from finwhale.models.deepseek_v41.layer import DecoderLayer
+from finwhale.models.deepseek_v41.step_parts import StepParts, step_parts
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights, ModelWeights
 from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
@@ -103,8 +104,17 @@ class DeepseekV41:
         raise NotImplementedError("no kernel of this model is built ahead")
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
-        """Compute N tokens and write their state; returns the collapsed hidden states [N,1,D]."""
-        return self._hidden(inputs, cache)[:, None]
+        """Compute N tokens and write their state; returns the collapsed hidden states [N,1,D].
+
+        They are zeros for tokens of prompts that the last layers do not compute (step_parts.py).
+        """
+        parts = step_parts(inputs, self.config)
+        hidden = self._hidden(parts, cache)
+        if len(hidden) < len(inputs.token_ids):
+            assert parts.tail is not None
+            whole = hidden.new_zeros(len(inputs.token_ids), hidden.shape[1])
+            hidden = whole.index_copy_(0, parts.tail.rows, hidden)
+        return hidden[:, None]
 
     def forward_with_logits(
         self, inputs: StepInputs, cache: PagedCache, segments: Segments
@@ -112,54 +122,73 @@ class DeepseekV41:
         streams = self(inputs, cache, segments)
         return self.compute_logits(streams), streams
 
-    def _hidden(self, inputs: StepInputs, cache: PagedCache) -> Tensor:
+    def _hidden(self, parts: StepParts, cache: PagedCache) -> Tensor:
         head, targets = self.draft_head, dict[int, Tensor]()
         if head is None:
-            return self.run_layers(self.layers, inputs, cache)
+            return self._run(self.layers, parts, cache)
 
         def on_input(layer: int, streams_NHD: Tensor) -> None:
             if layer in head.sizes.target_layer_ids:
                 targets[layer] = streams_NHD.float().mean(1).to(streams_NHD.dtype)
 
-        hidden = self.run_layers(self.layers, inputs, cache, on_input)
+        hidden = self._run(self.layers, parts, cache, on_input)
+        if not len(hidden):
+            return hidden
+        if len(hidden) < len(parts.inputs.token_ids):
+            assert parts.tail is not None
+            rows, parts = parts.tail.rows, parts.tail.parts
+            # The taps before the tail have all tokens.
+            targets |= {i: t[rows] for i, t in targets.items() if len(t) > len(hidden)}
         features = torch.cat([targets[layer] for layer in head.sizes.target_layer_ids], 1)
-        head.write_context(features, inputs, self.tables.plain, cache)
+        head.write_context(features, parts.inputs, self.tables.plain, cache)
         return hidden
 
     def run_layers(
+        self, layers: Sequence[DecoderLayer], inputs: StepInputs, cache: PagedCache
+    ) -> Tensor:
+        """The collapsed hidden states [N,D] after layers of which the first reads embeddings."""
+        return self._run(layers, step_parts(inputs, self.config), cache)
+
+    def _run(
         self,
         layers: Sequence[DecoderLayer],
-        inputs: StepInputs,
+        parts: StepParts,
         cache: PagedCache,
         on_input: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """The collapsed hidden states [N,D] after some layers, the first of which reads embeddings.
+        """`run_layers`, of the tail's tokens [M,D] if the layers cut the step.
 
         Args:
             on_input: called with each layer's number and the streams at its attention input.
         """
-        x = self.weights.embed[inputs.token_ids]
+        x = self.weights.embed[parts.inputs.token_ids]
         streams = x[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
         pre = streams.new_zeros(streams.shape[:2], dtype=torch.float32)
         pre[:, 0] = 1
         recalled, published = None, Published()
         if any(layer.engram is not None for layer in layers):
-            recalled = self._recalled(inputs, cache)
+            recalled = self._recalled(parts, cache)
         for number, layer in enumerate(layers):
             rotary = self.tables.compressed if layer.attn.ratio else self.tables.plain
             watch = None if on_input is None else partial(on_input, number)
-            streams, pre = layer(streams, pre, inputs, rotary, cache, published, recalled, watch)
+            tail = parts.tail if number == self.config.first_tail_layer else None
+            state = rotary, cache, published, recalled
+            streams, pre = layer(streams, pre, parts, *state, watch, tail)
+            if tail is not None:
+                parts, recalled = tail.parts, None if recalled is None else recalled[tail.rows]
+                if not len(streams):
+                    break
         shares = pre[:, :, None] * streams.float()
         # In this order for any number of tokens.
         return sum(shares.unbind(1), shares.new_zeros(())).to(streams.dtype)
 
-    def _recalled(self, inputs: StepInputs, cache: PagedCache) -> Tensor:
+    def _recalled(self, parts: StepParts, cache: PagedCache) -> Tensor:
         """The compressed ids [N,S] of the last tokens."""
         engram = self.config.engram
         assert engram is not None and self.compressed_ids is not None
-        rows = cache.rows("engram_ids", engram.layer_ids[0], inputs.tables)
-        own = self.compressed_ids[inputs.token_ids]
-        return self.shared.recall_ids(own, engram.max_ngram_size, self.pad, rows, inputs.tokens)
+        rows = cache.rows("engram_ids", engram.layer_ids[0], parts.inputs.tables)
+        own = self.compressed_ids[parts.inputs.token_ids]
+        return self.shared.recall_ids(own, engram.max_ngram_size, self.pad, rows, parts.recalling)
 
     def compute_logits(self, streams_M1D: Tensor) -> Tensor:
         """Logits [M,V] float32 of collapsed hidden states."""

@@ -741,6 +741,8 @@ def check_problem(p: AttentionProblem) -> None:
     """Raise ValueError for a problem that no kernel supports."""
     if p.eps is None:
         raise ValueError("these kernels normalise every head, so they need eps")
+    if p.tokens.windows_begin is not None:
+        raise ValueError("the windows of these kernels begin at position 0")
     check_heads(p.q, p.rotary)
     check_heads(p.out, p.rotary)
     width = p.q.shape[2]

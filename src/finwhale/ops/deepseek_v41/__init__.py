@@ -25,7 +25,7 @@ class StoreRows(Protocol):
     """Store a row of the cache for each token that completes one.
 
     The token at position p with (p + 1) % ratio == 0 writes row p // ratio: its values, rotated by
-    position p // ratio * ratio, then rounded.
+    position p // ratio * ratio, then rounded. A token at position -1 writes none.
     """
 
     def __call__(

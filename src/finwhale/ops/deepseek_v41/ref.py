@@ -54,7 +54,8 @@ def store_rows(
     rounding: RowRounding,
 ) -> None:
     positions = tokens.positions
-    (which,) = ((positions + 1) % ratio == 0).nonzero(as_tuple=True)
+    completes = (positions >= 0) & ((positions + 1) % ratio == 0)
+    (which,) = completes.nonzero(as_tuple=True)
     number = positions[which] // ratio
     own = apply_rope(values_NC[which].float(), rotary_LR.index_select(0, number * ratio))
     at = rows.table.slots(tokens.host_sequence[which.cpu().numpy()], number.cpu().numpy())
