@@ -97,15 +97,18 @@ class PrefillOperations:
     """A rank's operations in a prefill, with those of attention and of the indexer."""
 
     def __init__(self, config: Any, rank: Rank) -> None:
-        self.config = config
+        self.config, architecture = config, architecture_of(config)
         self._heads_divided = 1 if rank.data_parallel else rank.size
-        self._fp8 = self._bf16 = 0.0
+        # Operations for a token: in FP8, in bfloat16, and in bfloat16 at the end of a prompt alone.
+        self._fp8 = self._bf16 = self._tail = 0.0
         for name, spec in weights_of_step(config.without_draft_head(), rank).items():
             if len(spec.shape) < 2 or name == "head.weight" or _is_looked_up(spec):
                 continue
             share = config.num_experts_per_tok / config.n_routed_experts
             ops = 2 * torch.Size(spec.local_shape).numel() * (share if ".experts." in name else 1)
-            if spec.storage in ("fp8_block", "fp4") and architecture_of(config).FP8_PRODUCTS:
+            if architecture.is_of_tail(config, name):
+                self._tail += ops
+            elif spec.storage in ("fp8_block", "fp4") and architecture.FP8_PRODUCTS:
                 self._fp8 += ops
             else:
                 self._bf16 += ops
@@ -115,6 +118,7 @@ class PrefillOperations:
         operations = architecture_of(self.config).attention_operations
         fp8, bf16 = operations(self.config, tokens, self._heads_divided)
         fp8, bf16 = fp8 + self._fp8 * tokens, bf16 + self._bf16 * tokens
+        bf16 += self._tail * min(tokens, self.config.sliding_window)
         return round(float(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE)), 4)
 
 

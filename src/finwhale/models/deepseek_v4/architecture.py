@@ -28,6 +28,7 @@ __all__ = [
     "describe",
     "fits_whole_attention",
     "ignored_prefixes",
+    "is_of_tail",
     "kernel_obstacles",
     "rank_config",
     "weight_bytes",
@@ -133,6 +134,11 @@ def fits_whole_attention(config: DeepseekV4Config, total: int) -> bool:
         or spec.name.endswith(".indexer.wq_b.weight")
     )
     return values * (1 if config.quantised else 2) * WHOLE_ATTENTION_PART <= total
+
+
+def is_of_tail(config: DeepseekV4Config, name: str) -> bool:
+    """Whether a weight is multiplied by the end of a prompt only."""
+    return False
 
 
 def cache_bytes_read(config: DeepseekV4Config, context: int) -> float:

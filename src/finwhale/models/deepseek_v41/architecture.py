@@ -1,5 +1,6 @@
 """DeepSeek-V4.1's functions for the engine and the commands (registry.py)."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "describe",
     "fits_whole_attention",
     "ignored_prefixes",
+    "is_of_tail",
     "kernel_obstacles",
     "rank_config",
     "weight_bytes",
@@ -129,6 +131,14 @@ def weight_bytes(
     return assembler(config, form, torch.device("meta")).num_bytes
 
 
+def is_of_tail(config: DeepseekV41Config, name: str) -> bool:
+    """Whether a weight is multiplied by the end of a prompt only."""
+    first, layer = config.first_tail_layer, re.match(r"layers\.(\d+)\.", name)
+    number = -1 if layer is None else int(layer[1])
+    makes_entries = ".compressor." in name or ".indexer.wk." in name
+    return number > first or (number == first and not makes_entries)
+
+
 def cache_bytes_read(config: DeepseekV41Config, context: int) -> float:
     """Bytes of the packed cache that a decode reads for a sequence of `context` tokens."""
     c, total = config, 0.0
@@ -146,12 +156,13 @@ def attention_operations(
     """A rank's operations of attention and indexers in a prompt: in FP8, and in bfloat16."""
     c, total = config, 0.0
     for layer, ratio in enumerate(c.layer_ratios):
-        keys = float(c.sliding_window)
+        tail = layer >= c.first_tail_layer
+        computed, keys = min(tokens, c.sliding_window) if tail else tokens, float(c.sliding_window)
         if ratio:
-            entries = tokens / ratio / 2
+            entries = tokens / ratio / (1 if tail else 2)
             keys += min(c.index_topk, entries)
-            total += 2 * tokens * _scored(c, layer, entries) * c.index_n_heads * c.index_head_dim
-        total += 4 * tokens * keys * c.num_attention_heads * c.head_dim / heads_divided
+            total += 2 * computed * _scored(c, layer, entries) * c.index_n_heads * c.index_head_dim
+        total += 4 * computed * keys * c.num_attention_heads * c.head_dim / heads_divided
     return 0.0, total
 
 
