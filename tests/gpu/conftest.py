@@ -7,7 +7,13 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 # Files whose tests share no fixture. The tests of any other file share engines.
-INDEPENDENT = {"test_experts", "test_rank_sizes", "test_rounded_attention", "test_sampling"}
+INDEPENDENT = {
+    "test_experts",
+    "test_rank_sizes",
+    "test_rounded_attention",
+    "test_sampling",
+    "test_v41_attention",
+}
 
 
 class SharedFixturesTogether(LoadScopeScheduling):  # type: ignore[misc]

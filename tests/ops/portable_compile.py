@@ -116,7 +116,7 @@ def call_amd(name: str, **constants: int) -> None:
 
 
 # Kernels that the AMD table never launches.
-NVIDIA_ONLY = {name for name in kernel_names() if "hopper" in name}
+NVIDIA_ONLY = {name for name in kernel_names() if "hopper" in name or "deepseek_v41" in name}
 NVIDIA_ONLY.add("mhc.residual_streams_triton.sum_streams_few_kernel")  # adds sums of several ranks
 AMD_KERNELS = sorted(kernel_names() - NVIDIA_ONLY)
 CALLS: dict[str, Callable[[], None]] = {

@@ -7,6 +7,7 @@ from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 
 from . import sm90_compile as near
 from . import sm90_experts as experts
+from . import sm90_v41_attention as v41
 
 TOKENS = 2**22
 PAIR_TOKENS = 2**19  # of 8 experts each
@@ -39,6 +40,9 @@ def calls() -> dict[str, Callable[[], None]]:
         found[f"attention-hopper-few-heads-{N}"] = partial(
             near.call_attention, 16, 512, 1024, 512, N, 1 if N == 32 else N, sparse_attention
         )
+    found["v41-rows"] = partial(v41.call_rows, TOKENS, TOKENS)
+    for heads, N in ((64, 1), (64, TOKENS), (16, TOKENS)):
+        found[f"v41-attention-{heads}-{N}"] = partial(v41.call_attention, heads, N)
     D, I, E, _ = experts.MODELS["pro"]  # noqa: E741
     for number, plan in enumerate(experts.PLANS):
         call = partial(experts.call, D, I, E, 8, PAIR_TOKENS, plan)

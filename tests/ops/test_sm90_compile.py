@@ -8,13 +8,15 @@ pytest.importorskip("triton", reason="needs triton, which is installed with the 
 
 import triton
 
-from . import sm90_attention, sm90_collectives, sm90_compile, sm90_experts
+from . import sm90_attention, sm90_collectives, sm90_compile, sm90_experts, sm90_v41_attention
 from .conftest import Compile
 from .kernel_sources import kernel_names
 
 # Other sizes of kernels that a size of Flash compiles too.
 OTHER_SIZES = {
     "attention-flash-32",
+    "v41-attention-64-32",
+    "v41-attention-8-8",
     "flash-hopper-32-1024",
     "flash-hopper-64-1024",
     "flash-hopper-128-1024",
@@ -36,17 +38,20 @@ def marks(call: str) -> list[pytest.MarkDecorator]:
 
 CALLS = [
     pytest.param(module.__name__.rpartition(".")[2], call, id=call, marks=marks(call))
-    for module in (sm90_compile, sm90_attention, sm90_experts)
+    for module in (sm90_compile, sm90_attention, sm90_experts, sm90_v41_attention)
     for call in module.CALLS
 ]
 # Bytes of stack a thread: portable attention of many tokens; the indexer's scores of a prefill;
 # Gluon programs of many columns, outside their loops over tiles.
-# The embedded model's compressors reserve 8 bytes that no instruction uses.
+# The embedded model's compressors, and kernels that store entries with their keys, reserve 8 bytes
+# that no instruction uses.
 SPILLING = {
     "indexer.select_entries_triton._scores_kernel": 16,
     "compressor.compress_triton._compress_kernel": 8,
     "attention.sparse_attention_triton._attend_kernel": 256,
     "attention.sparse_attention_hopper._attend_kernel": 32,
+    "deepseek_v41.attention_triton._attend_kernel": 120,
+    "deepseek_v41.store_rows_triton._store_rows_kernel": 8,
     "moe.experts_hopper._gate_up_kernel": 64,
     "moe.experts_hopper._down_kernel": 64,
     "moe.experts_hopper_few._few_gate_up_kernel": 64,

@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from finwhale.models.cache import CacheField, CacheGroup, Record, State
-from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
+from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.ops.compressor import STATE_KEPT
-from finwhale.ops.deepseek_v41.layout import ScaledRow
-from finwhale.ops.indexer.layout import IndexKey
+from finwhale.ops.deepseek_v41.layout import entry, index_key, window_row
 from finwhale.ops.paging import BLOCK_TOKENS
-
-ENTRY_GROUP = 16
 
 
 def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
@@ -29,16 +26,16 @@ def cache_spec(config: DeepseekV41Config) -> tuple[CacheGroup, ...]:
     C, ratios, engram = config.head_dim, config.compress_ratios, config.engram
     every = tuple(range(len(ratios)))
     c1, c2 = (tuple(i for i in config.kv_source_layer_ids if ratios[i] == r) for r in (1, 2))
-    entry, key = ScaledRow(C, 4, ENTRY_GROUP), IndexKey(config.index_head_dim)
+    row, key = entry(C), index_key(config.index_head_dim)
     kept = config.sliding_window - (config.dspark is None)
     replay = config.replay_tokens
     groups = [
-        _group("window", {"window": ScaledRow(C, 8, GROUP)}, every, keep=(1, kept), rebuilt=replay),
+        _group("window", {"window": window_row(C)}, every, keep=(1, kept), rebuilt=replay),
         # A page is a whole block, so admission counts pages exactly.
-        _group("c1", {"c1": entry, "c1_keys": key}, c1, rows_per_page=BLOCK_TOKENS),
+        _group("c1", {"c1": row, "c1_keys": key}, c1, rows_per_page=BLOCK_TOKENS),
         _group(
             "c2",
-            {"c2": entry, "c2_keys": key},
+            {"c2": row, "c2_keys": key},
             c2,
             tokens_per_row=2,
             rows_per_page=BLOCK_TOKENS // 2,

@@ -1,0 +1,107 @@
+"""DeepSeek-V4.1's records and attention on a GPU, against the reference on a CPU."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.support.model_cases.compressor import state_rows
+from tests.support.op_arguments import outliers, strided
+from tests.support.op_case import Chunks, Draw, entry_rows, step_tokens, to_device
+from tests.support.v41_rows import Case, Entries, check, empty, padded, unpack
+from torch import Tensor
+
+from finwhale.ops.deepseek_v41 import RowRounding, ref
+from finwhale.ops.deepseek_v41.attention_triton import sparse_attention
+from finwhale.ops.deepseek_v41.layout import entry, index_key, window_row
+from finwhale.ops.deepseek_v41.merge_pairs_triton import merge_pairs
+from finwhale.ops.deepseek_v41.store_rows_triton import store_entries, store_rows
+from finwhale.ops.paging import CacheRows
+
+DEVICE = "cuda"
+CHUNKS: Chunks = ((254, 700), (7, 8), (0, 5), (511, 512), (40, 80), (2, 3))
+STEPS: dict[str, Chunks] = {
+    "1": ((5000, 5001),),
+    "4": ((5000, 5001), (0, 1), (127, 128), (700, 702)),
+    "24": tuple((300 * n, 300 * n + 1) for n in range(24)),
+    "300": ((0, 40), (1000, 1260)),
+}
+
+
+def attention(case: Case, **how: bool) -> Tensor:
+    q = to_device(case.q, DEVICE)
+    out = strided(torch.full_like(q, torch.nan))
+    args: Any = (*to_device(case.arguments(out)[:-1], DEVICE), out)
+    sparse_attention(*args, **how)
+    return out.cpu()
+
+
+@pytest.mark.parametrize("kind, topk", [("none", 0), ("fp4", 512), ("window", 5)])
+@pytest.mark.parametrize("heads", [64, 32, 16, 8])
+@pytest.mark.parametrize("step", STEPS)
+def test_attention(step: str, heads: int, kind: Entries, topk: int) -> None:
+    """The PTX changes no bit, nor does a launch that is repeated."""
+    case = Case(STEPS[step], heads, 512, 128, kind, topk)
+    found = attention(case, early_launch=True, inline_asm=True)
+    check(found.float(), case.wanted())
+    assert torch.equal(found, attention(case))
+    again = attention(case, early_launch=True, inline_asm=True)
+    assert torch.equal(found, again)
+    check(attention(case, invariant=True, inline_asm=True).float(), case.wanted())
+
+
+@pytest.mark.parametrize("rounding", ["e4m3", "fp4", "key"])
+@pytest.mark.parametrize("ratio, dtype", [(1, torch.bfloat16), (2, torch.float32)])
+def test_rows_are_stored(rounding: RowRounding, ratio: int, dtype: torch.dtype) -> None:
+    """A GPU's rope may differ in the last bit, which carries few values over to the next one."""
+    draw, tokens = Draw(), step_tokens(CHUNKS)
+    record = {"e4m3": window_row(512), "fp4": entry(512), "key": index_key(128)}[rounding]
+    rows = empty(draw.page_table(entry_rows(CHUNKS, ratio), 64), record)
+    rotary = draw.rotation(tokens.max_len, 64)
+    values = outliers(draw, len(tokens.positions), record.width).to(dtype)
+    wanted = replace(rows, pool=unpack(rows, record))
+    ref.store_rows(values, wanted, rotary, tokens, ratio, rounding)
+    run = torch.cat((values, values[:2]))
+    args = to_device((run, rows, rotary, padded(tokens), ratio, rounding), DEVICE)
+    store_rows(*args, early_launch=True)
+    found = unpack(CacheRows(args[1].pool.cpu(), rows.table), record)
+    differ = found != wanted.pool
+    assert not differ[:, :-64].any()
+    assert differ.float().mean() < 1e-3
+    largest = wanted.pool.unflatten(1, (-1, record.group)).abs().amax(2, keepdim=True)
+    error = (found - wanted.pool).abs().unflatten(1, (-1, record.group))
+    assert (error <= largest / 3).all()
+
+
+def test_an_entry_and_its_key_in_one_launch() -> None:
+    draw, tokens = Draw(), step_tokens(CHUNKS)
+    table = draw.page_table(entry_rows(CHUNKS, 2), 128)
+    values, keys = draw.normal(len(tokens.positions), 512), draw.normal(len(tokens.positions), 128)
+    make = partial(empty, table)
+    pools = [make(record) for record in (entry(512), index_key(128)) for _ in range(2)]
+    (one, other, key, other_key), rotary, tokens, values, keys = to_device(
+        (tuple(pools), draw.rotation(tokens.max_len, 64), tokens, values, keys), DEVICE
+    )
+    # An entry and its key have one page table.
+    key, other_key = replace(key, table=one.table), replace(other_key, table=other.table)
+    store_rows(values, one, rotary, tokens, 2, "fp4")
+    store_rows(keys, key, rotary, tokens, 2, "key")
+    store_entries(values, other, keys, other_key, rotary, tokens, 2, early_launch=True)
+    assert one.pool.any() and torch.equal(one.pool, other.pool)
+    assert key.pool.any() and torch.equal(key.pool, other_key.pool)
+
+
+@pytest.mark.parametrize("max_verify_tokens", [1, 6])
+def test_pairs_are_merged(max_verify_tokens: int) -> None:
+    draw, tokens, width = Draw(), step_tokens(CHUNKS), 512
+    table, num_rows = draw.page_table(state_rows(CHUNKS, 2, max_verify_tokens), 8)
+    state, norm = CacheRows(draw.normal(num_rows, 2 * width), table), draw.normal(width)
+    projected = draw.normal(len(tokens.positions), 2 * width, scale=3.0)
+    run = torch.cat((projected, projected[:2]))
+    args: Any = to_device((run, norm, state, padded(tokens), 1e-20, max_verify_tokens), DEVICE)
+    found = merge_pairs(*args, early_launch=True).cpu()
+    wanted = ref.merge_pairs(projected, norm, state, tokens, 1e-20, max_verify_tokens)
+    torch.testing.assert_close(found[:-2], wanted, rtol=1e-5, atol=1e-5)
+    assert not found[-2:].any()
+    assert torch.equal(args[2].pool.cpu(), state.pool)
