@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import InitVar, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from finwhale.engine.plan.executor import RankState
@@ -49,8 +49,46 @@ class PageUse:
     total: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineMetrics:
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What an engine has counted since its start.
+
+    Attributes:
+        requests: number of accepted requests.
+        ordinary_requests: how many of them a prefill server (`role`) answered although no decode
+            server continues them.
+        steps: number of forwards.
+        output_tokens: generated tokens.
+        endings: sequences by how they ended: "stop", "length", "error", "abort".
+        drafts_proposed: number of verified drafts, by position after the last known token.
+        drafts_accepted: how many of them became output.
+        verifications: number of times that the model verified a sequence's drafts.
+        time_of_verification: time of forward and sampling, in steps in which all sequences decode.
+        time_of_draft: time of the draft head in the same steps.
+        time_to_first_token: from a request's arrival to the first token of each of its sequences.
+        time_between_tokens: from each token to the next of the same sequence.
+        time_per_output_token: mean time between tokens of each sequence that ended.
+    """
+
+    requests: int = 0
+    ordinary_requests: int = 0
+    steps: int = 0
+    output_tokens: int = 0
+    endings: dict[FinishReason, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "error": 0, "abort": 0}
+    )
+    drafts_proposed: list[int]
+    drafts_accepted: list[int]
+    verifications: int = 0
+    time_of_verification: Histogram = field(default_factory=Histogram)
+    time_of_draft: Histogram = field(default_factory=Histogram)
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    time_between_tokens: Histogram = field(default_factory=Histogram)
+    time_per_output_token: Histogram = field(default_factory=Histogram)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineMetrics(Counters):
     """A snapshot of an engine's metrics.
 
     Attributes:
@@ -59,26 +97,12 @@ class EngineMetrics:
         step_seconds: time that the current step has taken so far; 0 if no step runs.
         pages: page use by cache group (window, c4, c128, c4_state, c128_state).
         idle_blocks: cached blocks of prompts and outputs that no sequence uses.
-        requests: number of accepted requests.
-        ordinary_requests: how many of them a prefill server (`role`) answered although no decode
-            server continues them.
-        steps: number of forwards.
         prompt_tokens: prompt tokens of admitted sequences.
         cached_tokens: how many of the prompt tokens were in the prefix cache.
-        output_tokens: generated tokens.
         cache_hits: sequences that resumed after a cached prefix.
         evicted_blocks: blocks that the prefix cache has evicted.
         preemptions: number of preempted sequences, which are prefilled again.
-        endings: sequences by how they ended: "stop", "length", "error", "abort".
-        drafts_proposed: number of verified drafts, by position after the last known token.
-        drafts_accepted: how many of them became output.
-        verifications: number of times that the model verified a sequence's drafts.
         draft_tokens: the current maximum number of drafts of a sequence.
-        time_of_verification: time of forward and sampling, in steps in which all sequences decode.
-        time_of_draft: time of the draft head in the same steps.
-        time_to_first_token: from a request's arrival to the first token of each of its sequences.
-        time_between_tokens: from each token to the next of the same sequence.
-        time_per_output_token: mean time between tokens of each sequence that ended.
         late_compilations: number of kernels and graphs, by compiler, that were compiled or loaded
             from the cache after the engine was ready. Each one delays a request. Should be 0.
         ranks: the state of each rank.
@@ -92,25 +116,12 @@ class EngineMetrics:
     step_seconds: float
     pages: Mapping[str, PageUse]
     idle_blocks: int
-    requests: int
-    ordinary_requests: int
-    steps: int
     prompt_tokens: int
     cached_tokens: int
-    output_tokens: int
     cache_hits: int
     evicted_blocks: int
     preemptions: int
-    endings: Mapping[FinishReason, int]
-    drafts_proposed: Sequence[int]
-    drafts_accepted: Sequence[int]
-    verifications: int
     draft_tokens: int
-    time_of_verification: Histogram
-    time_of_draft: Histogram
-    time_to_first_token: Histogram
-    time_between_tokens: Histogram
-    time_per_output_token: Histogram
     late_compilations: Mapping[str, int]
     ranks: tuple[RankState, ...] = ()
     store: StoreCounts | None = None
@@ -151,34 +162,15 @@ class Clock:
         self.first = self.first or now
 
 
-@dataclass(slots=True)
-class Meter:
-    """The counters of one engine, without a lock: a reader may see some of a step's changes.
+class Meter(Counters):
+    """The counters of one engine, without a lock: a reader may see some of a step's changes."""
 
-    Args:
-        max_draft_tokens: the most drafts of a sequence; each position has its own counters.
-    """
+    __slots__ = ()
 
-    max_draft_tokens: InitVar[int] = 0
-    requests: int = 0
-    ordinary_requests: int = 0
-    steps: int = 0
-    output_tokens: int = 0
-    endings: dict[FinishReason, int] = field(
-        default_factory=lambda: {"stop": 0, "length": 0, "error": 0, "abort": 0}
-    )
-    drafts_proposed: list[int] = field(init=False)
-    drafts_accepted: list[int] = field(init=False)
-    verifications: int = 0
-    time_of_verification: Histogram = field(default_factory=Histogram)
-    time_of_draft: Histogram = field(default_factory=Histogram)
-    time_to_first_token: Histogram = field(default_factory=Histogram)
-    time_between_tokens: Histogram = field(default_factory=Histogram)
-    time_per_output_token: Histogram = field(default_factory=Histogram)
-
-    def __post_init__(self, max_draft_tokens: int) -> None:
-        self.drafts_proposed = [0] * max_draft_tokens
-        self.drafts_accepted = [0] * max_draft_tokens
+    def __init__(self, max_draft_tokens: int = 0) -> None:
+        """max_draft_tokens: the most drafts of a sequence; each position has its own counters."""
+        drafts = [0] * max_draft_tokens
+        super().__init__(drafts_proposed=drafts, drafts_accepted=drafts.copy())
 
     def record_step(self, clocks: list[Clock], now: float) -> None:
         """Record a step that gave each sequence one token now."""
