@@ -29,7 +29,8 @@ class RolloutControl:
 
     def __init__(self, engine: Engine, send: Callable[[Answered], None]) -> None:
         self.engine = engine
-        self.updates = weight_updates.WeightUpdates(engine)
+        self.updates = updates = weight_updates.WeightUpdates(engine)
+        self.join, self.leave, self.finish = updates.join, updates.leave, updates.finish
         self._send = send
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -104,12 +105,6 @@ class RolloutControl:
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
 
-    def join(self, **arguments: Any) -> None:
-        self.updates.join(**arguments)
-
-    def leave(self, group_name: str) -> None:
-        self.updates.leave(group_name)
-
     def begin(self, *, partial: bool) -> None:
         """Begin an update, and drop one that has begun: its trainer may be gone."""
         self.updates.discard()
@@ -138,6 +133,3 @@ class RolloutControl:
         requests: Requests = "abort" if abort else "recompute"
         self.updates.discard()
         self.updates.update(path, version=version, requests=requests)
-
-    def finish(self, *, version: str | None, requests: Requests) -> None:
-        self.updates.finish(version=version, requests=requests)
