@@ -201,10 +201,10 @@ class Endpoints:
                 message = f"unknown parameter: {name}"
                 raise ApiError(400, message, code="unknown_parameter", param=name)
 
-    async def _call(self, method: str, **arguments: Any) -> Any:
+    async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         """Calls RolloutControl.METHOD. Raises ApiError and what `EngineClient.call` raises."""
         try:
-            return await self._state.client.call(methodcaller(method, **arguments))
+            return await self._state.client.call(methodcaller(method, **arguments)) or OK
         except (RequestError, EngineDeadError, StoppingError):
             raise
         except FinwhaleError as error:
@@ -236,15 +236,15 @@ class Endpoints:
         tags: Annotated[list[Tag] | None, Query()] = None,
     ) -> dict[str, Any]:
         """Frees memory. Level 2 drops the weights, level 1 saves them."""
-        await self._call("sleep", tags=_tags(tags), drop_weights=level == 2, abort=mode == "abort")
-        return OK
+        return await self._call(
+            "sleep", tags=_tags(tags), drop_weights=level == 2, abort=mode == "abort"
+        )
 
     async def wake(self, tags: Annotated[list[Tag] | None, Query()] = None) -> dict[str, Any]:
         """Allocates memory again. Ends an update that has begun, unless the engine is paused or
         still sleeps.
         """
-        await self._call("wake", tags=_tags(tags))
-        return OK
+        return await self._call("wake", tags=_tags(tags))
 
     async def release(self, body: TagsBody = _ALL_TAGS) -> dict[str, Any]:
         """/sleep of level 1, which keeps requests."""
@@ -259,8 +259,7 @@ class Endpoints:
 
     async def reset_cache(self) -> dict[str, Any]:
         """Clears the prefix cache: later requests reuse no prefix that is cached now."""
-        await self._call("reset_prefix_cache")
-        return OK
+        return await self._call("reset_prefix_cache")
 
     # --- Weights ----------------------------------------------------------------------------------
 
@@ -272,13 +271,11 @@ class Endpoints:
 
     async def init_group(self, body: GroupBody) -> dict[str, Any]:
         """Joins a process group with a trainer. Answers when all members have joined."""
-        await self._call("join", **body.model_dump())
-        return OK
+        return await self._call("join", **body.model_dump())
 
     async def destroy_group(self, body: GroupNameBody) -> dict[str, Any]:
         """Leaves a process group."""
-        await self._call("leave", group_name=body.group_name)
-        return OK
+        return await self._call("leave", group_name=body.group_name)
 
     async def start(self, body: StartBody = _START) -> dict[str, str]:
         """Begins an update; /update_weights then sends its weights."""
@@ -301,19 +298,17 @@ class Endpoints:
 
     async def update_distributed(self, body: DistributedBody) -> dict[str, Any]:
         """/update_weights over a process group."""
-        await self._call(
+        return await self._call(
             "update", names=body.names, dtypes=body.dtypes, shapes=body.shapes,
             version=body.weight_version, group=body.group_name, handles=None,
         )  # fmt: skip
-        return OK
 
     async def update_from_disk(self, body: DiskBody) -> dict[str, Any]:
         """Replaces all weights by those of a checkpoint's directory on the server's host."""
-        await self._call(
+        return await self._call(
             "update_from_directory", path=body.model_path,
             version=body.weight_version, abort=body.abort_all_requests,
         )  # fmt: skip
-        return OK
 
     async def finish(self, body: FinishBody = _FINISH) -> dict[str, str]:
         """Writes the weights of the update that has begun."""

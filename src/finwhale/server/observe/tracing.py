@@ -90,7 +90,18 @@ class Traces:
             _set_status(span, scope["state"], status)
             if log is not None:
                 span.set_attributes(_of_request(log, begin))
-                self._add_children(span, log, offset_ns)
+                inside = set_span_in_context(span)
+                for index, times in enumerate(log.times.values()):
+                    attributes = {"finwhale.prompt.index": index} if len(log.times) > 1 else None
+                    for name, start, end in (
+                        ("queue", times.arrival, times.admission),
+                        ("prefill", times.admission, times.first_token),
+                        ("decode", times.first_token, _end(times, log)),
+                    ):
+                        child = self._tracer.start_span(
+                            name, inside, attributes=attributes, start_time=_ns(start, offset_ns)
+                        )
+                        child.end(_ns(end, offset_ns))
         span.end(time.monotonic_ns() + offset_ns)
         context = span.get_span_context()
         return f"{context.trace_id:032x}" if context.trace_flags.sampled else None
@@ -100,21 +111,6 @@ class Traces:
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(FLUSH_S)
-
-    def _add_children(self, parent: Span, log: RequestLog, offset_ns: int) -> None:
-        """Adds the spans of the engine's work on each prompt that got a token."""
-        context = set_span_in_context(parent)
-        for index, times in enumerate(log.times.values()):
-            attributes = {"finwhale.prompt.index": index} if len(log.times) > 1 else None
-            for name, start, end in (
-                ("queue", times.arrival, times.admission),
-                ("prefill", times.admission, times.first_token),
-                ("decode", times.first_token, _end(times, log)),
-            ):
-                child = self._tracer.start_span(
-                    name, context, attributes=attributes, start_time=_ns(start, offset_ns)
-                )
-                child.end(_ns(end, offset_ns))
 
 
 def _ns(moment: float, offset_ns: int) -> int:
