@@ -3,10 +3,11 @@
 import pytest
 import torch
 from tests.support.op_case import Draw
+from tests.support.packed_pools import pack_rows
 from tests.support.packing import unpack_rows
 
 from finwhale.ops.attention import ref
-from finwhale.ops.attention.layout import RopeRow, pack_rows
+from finwhale.ops.attention.layout import RopeRow
 
 
 def test_sizes_of_pages() -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from tests.support.op_arguments import outliers
 from tests.support.op_case import Draw
+from tests.support.packed_pools import pack_keys
 from tests.support.packing import unpack_keys
 from torch import Tensor
 
 from finwhale.ops.indexer import cpu
-from finwhale.ops.indexer.layout import IndexKey, pack_keys
+from finwhale.ops.indexer.layout import IndexKey
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, scaled_fp4, unscaled_fp4
 
 from .test_references import E2M1, f64, naive_fp4, naive_hadamard

@@ -15,13 +15,12 @@ from tests.support import operator_checks
 from tests.support.checked_case import CheckedCase, checked
 from tests.support.op_arguments import take_tokens
 from tests.support.op_case import CONFIGS, Args, ModelDraw
+from tests.support.packed_pools import pack_keys, pack_rows
 from tests.support.packing import ACTIVATIONS, WINDOW_WRITERS, plain_args
 from tools.operators import model_cases
 from torch import Tensor
 
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.attention.layout import pack_rows
-from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.moe import Dispatched
 from finwhale.ops.paging import Tokens
 from finwhale.platform import Platform

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.support.op_arguments import outliers, strided
 from tests.support.op_case import Chunks, Draw, entry_rows, step_tokens, window_rows
+from tests.support.packed_pools import pack_rows
 from tests.support.packing import unpack_rows
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from finwhale.ops.attention import (
     sparse_attention_triton,
 )
 from finwhale.ops.attention import prepare_qkv_triton as kernels
-from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.attention.sparse_attention_triton import (
     AttendPlan,
     AttentionProblem,

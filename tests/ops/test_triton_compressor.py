@@ -14,13 +14,12 @@ from tests.support.checked_case import E4M3_FLIP, FP4_FLIP
 from tests.support.model_cases.compressor import EPS, compress_args
 from tests.support.op_arguments import strided
 from tests.support.op_case import Chunks, Draw
+from tests.support.packed_pools import pack_keys, pack_rows
 from tests.support.packing import unpack_keys, unpack_rows
 from torch import Tensor
 
-from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.compressor import CompressPart, Rounding, ref
 from finwhale.ops.compressor import compress_triton as kernels
-from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard
 

@@ -18,6 +18,7 @@ from tests.support.cases.indexer import CASES
 from tests.support.checked_case import CheckedCase
 from tests.support.op_arguments import strided
 from tests.support.op_case import Args, Draw
+from tests.support.packed_pools import pack_keys
 from tests.support.packing import unpack_keys
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from finwhale.distributed.rank import Rank
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.indexer import IndexQueries, ref, topk_long_triton, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
-from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.indexer.prepare_queries_triton import prepare_index_queries
 from finwhale.ops.paging import MAX_DECODE_QUERY, CacheRows, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, unscaled_fp4

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.support.packed_pools import pack_keys, pack_rows
 from torch import Tensor
 
 from finwhale.bench.floors import FP8_RATE, READ_RATE
 from finwhale.errors import FinwhaleError
-from finwhale.ops.attention.layout import pack_rows
-from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.paging import PageTable, Tokens
 
 Args = tuple[Any, ...]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tests.support.op_case import Args
+from tests.support.packed_pools import pack_keys, pack_rows, page_parts
 from torch import Tensor
 
 from finwhale.checkpoint.formats import (
@@ -21,9 +22,9 @@ from finwhale.checkpoint.formats import (
     scale_to_float32,
 )
 from finwhale.ops.attention import NOPE_GROUP, AllEntries, TopkEntries, Window
-from finwhale.ops.attention.layout import RopeRow, _parts, pack_rows
+from finwhale.ops.attention.layout import RopeRow
 from finwhale.ops.compressor import CompressPart
-from finwhale.ops.indexer.layout import IndexKey, pack_keys
+from finwhale.ops.indexer.layout import IndexKey
 from finwhale.ops.linear import KERNEL_GROUP, LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import CacheRows, PageTable, Tokens
@@ -54,7 +55,7 @@ def unpack_rows(pool: Tensor, rows_per_page: int, head_dim: int, rope_dim: int) 
     Row r of the result is slot r of the pool. Every value is exact in bfloat16.
     """
     record = RopeRow(head_dim, rope_dim)
-    value_part, scale_part = _parts(pool, rows_per_page, record.value_bytes, record.scale_bytes)
+    value_part, scale_part = page_parts(pool, rows_per_page, record.value_bytes, record.scale_bytes)
     value_part = value_part.flatten(0, 1).contiguous()
     exponent = scale_part.flatten(0, 1)[:, : record.num_groups].to(torch.int32)
     scale = (exponent << 23).view(torch.float32).repeat_interleave(NOPE_GROUP, 1)

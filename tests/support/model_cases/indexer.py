@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from tests.support import op_case as case
+from tests.support.packed_pools import pack_keys
 
-from finwhale.ops.indexer.layout import IndexKey, pack_keys
+from finwhale.ops.indexer.layout import IndexKey
 from finwhale.ops.paging import CacheRows
 
 ROWS_PER_PAGE = 64

@@ -16,12 +16,7 @@ page has the layout that FlashMLA reads on SM90 as [num_pages, P, 1, 584] with t
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from finwhale.ops.attention import NOPE_GROUP
-from finwhale.ops.rounding import scaled_e4m3
 
 PAGE_ALIGN = 16
 
@@ -61,41 +56,3 @@ class RopeRow:
         """Bytes of one page of one layer: the second dimension of a packed pool."""
         row = self.value_bytes + self.scale_bytes
         return -(-rows_per_page * row // PAGE_ALIGN) * PAGE_ALIGN
-
-
-def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
-    """rows [P,C] of a float dtype as a packed pool [ceil(P / rows_per_page), page_bytes] uint8.
-
-    The nope part is rounded as rounding.round_e4m3 does, the rope part to bfloat16. In the last
-    page, rows past P are zeros.
-    """
-    num_rows, head_dim = rows_PC.shape
-    record = RopeRow(head_dim, rope_dim)
-    values, groups = record.value_bytes, record.num_groups
-    num_pages = -(-num_rows // rows_per_page)
-    rows = F.pad(rows_PC.float(), (0, 0, 0, num_pages * rows_per_page - num_rows))
-    nope = F.pad(rows[:, :-rope_dim], (0, groups * NOPE_GROUP - (head_dim - rope_dim)))
-    rounded, scale = scaled_e4m3(nope, NOPE_GROUP)
-    rope = rows[:, -rope_dim:].to(torch.bfloat16).view(torch.uint8)
-    exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
-
-    pool = torch.zeros(
-        num_pages,
-        record.page_bytes(rows_per_page),
-        dtype=torch.uint8,
-        device=rows_PC.device,
-    )
-    value_part, scale_part = _parts(pool, rows_per_page, values, record.scale_bytes)
-    packed = torch.cat((rounded.view(torch.uint8)[:, : head_dim - rope_dim], rope), 1)
-    value_part.copy_(packed.view(num_pages, rows_per_page, values))
-    scale_part[..., :groups].copy_(exponent.view(num_pages, rows_per_page, groups))
-    return pool
-
-
-def _parts(pool: Tensor, rows_per_page: int, values: int, scales: int) -> tuple[Tensor, Tensor]:
-    """Views of a pool: [pages, rows, value bytes] and [pages, rows, scale bytes]."""
-    middle, end = rows_per_page * values, rows_per_page * (values + scales)
-    return (
-        pool[:, :middle].unflatten(1, (rows_per_page, values)),
-        pool[:, middle:end].unflatten(1, (rows_per_page, scales)),
-    )

@@ -18,10 +18,7 @@ have such small scales.
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from finwhale.ops.rounding import fp4_group, scaled_fp4
+from finwhale.ops.rounding import fp4_group
 
 # The largest difference between the exponents of a key.
 MAX_SPREAD = 11
@@ -46,20 +43,3 @@ class IndexKey:
     def page_bytes(self, rows_per_page: int) -> int:
         """Bytes of a page of keys."""
         return rows_per_page * (self.code_bytes + self.scale_bytes)
-
-
-def pack_keys(keys: Tensor, rows_per_page: int) -> Tensor:
-    """Keys [rows, C] of a float dtype, rows a multiple of rows_per_page -> uint8 [pages, bytes].
-
-    The keys are rounded to FP4, not rotated. A key that is already rounded stays exact if its
-    exponents differ by at most MAX_SPREAD.
-    """
-    scale = scaled_fp4(keys)[1]
-    least = scale.amax(-1, keepdim=True) * 2.0**-MAX_SPREAD
-    codes, scale = scaled_fp4(keys, least)
-    pages = keys.shape[0] // rows_per_page
-    size, sign = codes & 7, (codes >> 3).unflatten(1, (-1, 2, 4))
-    signs = (sign[:, :, 1] << 3 | sign[:, :, 0] << 7).flatten(1)
-    words = size[:, 0::2] | size[:, 1::2] << 4 | signs
-    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    return torch.cat((words.view(pages, -1), exponents.view(pages, -1)), 1)
