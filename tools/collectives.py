@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 import torch.multiprocessing
+from tests.support.capture_warm_up import warm_up
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import keep_record, stamp, summary
-from finwhale.bench.timing import replay_ms, seconds_of, warm_up
+from finwhale.bench.timing import replay_ms, seconds_of
 from finwhale.cli.bench import run_tool
 from finwhale.distributed import connect as connecting
 from finwhale.distributed import ref

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from tests.support.capture_warm_up import warm_up
 from tests.support.op_case import CONFIGS, Chunks, ModelDraw, OpCase, OpSizes, num_tokens
 from torch import Tensor
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.floors import READ_RATE
 from finwhale.bench.record import keep_record, stamp, summary
-from finwhale.bench.timing import replay_ms, warm_up
+from finwhale.bench.timing import replay_ms
 from finwhale.cli.bench import run_tool
 from finwhale.engine.ranks.memory_checks import check_room
 from finwhale.errors import FinwhaleError

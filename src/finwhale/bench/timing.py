@@ -1,7 +1,7 @@
 """Times calls on the host, and captured graphs on a GPU."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -11,16 +11,6 @@ def seconds_of(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def warm_up(calls: Iterable[Callable[[], object]]) -> None:
-    """Make calls on a side stream: CUDA wants warm-ups on one before a capture."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 def replay_ms(replay: Callable[[], object], repeats: int, *, wait: bool = True) -> list[float]:
