@@ -8,6 +8,7 @@ from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from . import sm90_compile as near
 from . import sm90_experts as experts
 from . import sm90_v41_attention as v41
+from .sm90_v41_gemm import FAR
 
 TOKENS = 2**22
 PAIR_TOKENS = 2**19  # of 8 experts each
@@ -47,7 +48,7 @@ def calls() -> dict[str, Callable[[], None]]:
     for number, plan in enumerate(experts.PLANS):
         call = partial(experts.call, D, I, E, 8, PAIR_TOKENS, plan)
         found[f"experts-{number}"] = call
-    return found
+    return found | FAR
 
 
 CALLS = calls()

@@ -8,7 +8,14 @@ pytest.importorskip("triton", reason="needs triton, which is installed with the 
 
 import triton
 
-from . import sm90_attention, sm90_collectives, sm90_compile, sm90_experts, sm90_v41_attention
+from . import (
+    sm90_attention,
+    sm90_collectives,
+    sm90_compile,
+    sm90_experts,
+    sm90_v41_attention,
+    sm90_v41_gemm,
+)
 from .conftest import Compile
 from .kernel_sources import kernel_names
 
@@ -38,7 +45,7 @@ def marks(call: str) -> list[pytest.MarkDecorator]:
 
 CALLS = [
     pytest.param(module.__name__.rpartition(".")[2], call, id=call, marks=marks(call))
-    for module in (sm90_compile, sm90_attention, sm90_experts, sm90_v41_attention)
+    for module in (sm90_compile, sm90_attention, sm90_experts, sm90_v41_attention, sm90_v41_gemm)
     for call in module.CALLS
 ]
 # Bytes of stack a thread: portable attention of many tokens; the indexer's scores of a prefill;
@@ -131,6 +138,16 @@ def test_two_programs_with_all_their_weights_share_a_multiprocessor(sm90: Compil
     assert len(shared) >= 6
     assert max(shared) <= SHARED_LIMIT / 2
     assert min(shared) < SHARED_LIMIT / 4
+
+
+@pytest.mark.kernels
+def test_threads_decode_whole_words(sm90: Compile) -> None:
+    """A decoder of DeepSeek-V4.1's experts mixes the four bytes of a word."""
+    calls = [f"v41-experts-{call}" for call in ("576-1", "288-8192", "draft-6")]
+    found = [report for call in calls for report in sm90("sm90_v41_gemm", call)]
+    adjacent = {r["kernel"]: r["adjacent_elements"] for r in found if r["adjacent_elements"]}
+    assert len(adjacent) == 2
+    assert all(count % 4 == 0 and count for counts in adjacent.values() for count in counts)
 
 
 def test_every_kernel_is_compiled(sm90: Compile) -> None:
