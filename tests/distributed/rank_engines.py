@@ -34,6 +34,7 @@ from finwhale.engine.steps.drafter import Drafter
 from finwhale.engine.steps.runner import ModelRunner
 from finwhale.engine.steps.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v41.model import DeepseekV41
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Builds
@@ -72,7 +73,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         model_config,
         ops,
         weights,
-        None,
+        checkpoint,
         round_activations=rounded,
         max_positions=longest,
         collectives=collectives,
@@ -123,7 +124,7 @@ class Digest:
     def __init__(self, engine: Engine) -> None:
         self._hash = hashlib.sha256()
         model = first_rank(engine.executor).runner.model
-        assert isinstance(model, DeepseekV4)
+        assert isinstance(model, DeepseekV4 | DeepseekV41)
         self._ranks = model.ranks
         for part in (model, model.draft_head):
             if part is not None:
@@ -155,13 +156,13 @@ class Given:
     path: Path
     options: Mapping[str, Any]
     collectives: Collectives = field(default_factory=Alone)
-    change: Callable[[DeepseekV4], None] | None = None
+    change: Callable[[Any], None] | None = None
 
     def engine(self, **more: Any) -> Engine:
         engine = open_engine(self.path, self.collectives, **{**self.options, **more})
         model = first_rank(engine.executor).runner.model
         if self.change is not None:
-            assert isinstance(model, DeepseekV4)
+            assert isinstance(model, DeepseekV4 | DeepseekV41)
             self.change(model)
         return engine
 

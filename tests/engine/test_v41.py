@@ -114,9 +114,10 @@ def test_embedded_model(exact: bool) -> None:
     assert len(set(found[0])) > 8  # no constant text
 
 
-def test_generate_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of docs/v41.md."""
-    given = ["--draft-tokens", "5", "--stats", "--device", "cpu", "--max-tokens", "8"]
+@pytest.mark.parametrize("ranks", [(), ("--tensor-parallel-size", "2")], ids=["one", "two"])
+def test_generate_command(ranks: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of docs/v41.md, and two ranks as users start them."""
+    given = ["--draft-tokens", "5", "--stats", "--device", "cpu", "--max-tokens", "8", *ranks]
     assert main(["generate", "--model", "demo-v41", *given, "Once upon a time"]) == 0
     found = capsys.readouterr()
     assert found.out.strip() and "8 tokens" in found.err

@@ -9,13 +9,12 @@ from tests.support.tiny import tiny_config
 
 from finwhale.distributed.collectives import Alone
 from finwhale.models.deepseek_v4.config_json import config_of
-from finwhale.models.deepseek_v4.context import LayerContext
-from finwhale.models.deepseek_v4.moe import Moe
+from finwhale.models.deepseek_v4.moe import Moe, MoeSizes
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
 from finwhale.models.step_inputs import StepInputs
-from finwhale.ops import Ops, load_ops
+from finwhale.ops import load_ops
 from finwhale.platform import Platform
 from finwhale.weights.allocation import WeightForm
 from finwhale.weights.dummy import DummySource
@@ -53,15 +52,10 @@ def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
             called.append("join")
             self.pending.copy_(self.wanted)
 
-    def context_of(ops: Ops, streams: SideStreams) -> LayerContext:
-        ranks = TensorParallel(Alone())
-        return LayerContext(
-            config=config, ops=ops, round_activations=False, side_streams=streams, ranks=ranks
-        )
-
+    sizes = MoeSizes(config.n_routed_experts, config.num_experts_per_tok, 1.5, 7.0)
     ops = replace(table, **{name: noted(name) for name in NAMES})
     found, wanted = (
-        Moe(context_of(table_of, streams), weights.layers[0].ffn)
+        Moe(table_of, TensorParallel(Alone()), streams, weights.layers[0].ffn, sizes)
         for table_of, streams in ((ops, Streams(cpu)), (table, SideStreams(cpu)))
     )
     tokens = step_tokens([(0, 5)])

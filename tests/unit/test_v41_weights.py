@@ -156,7 +156,6 @@ def test_ranks_divide_heads_experts_and_vocabulary(size: int) -> None:
     assert part.moe_intermediate_size == 2304 // size and part.moe_intermediate_size % 32 == 0
     last = weight_specs(cut, Rank(size - 1, size))
     shared = weight_specs(cut, Rank(size - 1, size, data_parallel=True))
-    whole = weight_specs(cut, Rank(size - 1, size, whole_attention=True))
     for name, spec in last.items():
         ends = (axis for end, axis in DIVIDED.items() if f".{name}".endswith(f".{end}"))
         axis = next(ends, None)
@@ -167,13 +166,13 @@ def test_ranks_divide_heads_experts_and_vocabulary(size: int) -> None:
             if spec.storage in SCALED:
                 assert length % 32 == 0
         assert shared[name].slice == (spec.slice if "experts." in name else None)
-        is_kept = "experts." in name or name.endswith("head.weight")
-        assert whole[name].slice == (spec.slice if is_kept else None)
 
 
 def test_ranks_that_cannot_divide_the_model() -> None:
     with pytest.raises(FinwhaleError, match="vocab_size 129280 is not a multiple of 3"):
         weight_specs(FLASH, Rank(0, 3))
+    with pytest.raises(FinwhaleError, match="leave out whole_attention"):
+        weight_specs(FLASH, Rank(0, 2, whole_attention=True))
     narrow = config_of(tiny_config())
     with pytest.raises(FinwhaleError, match="o_groups 2 is not a multiple of 4"):
         weight_specs(narrow, Rank(0, 4))

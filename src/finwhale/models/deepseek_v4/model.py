@@ -31,7 +31,7 @@ from finwhale.models.deepseek_v4.layer import (
 )
 from finwhale.models.deepseek_v4.mtp import MtpLayer, MtpWeights
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.deepseek_v4.tensor_parallel import SampleFromParts, TensorParallel
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel, vocabulary
 from finwhale.models.protocol import DividedSteps
 from finwhale.models.rope import RotaryTables
 from finwhale.models.sharding import rank_config
@@ -40,7 +40,6 @@ from finwhale.ops import Ops
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
-from finwhale.ops.sampling import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +91,7 @@ class DeepseekV4:
         rank = collectives.rank
         self.part = rank_config(config, rank, round_activations=round_activations)
         self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
-        self.vocab_part = range(config.vocab_size)
-        self.sample: Sample = ops.sample
-        if rank.size > 1 and not rank.data_parallel:
-            width = config.vocab_size // rank.size
-            self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
-            self.sample = SampleFromParts(ops, self.ranks, self.vocab_part.start)
+        self.vocab_part, self.sample = vocabulary(ops, self.ranks, config.vocab_size)
         self.weights = weights
         self.linear = ops.linear
         self.mhc_post = ops.mhc_post

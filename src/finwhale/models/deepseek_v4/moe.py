@@ -1,13 +1,16 @@
 """Mixture of experts of one layer: router, routed experts and the shared expert."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from finwhale.models.deepseek_v4.context import LayerContext
+from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.step_inputs import StepInputs
+from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight, UnreducedExperts
 
 SHARED_STREAM = 1
@@ -24,6 +27,15 @@ class MoeWeights:
     shared_experts: ExpertWeight
 
 
+class MoeSizes(NamedTuple):
+    """num_experts: E; topk: K; scaling: of routing weights; limit: of SwiGLU's inputs."""
+
+    num_experts: int
+    topk: int
+    scaling: float
+    limit: float
+
+
 class Moe:
     """Mixture of experts: maps x [N,D] to [N,D].
 
@@ -35,21 +47,22 @@ class Moe:
 
     routed: Tensor | None = None
 
-    def __init__(self, context: LayerContext, weights: MoeWeights) -> None:
-        config, ops = context.config, context.ops
+    def __init__(
+        self,
+        ops: Ops,
+        ranks: TensorParallel,
+        side_streams: SideStreams,
+        weights: MoeWeights,
+        sizes: MoeSizes,
+    ) -> None:
         self.route_by_score = ops.route_by_score
         self.route_by_hash = ops.route_by_hash
         self.dispatch = ops.experts_dispatch
         self.compute = ops.experts_compute
         self.combine = ops.experts_combine
         self.swiglu_mlp = ops.swiglu_mlp
-        self.side_streams = context.side_streams
-        self.ranks = context.ranks
-        self.weights = weights
-        self.num_experts = config.n_routed_experts
-        self.topk = config.num_experts_per_tok
-        self.scaling = config.routed_scaling_factor
-        self.limit = config.swiglu_limit
+        self.side_streams, self.ranks, self.weights = side_streams, ranks, weights
+        self.num_experts, self.topk, self.scaling, self.limit = sizes
 
     def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
         terms = self.terms(x_ND, inputs)

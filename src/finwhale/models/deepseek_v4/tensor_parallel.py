@@ -29,7 +29,7 @@ from finwhale.ops import Ops
 from finwhale.ops.mhc import FusedReduceMhc
 from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.ranks import Channel, PartialSum
-from finwhale.ops.sampling import SampledTokens, SamplingBatch
+from finwhale.ops.sampling import Sample, SampledTokens, SamplingBatch
 
 # From this number of tokens on, the ranks divide them. Each of 8 ranks then has more rows than
 # mHC's kernels for few tokens take, so a row has the same bits either way.
@@ -44,14 +44,17 @@ class TensorParallel:
 
     Args:
         mhc: the mHC operators that add the terms of x themselves; None: there are none.
-
-    Attributes:
-        divided_tokens: see DIVIDED_TOKENS.
+        divided_tokens: the fewest tokens that the ranks divide; see DIVIDED_TOKENS.
     """
 
-    def __init__(self, collectives: Collectives, mhc: FusedReduceMhc | None = None) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        mhc: FusedReduceMhc | None = None,
+        divided_tokens: int = DIVIDED_TOKENS,
+    ) -> None:
         self.rank = collectives.rank
-        self.divided_tokens = DIVIDED_TOKENS
+        self.divided_tokens = divided_tokens
         self._collectives = collectives
         self._mhc = mhc
 
@@ -152,6 +155,15 @@ class SampleFromParts:
             return self._ops.sample(self._ranks.all_gather_columns(logits_SV), batch)
         candidates_SC = self._ops.best_candidates(logits_SV, batch, self._first)
         return self._ops.merge_candidates(self._ranks.all_gather_columns(candidates_SC))
+
+
+def vocabulary(ops: Ops, ranks: TensorParallel, size: int) -> tuple[range, Sample]:
+    """The token ids whose rows of the LM head a rank holds, and what samples from all logits."""
+    rank, width = ranks.rank, size // ranks.rank.size
+    if rank.size == 1 or rank.data_parallel:
+        return range(size), ops.sample
+    part = range(rank.index * width, (rank.index + 1) * width)
+    return part, SampleFromParts(ops, ranks, part.start)
 
 
 @dataclass(frozen=True, slots=True)

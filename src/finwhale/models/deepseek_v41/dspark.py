@@ -4,7 +4,8 @@ deepseek_v4/dspark.py has the method. Here the features are means of the residua
 attention input of the target layers, the stages have their own number of experts, and the last
 mixes collapse a block's residual streams.
 
-Legend: N tokens, B sequences, G rows of a block, K drafts, D hidden, C head_dim, F target layers.
+Legend: N tokens, B sequences, G rows of a block, K drafts, D hidden, C head_dim, F target layers,
+X tokens of the vocabulary that this rank computes.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ class DsparkHead:
     Args:
         layers: the stages.
         run_layers: computes the collapsed hidden states [N,D] of some layers.
-        logits: the logits [M,V] float32 of normalised hidden states.
+        serve_layers: DeepseekV41.serve_layers.
+        logits: this rank's logits [M,X] float32 of normalised hidden states.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class DsparkHead:
         weights: DsparkWeights,
         layers: Sequence[DecoderLayer],
         run_layers: RunLayers,
+        serve_layers: Callable[[Sequence[DecoderLayer], int], None],
         logits: Callable[[Tensor], Tensor],
     ) -> None:
         assert config.dspark is not None
         self.config, self.ops, self.weights, self.layers = config, ops, weights, layers
         self.sizes, self.run_layers, self.logits = config.dspark, run_layers, logits
+        self.serve_layers = serve_layers
         self._shape = BlockShape(
             num_tokens=self.sizes.num_rows,
             noise_id=self.sizes.noise_token_id,
@@ -91,6 +95,7 @@ class DsparkHead:
             tokens=block.tokens,
             tables=start.tables,
             extra_kv_slots=block.extra_kv_slots,
+            lane_rows=start.lane_rows * rows,
         )
         hidden = self.run_layers(self.layers, inputs, cache).unflatten(0, (-1, rows))
         first = rows - self.sizes.block_size
@@ -108,10 +113,10 @@ class DsparkHead:
         return Drafts(ids=ids_BK.T, confidences=self._confidences(hidden_BKD, start, ids_BK))
 
     def serve_others_tokens(self, lane_rows: int) -> None:
-        raise NotImplementedError("a single rank has no others")
+        pass  # `__call__` runs no layer
 
     def serve_others(self, num_drafts: int, lane_rows: int) -> None:
-        raise NotImplementedError("a single rank has no others")
+        self.serve_layers(self.layers, lane_rows * self.sizes.num_rows)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """Logits of rows that `__call__` returned: there are none."""

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_v4.moe import Moe, MoeSizes, SharedMoe
+from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v41.attention import Attention, Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.engram import Engram
 from finwhale.models.deepseek_v41.engram_hash import EngramHash
 from finwhale.models.deepseek_v41.step_parts import StepParts, Tail
-from finwhale.models.deepseek_v41.weight_classes import LayerWeights, MoeWeights
-from finwhale.models.step_inputs import StepInputs
+from finwhale.models.deepseek_v41.weight_classes import LayerWeights
 from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import SharedEntryOps
 from finwhale.ops.mhc import MhcParams
@@ -25,20 +28,29 @@ class DecoderLayer:
         config: DeepseekV41Config,
         ops: Ops,
         shared: SharedEntryOps,
+        ranks: TensorParallel,
+        side_streams: SideStreams,
         weights: LayerWeights,
         layer: int,
         hashes: EngramHash | None,
         *,
         round_activations: bool,
     ) -> None:
-        self.ops, self.shared, self.weights = ops, shared, weights
-        self.config = config.of_layer(layer)
+        self.ops, self.shared, self.ranks, self.weights = ops, shared, ranks, weights
         self.params = MhcParams(
             num_iters=config.hc_sinkhorn_iters, eps=config.hc_eps, rms_eps=config.rms_norm_eps
         )
         self.attn = Attention(
             config, ops, shared, weights.attn, layer, round_activations=round_activations
         )
+        own, moe = config.of_layer(layer), SharedMoe if ranks.rank.data_parallel else Moe
+        sizes = MoeSizes(
+            own.n_routed_experts,
+            own.num_experts_per_tok,
+            own.routed_scaling_factor,
+            own.swiglu_limit,
+        )
+        self.ffn = moe(ops, ranks, side_streams, weights.ffn, sizes)
         self.engram: Engram | None = None
         if weights.engram is not None:
             assert hashes is not None
@@ -77,16 +89,14 @@ class DecoderLayer:
             streams_NHD, projected = streams_NHD[rows], projected[rows]
             if not len(rows):
                 return streams_NHD, pre_NH
-        x = self.attn(x, projected, parts.inputs, rotary, cache, published)
+        x = self._sum(self.attn(x, projected, parts.inputs, rotary, cache, published), x.dtype)
         streams_NHD = ops.mhc_post(x, post, res, streams_NHD)
         x, post, res, pre_NH = self.shared.mhc_pre(streams_NHD, pre_NH, w.hc_ffn, self.params)
-        return ops.mhc_post(self._experts(x, w.ffn, parts.inputs), post, res, streams_NHD), pre_NH
+        x = self._sum(self.ffn(x, parts.inputs), x.dtype)
+        return ops.mhc_post(x, post, res, streams_NHD), pre_NH
 
-    def _experts(self, x_ND: Tensor, w: MoeWeights, inputs: StepInputs) -> Tensor:
-        config, ops = self.config, self.ops
-        ids, weights = ops.route_by_score(
-            *(x_ND, w.gate, w.bias, config.num_experts_per_tok, config.routed_scaling_factor),
-            inputs.tokens.positions,
-        )
-        shared = ops.swiglu_mlp(x_ND, w.shared_experts, config.swiglu_limit)
-        return ops.experts(x_ND, ids, weights, w.experts, config.swiglu_limit, shared)
+    def _sum(self, partial_ND: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum over the ranks, which divide attention's heads and the experts' widths."""
+        total = self.ranks.reduce(partial_ND, dtype)
+        assert isinstance(total, Tensor)
+        return total

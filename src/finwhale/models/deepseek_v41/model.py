@@ -1,14 +1,18 @@
-"""The DeepSeek-V4.1 text model of one rank: start here.
+"""The DeepSeek-V4.1 text model: start here.
 
 embedding -> H equal residual streams -> decoder layers -> collapsed hidden states. A block's input
 is collapsed with the mixes of the block before, so the last block's mixes collapse the result.
 
+The ranks divide heads, experts and vocabulary, and each computes all tokens
+(deepseek_v4/tensor_parallel.py has the method, and that of data-parallel ranks).
+
 Legend: N tokens, M rows whose logits are wanted, S recalled ids, H residual streams, D hidden,
-V vocabulary.
+V vocabulary, X tokens of it whose rows of the LM head this rank holds.
 """
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -17,6 +21,9 @@ from torch import Tensor
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_v4.moe import SharedMoe
+from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel, vocabulary
 from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
@@ -28,13 +35,12 @@ from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.launch.sizes import ModelSizes
-from finwhale.ops.sampling import Sample
 
 ALONE = Alone()
 
 
 class DeepseekV41:
-    """One rank of the text model (protocol.Model has the contract). A single rank holds all of it.
+    """One rank of the text model (protocol.Model has the contract).
 
     Args:
         compressed_ids: [V] int64: Engram's compressed id of each token; None: no layer has Engram.
@@ -52,12 +58,13 @@ class DeepseekV41:
         max_positions: int,
         collectives: Collectives = ALONE,
     ) -> None:
-        if collectives.rank.size > 1 or ops.shared_entries is None:
-            raise FinwhaleError("DeepSeek-V4.1 runs on one rank, without kernels for GPUs")
+        if ops.shared_entries is None:
+            raise FinwhaleError("DeepSeek-V4.1 has no kernels for GPUs")
         self.config, self.ops, self.shared, self.weights = config, ops, ops.shared_entries, weights
         self.compressed_ids = compressed_ids
-        self.sample: Sample = ops.sample
-        self.vocab_part = range(config.vocab_size)
+        self.ranks = TensorParallel(collectives, divided_tokens=sys.maxsize)
+        self.vocab_part, self.sample = vocabulary(ops, self.ranks, config.vocab_size)
+        side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
         thetas = config.rope_theta, config.compress_rope_theta
         rope = config.qk_rope_head_dim, thetas, config.rope_scaling
         self.tables = RotaryTables(*rope, max_positions, weights.embed.device)
@@ -68,9 +75,8 @@ class DeepseekV41:
             self.pad = int(compressed_ids[config.engram.pad_token_id])
 
         def layers(parts: Sequence[LayerWeights], first: int) -> list[DecoderLayer]:
-            make = partial(
-                DecoderLayer, config, ops, self.shared, round_activations=round_activations
-            )
+            shared = config, ops, self.shared, self.ranks, side_streams
+            make = partial(DecoderLayer, *shared, round_activations=round_activations)
             return [make(part, i, hashes.get(i)) for i, part in enumerate(parts, first)]
 
         self.layers = layers(weights.layers, 0)
@@ -78,7 +84,7 @@ class DeepseekV41:
         if weights.dspark is not None:
             stages = layers(weights.dspark.layers, config.num_hidden_layers)
             self.draft_head = DsparkHead(
-                *(config, ops, weights.dspark, stages, self.run_layers),
+                *(config, ops, weights.dspark, stages, self.run_layers, self.serve_layers),
                 lambda normed: ops.linear(normed, weights.head).float(),
             )
 
@@ -177,6 +183,8 @@ class DeepseekV41:
             if tail is not None:
                 parts, recalled = tail.parts, None if recalled is None else recalled[tail.rows]
                 if not len(streams):
+                    if self.ranks.rank.data_parallel:
+                        self.serve_layers(layers[number:], parts.inputs.lane_rows)
                     break
         shares = pre[:, :, None] * streams.float()
         # In this order for any number of tokens.
@@ -191,13 +199,19 @@ class DeepseekV41:
         return self.shared.recall_ids(own, engram.max_ngram_size, self.pad, rows, parts.recalling)
 
     def compute_logits(self, streams_M1D: Tensor) -> Tensor:
-        """Logits [M,V] float32 of collapsed hidden states."""
+        """This rank's logits [M,X] float32 of collapsed hidden states."""
         w, hidden_MD = self.weights, streams_M1D.flatten(1)
         normed = self.ops.rms_norm(hidden_MD, w.norm, self.config.rms_norm_eps)
         return self.ops.linear(normed, w.head).float()
 
     def serve_others(self, lane_rows: int) -> None:
-        raise NotImplementedError("a single rank has no others")
+        self.serve_layers(self.layers, lane_rows)
+
+    def serve_layers(self, layers: Sequence[DecoderLayer], lane_rows: int) -> None:
+        """Take part in layers in which this data-parallel rank has no tokens."""
+        for layer in layers:
+            assert isinstance(layer.ffn, SharedMoe)
+            layer.ffn.serve_others(self.weights.embed[:0], lane_rows)
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         raise FinwhaleError("DeepSeek-V4.1 does not return routed experts")
@@ -212,4 +226,4 @@ class DeepseekV41:
         pass  # no step is captured
 
     def without_collectives(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return self.ranks.without_collectives()

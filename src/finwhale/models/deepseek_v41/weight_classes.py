@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from finwhale.models.deepseek_v4 import moe
 from finwhale.models.weight_parts import HeadWeights
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import MhcWeight
-from finwhale.ops.moe import ExpertWeight
 from finwhale.weights.table import LookupTable
 
 
@@ -38,7 +38,6 @@ class AttentionWeights:
     Attributes:
         wq_a_wkv: [Q + C, D]: the checkpoint's wq_a above its wkv.
         heads: this rank's heads; in index sources with the index queries.
-        all_heads: all heads, if the rank holds them too.
         index_proj: float32 results, in index sources only. In a KV source, the compressor's wkv
             [C, D] and, with ratio 2, its wgate [C, D]; then the indexer's weights_proj [I, D].
         compressor: of a KV source; None: the layer is none.
@@ -48,20 +47,15 @@ class AttentionWeights:
     q_norm: Tensor
     kv_norm: Tensor
     heads: HeadWeights
-    all_heads: HeadWeights | None
     index_proj: LinearWeight | None
     compressor: CompressorWeights | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeWeights:
-    """gate [E,D]; bias and bias_vl [E] float32, the second one for tokens of images."""
+class MoeWeights(moe.MoeWeights):
+    """bias_vl [E] float32: the bias for tokens of images."""
 
-    gate: Tensor
-    bias: Tensor
     bias_vl: Tensor
-    experts: ExpertWeight
-    shared_experts: ExpertWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

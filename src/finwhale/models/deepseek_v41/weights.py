@@ -2,7 +2,7 @@
 
 A line has the weight's name, shape and storage, and how the ranks divide it (models/sharding.py).
 The call around it says in which form the model reads it; several lines in a call are packed into
-one tensor. The indexer, compressors and Engram are whole on every rank.
+one tensor. The indexer, compressors and Engram's projections are whole on every rank.
 
 Legend: D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank,
 O o_lora_rank, G o_groups, I index_n_heads, J index_head_dim, E n_routed_experts, H hc_mult.
@@ -17,6 +17,7 @@ import torch
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.collection import no_collection
 from finwhale.distributed.rank import ALONE, Rank
+from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
 from finwhale.models.deepseek_v41.weight_classes import (
     AttentionWeights,
@@ -55,8 +56,10 @@ def weight_specs(config: DeepseekV41Config, rank: Rank = ALONE) -> Mapping[str, 
     model; each spec names the slice that `rank` loads.
 
     Raises:
-        FinwhaleError: this number of ranks cannot divide the model.
+        FinwhaleError: the ranks cannot divide the model in this way.
     """
+    if rank.whole_attention:
+        raise FinwhaleError("DeepSeek-V4.1's ranks divide all heads: leave out whole_attention")
     rank_config(config, rank)
     listed = WeightList(rank)
     with no_collection():
@@ -149,13 +152,12 @@ class _Table:
         wq_a_wkv = make.projection(w("wq_a.weight", (Q, D), self.fp8), self._wkv(attn))
         selects = layer in c.index_source_layer_ids
         lines = partial(self._head_lines, attn, selects)
-        heads, all_heads = head_weights(make, lines, c.o_lora_rank)
+        heads, _ = head_weights(make, lines, c.o_lora_rank)
         return AttentionWeights(
             q_norm=make.tensor(w("q_norm.weight", (Q,), "bf16")),
             kv_norm=make.tensor(w("kv_norm.weight", (C,), "bf16")),
             wq_a_wkv=wq_a_wkv,
             heads=heads,
-            all_heads=all_heads,
             index_proj=self._index_proj(attn, layer) if selects else None,
             compressor=self._compressor(attn) if layer in c.kv_source_layer_ids else None,
         )
@@ -210,6 +212,7 @@ class _Table:
         return MoeWeights(
             gate=make.tensor(w("gate.weight", (E, D), "bf16"), self.precise),
             bias=make.tensor(w("gate.bias", (E,), "f32")),
+            tid2eid=None,
             bias_vl=make.tensor(w("gate.bias_vl", (E,), "f32")),
             shared_experts=make.experts(expert_lines(shared, D, I, self.fp8)),
             experts=make.experts(of_each_expert(expert_lines(routed, D, I, fp4), E), E),
