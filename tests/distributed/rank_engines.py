@@ -22,6 +22,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
+from finwhale.distributed.peers import Peers
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
@@ -47,6 +48,19 @@ CACHE_BYTES = 2**24
 BLOCK = 256
 
 
+class CollectivePeers(Peers):
+    """Peers that communicate by collectives."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives.rank)
+        self._collectives = collectives
+
+    def gather_text(self, text: str) -> list[str]:
+        sent = torch.tensor([[*text.encode().ljust(64, b"\0")]], dtype=torch.uint8)
+        received = self._collectives.all_gather(sent, 0).tolist()
+        return [bytes(one).rstrip(b"\0").decode() for one in received]
+
+
 def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
     """The engine of one rank on a CPU. Options are those of EngineConfig."""
     config = EngineConfig(device="cpu", **options)
@@ -66,8 +80,11 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         round_wo_a=config.wo_a_input == "fp8",
         ops=ops,
         rank=rank,
+        peers=CollectivePeers(collectives),
     )
     weights = architecture.assembler(model_config, form, CPU).fill(source)
+    if any(spec.lookup for spec in architecture.weight_specs(model_config).values()):
+        form.peers.barrier()
     longest = config.max_model_len or model_config.max_position_embeddings
     model = architecture.build(
         model_config,

@@ -89,17 +89,25 @@ def test_ranks_compute_the_bits_of_one_rank(
 
 
 def test_every_lane_computes_the_bits_of_one_rank(path: Path) -> None:
-    """Data-parallel ranks that draft; the second time, one of them has no request."""
+    """Data-parallel ranks that draft. The second time, one has no request, and the other one
+    resumes after a cached prefix.
+    """
     options: dict[str, Any] = OPTIONS | {"activations": "as-trained"}
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def run(llm: LLM) -> list[Any]:
+        first = told(llm.generate(prompts, PARAMS))
+        again = llm.generate(prompts[:1], PARAMS[:1])
+        assert again[0].num_cached_tokens == 256
+        return [first, told(again)]
+
     with LLM(path, data_parallel_size=2, draft_tokens=4, **options) as lanes:
-        found = told(lanes.generate(prompts, PARAMS))
+        found = run(lanes)
         assert all(lane.scheduler.counts.prompt_tokens for lane in lanes._engine.lanes)
-        assert told(lanes.generate(prompts[:1], PARAMS[:1])) == found[:1]
     with LLM(path, **options) as one:
         model: Any = first_rank(one._engine.executor).runner.model
         add_in_slices(model, 2, whole_from=0)
-        assert told(one.generate(prompts, PARAMS)) == found
+        assert run(one) == found
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tests.support.tiny import tiny_config
 
 from finwhale.distributed.collectives import Alone
 from finwhale.models.deepseek_v4.config_json import config_of
-from finwhale.models.deepseek_v4.moe import Moe, MoeSizes
+from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v4.weights import assembler, weight_specs
@@ -52,7 +52,7 @@ def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
             called.append("join")
             self.pending.copy_(self.wanted)
 
-    sizes = MoeSizes(config.n_routed_experts, config.num_experts_per_tok, 1.5, 7.0)
+    sizes = config.n_routed_experts, config.num_experts_per_tok, 1.5, 7.0
     ops = replace(table, **{name: noted(name) for name in NAMES})
     found, wanted = (
         Moe(table_of, TensorParallel(Alone()), streams, weights.layers[0].ffn, sizes)

@@ -59,7 +59,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("pieces")
 def test_staged_weights_are_the_mapped_ones(path: Path) -> None:
     assert len(list(path.glob("*.safetensors"))) > 2
-    mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
+    mapped = {spec.name: stored for spec, stored in source(path)._mapped(Destinations())}
     count = 0
     for spec, stored in source(path)._staged(Destinations()):
         assert stored is not None
@@ -77,7 +77,7 @@ def test_staged_weights_are_the_mapped_ones(path: Path) -> None:
 @pytest.mark.usefixtures("pieces")
 def test_tensors_go_to_their_destinations(path: Path) -> None:
     """Those that have one; the others are given."""
-    mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
+    mapped = {spec.name: stored for spec, stored in source(path)._mapped(Destinations())}
     destinations = Destinations()
     for name, stored in mapped.items():
         if stored.scale is not None and stored.storage == "fp4":

@@ -60,8 +60,8 @@ class WeightSpec(NamedTuple):
         slice: the part of the weight that this process holds; None: the whole weight.
         shard: how the ranks divide the weight; None: each holds all of it.
         part: the part of the model to which it belongs, for users.
-        lookup: the model looks up rows and never reads the whole weight, so that a loader may keep
-            it in host memory.
+        lookup: the model looks up rows and never reads the whole weight. The ranks of a host share
+            it, in host memory and in its stored form; `slice` has the rows that this rank loads.
     """
 
     name: str

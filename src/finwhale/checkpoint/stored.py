@@ -92,6 +92,11 @@ def scale_shape(shape: tuple[int, ...], storage: Storage) -> tuple[int, ...]:
     return formats.row_scale_shape(shape)
 
 
+def row_dtype(storage: Storage) -> torch.dtype:
+    """The dtype of the stored rows of a lookup table."""
+    return torch.float8_e4m3fn if storage == "fp8_row_32" else PLAIN_DTYPES[storage]
+
+
 def data_slice(part: Slice, storage: Storage) -> Slice:
     """The slice of a weight's stored data. Only matrices have slices along axis 1."""
     return part.over(2) if storage == "fp4" and part.axis == 1 else part

@@ -282,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="finwhale doctor",
         description="Check software, processor, GPUs, memory, disk and extras, and run the demo "
-        "model. `finwhale inspect PATH` says which GPUs a checkpoint needs.",
+        "model. `finwhale inspect PATH` says which GPUs and what host memory a checkpoint needs.",
     )
     about = "measure the directory of a prefix store with a file of 256 MiB"
     parser.add_argument("--prefix-store", metavar="DIR[:SIZE]", help=about)

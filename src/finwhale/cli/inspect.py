@@ -30,6 +30,7 @@ from finwhale.options import Parser
 from finwhale.platform import Platform
 from finwhale.printing import new_console, print_table
 from finwhale.weights.source import Inventory, inventory_report
+from finwhale.weights.table import table_bytes
 
 SHOWN = 10
 CONTEXT, OUTPUT = 8192, 256  # tokens of a sequence, if the model has as many
@@ -37,6 +38,7 @@ CONTEXT, OUTPUT = 8192, 256  # tokens of a sequence, if the model has as many
 # GPU memory that is not for weights and cache. Flash's steps took 4.6 GiB (step_sizes.py), without
 # the graphs of large steps, and CUDA takes about 1 GiB.
 WORKSPACE_BYTES = 8 * 2**30
+TABLES = "lookup tables, in host memory, once for all GPUs"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -110,6 +112,8 @@ def _print_memory(console: Console, config: ModelConfig, architecture: ModuleTyp
         without = [architecture.weight_bytes(config.without_draft_head(), *f) for f in forms]
         head = [both - rest for both, rest in zip(weights, without, strict=True)]
         rows["of which the draft head"] = head
+    if tables := table_bytes(architecture.weight_specs(config), {}):
+        rows[TABLES] = [tables] * len(forms)
     groups = architecture.cache_groups(config)
 
     def token_bytes(group: CacheGroup, dtype: torch.dtype, ops: Ops) -> float:
@@ -269,6 +273,8 @@ def _print_plan(
         "tokens of context that fit, of all sequences": f"{tokens:,}",
         f"sequences of {context:,} tokens that fit at once": f"{at_once} of {sizes.num_seqs}",
     }
+    if tables := table_bytes(rank.architecture.weight_specs(config), storages):
+        rows[TABLES] = _size(tables)
     title = f"memory of each of {args.gpus} GPUs ({name}), calculated"
     print_table(console, title, ("", ""), rows.items(), show_header=False)
     if not rank.is_packed or not at_once:
@@ -331,8 +337,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="finwhale inspect",
         description="Show a checkpoint's configuration, its tensors and their sizes, the memory "
-        "that it needs on one and on several GPUs, and which tensors are missing or unexpected. "
-        "Only headers are read.",
+        "that it needs of the host and on one and several GPUs, and which tensors are missing or "
+        "unexpected. Only headers are read.",
     )
     add_path(parser)
     add = parser.add_argument

@@ -7,7 +7,7 @@ and FP4 codes with their scales; other tables get the dequantised values.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from finwhale.checkpoint.formats import FP4_BLOCK, fp8_scale_shape
 from finwhale.checkpoint.spec import FP8_BLOCKS, Slice, Storage, WeightSpec, name_of_scale
-from finwhale.checkpoint.stored import PLAIN_STORAGES, scale_shape
+from finwhale.checkpoint.stored import PLAIN_STORAGES
+from finwhale.distributed.peers import Peers
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.weights.destinations import Destinations
-from finwhale.weights.table import Convert, LookupTable, WeightList
+from finwhale.weights.table import Convert, WeightList
 
 # Unquantised weights of at least this size that need no conversion are read directly into their
 # final memory. Smaller ones are not, because each direct read costs a separate check of the values
@@ -47,6 +48,7 @@ class WeightForm:
         round_activations: round the inputs of FP8 and FP4 projections to E4M3.
         round_wo_a: with round_activations, also round the input of wo_a.
         storages: the stored format of each weight; None: the model's table says it.
+        peers: the ranks that share lookup tables.
     """
 
     ops: Ops
@@ -55,6 +57,7 @@ class WeightForm:
     round_wo_a: bool = True
     rank: Rank = ALONE
     storages: Mapping[str, Storage] | None = None
+    peers: Peers = field(default_factory=Peers)
 
 
 class Slabs:
@@ -110,7 +113,7 @@ class Allocation(WeightList):
     On the "meta" device it allocates nothing, and `num_bytes` is the size of the weights.
 
     Attributes:
-        num_bytes: bytes of all weights, before `finish_experts` brings some into another form.
+        num_bytes: bytes of all weights but lookup tables, before `finish_experts` converts some.
         destinations: by name of a weight or scale, where its bytes can be read directly. The E8M0
             scales of FP8 weights are converted later; other tensors here need no conversion.
     """
@@ -173,18 +176,6 @@ class Allocation(WeightList):
         w = self._ops.prepare_linear(LinearWeight(storage, group))
         self._add_target(spec, Target(w.weight))
         return w
-
-    def lookup(self, spec: WeightSpec) -> LookupTable:
-        assert spec.slice is None, spec
-        spec = spec._replace(lookup=True)
-        if not self.packed or self._storage(spec) != "fp8_row_32":
-            return LookupTable(self.tensor(spec, self.dtype))
-        rows = self._empty(spec.shape, torch.float8_e4m3fn)
-        scale = self._empty(scale_shape(spec.shape, spec.storage), torch.uint8)
-        self.specs[spec.name], self._targets[spec.name] = spec, (Target(rows, scale),)
-        self.destinations.add(spec.name, rows)
-        self.destinations.add(spec.scale_name, scale)
-        return LookupTable(rows, scale)
 
     def experts(self, specs: Sequence[WeightSpec], count: int | None = None) -> ExpertWeight:
         group, block = self._group, None

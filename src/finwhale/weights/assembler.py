@@ -40,8 +40,8 @@ class WeightStream(Protocol):
         """Yield each weight's specification and stored values.
 
         Args:
-            destinations: where the bytes of some weights go. If the stream has written a weight to
-                its destination itself, it yields None instead of the values.
+            destinations: where the bytes of some weights and of the lookup tables go. If the stream
+                has written a weight there itself, it yields None instead of the values.
             ranks: the ranks that iterate together, if they can read for each other.
         """
 

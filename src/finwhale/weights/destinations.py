@@ -17,11 +17,14 @@ class Destinations(Mapping[str, Tensor]):
         memories: uint8 [num_bytes]: the tensors whose parts are destinations.
         parts: by name, the number of a tensor in `memories`, and the destination's first byte and
             number of bytes in it.
+        lookups: by name of a lookup table or its scales, uint8 [num_bytes] in host memory: the rows
+            that this rank loads. Iteration leaves them out.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
         self.memories: list[Tensor] = []
         self.parts: dict[str, tuple[int, int, int]] = {}
+        self.lookups: dict[str, Tensor] = {}
         for name, tensor in (tensors or {}).items():
             self.add(name, tensor)
 
@@ -42,11 +45,13 @@ class Destinations(Mapping[str, Tensor]):
     def without(self, names: Collection[str]) -> "Destinations":
         """The same destinations, but for these."""
         left = Destinations()
-        left.memories = self.memories
+        left.memories, left.lookups = self.memories, self.lookups
         left.parts = {name: part for name, part in self.parts.items() if name not in names}
         return left
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self.lookups:
+            return self.lookups[name]
         memory, begin, num_bytes = self.parts[name]
         return self.memories[memory][begin : begin + num_bytes]
 

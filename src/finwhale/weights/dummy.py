@@ -50,9 +50,12 @@ class DummySource:
 
     def into(
         self, destinations: Destinations, ranks: JointRanks | None = None
-    ) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        """Iterate over all weights. No file is read, so the arguments are not used."""
-        return iter(self)
+    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
+        """Iterate over all weights. Nothing writes the lookup tables, which read as zeros."""
+        lookups = self._specs.keys() & destinations.lookups
+        yield from ((self._specs[name], None) for name in sorted(lookups))
+        others = {name: spec for name, spec in self._specs.items() if name not in lookups}
+        yield from DummySource(others, self._device, seed=self._seed, progress=self._progress)
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         total = sum(math.prod(spec.shape) for spec in self._specs.values())
@@ -66,10 +69,9 @@ class DummySource:
     def make(self, spec: WeightSpec) -> StoredWeight:
         """Generate one whole weight.
 
-        Norms are 1. Projections have mean 0 and variance 1/fan_in; rows to look up have variance 1.
-        FP8 has one scale for all values; FP4 has uniform codes, and each scale is one of two
-        neighbouring powers of two. A tid2eid row holds distinct, uniform experts. The other weights
-        are normal and small.
+        Norms are 1. Projections have mean 0 and variance 1/fan_in. FP8 has one scale for all
+        values; FP4 has uniform codes, and each scale is one of two neighbouring powers of two. A
+        tid2eid row holds distinct, uniform experts. The other weights are normal and small.
         """
         generator = torch.Generator(self._device)
         # The CPU's generator accepts a seed of 32 bits.
@@ -111,7 +113,7 @@ def _deviation(spec: WeightSpec) -> float:
 def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
     """Normal codes; one power-of-two scale puts their deviation between 32 and 64."""
     device = generator.device
-    deviation = 1.0 if spec.lookup else 1 / math.sqrt(spec.fan_in)
+    deviation = 1 / math.sqrt(spec.fan_in)
     exponent = math.floor(math.log2(deviation)) - 5
     data = torch.empty(spec.shape, dtype=torch.float8_e4m3fn, device=device)
     for start, stop in row_slices(spec.shape[0], spec.fan_in, 1):

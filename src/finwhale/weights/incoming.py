@@ -82,6 +82,8 @@ class Incoming:
             raise CheckpointError(f"the model has no tensor {name}")
         if name in self._arrived:
             raise CheckpointError(f"tensor {name} arrived twice")
+        if self._specs[weight].lookup:
+            raise CheckpointError(f"{name} is a lookup table: leave it out, or update from files")
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which is not supported")
         spec = self._specs[weight]
@@ -122,7 +124,8 @@ class Incoming:
         for name in self._waiting:
             other = self._of_scale.get(name) or self._specs[name].scale_name
             raise CheckpointError(f"the update has {name} without {other}")
-        missing = [] if partial else [name for name in self._specs if name not in self._arrived]
+        needed = (name for name, spec in self._specs.items() if not (partial or spec.lookup))
+        missing = [name for name in needed if name not in self._arrived]
         if missing:
             raise CheckpointError(
                 f"the update lacks {len(missing)} of {len(self._specs)} weights, such as "

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from finwhale.weights.staging import (
     Faults,
     Staging,
     destination_checks,
+    read_into,
 )
 
 logger = logging.getLogger(__name__)
@@ -193,12 +195,14 @@ class WeightSource:
         self, destinations: Destinations, ranks: JointRanks | None = None
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate over the weights (WeightStream). Only a GPU's are read into their destinations.
+        Lookup tables come first, and go from the files straight to host memory.
 
         Their bytes have arrived when the iteration ends. GPUs of one host read what has a
         destination once for all `ranks`, each of which iterates over its own slices.
         """
         on_gpu = self._device.type == "cuda"
-        weights = self._staged(destinations, ranks) if on_gpu else self._mapped()
+        streamed = self._staged(destinations, ranks) if on_gpu else self._mapped(destinations)
+        weights = chain(self._read_lookups(destinations), streamed)
         if self._progress is None:
             yield from weights
             return
@@ -208,8 +212,15 @@ class WeightSource:
             done += self.inventory.matches[spec.name].num_bytes
             self._progress(done, self.total_bytes)
 
-    def _mapped(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        waiting = dict(self._specs)
+    def _read_lookups(self, destinations: Destinations) -> Iterator[tuple[WeightSpec, None]]:
+        """Read this rank's rows of the lookup tables, whose other rows other ranks read."""
+        for name in filter(self._specs.__contains__, destinations.lookups):
+            for info in self._parts(name):
+                read_into(destinations[info.name], self._checkpoint.path, info)
+            yield self._specs[name], None
+
+    def _mapped(self, destinations: Destinations) -> Iterator[tuple[WeightSpec, StoredWeight]]:
+        waiting = {n: s for n, s in self._specs.items() if n not in destinations.lookups}
         with self._checkpoint.reader() as reader:
             for _, names in self._checkpoint.shards():
                 for name in names:
@@ -306,10 +317,10 @@ class WeightSource:
                 yield spec, StoredWeight(tensor, scale, storage)
         assert not any(scale is not None for scale in scales.values()), list(scales)
 
-    def _in_order(self, destinations: Container[str], joint: Container[str]) -> list[TensorInfo]:
-        order: list[TensorInfo] = []
+    def _in_order(self, destinations: Destinations, joint: Container[str]) -> list[TensorInfo]:
+        order, read = list[TensorInfo](), destinations.lookups
         for _, names in self._checkpoint.shards():
-            chosen = [name for name in names if name in self._specs and name not in joint]
+            chosen = [n for n in names if n in self._specs and not (n in joint or n in read)]
             parts = [self._parts(name) for name in chosen]
             files = [*(info for one in parts for info in one[:-1]), *(one[-1] for one in parts)]
             direct = [info for info in files if info.name in destinations]

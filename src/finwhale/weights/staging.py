@@ -465,6 +465,22 @@ def fill(
         left = left[count:]
 
 
+def read_into(target: Tensor, directory: Path, info: TensorInfo) -> None:
+    """Read a tensor into host memory (uint8) with several threads. Raises CheckpointError."""
+
+    def read(start: int) -> Tensor:
+        piece = target[start : start + PIECE_BYTES]
+        fill(piece.numpy(), files, info.file, info.offset + start, lambda _: info.name)
+        return not_finite(piece.view(info.dtype))
+
+    faults = Faults()
+    with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
+        files = Files(directory, stack)
+        for flag in pool.map(read, range(0, len(target), PIECE_BYTES)):
+            faults.add([info], flag)
+    faults.raise_first()
+
+
 def _name_at(reads: Sequence[Read], done: int) -> str:
     """The name of the tensor whose bytes follow the first `done` bytes."""
     for read in reads:

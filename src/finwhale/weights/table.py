@@ -1,12 +1,14 @@
 """Lists a model's weights: the base of the classes for which a model's table is written."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from finwhale.checkpoint.spec import Shard, Slice, Storage, WeightSpec
+from finwhale.checkpoint.stored import has_scale, row_dtype, scale_shape
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
@@ -52,15 +54,25 @@ def _slice(shape: tuple[int, ...], shard: Shard, rank: Rank) -> Slice | None:
 
 @dataclass(frozen=True, slots=True)
 class LookupTable:
-    """A matrix whose rows the model looks up.
+    """A matrix whose rows the model looks up, in host memory that all ranks of a host share.
 
     Attributes:
-        rows: [N, K]; E4M3 if there are scales.
+        rows: [N, K] in the stored dtype; E4M3 if there are scales.
         scale: uint8 [N, K/32], an E8M0 byte for each 1x32 values; None: the rows are values.
     """
 
     rows: Tensor
     scale: Tensor | None = None
+
+
+def table_bytes(specs: Mapping[str, WeightSpec], storages: Mapping[str, Storage]) -> int:
+    """Bytes of host memory that a model's lookup tables take, once for all ranks of a host."""
+    total = 0
+    for spec in (spec for spec in specs.values() if spec.lookup):
+        storage = storages.get(spec.name, spec.storage)
+        scales = math.prod(scale_shape(spec.shape, storage)) if has_scale(storage) else 0
+        total += math.prod(spec.shape) * row_dtype(storage).itemsize + scales
+    return total
 
 
 class WeightList:
@@ -124,9 +136,14 @@ class WeightList:
         return LinearWeight(self._empty_tensor)
 
     def lookup(self, spec: WeightSpec) -> LookupTable:
-        """A matrix whose rows are looked up; no rank holds a slice of it."""
-        self._add([spec._replace(lookup=True)])
+        """A matrix whose rows are looked up. Each rank loads some rows of it for all."""
+        self._add([self._shared(spec)])
         return LookupTable(self._empty_tensor)
+
+    def _shared(self, spec: WeightSpec) -> WeightSpec:
+        rows = self.rank.rows(spec.shape[0])
+        part = None if self.rank.size == 1 else Slice(0, rows.start, rows.stop)
+        return spec._replace(lookup=True, slice=part)
 
     def experts(self, specs: Sequence[WeightSpec], count: int | None = None) -> ExpertWeight:
         """Experts.

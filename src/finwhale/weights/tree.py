@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from finwhale.ops.moe import ExpertWeight
+from finwhale.weights.table import LookupTable
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -39,6 +40,11 @@ def with_leaves(value: T, kind: type[K], change: Callable[[K], K]) -> T:
 def tensors_of(value: object) -> list[Tensor]:
     """The tensors in nested data classes, tuples and lists, in a fixed order."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def device_tensors(weights: object) -> list[Tensor]:
+    """The same without lookup tables, which are in host memory."""
+    return [leaf for leaf in leaves(weights, LookupTable) if isinstance(leaf, Tensor)]
 
 
 def routed_experts(weights: object) -> list[ExpertWeight]:

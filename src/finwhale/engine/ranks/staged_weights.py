@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.reader import Checkpoint
+from finwhale.distributed.peers import Peers
 from finwhale.engine.ranks.memory_checks import check_host_memory
 from finwhale.errors import CheckpointError
 from finwhale.models.protocol import Model
@@ -23,11 +24,16 @@ from finwhale.weights.allocation import WeightForm
 from finwhale.weights.assembler import Assembler
 from finwhale.weights.incoming import Announced, Incoming
 from finwhale.weights.source import WeightSource
-from finwhale.weights.tree import tensors_of
+from finwhale.weights.table import table_bytes
+from finwhale.weights.tree import device_tensors, tensors_of
 
 CPU = torch.device("cpu")
+STAGED = (
+    "new weights, which are staged in host memory,",
+    "end other programs, or start the engine again with the new weights",
+)
 # Limits for announced tensors. No tensor of a model is near them.
-MAX_DIM, MAX_TENSOR_BYTES = 2**20, 2**40
+MAX_DIM, MAX_TENSOR_BYTES = 2**30, 2**40
 
 
 class StagedWeights:
@@ -46,14 +52,13 @@ class StagedWeights:
     def __init__(
         self, model: Model, form: WeightForm, *, partial: bool, ranks_on_host: int = 1
     ) -> None:
-        self._model, self._form, self._partial = model, form, partial
+        # The staged tables are this process's own.
+        self._model, self._form, self._partial = model, replace(form, peers=Peers()), partial
+        self._on_devices = device_tensors(model.weights)
+        self._staged_bytes = ranks_on_host * sum(tensor.nbytes for tensor in self._on_devices)
         if not partial:
-            check_host_memory(
-                ranks_on_host * sum(tensor.nbytes for tensor in tensors_of(model.weights)),
-                "new weights, which are staged in host memory,",
-                "end other programs, or start the engine again with the new weights",
-            )
-        architecture, config = architecture_of(model.config), model.config
+            check_host_memory(self._staged_bytes, *STAGED)
+        architecture, config, form = architecture_of(model.config), model.config, self._form
         self._assembler: Assembler[Any] | None = architecture.assembler(config, form, CPU)
         self._specs = architecture.weight_specs(config, form.rank)
         self._ignored = architecture.ignored_prefixes(config)
@@ -99,12 +104,14 @@ class StagedWeights:
         if replace(theirs, **ends) != ours:  # type: ignore[type-var]
             raise CheckpointError(f"{path} is a checkpoint of another model")
         source = WeightSource(checkpoint, self._specs, ignored=self._ignored)
-        if self._packed and source.storages != self._form.storages:
+        tables = table_bytes(self._specs, source.storages)
+        if (self._packed or tables) and source.storages != self._form.storages:
             raise CheckpointError(
                 f"{path} stores weights in other formats than the loaded checkpoint, for which the "
-                "kernels' memory is laid out"
+                "memory is laid out"
             )
-        for spec, stored in source:
+        check_host_memory(self._staged_bytes + tables, *STAGED)
+        for spec, stored in source.into(self._assembler.destinations):
             self._assembler.add(spec, stored)
         self._whole = True
 
@@ -118,7 +125,13 @@ class StagedWeights:
         pairs = list(zip(tensors_of(self._model.weights), tensors_of(staged), strict=True))
         for old, new in pairs:
             assert old.shape == new.shape and old.dtype == new.dtype, (old.shape, new.shape)
-        self._staged = [(old, new) for old, new in pairs if id(new) in complete]
+        on_devices = set(map(id, self._on_devices))
+        for old, new in pairs:
+            if id(new) in complete:
+                if id(old) not in on_devices:  # a lookup table: each rank has staged some rows
+                    own = self._form.rank.rows(len(old))
+                    old, new = old[own], new[own]
+                self._staged.append((old, new))
 
     @torch.inference_mode()
     def commit(self) -> None:

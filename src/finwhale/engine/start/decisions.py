@@ -24,6 +24,7 @@ from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
 from finwhale.weights.allocation import WeightForm
 from finwhale.weights.assembler import Assembler
+from finwhale.weights.table import table_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Decisions:
     Attributes:
         rank: this rank, and whether it holds the weights of all heads.
         stream: the weights, opened.
+        table_bytes: bytes of the checkpoint's lookup tables, in host memory, once for all ranks.
         compiled_mode: None: the options do not ask for it.
         sizes: of the largest steps.
         builds_ahead: kernels are built before the first step that launches them.
@@ -98,7 +100,10 @@ class Decisions:
             round_activations=self.round_activations,
             round_wo_a=config.wo_a_input == "fp8",
             storages=dict(self.stream.storages),
+            peers=peers,
         )
+        specs = self.architecture.weight_specs(model_config, self.rank)
+        self.table_bytes = table_bytes(specs, self.stream.storages) if weights.checkpoint else 0
         self.longest = self._longest()
         check_can_draft(config.draft_tokens, model_config)
         self.groups: tuple[CacheGroup, ...] = self.architecture.cache_groups(model_config)

@@ -35,7 +35,7 @@ from finwhale.models.protocol import Model, ModelConfig
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.builds import Built
 from finwhale.weights.joint_ranks import JointRanks
-from finwhale.weights.tree import tensors_of
+from finwhale.weights.tree import device_tensors
 
 
 def open_executor(
@@ -124,6 +124,8 @@ class _Start:
         """Run the start's phases in order."""
         chosen = self.chosen
         unfilled = None
+        what = "the model's lookup tables, which all ranks share,"
+        check_host_memory(chosen.table_bytes, what, "use a host with more memory")
         if self.device.type == "cuda":
             unfilled = chosen.assembler(torch.device("meta"))
             self.budget.check_fits_gpu(unfilled.num_bytes)
@@ -172,21 +174,22 @@ class _Start:
         chosen, ranks = self.chosen, None
         if self.device.type == "cpu":
             # Ranks on a CPU share its memory. Together they hold at least all weights.
-            check_host_memory(
-                chosen.architecture.weight_bytes(chosen.model_config, chosen.dtype, chosen.ops)
-            )
+            size = chosen.architecture.weight_bytes(chosen.model_config, chosen.dtype, chosen.ops)
+            check_host_memory(size + chosen.table_bytes)
         else:
             ranks = JointRanks(self.peers, self.device)
         weights = chosen.assembler(self.device).fill(chosen.stream, ranks)
+        if chosen.table_bytes:
+            self.peers.barrier()  # here the lookup tables have the rows that other ranks read
         if chosen.arenas:
-            chosen.arenas["weights"].adopt(tensors_of(weights))
+            chosen.arenas["weights"].adopt(device_tensors(weights))
             self.weight_bytes = chosen.arenas["weights"].num_bytes
         elif self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device)
             self.weight_bytes = allocated - self.budget.allocated_before
         else:
             self.weight_bytes = sum(
-                {id(each): each.nbytes for each in tensors_of(weights)}.values()
+                {id(each): each.nbytes for each in device_tensors(weights)}.values()
             )
         self.phases.end("weights")
         return weights

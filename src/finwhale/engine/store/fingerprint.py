@@ -13,6 +13,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.engine.plan.executor import RankDescription
 from finwhale.models.protocol import ModelConfig
+from finwhale.models.registry import architecture_of
 
 # Raise this when a change of the code changes the bits of a page, and keep the new digests in
 # tests/process/test_numerics_version.py.
@@ -41,9 +42,10 @@ def describe(
     if device.type == "cuda":
         kind, library = torch.cuda.get_device_name(device), "triton"
     libraries = f"torch {torch.__version__}", f"{library} {version(library)}", *packages
+    others = architecture_of(model_config).OTHER_FILES
     ranks = str(rank.num_ranks) + " data-parallel" * (config.data_parallel_size > 1)
     return {
-        "weights": "random" if checkpoint is None else weights_digest(checkpoint),
+        "weights": "random" if checkpoint is None else weights_digest(checkpoint, others),
         "model": _digest(repr(model_config)),
         "pages": _digest(repr((rank.groups, sorted(page_bytes.items())))),
         "dtype": str(dtype).removeprefix("torch."),
@@ -62,12 +64,12 @@ def fingerprint(about: Mapping[str, str]) -> str:
     return _digest(json.dumps(about, sort_keys=True))
 
 
-def weights_digest(checkpoint: Checkpoint) -> str:
+def weights_digest(checkpoint: Checkpoint, others: Sequence[str]) -> str:
     """A digest that differs between checkpoints. It has each file's name, size and time of change.
     A file of a hub's cache is named by the digest of its content, which takes the time's place.
     """
     files = []
-    for name in sorted({info.file for info in checkpoint.tensors.values()}):
+    for name in sorted({info.file for info in checkpoint.tensors.values()}.union(others)):
         target = (checkpoint.path / name).resolve()
         found = target.stat()
         content = target.name if len(target.name) == 64 else str(found.st_mtime_ns)

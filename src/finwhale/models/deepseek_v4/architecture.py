@@ -19,6 +19,7 @@ from finwhale.weights.allocation import WeightForm
 
 __all__ = [
     "FP8_PRODUCTS",
+    "OTHER_FILES",
     "assembler",
     "attention_operations",
     "build",
@@ -40,6 +41,7 @@ cache_groups, check_rounding = cache_spec, DeepseekV4Config.check_index_rotation
 
 FP8_PRODUCTS = True  # kernels multiply FP8 and FP4 weights as FP8
 ROW_BYTES, KEY_BYTES = 584, 68  # of a row of the cache, and of an index key, both packed
+OTHER_FILES = ()  # the model's values follow from the configuration and the weights alone
 # Attention's weights are whole on every rank if they take at most this part of a GPU's memory.
 WHOLE_ATTENTION_PART = 24
 

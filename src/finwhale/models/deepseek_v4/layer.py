@@ -9,7 +9,7 @@ from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
 from finwhale.models.deepseek_v4.config import DeepseekV4Config
 from finwhale.models.deepseek_v4.context import LayerContext
-from finwhale.models.deepseek_v4.moe import Moe, MoeSizes, MoeWeights, SharedMoe
+from finwhale.models.deepseek_v4.moe import Moe, MoeWeights, SharedMoe
 from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops.linear import LinearWeight
@@ -56,13 +56,8 @@ class DecoderLayer:
         self.mhc_of_terms = ops.mhc_of_terms
         self.params = mhc_params(context.config)
         self.weights = weights
-        self.ranks, config = context.ranks, context.config
-        sizes = MoeSizes(
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            config.routed_scaling_factor,
-            config.swiglu_limit,
-        )
+        self.ranks, c = context.ranks, context.config
+        sizes = c.n_routed_experts, c.num_experts_per_tok, c.routed_scaling_factor, c.swiglu_limit
         self.attn = Attention(context, weights.attn, layer)
         moe = SharedMoe if context.ranks.rank.data_parallel else Moe
         self.ffn = moe(ops, context.ranks, context.side_streams, weights.ffn, sizes)

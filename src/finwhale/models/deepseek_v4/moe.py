@@ -1,7 +1,6 @@
 """Mixture of experts of one layer: router, routed experts and the shared expert."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,19 +26,13 @@ class MoeWeights:
     shared_experts: ExpertWeight
 
 
-class MoeSizes(NamedTuple):
-    """num_experts: E; topk: K; scaling: of routing weights; limit: of SwiGLU's inputs."""
-
-    num_experts: int
-    topk: int
-    scaling: float
-    limit: float
-
-
 class Moe:
     """Mixture of experts: maps x [N,D] to [N,D].
 
     The result is the partial sum over this rank's part of every expert's width.
+
+    Args:
+        sizes: E, K, the factor of routing weights, and the limit of SwiGLU's inputs.
 
     Attributes:
         routed: [max tokens, K]: every call writes the chosen experts' ids here; None: no call does.
@@ -53,7 +46,7 @@ class Moe:
         ranks: TensorParallel,
         side_streams: SideStreams,
         weights: MoeWeights,
-        sizes: MoeSizes,
+        sizes: tuple[int, int, float, float],
     ) -> None:
         self.route_by_score = ops.route_by_score
         self.route_by_hash = ops.route_by_hash

@@ -44,17 +44,14 @@ class TensorParallel:
 
     Args:
         mhc: the mHC operators that add the terms of x themselves; None: there are none.
-        divided_tokens: the fewest tokens that the ranks divide; see DIVIDED_TOKENS.
+
+    Attributes:
+        divided_tokens: see DIVIDED_TOKENS.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        mhc: FusedReduceMhc | None = None,
-        divided_tokens: int = DIVIDED_TOKENS,
-    ) -> None:
+    def __init__(self, collectives: Collectives, mhc: FusedReduceMhc | None = None) -> None:
         self.rank = collectives.rank
-        self.divided_tokens = divided_tokens
+        self.divided_tokens = DIVIDED_TOKENS
         self._collectives = collectives
         self._mhc = mhc
 
@@ -162,8 +159,8 @@ def vocabulary(ops: Ops, ranks: TensorParallel, size: int) -> tuple[range, Sampl
     rank, width = ranks.rank, size // ranks.rank.size
     if rank.size == 1 or rank.data_parallel:
         return range(size), ops.sample
-    part = range(rank.index * width, (rank.index + 1) * width)
-    return part, SampleFromParts(ops, ranks, part.start)
+    first = rank.index * width
+    return range(first, first + width), SampleFromParts(ops, ranks, first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from finwhale.weights.allocation import WeightForm
 
 __all__ = [
     "FP8_PRODUCTS",
+    "OTHER_FILES",
     "assembler",
     "attention_operations",
     "build",
@@ -44,6 +45,7 @@ __all__ = [
 cache_groups = cache_spec
 FP8_PRODUCTS = False  # FP8 and FP4 values times a power of two are exact in bfloat16
 WINDOW_BYTES, ENTRY_BYTES, KEY_BYTES = 528, 288, 68
+OTHER_FILES = ("tokenizer.json",)  # from which Engram's ids follow
 
 
 def build(

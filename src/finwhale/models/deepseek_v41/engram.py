@@ -33,7 +33,7 @@ class Engram:
         """recalled_NS: the compressed ids of the last S tokens, the newest first."""
         w, dim = self.weights, streams_NHD.shape[2]
         rows = torch.from_numpy(self.hashes.rows(recalled_NS.cpu().numpy()))
-        values = looked_up(w.embed, rows.to(streams_NHD.device), streams_NHD.dtype)
+        values = looked_up(w.embed, rows, streams_NHD)
         kv = self.ops.linear(values.flatten(1), w.wkv)
         key_NHD = kv[:, :-dim].unflatten(1, (-1, dim))
         return self.shared.engram_gate(
@@ -41,12 +41,12 @@ class Engram:
         )
 
 
-def looked_up(table: LookupTable, rows_NX: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values [N,X,K] of rows of a table."""
+def looked_up(table: LookupTable, rows_NX: Tensor, like: Tensor) -> Tensor:
+    """The values [N,X,K] of rows of a table, on the device and in the dtype of `like`."""
     flat = rows_NX.flatten()
-    values = table.rows[flat]
+    values = table.rows[flat].to(like.device)
     if table.scale is not None:
-        scale = table.scale[flat].view(torch.float8_e8m0fnu)
-        values = dequantise_fp8_rows(values, scale, dtype)
-    found: Tensor = values.to(dtype).unflatten(0, rows_NX.shape)
+        scale = table.scale[flat].to(like.device).view(torch.float8_e8m0fnu)
+        values = dequantise_fp8_rows(values, scale, like.dtype)
+    found: Tensor = values.to(like.dtype).unflatten(0, rows_NX.shape)
     return found

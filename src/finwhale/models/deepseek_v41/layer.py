@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.moe import Moe, MoeSizes, SharedMoe
+from finwhale.models.deepseek_v4.moe import Moe, SharedMoe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v41.attention import Attention, Published
@@ -44,7 +44,7 @@ class DecoderLayer:
             config, ops, shared, weights.attn, layer, round_activations=round_activations
         )
         own, moe = config.of_layer(layer), SharedMoe if ranks.rank.data_parallel else Moe
-        sizes = MoeSizes(
+        sizes = (
             own.n_routed_experts,
             own.num_experts_per_tok,
             own.routed_scaling_factor,

@@ -62,7 +62,8 @@ class DeepseekV41:
             raise FinwhaleError("DeepSeek-V4.1 has no kernels for GPUs")
         self.config, self.ops, self.shared, self.weights = config, ops, ops.shared_entries, weights
         self.compressed_ids = compressed_ids
-        self.ranks = TensorParallel(collectives, divided_tokens=sys.maxsize)
+        self.ranks = TensorParallel(collectives)
+        self.ranks.divided_tokens = sys.maxsize  # each rank computes all tokens
         self.vocab_part, self.sample = vocabulary(ops, self.ranks, config.vocab_size)
         side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
         thetas = config.rope_theta, config.compress_rope_theta

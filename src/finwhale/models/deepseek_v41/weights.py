@@ -19,6 +19,7 @@ from finwhale.collection import no_collection
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
+from finwhale.models.deepseek_v41.host_tables import TableAssembler
 from finwhale.models.deepseek_v41.weight_classes import (
     AttentionWeights,
     CompressorWeights,
@@ -77,7 +78,7 @@ def assembler(
     """
     rank_config(config, form.rank, round_activations=form.round_activations)
     form = replace(form, round_wo_a=False)  # as the model was trained
-    return Assembler(lambda weights: _Table(config, weights).model(), form, device)
+    return TableAssembler(lambda weights: _Table(config, weights).model(), form, device)
 
 
 def ignored_prefixes(config: DeepseekV41Config) -> dict[str, str]:
