@@ -448,4 +448,4 @@ def test_rotations_give_a_row_the_same_bits_wherever_it_lies(pairs: int) -> None
 def test_the_lowest_of_equal_scores_are_chosen(topk: int) -> None:
     """Zeros of either sign are equal."""
     scores = np.array([[-0.0, 0.0, -1.0, 0.0]], np.float32)
-    assert sorted(indexer._best(scores, topk)[0].tolist()) == sorted([0, 1, 3, 2][:topk])
+    assert sorted(indexer.best_indices(scores, topk)[0].tolist()) == sorted([0, 1, 3, 2][:topk])

@@ -13,7 +13,7 @@ from tests.support.op_case import Chunks, Draw, entry_rows, step_tokens
 from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope
-from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, ref
+from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, cpu, ref
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.mhc.ref import mhc_pre, mixes
 from finwhale.ops.paging import CacheRows, Tokens
@@ -173,21 +173,23 @@ def best(scores: dict[int, float], most: int) -> list[int]:
 @pytest.mark.parametrize("within", [False, True], ids=["all", "within-blocks"])
 @pytest.mark.parametrize("keeps", [0, 3, 100])
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_selected_entries_and_blocks(ratio: int, keeps: int, within: bool) -> None:
+@pytest.mark.parametrize("table", ["ref", "cpu"])
+def test_selected_entries_and_blocks(table: str, ratio: int, keeps: int, within: bool) -> None:
     """Scores are exact integers with many ties, so the selection is compared exactly."""
+    select = (ref if table == "ref" else cpu).OPS.select
     draw, chunks = Draw(), ((254, 258), (0, 9), (90, 91), (30, 31), (0, 1))
     tokens = step_tokens(chunks)
     N, heads, width = len(tokens.positions), 3, 16
-    table, num_rows = draw.page_table(entry_rows(chunks, ratio), 64)
-    keys = CacheRows(draw.integers(2, num_rows, width, low=-1).float(), table)
+    pages, num_rows = draw.page_table(entry_rows(chunks, ratio), 64)
+    keys = CacheRows(draw.integers(2, num_rows, width, low=-1).float(), pages)
     q = draw.integers(2, N, heads, width, low=-1).float()
     weights, rotary = draw.integers(3, N, heads, low=-2).float(), draw.quarter_turns(300, 8)
     rule = IndexRule(ratio=ratio, topk=11, scale=0.5, round_query=False, block=4, keeps=keeps)
     blocks = None
     if within:
         whole = replace(rule, keeps=5)
-        blocks = ref.select_shared(q, weights, keys, rotary, tokens, whole).blocks
-    found = ref.select_shared(q, weights, keys, rotary, tokens, rule, blocks)
+        blocks = select(q, weights, keys, rotary, tokens, whole).blocks
+    found = select(q, weights, keys, rotary, tokens, rule, blocks)
     assert (found.blocks is None) == (keeps == 0)
     for n, (sequence, position) in enumerate(each_token(tokens)):
         count = (position + 1) // ratio

@@ -1,7 +1,5 @@
 """The reference implementation of DeepSeek-V4.1's operators. The package has the legend."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -85,6 +83,12 @@ def merge_pairs(
     return latents
 
 
+def index_queries(q_NIJ: Tensor, rotary_LR: Tensor, tokens: Tokens, rule: IndexRule) -> Tensor:
+    """The rotated and rounded queries [N,I,J] float32."""
+    queries = apply_rope(q_NIJ, tokens.rotation(rotary_LR)).float()
+    return _rounded(queries, "key") if rule.round_query else queries
+
+
 def select_shared(
     q_NIJ: Tensor,
     weights_NI: Tensor,
@@ -93,13 +97,8 @@ def select_shared(
     tokens: Tokens,
     rule: IndexRule,
     blocks_NB: Tensor | None = None,
-    *,
-    product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Selection:
-    """product: multiplies the keys [E,J] with a token's queries [J,I]."""
-    queries = apply_rope(q_NIJ, tokens.rotation(rotary_LR)).float()
-    if rule.round_query:
-        queries = _rounded(queries, "key")
+    queries = index_queries(q_NIJ, rotary_LR, tokens, rule)
     weights = weights_NI * rule.scale
     all_slots = entry_slots(tokens, keys.table, rule.ratio)
     visible = (tokens.positions + 1) // rule.ratio
@@ -117,8 +116,8 @@ def select_shared(
             if not count:
                 continue
             own = all_slots[sequence, :count]
-            each = torch.relu(product(keys.pool.index_select(0, own).float(), queries[n].T))
-            scores = product(each, weights[n, :, None]).squeeze(1)
+            each = torch.relu(keys.pool.index_select(0, own).float() @ queries[n].T)
+            scores = each @ weights[n]
             if blocks_NB is not None:
                 chosen = blocks_NB[n][blocks_NB[n] >= 0].long()
                 allowed = torch.zeros(num_blocks, dtype=torch.bool, device=own.device)

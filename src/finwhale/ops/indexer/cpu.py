@@ -141,13 +141,13 @@ def _select(
             some = slice(start, min(start + step, tokens.stop))
             of = slice(0, 1) if shared else some
             blocks = -(-max(int(visible_N[some].max()), out_NK.shape[1]) // ENTRY_PAD)
-            scores = _scores(q_NIC[some], weights_NI[some], keys[of, :blocks])
+            scores = weighted_scores(q_NIC[some], weights_NI[some], keys[of, :blocks])
             _top(scores, visible_N[some], slots_SE[of], out_NK[some])
 
     cpu_math.split_rows(num_tokens, heads * num_entries * width, run)
 
 
-def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
+def weighted_scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
     """Scores [N, B * ENTRY_PAD]. All GEMMs have the same shape, so no bit depends on B or N."""
     relu = cpu_math.matmul(q_NIC[:, None], keys_NBCE)
     np.maximum(relu, cpu_math.constant(0.0), out=relu)
@@ -160,7 +160,7 @@ def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I32) -> None:
     num_entries = scores_NE.shape[1]
     visible_N1 = visible_N[:, None]
     np.copyto(scores_NE, -np.inf, where=np.arange(num_entries) >= visible_N1)
-    chosen = _best(scores_NE, out_NK.shape[1])
+    chosen = best_indices(scores_NE, out_NK.shape[1])
     chosen.sort(axis=1)
     seen = chosen < visible_N1
     if len(slots_SE) > 1:
@@ -168,7 +168,7 @@ def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I32) -> None:
     np.copyto(out_NK, slots_SE.take(chosen), where=seen)
 
 
-def _best(scores_NE: F32, topk: int) -> I64:
+def best_indices(scores_NE: F32, topk: int) -> I64:
     """Indices of the topk highest scores in any order; the lowest index wins ties."""
     # Adding 0 turns -0 into 0. Flipping the lower bits of negative floats makes the integer order
     # equal to the float order. The low word is the inverted index: the lowest index wins ties.
