@@ -16,6 +16,7 @@ from . import (
     sm90_v41_attention,
     sm90_v41_gemm,
     sm90_v41_select,
+    sm90_v41_small,
 )
 from .conftest import Compile
 from .kernel_sources import kernel_names
@@ -46,7 +47,7 @@ def marks(call: str) -> list[pytest.MarkDecorator]:
 
 MODULES = (
     *(sm90_compile, sm90_attention, sm90_experts),
-    *(sm90_v41_attention, sm90_v41_gemm, sm90_v41_select),
+    *(sm90_v41_attention, sm90_v41_gemm, sm90_v41_select, sm90_v41_small),
 )
 CALLS = [
     pytest.param(module.__name__.rpartition(".")[2], call, id=call, marks=marks(call))
