@@ -8,7 +8,9 @@ from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from . import sm90_compile as near
 from . import sm90_experts as experts
 from . import sm90_v41_attention as v41
-from .sm90_v41_gemm import FAR
+from . import sm90_v41_gemm as gemm
+from . import sm90_v41_select as select
+from . import sm90_v41_small as small
 
 TOKENS = 2**22
 PAIR_TOKENS = 2**19  # of 8 experts each
@@ -48,7 +50,7 @@ def calls() -> dict[str, Callable[[], None]]:
     for number, plan in enumerate(experts.PLANS):
         call = partial(experts.call, D, I, E, 8, PAIR_TOKENS, plan)
         found[f"experts-{number}"] = call
-    return found | FAR
+    return found | gemm.FAR | select.FAR | small.FAR
 
 
 CALLS = calls()

@@ -15,6 +15,8 @@ from . import (
     sm90_experts,
     sm90_v41_attention,
     sm90_v41_gemm,
+    sm90_v41_select,
+    sm90_v41_small,
 )
 from .conftest import Compile
 from .kernel_sources import kernel_names
@@ -43,17 +45,22 @@ def marks(call: str) -> list[pytest.MarkDecorator]:
     return [] if call in SMOKE else [pytest.mark.kernels]
 
 
+MODULES = (
+    *(sm90_compile, sm90_attention, sm90_experts),
+    *(sm90_v41_attention, sm90_v41_gemm, sm90_v41_select, sm90_v41_small),
+)
 CALLS = [
     pytest.param(module.__name__.rpartition(".")[2], call, id=call, marks=marks(call))
-    for module in (sm90_compile, sm90_attention, sm90_experts, sm90_v41_attention, sm90_v41_gemm)
+    for module in MODULES
     for call in module.CALLS
 ]
-# Bytes of stack a thread: portable attention of many tokens; the indexer's scores of a prefill;
-# Gluon programs of many columns, outside their loops over tiles.
+# Bytes of stack a thread: portable attention of many tokens; the indexer's scores of a prefill; the
+# selection of 2048 blocks; Gluon programs of many columns, outside their loops over tiles.
 # The embedded model's compressors, and kernels that store entries with their keys, reserve 8 bytes
 # that no instruction uses.
 SPILLING = {
     "indexer.select_entries_triton._scores_kernel": 16,
+    "indexer.topk_long_triton._select_long_kernel": 16,
     "compressor.compress_triton._compress_kernel": 8,
     "attention.sparse_attention_triton._attend_kernel": 256,
     "attention.sparse_attention_hopper._attend_kernel": 32,
@@ -70,8 +77,6 @@ if triton.__version__ < "3.7":  # it allocates a few more registers
         "moe.experts_hopper._gate_up_kernel": 80,
         "sampling.draw_triton._least_kernel": 8,
     }
-else:
-    SPILLING |= {"indexer.topk_long_triton._select_long_kernel": 8}
 if triton.__version__.startswith("3.9"):
     SPILLING |= {
         "attention.sparse_attention_triton._attend_kernel": 776,

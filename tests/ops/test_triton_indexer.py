@@ -405,7 +405,14 @@ def run_ptx(text: str, arguments: dict[str, int]) -> dict[str, int]:
             out |= (255 * (byte >> 7) if nibble & 8 else byte) << 8 * i
         return out
 
+    def mul_bf16x2(a: int, b: int) -> int:
+        """Products that are exact in bfloat16."""
+        x, y = (torch.tensor([v & 0xFFFF, v >> 16]).short().view(torch.bfloat16) for v in (a, b))
+        low, high = (x.float() * y.float()).bfloat16().view(torch.int16).tolist()
+        return (low & 0xFFFF) | (high & 0xFFFF) << 16
+
     operations: dict[str, Callable[..., int]] = {
+        "mul.rn.bf16x2": mul_bf16x2,
         "mad.lo.s32": lambda a, b, c: a * b + c,
         "and.b32": lambda a, b: a & b,
         "shl.b32": lambda a, b: a << b,
