@@ -55,7 +55,7 @@ def run(
     channel = push.channel(num_tokens, mhc_triton.num_programs(num_tokens, width))
     assert channel is not None
     partial_sum = PartialSum(x, channel)
-    return mhc_triton._run_streams(residual, (partial_sum, post, res), fn, HOW, phases)
+    return mhc_triton.run_streams(residual, (partial_sum, post, res), fn, HOW, phases)
 
 
 def send(
@@ -89,7 +89,7 @@ def test_bits_are_those_of_the_sum(size: int) -> None:
         post, res, residual = mixes
         total = ref.all_reduce(parts).to(own)
         for fn in (weight(inputs, D).fn, None):
-            wanted = mhc_triton._run_streams(residual, (total, post, res), fn, HOW)
+            wanted = mhc_triton.run_streams(residual, (total, post, res), fn, HOW)
             send(pushes, parts, mixes, fn)
             for push, x in zip(pushes, parts, strict=True):
                 for one, other in zip(run(push, x, mixes, fn), wanted, strict=True):

@@ -23,14 +23,14 @@ from finwhale.ops.launch import check_contiguous
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.mhc import MhcParams, MhcWeight, Terms, mhc_triton
 from finwhale.ops.mhc.gates_triton import (
-    _one_token_gates,
-    _parts,
-    _pick,
-    _sigmoid,
     block_input_kernel,
     gates_kernel,
+    one_token_gates,
+    pick,
+    sigmoid,
+    sums_of_parts,
 )
-from finwhale.ops.mhc.mhc_triton import DEFAULT, MhcOptions, MhcPlan, _run_streams
+from finwhale.ops.mhc.mhc_triton import DEFAULT, MhcOptions, MhcPlan, run_streams
 from finwhale.ops.mhc.residual_streams_triton import load_four
 
 BLOCK_D = 1024  # columns of a program that collapses residual streams
@@ -43,8 +43,8 @@ def _collapsed(source, stride_h, pre_ptr, mask):
     four = tl.arange(0, 4)
     pre = tl.load(pre_ptr + four)
     x = load_four(source, stride_h, mask)
-    y = _pick(pre, four, 0) * x[0].to(tl.float32) + _pick(pre, four, 1) * x[1].to(tl.float32)
-    return y + _pick(pre, four, 2) * x[2].to(tl.float32) + _pick(pre, four, 3) * x[3].to(tl.float32)
+    y = pick(pre, four, 0) * x[0].to(tl.float32) + pick(pre, four, 1) * x[1].to(tl.float32)
+    return y + pick(pre, four, 2) * x[2].to(tl.float32) + pick(pre, four, 3) * x[3].to(tl.float32)
 
 
 @triton.jit
@@ -90,16 +90,16 @@ def _delayed_input_kernel(
     elif tl.program_id(1) == 1:
         weights, outputs = (scale_ptr, base_ptr), (post_ptr + token * 4, res_ptr + token * 16)
         # fmt: off
-        _one_token_gates(parts, weights, outputs, D, eps, rms_eps, ITERS, COMPILED, BLOCK_S, ROWS,
+        one_token_gates(parts, weights, outputs, D, eps, rms_eps, ITERS, COMPILED, BLOCK_S, ROWS,
                          PDL)
         # fmt: on
     else:
         scale, base = tl.load(scale_ptr + four), tl.load(base_ptr + four)
         wait_for_last(PDL)
-        pre = tl.sum(_parts(parts, 0, four, BLOCK_S, ROWS), axis=0)
-        squares = _parts(parts, 24, tl.arange(0, 1), BLOCK_S, ROWS)
+        pre = tl.sum(sums_of_parts(parts, 0, four, BLOCK_S, ROWS), axis=0)
+        squares = sums_of_parts(parts, 24, tl.arange(0, 1), BLOCK_S, ROWS)
         rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
-        tl.store(pre_ptr + token * 4 + four, _sigmoid(pre * rstd * scale + base) + eps)
+        tl.store(pre_ptr + token * 4 + four, sigmoid(pre * rstd * scale + base) + eps)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def mhc_pre_delayed(
     *,
     options: MhcOptions = DEFAULT,
 ) -> Delayed:
-    streams, parts = _run_streams(residual_NHD, None, w.fn, options)
+    streams, parts = run_streams(residual_NHD, None, w.fn, options)
     return _second_pass(streams, parts, pre_NH, w, params, options)
 
 
@@ -204,7 +204,7 @@ def mhc_post_pre_delayed(
 
     x may be the terms of a sum (mhc.FusedReduceMhc).
     """
-    streams, parts = _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, options)
+    streams, parts = run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, options)
     return *_second_pass(streams, parts, pre_NH, w, params, options), streams
 
 

@@ -15,7 +15,7 @@ from finwhale.ops.mhc.residual_streams_triton import load_four
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -125,8 +125,8 @@ def gates_kernel(
     for k in tl.static_range(4):
         pre = _mix(parts, scale_ptr, base_ptr, rstd, mask, N, k, SLOTS, ROWS)
         post = _mix(parts, scale_ptr, base_ptr, rstd, mask, N, 4 + k, SLOTS, ROWS)
-        tl.store(pre_ptr + token * 4 + k, _sigmoid(pre) + eps, mask=mask)
-        tl.store(post_ptr + token * 4 + k, 2.0 * _sigmoid(post), mask=mask)
+        tl.store(pre_ptr + token * 4 + k, sigmoid(pre) + eps, mask=mask)
+        tl.store(post_ptr + token * 4 + k, 2.0 * sigmoid(post), mask=mask)
     a = ()
     for i in tl.static_range(4):
         row = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 8 + 4 * i, eps, SLOTS, ROWS)
@@ -135,12 +135,12 @@ def gates_kernel(
 
 
 @triton.jit
-def _pick(values, index, i: tl.constexpr):
+def pick(values, index, i: tl.constexpr):
     return tl.sum(tl.where(index == i, values, 0.0), axis=0)
 
 
 @triton.jit
-def _parts(parts, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
+def sums_of_parts(parts, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
     """Load rows FIRST + rows of a token's parts: [BLOCK_S, rows].
 
     parts: their pointer, the stride of their rows and the number of slots.
@@ -152,7 +152,7 @@ def _parts(parts, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _one_token_gates(
+def one_token_gates(
     parts,
     weights,
     outputs,
@@ -179,19 +179,19 @@ def _one_token_gates(
     post_scale = tl.load(scale_ptr + 4 + four)
     post_base = tl.load(base_ptr + 4 + four)
     wait_for_last(PDL)
-    mixes = _parts(parts, 8, index, BLOCK_S, ROWS)
-    squares = _parts(parts, 24, tl.arange(0, 1), BLOCK_S, ROWS)
-    post = _parts(parts, 4, four, BLOCK_S, ROWS)
+    mixes = sums_of_parts(parts, 8, index, BLOCK_S, ROWS)
+    squares = sums_of_parts(parts, 24, tl.arange(0, 1), BLOCK_S, ROWS)
+    post = sums_of_parts(parts, 4, four, BLOCK_S, ROWS)
     rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
     post = tl.sum(post, axis=0) * rstd * post_scale + post_base
     mixes = tl.sum(mixes, axis=0) * rstd * mixes_scale + mixes_base
-    tl.store(post_ptr + four, 2.0 * _sigmoid(post))
+    tl.store(post_ptr + four, 2.0 * sigmoid(post))
     mixes = tl.reshape(mixes, [4, 4])
     a = tl.exp(mixes - tl.max(mixes, axis=1)[:, None])
     a = tl.reshape(a * (1.0 / tl.sum(a, axis=1))[:, None] + eps, [16])
     picked = ()
     for i in tl.static_range(16):
-        picked += (_pick(a, index, i),)  # type: ignore[assignment]
+        picked += (pick(a, index, i),)  # type: ignore[assignment]
     _sinkhorn(picked, res_ptr, None, eps, ITERS, COMPILED)
 
 
@@ -238,7 +238,7 @@ def block_input_kernel(
         start_next(PDL)
         weights, outputs = (scale_ptr, base_ptr), (post_ptr + token * 4, res_ptr + token * 16)
         # fmt: off
-        _one_token_gates(parts, weights, outputs, D, eps, rms_eps, ITERS, COMPILED, BLOCK_S, ROWS,
+        one_token_gates(parts, weights, outputs, D, eps, rms_eps, ITERS, COMPILED, BLOCK_S, ROWS,
                          PDL)
         # fmt: on
     else:
@@ -255,14 +255,14 @@ def block_input_kernel(
         if KIND == "given":
             pre = tl.load(pre_ptr + token * 4 + four)
         else:
-            pre = _parts(parts, 0, four, BLOCK_S, ROWS)
-            squares = _parts(parts, M, tl.arange(0, 1), BLOCK_S, ROWS)
+            pre = sums_of_parts(parts, 0, four, BLOCK_S, ROWS)
+            squares = sums_of_parts(parts, M, tl.arange(0, 1), BLOCK_S, ROWS)
         source = streams_ptr + token * stride_n + d
         x = load_four(source, stride_h, mask)
         if KIND != "given":
             rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
-            pre = _sigmoid(tl.sum(pre, axis=0) * rstd * scale + base) + eps
-        y = _pick(pre, four, 0) * x[0].to(tl.float32) + _pick(pre, four, 1) * x[1].to(tl.float32)
-        y += _pick(pre, four, 2) * x[2].to(tl.float32) + _pick(pre, four, 3) * x[3].to(tl.float32)
+            pre = sigmoid(tl.sum(pre, axis=0) * rstd * scale + base) + eps
+        y = pick(pre, four, 0) * x[0].to(tl.float32) + pick(pre, four, 1) * x[1].to(tl.float32)
+        y += pick(pre, four, 2) * x[2].to(tl.float32) + pick(pre, four, 3) * x[3].to(tl.float32)
         y = y * tl.rsqrt(tl.sum(y * y) / D + rms_eps) * norm
         tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=mask)

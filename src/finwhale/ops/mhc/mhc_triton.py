@@ -248,7 +248,7 @@ class FirstPass:
         }
 
 
-def _run_streams(
+def run_streams(
     streams_NHD: Tensor,
     post: tuple[Tensor | PartialSum | UnreducedExperts, Tensor, Tensor] | None,
     fn: Tensor | None,
@@ -391,7 +391,7 @@ def _run_block_input(
 def mhc_pre(
     residual_NHD: Tensor, w: MhcWeight, params: MhcParams, *, options: MhcOptions = DEFAULT
 ) -> tuple[Tensor, Tensor, Tensor]:
-    streams, parts = _run_streams(residual_NHD, None, w.fn, options)
+    streams, parts = run_streams(residual_NHD, None, w.fn, options)
     return _run_block_input(streams, parts, w, params, options)
 
 
@@ -403,7 +403,7 @@ def mhc_post(
     *,
     options: MhcOptions = DEFAULT,
 ) -> Tensor:
-    return _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), None, options)[0]
+    return run_streams(residual_NHD, (x_ND, post_NH, res_NHH), None, options)[0]
 
 
 def mhc_post_pre(
@@ -416,12 +416,12 @@ def mhc_post_pre(
     *,
     options: MhcOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams, parts = _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, options)
+    streams, parts = run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, options)
     return *_run_block_input(streams, parts, w, params, options), streams
 
 
 def hc_head(
     streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, *, options: MhcOptions = DEFAULT
 ) -> Tensor:
-    streams, parts = _run_streams(streams_NHD, None, w.fn, options)
+    streams, parts = run_streams(streams_NHD, None, w.fn, options)
     return _run_block_input(streams, parts, w, params, options)[0]
