@@ -5,6 +5,9 @@ of a row. A value times its scale is exact in bfloat16. The bits of a code, move
 has exponent and mantissa, are the value times 2^-120 (E4M3) or 2^-126 (e2m1), also of zeros and
 subnormal values. So one multiplication with a `factor`, a power of two, gives the weight.
 
+No helper reads a constant of a module: whether that were a part of a kernel's key would depend on
+the order in which kernels are compiled (tests/ops/test_kernel_sources.py).
+
 With ASM, a decoder takes 10 instructions for four E4M3 values, and 15 for eight e2m1 values.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -13,50 +16,6 @@ import triton
 import triton.language as tl
 
 from finwhale.ops.linear.quantise_triton import round_e4m3
-
-E4M3_BIAS = tl.constexpr(120)
-E2M1_BIAS = tl.constexpr(126)
-# (b0, b1, b2, b3) -> bfloat16 pairs (b0, b1) and (b2, b3): a byte enters the upper half of its 16
-# bits, and all but its sign moves down by 4.
-_E4M3_ASM = tl.constexpr(
-    """{
-.reg .b32 a, b, c, d;
-prmt.b32 a, $2, 0, 0x1404;
-prmt.b32 b, $2, 0, 0x3424;
-shr.u32 c, a, 4;
-shr.u32 d, b, 4;
-and.b32 c, c, 0x07f007f0;
-and.b32 d, d, 0x07f007f0;
-lop3.b32 c, a, 0x80008000, c, 0xea;
-lop3.b32 d, b, 0x80008000, d, 0xea;
-mul.rn.bf16x2 $0, c, $3;
-mul.rn.bf16x2 $1, d, $4;
-}"""
-)
-# Eight e2m1 codes -> the pairs (0, 1), (2, 3), (16, 17) and (18, 19) of a group, if they are those
-# of its first word. Both halves of the word have the sign and the magnitude of their first three
-# codes at the same distance as in bfloat16: at 15 and 8-6, 12 and 5-3, 9 and 2-0. The fourth code
-# fills the gaps: its exponent is at 14-13, its mantissa at 11, its sign at 10.
-_E2M1_ASM = tl.constexpr(
-    """{
-.reg .b32 a, b, c, d, e;
-and.b32 a, $4, 0x81c081c0;
-shl.b32 b, $4, 3;
-shl.b32 c, $4, 6;
-shr.u32 d, $4, 6;
-and.b32 b, b, 0x81c081c0;
-and.b32 c, c, 0x81c081c0;
-and.b32 d, d, 0x01800180;
-shr.u32 e, $4, 5;
-lop3.b32 d, e, 0x00400040, d, 0xea;
-shl.b32 e, $4, 5;
-lop3.b32 d, e, 0x80008000, d, 0xea;
-mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $6;
-mul.rn.bf16x2 $2, c, $5;
-mul.rn.bf16x2 $3, d, $6;
-}"""
-)
 
 
 @triton.jit
@@ -77,8 +36,27 @@ def factor_of(exponent, BIAS: tl.constexpr, ASM: tl.constexpr):
 def expand_e4m3(w, factor, ASM: tl.constexpr):
     """E4M3 bytes uint8 [R,C] times their factors [R,C], in bfloat16."""
     if ASM:
+        # (b0, b1, b2, b3) -> bfloat16 pairs (b0, b1) and (b2, b3): a byte enters the upper half of
+        # its 16 bits, and all but its sign moves down by 4.
         return tl.inline_asm_elementwise(
-            _E4M3_ASM, "=r,=r,r,r,r", [w, factor], dtype=tl.bfloat16, is_pure=True, pack=4
+            """{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 c, a, 0x80008000, c, 0xea;
+lop3.b32 d, b, 0x80008000, d, 0xea;
+mul.rn.bf16x2 $0, c, $3;
+mul.rn.bf16x2 $1, d, $4;
+}""",
+            "=r,=r,r,r,r",
+            [w, factor],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
         )
     else:
         w = w.to(tl.int32)
@@ -93,11 +71,33 @@ def expand_e2m1(w, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ASM: tl.co
     Returns the first halves and the second halves of the groups, in bfloat16.
     """
     if ASM:
+        # Eight e2m1 codes -> the pairs (0, 1), (2, 3), (16, 17) and (18, 19) of a group, if they
+        # are those of its first word. Both halves of the word have the sign and the magnitude of
+        # their first three codes at the same distance as in bfloat16: at 15 and 8-6, 12 and 5-3, 9
+        # and 2-0. The fourth code fills the gaps: its exponent is at 14-13, its mantissa at 11, its
+        # sign at 10.
         # A result depends on all bytes of its word, so a thread must hold whole words in order. It
         # does, as it loads them; with is_pure, Triton might move the instructions behind a change
         # of layout.
         return tl.inline_asm_elementwise(
-            _E2M1_ASM,
+            """{
+.reg .b32 a, b, c, d, e;
+and.b32 a, $4, 0x81c081c0;
+shl.b32 b, $4, 3;
+shl.b32 c, $4, 6;
+shr.u32 d, $4, 6;
+and.b32 b, b, 0x81c081c0;
+and.b32 c, c, 0x81c081c0;
+and.b32 d, d, 0x01800180;
+shr.u32 e, $4, 5;
+lop3.b32 d, e, 0x00400040, d, 0xea;
+shl.b32 e, $4, 5;
+lop3.b32 d, e, 0x80008000, d, 0xea;
+mul.rn.bf16x2 $0, a, $5;
+mul.rn.bf16x2 $1, b, $6;
+mul.rn.bf16x2 $2, c, $5;
+mul.rn.bf16x2 $3, d, $6;
+}""",
             "=r,=r,=r,=r,r,r,r",
             [w, factor],
             dtype=(tl.bfloat16, tl.bfloat16),

@@ -37,7 +37,6 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.deepseek_v41.expand_triton import (
-    E2M1_BIAS,
     expand_e2m1,
     factor_of,
     swiglu_rows,
@@ -192,14 +191,14 @@ def _product(
         words = ()
         for q in tl.static_range(QUADS):
             words = words + (tl.load(word_ptrs + (step * QUADS + q) * 64),)  # type: ignore[assignment]  # noqa: RUF005
-        factor = factor_of(_exponents(words, c, QUADS), E2M1_BIAS, ASM)
+        factor = factor_of(_exponents(words, c, QUADS), 126, ASM)
         low, high = expand_e2m1(codes, factor, BLOCK_M, BLOCK_K // 2, ASM)
         x0 = tl.load(x_ptrs + step * BLOCK_K)
         x1 = tl.load(x_ptrs + step * BLOCK_K + 16)
         total = tl.dot(low, tl.trans(x0), total)
         total = tl.dot(high, tl.trans(x1), total)
     if TAIL:
-        factor = factor_of(_exponents((tail_word,), c, 1), E2M1_BIAS, ASM)
+        factor = factor_of(_exponents((tail_word,), c, 1), 126, ASM)
         low, high = expand_e2m1(tail_codes, factor, BLOCK_M, 64, ASM)
         total = tl.dot(low, tl.trans(tail_x0), total)
         total = tl.dot(high, tl.trans(tail_x1), total)

@@ -32,7 +32,6 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.deepseek_v41.expand_triton import (
-    E4M3_BIAS,
     expand_e4m3,
     factor_of,
     round_columns,
@@ -179,7 +178,7 @@ def _factors(scales, k, last, GROUPS: tl.constexpr, ASM: tl.constexpr):
         scale = tl.load(scales + tl.minimum(j, last))
         chosen = tl.where((k // 32 == j)[None, :], scale[:, None], chosen)
     exponent = chosen.to(tl.int32, bitcast=True) >> 23 & 0xFF
-    return factor_of(exponent, E4M3_BIAS, ASM)
+    return factor_of(exponent, 120, ASM)
 
 
 @triton.jit
