@@ -1,0 +1,98 @@
+"""DeepSeek-V4.1's model with its table of Triton kernels, in the interpreter, beside the CPU's.
+
+Weights are FP8 and FP4, and the cache is packed. No engine uses the table yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.support.op_case import step_tokens
+from torch import Tensor
+
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.demo import V41_PATH
+from finwhale.distributed.rank import ALONE
+from finwhale.engine.start.kv_cache import allocate_cache, plan_cache
+from finwhale.models.deepseek_v41 import architecture
+from finwhale.models.deepseek_v41.config_json import config_of
+from finwhale.models.step_inputs import Inline, StepInputs
+from finwhale.models.weight_sources import Weights
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.paging import PageTable
+from finwhale.ops.tables import deepseek_v41, nvidia
+from finwhale.platform import Platform
+from finwhale.weights.allocation import WeightForm
+
+from . import triton_interpreter as triton_interpreter
+
+PORTABLE, PAGES, LENGTH = Platform("nvidia", "sm100"), 40, 256
+CPU = torch.device("cpu")
+# Few entries and blocks, so that short texts select. Two sequences are prefilled, then both decode,
+# and then one verifies drafts beside the other.
+CHANGES = {"index_topk": 4, "candidate_topk_blocks": 2, "sliding_window": 8}
+STEPS = [((0, 21), (0, 6)), ((21, 22), (6, 7)), ((22, 25), (7, 8))]
+
+
+class Runner:
+    def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
+        checkpoint = Checkpoint.open(V41_PATH)
+        config = config_of(checkpoint.config).without_draft_head().with_exact_prefill()
+        config = replace(config, **CHANGES)  # type: ignore[arg-type]
+        stream = Weights(config, checkpoint).open(CPU, ALONE)
+        form = WeightForm(
+            ops=ops, dtype=dtype, round_activations=True, storages=dict(stream.storages)
+        )
+        weights = architecture.assembler(config, form, CPU).fill(stream)
+        self.model = architecture.build(
+            config, ops, weights, checkpoint, round_activations=True, max_positions=LENGTH
+        )
+        self.groups, packed = architecture.cache_groups(config), ops.capabilities.packed_cache
+        plan = plan_cache(
+            self.groups,
+            itemsize=dtype.itemsize,
+            packed=packed,
+            budget_bytes=2**26,
+            max_num_seqs=4,
+            max_step_tokens=64,
+            wanted_tokens=1024,
+        )
+        plan = replace(plan, num_pages={group.name: PAGES for group in self.groups})
+        self.cache = allocate_cache(self.groups, plan, dtype, CPU, packed)
+
+    def __call__(self, text: Sequence[int], chunks: tuple[tuple[int, int], ...]) -> Tensor:
+        """The logits [N,V] of a step with a chunk of the same text for each sequence."""
+        count, tables = len(chunks), {}
+        for group in self.groups:
+            each = -(-LENGTH // group.tokens_per_page)
+            pages = 1 + torch.arange(each)[None] * count + torch.arange(count)[:, None]
+            first = torch.zeros(count, dtype=torch.int32)
+            tables[group.name] = PageTable(pages.int(), first, group.rows_per_page)
+        ids = torch.tensor([i for start, end in chunks for i in text[start:end]])
+        inputs = StepInputs(token_ids=ids, tokens=step_tokens(chunks), tables=tables)
+        with torch.inference_mode():
+            logits, _ = self.model.forward_with_logits(inputs, self.cache, Inline())
+        return logits
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float(((one - other).norm(dim=1) / other.norm(dim=1)).median())
+
+
+@pytest.mark.long
+def test_logits_are_as_close_as_those_of_the_definitions() -> None:
+    """The logits of float32 are as far from the kernels' as from the definitions' in bfloat16.
+
+    They are far, because a value near the middle of two FP4 values is rounded to either, and a
+    random model spreads that.
+    """
+    table = deepseek_v41.table(nvidia.table(PORTABLE), PORTABLE, hopper=False)
+    kernels, cpu = Runner(table, torch.bfloat16), Platform.cpu()
+    plain = Runner(load_ops(cpu, reference=True), torch.bfloat16)
+    exact = Runner(load_ops(cpu), torch.float32)
+    text = torch.randint(19, 1024, (25,), generator=torch.Generator().manual_seed(0)).tolist()
+    for chunks in STEPS:
+        found, defined, wanted = (runner(text, chunks) for runner in (kernels, plain, exact))
+        spread = distance(defined, wanted)
+        assert distance(found, wanted) < 1.5 * spread and distance(found, defined) < 1.5 * spread
