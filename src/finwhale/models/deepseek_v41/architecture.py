@@ -19,6 +19,7 @@ from finwhale.models.deepseek_v41.engram_hash import compress_ids
 from finwhale.models.deepseek_v41.model import DeepseekV41
 from finwhale.models.deepseek_v41.weight_classes import ModelWeights
 from finwhale.models.deepseek_v41.weights import assembler, ignored_prefixes, weight_specs
+from finwhale.models.protocol import NO_KERNELS
 from finwhale.models.sharding import rank_config
 from finwhale.ops import Ops
 from finwhale.weights.allocation import WeightForm
@@ -40,6 +41,7 @@ __all__ = [
     "rank_config",
     "weight_bytes",
     "weight_specs",
+    "whole_attention_bytes",
 ]
 
 cache_groups = cache_spec
@@ -118,7 +120,7 @@ def _listed(layers: tuple[int, ...]) -> str:
 
 def kernel_obstacles(config: DeepseekV41Config, storages: Mapping[str, Storage]) -> list[str]:
     """The reasons why the kernels for packed weights cannot run this model."""
-    return ["there are no kernels for DeepSeek-V4.1 yet"]
+    return [NO_KERNELS] if config.quantised else [NO_KERNELS, "weights are not FP8 and FP4"]
 
 
 def fits_whole_attention(config: DeepseekV41Config, total: int) -> bool:
@@ -131,6 +133,13 @@ def weight_bytes(
     """Bytes of a rank's weights in the operator table's memory layout."""
     form = WeightForm(ops=ops, dtype=dtype, round_activations=True, rank=rank)
     return assembler(config, form, torch.device("meta")).num_bytes
+
+
+def whole_attention_bytes(
+    config: DeepseekV41Config, dtype: torch.dtype, ops: Ops, rank: Rank
+) -> int:
+    """Ranks divide attention's heads."""
+    return 0
 
 
 def is_of_tail(config: DeepseekV41Config, name: str) -> bool:
