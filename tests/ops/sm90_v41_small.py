@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from finwhale.ops.deepseek_v41 import HashTensors
 from finwhale.ops.deepseek_v41 import engram_triton as engram
 from finwhale.ops.deepseek_v41 import mhc_delayed_triton as mhc
 from finwhale.ops.mhc import MhcParams, MhcWeight
@@ -29,7 +30,7 @@ def call_small(N: int) -> None:
 
     rows = CacheRows(f32(1024, 1), page_table(N, 64))
     engram.recall_ids(ids(N), 4, 7, rows, step_tokens(N, 2**20, N), early_launch=True)
-    hashes = engram.HashTensors(ids(4), ids(3, 8), ids(3, 8))
+    hashes = HashTensors(ids(4), ids(3, 8), ids(3, 8))
     table = meta(384006168, 256, dtype=torch.float8_e4m3fn)
     scale = meta(384006168, 8, dtype=torch.uint8)
     engram.look_up(ids(N, 4), hashes, table, scale, early_launch=True)

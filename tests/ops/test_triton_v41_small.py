@@ -7,9 +7,7 @@ import pytest
 import torch
 from tests.support.op_case import Draw, step_tokens
 
-from finwhale.models.deepseek_v41.engram import looked_up
-from finwhale.models.deepseek_v41.engram_hash import EngramHash
-from finwhale.ops.deepseek_v41 import engram_triton, ref
+from finwhale.ops.deepseek_v41 import HashTensors, engram_triton, ref
 from finwhale.ops.deepseek_v41 import mhc_delayed_triton as mhc
 from finwhale.ops.mhc import MhcParams, MhcWeight, mhc_triton
 from finwhale.ops.mhc.ref import mhc_post
@@ -93,7 +91,6 @@ def test_rows_of_the_table(scaled: bool) -> None:
     multipliers = 2 * rng.integers(0, (2**63 - 1) // 99092 // 2, 4) + 1
     sizes = np.array([[101, 103, 107], [109, 113, 127], [131, 137, 139]])
     starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
-    hashes = EngramHash(multipliers, sizes, starts)
     ids = draw.integers(99092, 5, 4)
     ids[0] = 99091
     values = draw.normal(int(sizes.sum()), 64)
@@ -101,11 +98,10 @@ def test_rows_of_the_table(scaled: bool) -> None:
     if scaled:
         exponents = draw.integers(254, len(values), 2).to(torch.uint8)
         table = LookupTable(values.to(torch.float8_e4m3fn), exponents)
-    tensors = engram_triton.HashTensors(*map(torch.from_numpy, (multipliers, sizes, starts)))
-    found = engram_triton.look_up(ids, tensors, table.rows, table.scale)
-    rows = torch.from_numpy(hashes.rows(ids.numpy()))
-    assert rows.shape == (5, 3 * heads)
-    assert torch.equal(found, looked_up(table, rows, torch.empty(0, dtype=torch.bfloat16)))
+    hashes = HashTensors(*map(torch.from_numpy, (multipliers, sizes, starts)))
+    given = ids, hashes, table.rows, table.scale, torch.bfloat16
+    found = engram_triton.look_up(*given)
+    assert found.shape == (5, 3 * heads, 64) and torch.equal(found, ref.look_up(*given))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -54,6 +54,7 @@ def test_implementations_take_the_reference_table_s_arguments(platform: Platform
     tables = [load_ops(platform)]
     if platform == Platform("nvidia", "sm90"):
         tables.append(load_ops(platform, batch_invariant=True))
+        tables.append(load_ops(platform, group=32))
     for ops, name in product(tables, NAMES):
         wanted, found = (
             inspect.signature(getattr(table, name)).parameters.values()
@@ -166,3 +167,22 @@ def test_the_table_has_the_gpu_s_number_of_multiprocessors() -> None:
     shown = dict(invariant.implementations())
     wanted = "attention.sparse_attention_hopper.sparse_attention(invariant=True)"
     assert shown["sparse_attention"] == wanted
+
+
+def test_groups_of_32_have_a_table_on_hopper_alone() -> None:
+    pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+    own, of_128 = (load_ops(Platform("nvidia", "sm90"), group=group) for group in (32, 128))
+    assert own.shared_entries is not None and of_128.shared_entries is None
+    changed = {name for name, fn in own.implementations() if fn.startswith("deepseek_v41.")}
+    assert {
+        "linear",
+        "grouped_linear",
+        "swiglu_mlp",
+        "sparse_attention",
+        "finish_experts",
+    } < changed
+    for arch in ("sm100", "sm80"):
+        table = load_ops(Platform("nvidia", arch), group=32)
+        assert dict(table.implementations())["linear"] == "linear.ref.linear"
+    with pytest.raises(ResourceError, match="batch_invariant"):
+        load_ops(Platform("nvidia", "sm90"), batch_invariant=True, group=32)

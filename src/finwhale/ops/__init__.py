@@ -49,21 +49,28 @@ def table_name(platform: Platform) -> TableName:
             )
 
 
-def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool = False) -> Ops:
+def load_ops(
+    platform: Platform, reference: bool = False, batch_invariant: bool = False, group: int = 128
+) -> Ops:
     """Import the table for `platform`, or the references. Raises ResourceError if none covers it.
 
-    batch_invariant: choose operators with which a token's bits do not depend on the batch.
+    Args:
+        batch_invariant: choose operators with which a token's bits do not depend on the batch.
+        group: values that share a scale, in inputs and blocks of FP8 weights: 128, or 32 for
+            DeepSeek-V4.1.
 
     The CPU table computes in float32 only; the references take any dtype and device. The function
     logs one warning if the table was not measured on the platform.
     """
-    return _load_ops(platform, reference, batch_invariant)
+    return _load_ops(platform, reference, batch_invariant, group)
 
 
 @cache
-def _load_ops(platform: Platform, reference: bool, batch_invariant: bool) -> Ops:
+def _load_ops(platform: Platform, reference: bool, batch_invariant: bool, group: int) -> Ops:
     name: TableName = "reference" if reference else table_name(platform)
-    if batch_invariant and name not in ("nvidia_sm90", "cpu"):
+    if group != 128 and name in ("nvidia", "amd"):
+        name = "reference"
+    if batch_invariant and (name, group) not in (("nvidia_sm90", 128), ("cpu", 128), ("cpu", 32)):
         raise ResourceError(
             "batch_invariant needs the operators for Hopper GPUs, or the CPU's with float32; "
             "elsewhere the bits of a token depend on the batch"
@@ -82,7 +89,12 @@ def _load_ops(platform: Platform, reference: bool, batch_invariant: bool) -> Ops
         case "nvidia_sm90":
             from finwhale.ops.tables import nvidia_sm90
 
-            return nvidia_sm90.table(platform, batch_invariant)
+            table = nvidia_sm90.table(platform, batch_invariant)
+            if group == 128:
+                return table
+            from finwhale.ops.tables import deepseek_v41
+
+            return deepseek_v41.table(table, platform)
         case "nvidia":
             from finwhale.ops.tables import nvidia
 

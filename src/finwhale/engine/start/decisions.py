@@ -86,6 +86,7 @@ class Decisions:
             self.platform,
             reference=not self._table_serves(),
             batch_invariant=config.batch_invariant,
+            group=self.architecture.GROUP,
         )
         self.compiled_mode = self._new_compiled_mode()
         if self.compiled_mode is not None:

@@ -19,6 +19,7 @@ from finwhale.weights.allocation import WeightForm
 
 __all__ = [
     "FP8_PRODUCTS",
+    "GROUP",
     "OTHER_FILES",
     "assembler",
     "attention_operations",
@@ -39,6 +40,7 @@ __all__ = [
 
 cache_groups, check_rounding = cache_spec, DeepseekV4Config.check_index_rotation
 
+GROUP = 128  # values of a weight's input that share a scale
 FP8_PRODUCTS = True  # kernels multiply FP8 and FP4 weights as FP8
 ROW_BYTES, KEY_BYTES = 584, 68  # of a row of the cache, and of an index key, both packed
 OTHER_FILES = ()  # the model's values follow from the configuration and the weights alone

@@ -13,7 +13,7 @@ from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v41.cache_spec import cache_spec
-from finwhale.models.deepseek_v41.config import DeepseekV41Config
+from finwhale.models.deepseek_v41.config import GROUP, DeepseekV41Config
 from finwhale.models.deepseek_v41.engram_config import EngramConfig
 from finwhale.models.deepseek_v41.engram_hash import compress_ids
 from finwhale.models.deepseek_v41.model import DeepseekV41
@@ -26,6 +26,7 @@ from finwhale.weights.allocation import WeightForm
 
 __all__ = [
     "FP8_PRODUCTS",
+    "GROUP",
     "OTHER_FILES",
     "assembler",
     "attention_operations",

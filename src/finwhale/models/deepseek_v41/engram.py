@@ -3,16 +3,12 @@
 Legend: N tokens, S the most tokens of an n-gram, H residual streams, D hidden.
 """
 
-import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import dequantise_fp8_rows
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
-from finwhale.models.deepseek_v41.engram_hash import EngramHash
 from finwhale.models.deepseek_v41.weight_classes import EngramWeights
 from finwhale.ops import Ops
-from finwhale.ops.deepseek_v41 import SharedEntryOps
-from finwhale.weights.table import LookupTable
+from finwhale.ops.deepseek_v41 import HashTensors, SharedEntryOps
 
 
 class Engram:
@@ -24,29 +20,21 @@ class Engram:
         ops: Ops,
         shared: SharedEntryOps,
         weights: EngramWeights,
-        hashes: EngramHash,
+        hashes: HashTensors,
     ) -> None:
         self.config, self.ops, self.shared = config, ops, shared
-        self.weights, self.hashes = weights, hashes
+        device = weights.q_weight.device
+        tensors = hashes.multipliers, hashes.sizes, hashes.starts
+        self.weights = weights
+        self.hashes = HashTensors(*(tensor.to(device) for tensor in tensors))
 
     def __call__(self, streams_NHD: Tensor, recalled_NS: Tensor) -> Tensor:
         """recalled_NS: the compressed ids of the last S tokens, the newest first."""
         w, dim = self.weights, streams_NHD.shape[2]
-        rows = torch.from_numpy(self.hashes.rows(recalled_NS.cpu().numpy()))
-        values = looked_up(w.embed, rows, streams_NHD)
+        rows, scale = w.embed.rows, w.embed.scale
+        values = self.shared.look_up(recalled_NS, self.hashes, rows, scale, streams_NHD.dtype)
         kv = self.ops.linear(values.flatten(1), w.wkv)
         key_NHD = kv[:, :-dim].unflatten(1, (-1, dim))
         return self.shared.engram_gate(
             streams_NHD, key_NHD, kv[:, -dim:], w.q_weight, w.k_weight, self.config.rms_norm_eps
         )
-
-
-def looked_up(table: LookupTable, rows_NX: Tensor, like: Tensor) -> Tensor:
-    """The values [N,X,K] of rows of a table, on the device and in the dtype of `like`."""
-    flat = rows_NX.flatten()
-    values = table.rows[flat].to(like.device)
-    if table.scale is not None:
-        scale = table.scale[flat].to(like.device).view(torch.float8_e8m0fnu)
-        values = dequantise_fp8_rows(values, scale, like.dtype)
-    found: Tensor = values.to(like.dtype).unflatten(0, rows_NX.shape)
-    return found

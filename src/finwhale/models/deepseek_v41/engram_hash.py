@@ -10,13 +10,14 @@ Legend: N tokens, S the most tokens of an n-gram, X = (S - 1) * heads rows that 
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v41.engram_config import EngramConfig
+from finwhale.ops.deepseek_v41 import HashTensors
 
 Ints = NDArray[np.int64]
 
@@ -51,33 +52,8 @@ def _simplified(text: str) -> str:
     return text if text == " " else text.strip(SPACES)
 
 
-@dataclass(frozen=True, eq=False)
-class EngramHash:
-    """The hashes of one layer.
-
-    Attributes:
-        multipliers: [S] odd numbers; a compressed id times one of them fits int64.
-        sizes, starts: [S-1,heads]: the number of rows of each part of the table, and its first row.
-    """
-
-    multipliers: Ints
-    sizes: Ints
-    starts: Ints
-
-    def rows(self, ids_NS: Ints) -> Ints:
-        """The rows [N,X] that tokens read, in the order of the parts.
-
-        Args:
-            ids_NS: the compressed ids of a token, of the one before it, and so on. Before the
-                sequence's beginning, they are the padding token's.
-        """
-        products = ids_NS * self.multipliers
-        hashed = np.bitwise_xor.accumulate(products, axis=1)[:, 1:, None]
-        return (hashed % self.sizes + self.starts).reshape(len(ids_NS), -1)
-
-
-def engram_hashes(config: EngramConfig) -> dict[int, EngramHash]:
-    """The hashes of each layer with a table.
+def engram_hashes(config: EngramConfig) -> dict[int, HashTensors]:
+    """The hashes of each layer with a table, on the CPU.
 
     Raises:
         CheckpointError: a table has another number of rows than its parts.
@@ -100,7 +76,7 @@ def engram_hashes(config: EngramConfig) -> dict[int, EngramHash]:
                 f"{sizes.sum()}"
             )
         starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
-        hashes[layer] = EngramHash(2 * drawn + 1, sizes, starts)
+        hashes[layer] = HashTensors(*map(torch.from_numpy, (2 * drawn + 1, sizes, starts)))
     return hashes
 
 

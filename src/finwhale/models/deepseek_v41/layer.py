@@ -12,11 +12,10 @@ from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel
 from finwhale.models.deepseek_v41.attention import Attention, Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.engram import Engram
-from finwhale.models.deepseek_v41.engram_hash import EngramHash
 from finwhale.models.deepseek_v41.step_parts import StepParts, Tail
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights
 from finwhale.ops import Ops
-from finwhale.ops.deepseek_v41 import SharedEntryOps
+from finwhale.ops.deepseek_v41 import HashTensors, SharedEntryOps
 from finwhale.ops.mhc import MhcParams
 
 
@@ -32,7 +31,7 @@ class DecoderLayer:
         side_streams: SideStreams,
         weights: LayerWeights,
         layer: int,
-        hashes: EngramHash | None,
+        hashes: HashTensors | None,
         *,
         round_activations: bool,
     ) -> None:

@@ -27,13 +27,14 @@ from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel, vocabula
 from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
-from finwhale.models.deepseek_v41.engram_hash import EngramHash, engram_hashes
+from finwhale.models.deepseek_v41.engram_hash import engram_hashes
 from finwhale.models.deepseek_v41.layer import DecoderLayer
 from finwhale.models.deepseek_v41.step_parts import StepParts, step_parts
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights, ModelWeights
 from finwhale.models.rope import RotaryTables
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
+from finwhale.ops.deepseek_v41 import HashTensors
 from finwhale.ops.launch.sizes import ModelSizes
 
 ALONE = Alone()
@@ -69,7 +70,7 @@ class DeepseekV41:
         thetas = config.rope_theta, config.compress_rope_theta
         rope = config.qk_rope_head_dim, thetas, config.rope_scaling
         self.tables = RotaryTables(*rope, max_positions, weights.embed.device)
-        hashes, self.pad = dict[int, EngramHash](), 0
+        hashes, self.pad = dict[int, HashTensors](), 0
         if config.engram is not None:
             assert compressed_ids is not None
             hashes = engram_hashes(config.engram)
@@ -187,9 +188,7 @@ class DeepseekV41:
                     if self.ranks.rank.data_parallel:
                         self.serve_layers(layers[number:], parts.inputs.lane_rows)
                     break
-        shares = pre[:, :, None] * streams.float()
-        # In this order for any number of tokens.
-        return sum(shares.unbind(1), shares.new_zeros(())).to(streams.dtype)
+        return self.shared.collapse(streams, pre)
 
     def _recalled(self, parts: StepParts, cache: PagedCache) -> Tensor:
         """The compressed ids [N,S] of the last tokens."""

@@ -11,6 +11,7 @@ key, K selected entries, H residual streams, D hidden, R rope dimensions, L posi
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from finwhale.ops.mhc import MhcParams, MhcWeight
@@ -144,6 +145,49 @@ class RecallIds(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class HashTensors:
+    """The hashes of one layer's Engram, on the device.
+
+    Attributes:
+        multipliers: [S] int64, odd; a compressed id times one of them fits int64.
+        sizes, starts: [S-1,heads] int64: the number of rows of each part of the table, and its
+            first row.
+    """
+
+    multipliers: Tensor
+    sizes: Tensor
+    starts: Tensor
+
+
+class LookUp(Protocol):
+    """The rows of a table that the last S ids address: for n-grams of 2 to S ids, one row a head.
+
+    A row is the XOR of the first n products of ids and multipliers, modulo the part's size, after
+    the part's first row.
+    """
+
+    def __call__(
+        self,
+        ids_NS: Tensor,
+        hashes: HashTensors,
+        rows: Tensor,
+        scale: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """ids [N,S] int64, the newest first. Returns the values [N,X,K] of X = (S-1) * heads rows.
+
+        rows [rows,K] may be in host memory: E4M3 with scale uint8 [rows,K/32] (E8M0), or values.
+        """
+
+
+class Collapse(Protocol):
+    """sum_i pre_i X_i: the residual streams collapsed by the last mixes."""
+
+    def __call__(self, streams_NHD: Tensor, pre_NH: Tensor) -> Tensor:
+        """Returns [N,D] in the streams' dtype."""
+
+
 class EngramGate(Protocol):
     """X_h + gate_h * value, gate = sigmoid(sign(s) sqrt(max(|s|, 1e-6))) with
     s = sum_d RMSNorm(X_h)_d q_hd RMSNorm(key_h)_d k_hd D^-0.5; these norms have no weights.
@@ -169,5 +213,7 @@ class SharedEntryOps:
     merge_pairs: MergePairs
     select: SelectShared
     mhc_pre: MhcPreDelayed
+    collapse: Collapse
     recall_ids: RecallIds
+    look_up: LookUp
     engram_gate: EngramGate

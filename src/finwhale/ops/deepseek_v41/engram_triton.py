@@ -11,13 +11,12 @@ tokens of D = 5120 take at least 270 us.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.deepseek_v41 import HashTensors
 from finwhale.ops.launch import check_contiguous
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
 from finwhale.ops.launch.sizes import LaunchClasses
@@ -191,20 +190,6 @@ def recall_ids(
             **launch_options(early_launch),
         )
     return out_NS
-
-
-@dataclass(frozen=True, slots=True)
-class HashTensors:
-    """A layer's hashes (models/deepseek_v41/engram_hash.py) on the device.
-
-    Attributes:
-        multipliers: [S] int64.
-        sizes, starts: [S-1,heads] int64: the number of rows of each part, and its first row.
-    """
-
-    multipliers: Tensor
-    sizes: Tensor
-    starts: Tensor
 
 
 def look_up(

@@ -5,7 +5,13 @@ from torch import Tensor
 
 from finwhale.number_formats import E2M1_MAX, e2m1_codes, e2m1_values
 from finwhale.ops.attention.ref import apply_rope
-from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, Selection, SharedEntryOps
+from finwhale.ops.deepseek_v41 import (
+    HashTensors,
+    IndexRule,
+    RowRounding,
+    Selection,
+    SharedEntryOps,
+)
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.mhc.ref import mixes
 from finwhale.ops.norm.ref import rms_norm
@@ -23,6 +29,7 @@ from finwhale.ops.slots import (
 # The least scale of "fp4" rows is the least positive E4M3 value, 2^-9.
 LEAST_FP4_AMAX = E2M1_MAX * 2.0**-9
 FP4_ROW_GROUP = 16
+SCALE_GROUP = 32  # values of Engram's rows that share a scale
 
 
 def round_fp4(x: Tensor) -> Tensor:
@@ -158,6 +165,38 @@ def recall_ids(ids_N: Tensor, size: int, pad: int, rows: CacheRows, tokens: Toke
     return found.masked_fill_(slots < 0, pad)
 
 
+def collapse(streams_NHD: Tensor, pre_NH: Tensor) -> Tensor:
+    shares = pre_NH[:, :, None] * streams_NHD.float()
+    # In this order for any number of tokens.
+    return sum(shares.unbind(1), shares.new_zeros(())).to(streams_NHD.dtype)
+
+
+def hashed_rows(ids_NS: Tensor, hashes: HashTensors) -> Tensor:
+    """The numbers [N,X] of the rows that ids address."""
+    products = ids_NS * hashes.multipliers
+    hashed, parts = products[:, :1], []
+    for s, (sizes, starts) in enumerate(zip(hashes.sizes, hashes.starts, strict=True), 1):
+        hashed = hashed ^ products[:, s : s + 1]
+        parts.append(hashed % sizes + starts)
+    return torch.cat(parts, 1)
+
+
+def look_up(
+    ids_NS: Tensor,
+    hashes: HashTensors,
+    rows: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    numbers = hashed_rows(ids_NS, hashes).to(rows.device)
+    values = rows[numbers].to(ids_NS.device)
+    if scale is not None:
+        factors = scale[numbers].to(ids_NS.device).view(torch.float8_e8m0fnu).float()
+        grouped = values.float().unflatten(-1, (-1, SCALE_GROUP)) * factors[..., None]
+        values = grouped.flatten(-2)
+    return values.to(dtype)
+
+
 def engram_gate(
     residual_NHD: Tensor,
     key_NHD: Tensor,
@@ -179,6 +218,8 @@ OPS = SharedEntryOps(
     merge_pairs=merge_pairs,
     select=select_shared,
     mhc_pre=mhc_pre_delayed,
+    collapse=collapse,
     recall_ids=recall_ids,
+    look_up=look_up,
     engram_gate=engram_gate,
 )

@@ -65,7 +65,9 @@ def table(base: Ops, platform: Platform, *, hopper: bool = True) -> Ops:
                 num_multiprocessors=multiprocessors,
             ),
             mhc_pre=of_mhc(mhc_delayed_triton.mhc_pre_delayed),
+            collapse=early(mhc_delayed_triton.collapse),
             recall_ids=early(engram_triton.recall_ids),
+            look_up=early(engram_triton.look_up),
             engram_gate=early(engram_triton.engram_gate),
         ),
     )
