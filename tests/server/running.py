@@ -9,6 +9,7 @@ import anthropic
 import openai
 from tests.support.integrity import check_engine
 
+from finwhale.chat.dialect import Dialect
 from finwhale.engine.loop.engine import Engine
 from finwhale.server.batch.store import Store
 from finwhale.server.config import ServerConfig
@@ -32,7 +33,7 @@ class RunningServer:
         self._engine_thread = threading.Thread(target=EngineLoop(engine, theirs).run, daemon=True)
         self._engine_thread.start()
         self.client = EngineClient(ours)
-        self.state = ServerState(config, self.client, engine.tokenizer, "april")
+        self.state = ServerState(config, self.client, engine.tokenizer, Dialect("april"))
         self.state.traces = open_traces(config)
         self._listener = listen(config)
         self.url = url_of(self._listener, config)

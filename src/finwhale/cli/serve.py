@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from finwhale.chat.dialect import ChatDialect
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.config_files import read_config, sampling_defaults
 from finwhale.checkpoint.location import checkpoint_directory, is_demo
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
 def open_checkpoint(
     path: str | None, args: argparse.Namespace, config: ServerConfig, placement: Placement | None
-) -> tuple[Tokenizer | None, ChatDialect, Callable[..., object], Mapping[str, Any]]:
+) -> tuple[Tokenizer | None, Dialect, Callable[..., object], Mapping[str, Any]]:
     """The tokenizer and the chat dialect of a checkpoint, a function that opens its engine, and
     the sampling defaults of its requests. Raises FinwhaleError if there is no such checkpoint, or
     if an option is wrong.

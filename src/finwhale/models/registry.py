@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from finwhale.chat.deepseek_v41 import DeepseekV41
-from finwhale.chat.dialect import ChatDialect
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.effort import effort_ladder
 from finwhale.errors import CheckpointError
 from finwhale.models.config_checks import preset
@@ -29,8 +29,8 @@ CONFIGS: Mapping[str, Callable[[Mapping[str, Any]], "ModelConfig"]] = {
     DEEPSEEK_V4: v4_json.config_of,
     DEEPSEEK_V41: v41_json.config_of,
 }
-DIALECTS: Mapping[str, Callable[[Path], ChatDialect]] = {
-    DEEPSEEK_V4: effort_ladder,
+DIALECTS: Mapping[str, Callable[[Path], Dialect]] = {
+    DEEPSEEK_V4: lambda directory: Dialect(effort_ladder(directory)),
     DEEPSEEK_V41: lambda directory: DeepseekV41(),
 }
 ARCHITECTURES = {model_type: f"finwhale.models.{model_type}.architecture" for model_type in CONFIGS}

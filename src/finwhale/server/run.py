@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from finwhale.chat.dialect import ChatDialect
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.collection import freeze_heap
 from finwhale.engine.start.start_times import table
@@ -45,7 +45,7 @@ ERRORS_S = 2  # time for the error answers to requests that the end of draining 
 def serve(
     config: ServerConfig,
     tokenizer: Tokenizer | None,
-    dialect: ChatDialect,
+    dialect: Dialect,
     load: Callable[..., object],
     defaults: Mapping[str, Any],
     read_keys: Callable[[], tuple[str, ...]],

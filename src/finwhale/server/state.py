@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from finwhale.chat.dialect import ChatDialect
+from finwhale.chat.dialect import Dialect
 from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.loop.request_checks import new_filter
@@ -51,7 +51,7 @@ class ServerState:
         config: ServerConfig,
         client: EngineClient,
         tokenizer: Tokenizer | None,
-        dialect: ChatDialect,
+        dialect: Dialect,
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.config = config
