@@ -47,7 +47,7 @@ class Rule:
         self.entries: dict[tuple[int, ...], dict[int, tuple[Tensor, Tensor]]] = {}
 
     def check(self, result: RequestOutput, cached: int) -> None:
-        """Check that the output is greedy by the rule, after so many cached tokens."""
+        """Check that each output token has the largest logit by the rule, after `cached` tokens."""
         assert result.num_cached_tokens == cached
         prompt, output = list(result.prompt_token_ids), list(result.outputs[0].token_ids)
         first, tail = max(0, cached - WINDOW), max(0, len(prompt) - WINDOW)
@@ -90,7 +90,7 @@ def model_of(path: Path) -> Iterator[Callable[[bool], Model]]:
 def rows_of(
     engine: Engine, prompt: Sequence[int], beside: Sequence[int] = (), count: int = 5
 ) -> tuple[int, list[Tensor]]:
-    """(cached tokens, the logits of each output token) of a request."""
+    """Run a request; returns its number of cached tokens, and the logits of each output token."""
     recorder = Recorder(engine)
     if beside:
         engine.add_request("beside", list(beside), greedy(9))

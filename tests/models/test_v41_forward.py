@@ -25,7 +25,7 @@ def wanted(text: int, rounds: bool) -> Output:
 def run(
     runner: Runner, steps: Sequence[Sequence[tuple[int, int]]], texts: Sequence[int] = (0, 1, 2)
 ) -> list[Tensor]:
-    """Run some steps, each with one chunk of every text; returns the logits of each text."""
+    """Run steps that each have one chunk of every text. Returns the logits of each text."""
     parts: list[list[Tensor]] = [[] for _ in steps[0]]
     for chunks in steps:
         found = runner.step(texts[: len(chunks)], chunks)

@@ -39,7 +39,7 @@ def call_rows(N: int, max_query: int) -> None:
 
 
 def call_attention(heads: int, N: int) -> None:
-    """Attention of layers of each kind, for N tokens."""
+    """Call attention for N tokens, as layers of every kind do."""
     tokens, rotary = step_tokens(N, 2**20, 1), f32(2**20, 32, 2)
     window = pool(window_row(C), N, 64)
     for entries in (

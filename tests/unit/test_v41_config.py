@@ -267,7 +267,7 @@ def test_the_state_of_a_pair_is_its_open_token() -> None:
         # The token of an odd number of tokens waits for the next one.
         assert state.first_needed(tokens) == tokens - tokens % 2
     assert not state.state_pages(256)
-    # A step of drafts writes the row of each token that may be the last one kept.
+    # A step with drafts may keep any number of them, so it writes a row after each token.
     assert state.first_written(100, 106) == 100 and state.first_written(101, 102) == 102
     assert state.first_written(0, 1001) == 1000
 

@@ -51,7 +51,7 @@ class PageUse:
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """What an engine has counted since its start.
+    """The counters of an engine, which begin at its start.
 
     Attributes:
         requests: number of accepted requests.

@@ -19,7 +19,7 @@ from finwhale.ops.paging import CacheRows, Tokens
 
 @dataclass(slots=True)
 class Published:
-    """What layers of a step leave for the layers after them.
+    """Results of a step's layers that later layers of the step use.
 
     Attributes:
         selection: what the last index source chose; its `blocks` are those of the candidate source.

@@ -66,7 +66,7 @@ def _group(
     rows_per_page: int = 64,
     **options: Any,
 ) -> CacheGroup:
-    """A group in which each of these layers has a row of each field."""
+    """Make a group: each of `layers` has a row in every field of it."""
     return CacheGroup(
         name=name,
         tokens_per_row=tokens_per_row,

@@ -39,7 +39,7 @@ class EngramConfig:
         return (self.max_ngram_size - 1) * self.n_heads
 
     def check(self, num_layers: int, vocab_size: int) -> None:
-        """Raise CheckpointError if a value is impossible in a model of these sizes."""
+        """Check the values against the model's sizes. Raises CheckpointError."""
         check_layer_ids("engram_layer_ids", self.layer_ids, num_layers)
         for name in _SIZES:
             check_positive(f"engram_{name}", getattr(self, name), int)

@@ -53,7 +53,7 @@ def _simplified(text: str) -> str:
 
 
 def engram_hashes(config: EngramConfig) -> dict[int, HashTensors]:
-    """The hashes of each layer with a table, on the CPU.
+    """Make the hashes of each layer that has a table, by the layer's number, on the CPU.
 
     Raises:
         CheckpointError: a table has another number of rows than its parts.
@@ -63,7 +63,7 @@ def engram_hashes(config: EngramConfig) -> dict[int, HashTensors]:
     for layer, num_rows in zip(config.layer_ids, config.num_embeddings, strict=True):
         highest = max(1, (2**63 - 1) // config.compressed_vocab_size // 2)
         drawn = np.random.default_rng(SEED * layer).integers(0, highest, config.max_ngram_size)
-        # The primes of each length of n-gram begin again.
+        # Each length of n-gram starts its search at the same number.
         sizes = np.array(
             [
                 _next_primes(config.vocab_size - 1, config.n_heads, used)

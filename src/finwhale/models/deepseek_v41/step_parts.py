@@ -1,4 +1,4 @@
-"""What the layers of a step compute: bounded replay, and the end of prompts.
+"""Chooses the tokens that each layer of a step computes: bounded replay, and the end of prompts.
 
 A sequence that resumes after H cached tokens computes the last of these again, to fill its windows.
 The layers from the last KV source on compute only the end of a prompt (step_inputs.Prompts).
