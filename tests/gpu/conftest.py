@@ -13,6 +13,7 @@ INDEPENDENT = {
     "test_rounded_attention",
     "test_sampling",
     "test_v41_attention",
+    "test_v41_gemm",
 }
 
 

@@ -1,8 +1,7 @@
 """DeepSeek-V4.1's GEMM kernels in the interpreter, against the reference.
 
 The reference gets weights as the float32 values that they stand for, and rounds inputs as the
-kernels do, so that both multiply the same numbers: they differ by the order of float32 sums. A
-hidden value near the middle between two E4M3 values may round to either side, in few outputs.
+kernels do, so that both multiply the same numbers: they differ by the order of float32 sums.
 """
 
 import inspect
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.v41_weights import assert_near, e4m3, fp4, plain, plain_fp4
 from torch import Tensor
 
 from finwhale.number_formats import e2m1_values
@@ -27,20 +27,6 @@ from finwhale.ops.rounding import round_e4m3
 from .kernels_support import Inputs, assert_close
 
 LIMIT = 0.7
-
-
-def e4m3(inputs: Inputs, *shape: int) -> tuple[Tensor, Tensor]:
-    """Every code but NaN, and scales of blocks of 32x32 from 2^-12 to 2^-7."""
-    codes = torch.randint(256, shape, generator=inputs.generator).to(torch.uint8)
-    codes[(codes & 127) == 127] = 0
-    blocks = (*shape[:-2], -(-shape[-2] // 32), shape[-1] // 32)
-    scale = torch.exp2(-torch.randint(7, 13, blocks, generator=inputs.generator).float())
-    return codes.view(torch.float8_e4m3fn), scale
-
-
-def plain(weight: Tensor, scale: Tensor) -> Tensor:
-    rows = scale.repeat_interleave(32, -2)[..., : weight.shape[-2], :]
-    return weight.float() * rows.repeat_interleave(32, -1)
 
 
 # (N, G, M, K): one token; K with a rest; rounding inside and before; several parts; several blocks
@@ -62,7 +48,7 @@ LINEARS = (
 def test_linear(size: tuple[int, int, int, int], rounds: bool) -> None:
     N, G, M, K = size
     inputs = Inputs()
-    weight, scale = e4m3(inputs, G, M, K)
+    weight, scale = e4m3(inputs.generator, G, M, K)
     x = inputs.outliers(N, G, 2 * K, dtype=torch.bfloat16)[..., :K]
     w = gemm.prepare(LinearWeight(weight, 32 * rounds, scale, scale_block=32))
     rounded = (round_e4m3(x, 32) if rounds else x).float()
@@ -80,7 +66,7 @@ def test_linear(size: tuple[int, int, int, int], rounds: bool) -> None:
 def test_no_index_of_a_part_is_lost_and_bits_are_the_batch_s() -> None:
     """K has 9 steps in parts of 5 and 4."""
     inputs = Inputs()
-    weight, scale = e4m3(inputs, 1, 64, 1056)
+    weight, scale = e4m3(inputs.generator, 1, 64, 1056)
     w = LinearWeight(weight[0], 32, scale[0], torch.float32, scale_block=32)
     x = inputs.outliers(64, 1056, dtype=torch.bfloat16)
     together = gemm.linear(x, w)
@@ -113,14 +99,6 @@ def test_plain_weights(dtype: torch.dtype) -> None:
         assert_close(gemm.linear(x, w), linear_ref.linear(x, replace(w, weight=weight.float())))
 
 
-def assert_near(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype == torch.bfloat16 and found.isfinite().all()
-    error = (found.float() - wanted).abs()
-    unit = wanted.abs().amax()
-    assert error.max() <= 0.02 * unit
-    assert (error > 2.0**-7 * wanted.abs() + 1e-3 * unit).float().mean() <= 0.02
-
-
 # (N, D, I): one token; parts; many tokens, and half a tile of hidden rows.
 @pytest.mark.parametrize(
     "size", ((1, 1152, 96), (6, 1152, 64), (33, 64, 288), (70, 96, 96)), ids=str
@@ -128,27 +106,12 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 def test_the_shared_expert(size: tuple[int, int, int]) -> None:
     N, D, I = size  # noqa: E741
     inputs = Inputs()
-    w13, scale13 = e4m3(inputs, 2 * I, D)
-    w2, scale2 = e4m3(inputs, D, I)
+    w13, scale13 = e4m3(inputs.generator, 2 * I, D)
+    w2, scale2 = e4m3(inputs.generator, D, I)
     x = inputs.outliers(N, D, dtype=torch.bfloat16)
     w = gemm.prepare(ExpertWeight(w13, w2, 32, scale13 / 8, scale2, scale_block=32))
     wanted = ExpertWeight(plain(w13, scale13 / 8), plain(w2, scale2), 32)
     assert_near(gemm.swiglu_mlp(x, w, LIMIT), moe_ref.swiglu_mlp(x.float(), wanted, LIMIT))
-
-
-def fp4(inputs: Inputs, *shape: int, largest: int) -> tuple[Tensor, Tensor]:
-    """Codes and exponents up to 20 below `largest`."""
-    experts, rows, width = shape
-    codes = torch.randint(256, (experts, rows, width // 2), generator=inputs.generator)
-    below = torch.randint(21, (experts, rows, width // 32), generator=inputs.generator)
-    below[:, 0, 0] = 0
-    return codes.to(torch.uint8), (largest - below).to(torch.uint8)
-
-
-def plain_fp4(codes: Tensor, exponents: Tensor) -> Tensor:
-    values = e2m1_values(codes.device)[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
-    scale = torch.exp2(exponents.float() - 127)
-    return (values.unflatten(-1, (-1, 32)) * scale[..., None]).flatten(-2)
 
 
 def weights_of(
@@ -159,8 +122,8 @@ def weights_of(
 ) -> tuple[experts.GroupedExperts, ExpertWeight]:
     """In the kernels' layout, and as float32."""
     inputs = Inputs()
-    w13, scale13 = fp4(inputs, E, 2 * I, D, largest=largest[0])
-    w2, scale2 = fp4(inputs, E, D, I, largest=largest[1])
+    w13, scale13 = fp4(inputs.generator, E, 2 * I, D, largest=largest[0])
+    w2, scale2 = fp4(inputs.generator, E, D, I, largest=largest[1])
     wanted = ExpertWeight(plain_fp4(w13, scale13), plain_fp4(w2, scale2), 32)
     loaded = gemm.prepare(ExpertWeight(w13, w2, 32, scale13, scale2))
     return experts.finish_experts(loaded), wanted
@@ -226,7 +189,7 @@ def test_any_exponent(largest: tuple[int, int], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_scale_of_nan_is_not_lost() -> None:
-    w13, scale13 = fp4(Inputs(), 2, 64, 64, largest=125)
+    w13, scale13 = fp4(Inputs().generator, 2, 64, 64, largest=125)
     scale13[1, 5, 1] = 255
     w = ExpertWeight(w13, w13.clone(), 32, scale13, scale13.clone())
     finished = experts.finish_experts(w)
@@ -262,7 +225,7 @@ def test_unsupported_arguments_are_refused() -> None:
         experts.finish_experts(replace(w, w13=w.w13[:, :96].contiguous()))
     with pytest.raises(ValueError, match="contiguous"):
         run(x, ids, weights.T.contiguous().T, w)
-    weight, scale = e4m3(Inputs(), 64, 64)
+    weight, scale = e4m3(Inputs().generator, 64, 64)
     with pytest.raises(ValueError, match="blocks of 32"):
         gemm.prepare(LinearWeight(weight, 128, scale))
     with pytest.raises(ValueError, match="scale must be"):
