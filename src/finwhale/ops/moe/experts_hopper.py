@@ -51,6 +51,7 @@ from finwhale.ops.moe.experts_hopper_parts import (
     mma,
     ring,
     swiglu,
+    to_odd,
     weight_descriptors,
 )
 from finwhale.ops.moe.experts_layout import TiledExperts, check_inputs
@@ -236,19 +237,6 @@ def _multiply(
 
 
 @gluon.jit
-def _to_odd(x):
-    """Round float32 x to bfloat16 "to odd": set the last bit if any dropped bit was set.
-
-    Rounding the result to E4M3, which has four bits less, equals rounding x itself. No x crosses
-    the boundary between two scales, because a boundary is 448 times a power of two, which bfloat16
-    represents. test_rounding_to_odd.py checks the smallest amax and 1/448 rounded to float32.
-    """
-    bits = x.to(gl.int32, bitcast=True)
-    bits = (bits >> 16) | ((bits & 0xFFFF) != 0).to(gl.int32)
-    return bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
-
-
-@gluon.jit
 def _store_hidden(total, hidden, row_scale_ptr, first, end, row, limit):
     """Store 32 hidden values of each pair, times its routing weight.
 
@@ -266,7 +254,7 @@ def _store_hidden(total, hidden, row_scale_ptr, first, end, row, limit):
     weight = gl.load(weights_ptr + pair, cache_modifier=".cg")
     result *= gl.expand_dims(weight, 0)
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
-    result = gl.convert_layout(_to_odd(result), layout)
+    result = gl.convert_layout(to_odd(result), layout)
     pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
     i = row * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
     target = hidden_ptr + gl.expand_dims(pair_row.to(gl.int64) * inner, 0) + gl.expand_dims(i, 1)

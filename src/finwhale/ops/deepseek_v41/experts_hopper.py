@@ -1,0 +1,773 @@
+"""DeepSeek-V4.1's routed experts on Hopper GPUs, in Gluon: FP4 weights, inputs in groups of 32.
+
+`dispatch` orders the pairs as V4's does (ops/moe/dispatch_triton.py), and V4's `combine` adds them.
+`compute` rounds x into the rows of its pairs, and has two GEMMs. Their kernels are built as V4's
+(ops/moe/experts_hopper.py): a program has one to four groups of four warps, each with 64 rows of
+weights, and a warp that fills a ring of tiles through TMA. Weights go from the ring to registers,
+are decoded there to bfloat16 (exactly, with their scales), and enter the tensor cores from
+registers, which sum over all of K in float32. Gate and up applies the clamped SwiGLU and the
+routing weight, and rounds the hidden values by groups of 32, so down reads them as they are.
+A token's bits do not depend on N up to 64 pairs per expert, nor above: K is added in its order.
+
+Layout of the weights after `finish_experts`, in place. A tile has 64 rows: of w2, or 32 of w1 and
+32 of w3, eight by eight. It is contiguous, in blocks of 128 columns (of 64 or 32, if K has no whole
+blocks): the block's bytes row by row, and elsewhere the row's factors, one for 32 columns. Word t of
+a row's group has the codes of columns 2 t, 2 t + 1 and those 8, 16 and 24 further, their bits where
+the decoder needs them, so that a thread finds the values that a tensor core wants from it. A
+factor is the exponent field of a bfloat16, 2^126 times the scale; so a scale is at most 2. An
+expert with a larger one keeps scales relative to it, and has a factor in `expert_scale`.
+
+Floors: 3 I D 17/32 bytes for each expert that is hit, at 4.0 TB/s, such as 7 us for one token on
+one of four ranks (I 576); then 6 I D operations a pair at 790 TFLOP/s, such as 1.1 ms for 8,192
+tokens there.
+
+Legend: N tokens, K experts per token, P rows in order of the experts, E experts, D hidden, I
+intermediate width.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from finwhale.number_formats import E4M3_MAX
+from finwhale.ops.deepseek_v41.expand_triton import round_columns
+from finwhale.ops.deepseek_v41.gemm_triton import DEFAULT, GROUP, GemmOptions
+from finwhale.ops.launch import early_launch
+from finwhale.ops.launch.early_launch import launch_options
+from finwhale.ops.launch.gluon_functions import async_load, reinterpret, start_next, wait_for_last
+from finwhale.ops.launch.sizes import LaunchClasses, ModelSizes, last_of_classes
+from finwhale.ops.moe import Dispatched, ExpertWeight
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_pairs
+from finwhale.ops.moe.experts_hopper_parts import barriers, ring, swiglu, to_odd
+from finwhale.ops.rounding import MIN_AMAX
+
+TILE = 64  # rows
+AT_ONCE = 2**25  # values that `finish_experts` converts
+MAX_EXPONENT = 128  # E8M0: the scale 2
+ROUND_BLOCK = 1024  # columns that a program rounds
+
+
+# --- Weights --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts(ExpertWeight):
+    """FP4 weights in the layout of this file.
+
+    Attributes:
+        expert_scale: float32 [E, 2]: factors of the results of w13 and of w2. They are 1 unless a
+            weight has scales above 2.
+    """
+
+    expert_scale: Tensor | None = None
+
+
+def block_columns(width: int) -> int:
+    """Columns of a block of a weight [.., width]."""
+    return min(64, width & -width)
+
+
+def finish_experts(w: ExpertWeight) -> GroupedExperts:
+    """Convert the checkpoint's layout to that of this file, in place.
+
+    Takes w13 uint8 [E,2I,D/2], scale13 uint8 [E,2I,D/32], w2 [E,D,I/2], scale2 [E,D,I/32], all
+    contiguous, D a multiple of 64 and I of 32. The shapes do not change, and every value stays
+    exact. (With scales above 2, those below the expert's largest by 2^128 are raised to that.)
+    """
+    matrices = (w.w13, w.scale13, True), (w.w2, w.scale2, False)
+    factors = [_regroup(*matrix) for matrix in matrices]
+    fields = w.w13, w.w2, w.input_group, w.scale13, w.scale2, w.scale_block
+    return GroupedExperts(*fields, torch.stack(factors, 1))
+
+
+def _regroup(w: Tensor, scale: Tensor | None, paired: bool) -> Tensor:
+    """Convert one matrix of each expert. Returns their factors, float32 [E]."""
+    rows, row_bytes = w.shape[1:]
+    if w.dtype != torch.uint8 or scale is None or scale.dtype != torch.uint8:
+        raise ValueError(f"weights must be FP4 with E8M0 scales, both as uint8, got {w.dtype}")
+    if not (w.is_contiguous() and scale.is_contiguous()) or row_bytes % 16 or rows % TILE:
+        raise ValueError(
+            f"weights must be contiguous, with rows in whole tiles of {TILE} and columns in whole "
+            f"groups of {GROUP}, got {tuple(w.shape)}"
+        )
+    if w.is_meta:
+        return torch.empty(len(w), device=w.device)
+    factors, columns = [], block_columns(row_bytes * 2)
+    some = max(1, AT_ONCE // (rows * row_bytes * 2))
+    for codes, exponents in zip(w.split(some), scale.split(some), strict=True):
+        groups = _packed(codes.unflatten(-1, (-1, 16))).flatten(-2)
+        codes.copy_(_blocks(groups, paired, columns // 2).view(codes.shape))
+        largest = exponents.flatten(1).amax(1)
+        above = (largest.clamp(min=MAX_EXPONENT) - MAX_EXPONENT)[:, None, None]
+        # The exponent field of 2^126 times the scale.
+        fields = (exponents.clamp(min=above) - above).clamp(max=MAX_EXPONENT) + 126
+        exponents.copy_(_blocks(fields, paired, columns // GROUP).view(exponents.shape))
+        factor = torch.exp2(above.flatten().float())
+        factors.append(factor.masked_fill_(largest == 255, torch.nan))  # as E8M0 defines it
+    return torch.cat(factors)
+
+
+def _packed(group: Tensor) -> Tensor:
+    """Groups of 32 codes, uint8 [..,16], in the order of `_decoded`; the same shape."""
+    values = torch.stack((group & 15, group >> 4), -1).flatten(-2).to(torch.int16)
+    # (eight columns, word, half of the word)
+    a, b, c, d = values.unflatten(-1, (4, 4, 2)).unbind(-3)
+    word = (a & 8) << 12 | (a & 7) << 6 | (b & 8) << 9 | (b & 7) << 3 | (c & 8) << 6 | c & 7
+    word |= (d & 6) << 12 | (d & 1) << 11 | (d & 8) << 7
+    return word.flatten(-2).view(torch.uint8)
+
+
+def _blocks(rows: Tensor, paired: bool, size: int) -> Tensor:
+    """[E,R,X] -> [E,tiles,blocks,64,size], of w13 with eight rows of w1 and eight of w3 in turn."""
+    tiles = rows.unflatten(1, (-1, TILE))
+    if paired:
+        halves = rows.unflatten(1, (2, -1, TILE // 16, 8))
+        tiles = halves.permute(0, 2, 3, 1, 4, 5).flatten(2, 4)
+    return tiles.unflatten(-1, (-1, size)).transpose(2, 3).contiguous()
+
+
+# --- Kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _round_rows_kernel(
+    x_ptr,
+    pair_rows_ptr,
+    y_ptr,
+    D,
+    stride_x,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Round BLOCK columns of token n into the rows pair_rows[n K ..] of y, as bfloat16."""
+    # Wait first: the next kernel reads the pairs' order and blocks before its own wait.
+    early_launch.wait_for_last(PDL)
+    early_launch.start_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
+    y = tl.reshape(round_columns(x[None, :], 1, BLOCK).to(tl.bfloat16), [BLOCK])
+    for k in tl.static_range(K):
+        row = tl.load(pair_rows_ptr + token * K + k).to(tl.int64)
+        tl.store(y_ptr + row * D + d, y, mask=(d < D) & (row >= 0))
+
+
+@gluon.constexpr_function
+def _mma(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.constexpr_function
+def _bytes_layout(columns):
+    """A thread's bytes of a block of 64 rows: words of the groups, of a row and of one 8 below."""
+    groups = [[0, 16]] if columns == 64 else []
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], *groups],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns // 2],
+    )
+
+
+@gluon.jit
+def _decoded(w_tile, factors, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
+    """A block of 64 rows in bfloat16, as the left operand of a product with WIDTH columns.
+
+    factors: int [64], a byte for each group of 32 columns.
+    """
+    # Both halves of a word have the sign and the magnitude of their first three codes at the same
+    # distance as in bfloat16: at 15 and 8-6, 12 and 5-3, 9 and 2-0. The fourth code fills the gaps:
+    # its exponent is at 14-13, its mantissa at 11, its sign at 10. The magnitude's bits as those of
+    # a bfloat16 are the value times 2^-126. Because of pack=4, $5 occurs four times in a row.
+    asm: gl.constexpr = """{
+.reg .b32 a, b, c, d, e;
+and.b32 a, $4, 0x81c081c0;
+shl.b32 b, $4, 3;
+shl.b32 c, $4, 6;
+shr.u32 d, $4, 6;
+and.b32 b, b, 0x81c081c0;
+and.b32 c, c, 0x81c081c0;
+and.b32 d, d, 0x01800180;
+shr.u32 e, $4, 5;
+lop3.b32 d, e, 0x00400040, d, 0xea;
+shl.b32 e, $4, 5;
+lop3.b32 d, e, 0x80008000, d, 0xea;
+mul.rn.bf16x2 $0, a, $5;
+mul.rn.bf16x2 $1, b, $5;
+mul.rn.bf16x2 $2, c, $5;
+mul.rn.bf16x2 $3, d, $5;
+}"""
+    layout: gl.constexpr = _bytes_layout(COLUMNS)
+    groups: gl.constexpr = COLUMNS // 32
+    w = w_tile.load(layout)
+    at = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, layout)) // 16 * 8
+    field = (gl.expand_dims(factors.to(gl.int32), 1) >> gl.expand_dims(at, 0)) & 0xFF
+    low, high = gl.inline_asm_elementwise(
+        asm,
+        "=&r,=&r,=&r,=&r" + ",r" * 5,
+        [w, field * 0x00800080],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+    both = gl.reshape(gl.join(low, high), [64, groups, 4, 2, 2, 2])
+    # (row, group, word, second eight, second value, second half) -> the columns' order
+    both = gl.reshape(gl.permute(both, (0, 1, 5, 3, 2, 4)), [64, COLUMNS])
+    operand: gl.constexpr = gl.DotOperandLayout(0, _mma(WIDTH), 2)
+    return gl.convert_layout(both, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _load_weights(
+    descs, rings, slot, chunk, blocks, boxes, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr
+):
+    """Start to copy a block of each group's rows. The barrier also waits for `_load_rows`."""
+    x_desc, w_desc, factor_desc = descs
+    _, w_ring, factor_ring, full, _ = rings
+    height: gl.constexpr = x_desc.block_type.shape[0]
+    row: gl.constexpr = x_desc.block_type.shape[1] * 2
+    loads: gl.constexpr = factor_desc.block_type.shape[0]
+    size: gl.constexpr = GROUPS * 64 * (row // 4 + row // 64)
+    ready = full.index(slot)
+    for box in gl.static_range(BLOCK_N // height):
+        mbarrier.expect(ready, size + (box + 1) * height * row, pred=boxes == box + 1)
+    for group in gl.static_range(GROUPS):
+        weight_slot = slot * GROUPS + group
+        at = (chunk + group * blocks) * loads
+        async_load(w_desc, [at * 64, 0], ready, w_ring.index(weight_slot))
+        async_load(factor_desc, [at, 0], ready, factor_ring.index(weight_slot))
+
+
+@gluon.jit
+def _load_rows(descs, rings, slot, k, first, boxes, BLOCK_N: gl.constexpr):
+    x_desc, _, _ = descs
+    x_ring, _, _, full, _ = rings
+    height: gl.constexpr = x_desc.block_type.shape[0]
+    columns: gl.constexpr = x_desc.block_type.shape[1]
+    for box in gl.static_range(BLOCK_N // height):
+        rows = x_ring.index(slot).slice(box * height, height, 0)
+        at = [first + box * height, k * columns]
+        async_load(x_desc, at, full.index(slot), rows, pred=box < boxes)
+
+
+@gluon.jit
+def _load(
+    load,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Fill the ring: for each of TILES steps through the rows, all blocks.
+
+    The warp requests its first weights while the previous kernel still writes x. It loads only the
+    boxes of rows of x that `count` pairs need.
+    """
+    descs, rings, first, count, tile, blocks = load
+    height: gl.constexpr = descs[0].block_type.shape[0]
+    empty = rings[4]
+    boxes = gl.minimum((count + height - 1) // height, BLOCK_N // height)
+    ahead = gl.minimum(blocks, STAGES)
+    for k in range(ahead):
+        _load_weights(descs, rings, k, tile * blocks + k, blocks, boxes, BLOCK_N, GROUPS)
+    wait_for_last(PDL)
+    for k in range(ahead):
+        _load_rows(descs, rings, k, k, first, boxes, BLOCK_N)
+    slot = ahead % STAGES
+    phase = 1 - ahead // STAGES
+    for t in range(TILES):
+        # Do not use a variable that the first tile sets to 0: Triton loses variables that only
+        # loop bounds read.
+        for k in range(gl.where(t == 0, ahead, 0), blocks):
+            mbarrier.wait(empty.index(slot), phase)
+            chunk = (tile + t * GROUPS) * blocks + k
+            _load_weights(descs, rings, slot, chunk, blocks, boxes, BLOCK_N, GROUPS)
+            _load_rows(descs, rings, slot, k, first, boxes, BLOCK_N)
+            slot, phase = _after(slot, phase, STAGES)
+
+
+@gluon.jit
+def _step(
+    total,
+    rings,
+    slot,
+    phase,
+    before,
+    WIDTH: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    """Add the product of a load.
+
+    With several blocks, a product runs while the next block is decoded, and the slot `before` is
+    freed. With one, two products would need the same registers.
+    """
+    x_ring, w_ring, factor_ring, full, empty = rings
+    loads: gl.constexpr = factor_ring.shape[1]
+    columns: gl.constexpr = x_ring.shape[2] // loads
+    each: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row: gl.constexpr = gl.SliceLayout(1, _bytes_layout(columns))
+    dtype: gl.constexpr = factor_ring.dtype
+    weight_slot = slot * GROUPS + GROUP
+    mbarrier.wait(full.index(slot), phase)
+    fields = reinterpret(factor_ring.index(weight_slot), dtype, [loads, 1, 64], each)
+    for j in gl.static_range(loads):
+        factors = reinterpret(fields.index(j), dtype, [64], plain).load(row)
+        a = _decoded(w_ring.index(weight_slot).slice(j * 64, 64, 0), factors, WIDTH, columns)
+        x = x_ring.index(slot).slice(0, WIDTH, 0).slice(j * columns, columns, 1).permute((1, 0))
+        if loads > 1 and not (FIRST and j == 0):
+            total = warpgroup_mma_wait(0, deps=[total])
+            if j == 0:
+                _free(empty, before)
+        total = warpgroup_mma(a, x, total, use_acc=not (FIRST and j == 0), is_async=True)
+    if loads == 1:
+        total = warpgroup_mma_wait(0, deps=[total])
+        _free(empty, slot)
+    return total
+
+
+@gluon.jit
+def _free(empty, slot):
+    """Let the ring's slot be filled again.
+
+    Loads of weights may still wait behind loads of other warps (ops/moe/experts_hopper.py).
+    """
+    fence_async_shared()
+    mbarrier.arrive(empty.index(slot), count=1)
+
+
+@gluon.jit
+def _product(
+    rings,
+    slot,
+    phase,
+    steps,
+    WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """w x^T [64,WIDTH] of a group's tile; also the ring's next slot and phase."""
+    total = gl.full([64, WIDTH], 0.0, gl.float32, _mma(WIDTH))
+    # The first step is not a part of the loop: the assembler (ptxas) would serialise all products.
+    total = _step(total, rings, slot, phase, slot, WIDTH, GROUPS, GROUP, True)
+    before = slot
+    slot, phase = _after(slot, phase, STAGES)
+    for _ in range(1, steps):
+        total = _step(total, rings, slot, phase, before, WIDTH, GROUPS, GROUP, False)
+        before = slot
+        slot, phase = _after(slot, phase, STAGES)
+    if rings[2].shape[1] > 1:
+        total = warpgroup_mma_wait(0, deps=[total])
+        _free(rings[4], before)
+    return total, slot, phase
+
+
+@gluon.jit
+def _after(slot, phase, STAGES: gl.constexpr):
+    """The ring's next slot, and its phase."""
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
+
+
+@gluon.jit
+def _store_hidden(total, hidden, first, end, tile):
+    """Store 32 hidden values of each pair, times its routing weight, rounded in this group.
+
+    The rows of `total` alternate: eight of w1, then eight of w3.
+    """
+    hidden_ptr, order_ptr, weights_ptr, inner, limit, TOP, LEAST = hidden
+    result = swiglu(total, limit)
+    columns: gl.constexpr = total.shape[1]
+    # These warps have not waited for the previous kernel, so bypass L1, as in `_block`.
+    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
+    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0, cache_modifier=".cg")
+    result *= gl.expand_dims(gl.load(weights_ptr + pair, cache_modifier=".cg"), 0)
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
+    # Rounding to odd first changes nothing, and moves half as many bytes between threads.
+    result = gl.convert_layout(to_odd(result), layout).to(gl.float32)
+    amax = gl.maximum(gl.max(gl.abs(result), axis=0), LEAST)
+    bits = ((amax * (1.0 / TOP)).to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 0)
+    scale = gl.expand_dims(bits.to(gl.float32, bitcast=True), 0)
+    result = (result * inverse).to(gl.float8e4nv).to(gl.float32) * scale
+    pair_row = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
+    i = tile * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
+    target = hidden_ptr + gl.expand_dims(pair_row.to(gl.int64) * inner, 0) + gl.expand_dims(i, 1)
+    gl.store(target, result.to(gl.bfloat16), mask=gl.expand_dims(pair_row < end, 0))
+
+
+@gluon.jit
+def _store_out(total, out, first, end, tile):
+    """Store 64 output values of each pair, in the pair's row."""
+    out_ptr, order_ptr, width = out
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    result = gl.convert_layout(total.to(gl.bfloat16), layout)
+    pair_row = first + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
+    pair = gl.load(order_ptr + pair_row, mask=pair_row < end, other=0).to(gl.int64)
+    d = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    target = out_ptr + gl.expand_dims(pair * width, 0) + gl.expand_dims(d, 1)
+    gl.store(target, result, mask=gl.expand_dims(pair_row < end, 0))
+
+
+@gluon.jit
+def _tiles(
+    work,
+    STORE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """A group's tiles, times WIDTH columns."""
+    rings, results, expert_scale_ptr, first, end, tile, blocks = work
+    slot = 0
+    phase = 0
+    for t in range(TILES):
+        total, slot, phase = _product(rings, slot, phase, blocks, WIDTH, STAGES, GROUPS, GROUP)
+        STORE(total * gl.load(expert_scale_ptr), results, first, end, tile + t * GROUPS + GROUP)
+
+
+@gluon.constexpr_function
+def _widths(block_n):
+    """(most pairs, columns) of the codes of a program for up to block_n pairs, ascending."""
+    if block_n <= 64:
+        return [(2**31 - 1, block_n)]
+    return [(32, 32), (64, 64), (2**31 - 1, block_n)]
+
+
+@gluon.jit
+def _group(
+    work,
+    STORE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """The work of four warps: multiply their rows by the columns of the block's pairs."""
+    count = work[4] - work[3]
+    W: gl.constexpr = _widths(BLOCK_N)
+    for i in gl.static_range(len(W)):
+        if (count > (W[i - 1][0] if i > 0 else 0)) & (count <= W[i][0]):
+            _tiles(work, STORE, W[i][1], TILES, STAGES, GROUPS, GROUP)
+
+
+@gluon.jit
+def _run(
+    descs,
+    results,
+    expert_scale_ptr,
+    blocks_ptr,
+    tiles,
+    blocks,
+    STORE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A program's tiles, of `tiles` of an expert, for a block of pairs.
+
+    The previous kernel does not write the pairs' blocks and order, and lets this one start only
+    after all kernels before it have ended. So both are read without a wait, bypassing L1.
+    """
+    start_next(PDL)
+    entry = blocks_ptr + gl.program_id(1) * 3
+    expert = gl.load(entry, cache_modifier=".cg")
+    first = gl.multiple_of(gl.load(entry + 1, cache_modifier=".cg"), 8)
+    end = gl.load(entry + 2, cache_modifier=".cg")
+    if expert >= 0:
+        x_desc, w_desc, factor_desc = descs
+        tile = gl.program_id(0) * GROUPS * TILES
+        x = ring(x_desc, STAGES, BLOCK_N)
+        w = ring(w_desc, STAGES * GROUPS, w_desc.block_type.shape[0])
+        factor = ring(factor_desc, STAGES * GROUPS, factor_desc.block_type.shape[0])
+        full, empty = barriers(STAGES, GROUPS)
+        rings = x, w, factor, full, empty
+        work = rings, results, expert_scale_ptr + expert * 2, first, end, tile, blocks
+        load = descs, rings, first, end - first, expert * tiles + tile, blocks
+        if GROUPS == 4:
+            gl.warp_specialize(
+                [
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 0)),
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 1)),
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 2)),
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 3)),
+                    (_load, (load, BLOCK_N, TILES, STAGES, GROUPS, PDL)),
+                ],
+                [4, 4, 4, 1],
+                [REGISTERS, REGISTERS, REGISTERS, 24],
+            )
+        elif GROUPS == 3:
+            gl.warp_specialize(
+                [
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 0)),
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 1)),
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 2)),
+                    (_load, (load, BLOCK_N, TILES, STAGES, GROUPS, PDL)),
+                ],
+                [4, 4, 1],
+                [REGISTERS, REGISTERS, 24],
+            )
+        elif GROUPS == 2:
+            gl.warp_specialize(
+                [
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 0)),
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 1)),
+                    (_load, (load, BLOCK_N, TILES, STAGES, GROUPS, PDL)),
+                ],
+                [4, 1],
+                [REGISTERS, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_group, (work, STORE, BLOCK_N, TILES, STAGES, GROUPS, 0)),
+                    (_load, (load, BLOCK_N, TILES, STAGES, GROUPS, PDL)),
+                ],
+                [1],
+                [24],
+            )
+    else:
+        wait_for_last(PDL)
+
+
+@gluon.jit
+def _gate_up_kernel(
+    x_desc,
+    w_desc,
+    factor_desc,
+    order_ptr,
+    blocks_ptr,
+    expert_scale_ptr,
+    weights_ptr,
+    hidden_ptr,
+    D,
+    I,  # noqa: E741
+    limit,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """hidden[pair_row] = the rounded weight * clamped SwiGLU of w1 x and w3 x."""
+    descs = x_desc, w_desc, factor_desc
+    results = hidden_ptr, order_ptr, weights_ptr, I, limit, TOP, LEAST
+    blocks = D // x_desc.block_type.shape[1]
+    # fmt: off
+    _run(descs, results, expert_scale_ptr, blocks_ptr, I // 32, blocks, _store_hidden, BLOCK_N,
+         TILES, STAGES, GROUPS, REGISTERS, PDL)
+    # fmt: on
+
+
+@gluon.jit
+def _down_kernel(
+    x_desc,
+    w_desc,
+    factor_desc,
+    order_ptr,
+    blocks_ptr,
+    expert_scale_ptr,
+    out_ptr,
+    D,
+    I,  # noqa: E741
+    BLOCK_N: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out[pair] = w2 hidden."""
+    descs = x_desc, w_desc, factor_desc
+    blocks = I // x_desc.block_type.shape[1]
+    # fmt: off
+    _run(descs, (out_ptr, order_ptr, D), expert_scale_ptr + 1, blocks_ptr, D // 64, blocks,
+         _store_out, BLOCK_N, TILES, STAGES, GROUPS, REGISTERS, PDL)
+    # fmt: on
+
+
+# --- Launch ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """Tile sizes of one launch.
+
+    Attributes:
+        block_rows: most (token, expert) pairs that a program computes, all of one expert.
+        load: most columns of a tile of the ring.
+        gate_up, down: groups of warps, steps of a program through the rows of the weights, and
+            tiles of the ring. The first two are upper bounds.
+    """
+
+    block_rows: int
+    load: int
+    gate_up: tuple[int, int, int]
+    down: tuple[int, int, int]
+
+
+# (largest average number of pairs per expert, plan)
+PLANS = (
+    (6, ExpertsPlan(16, 128, (1, 1, 8), (1, 2, 8))),
+    (24, ExpertsPlan(32, 128, (1, 1, 6), (1, 2, 6))),
+    (64, ExpertsPlan(64, 128, (2, 1, 6), (2, 2, 6))),
+    (math.inf, ExpertsPlan(128, 64, (4, 1, 8), (4, 4, 8))),
+)
+# Registers per thread of a program with so many groups: of each group but the first, and at launch.
+REGISTERS = {1: (80, 80), 2: (232, 168), 3: (160, 128), 4: (112, 96)}
+
+
+def plan(num_pairs: int, num_experts: int) -> ExpertsPlan:
+    return next(plan for most, plan in PLANS if num_pairs <= most * num_experts)
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See LaunchClasses."""
+
+    def class_of(num_tokens: int) -> object:
+        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
+        chosen = plan(pairs, experts)
+        return chosen, launch_class(pairs, experts, chosen.block_rows)
+
+    return last_of_classes(class_of, most)
+
+
+LAUNCH_CLASSES = LaunchClasses(tokens=launch_tokens)
+
+
+def dispatch(ids_NK: Tensor, num_experts: int, *, options: GemmOptions = DEFAULT) -> OrderedPairs:
+    """ids int32 or int64, contiguous."""
+    block_rows = plan(ids_NK.numel(), num_experts).block_rows
+    return order_pairs(ids_NK, num_experts, block_rows, options.early_launch)
+
+
+def compute(
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    pairs: Dispatched,
+    w: ExpertWeight,
+    limit: float,
+    *,
+    options: GemmOptions = DEFAULT,
+) -> Tensor:
+    """x bfloat16 with strided rows. Returns bfloat16 [N,K,D]."""
+    if not isinstance(w, GroupedExperts) or w.input_group != GROUP:
+        raise ValueError("these kernels read FP4 weights in the layout of `finish_experts`")
+    assert isinstance(pairs, OrderedPairs)
+    if w.w2.shape[1] != x_ND.shape[1] or x_ND.stride(1) != 1:
+        raise ValueError(
+            f"x {tuple(x_ND.shape)} with strides {x_ND.stride()} does not fit w2 "
+            f"{tuple(w.w2.shape)}: its rows must be contiguous"
+        )
+    if not (pairs.ids.is_contiguous() and weights_NK.is_contiguous()):
+        raise ValueError("ids and weights must be contiguous")
+    each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
+    if len(x_ND):
+        launch(x_ND, weights_NK, pairs, w, limit, plan(pairs.ids.numel(), len(w.w2)), each)
+    return each
+
+
+def launch(
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    pairs: OrderedPairs,
+    w: GroupedExperts,
+    limit: float,
+    plan: ExpertsPlan,
+    each_NKD: Tensor,
+) -> None:
+    """`compute` with a given plan; `dispatch` must have used its block_rows."""
+    (num_tokens, width), inner = x_ND.shape, w.w2.shape[2] * 2
+    x = torch.empty((len(pairs.order), width), dtype=torch.bfloat16, device=x_ND.device)
+    hidden = x.new_empty(len(x), inner)
+    _round_rows_kernel[(num_tokens, triton.cdiv(width, ROUND_BLOCK))](
+        *(x_ND, pairs.pair_rows, x, width, x_ND.stride(0)),
+        K=pairs.ids.shape[1],
+        BLOCK=ROUND_BLOCK,
+        num_warps=4,
+        **launch_options(early=True),
+    )
+    assert w.scale13 is not None and w.scale2 is not None
+    programs, options = _options(plan.block_rows, inner // 32, plan.gate_up)
+    _gate_up_kernel[(programs, len(pairs.blocks))](
+        *_descriptors(x, w.w13, w.scale13, plan.block_rows, plan.load),
+        *(pairs.order, pairs.blocks, w.expert_scale, weights_NK, hidden, width, inner, limit),
+        TOP=E4M3_MAX,
+        LEAST=MIN_AMAX,
+        **options,
+    )
+    programs, options = _options(plan.block_rows, width // 64, plan.down)
+    _down_kernel[(programs, len(pairs.blocks))](
+        *_descriptors(hidden, w.w2, w.scale2, plan.block_rows, plan.load),
+        *(pairs.order, pairs.blocks, w.expert_scale, each_NKD, width, inner),
+        **options,
+    )
+
+
+def _descriptors(
+    x: Tensor, w: Tensor, factors: Tensor, rows: int, load: int
+) -> tuple[TensorDescriptor, ...]:
+    """Of the rows of x, the weights and their factors; load: the most columns of a load."""
+    columns = block_columns(x.shape[1])
+    blocks = math.gcd(load // columns, x.shape[1] // columns)
+    values = gl.NVMMASharedLayout(columns * 2, 16, 2)
+    codes = gl.NVMMASharedLayout(32 if columns == 64 else 0, 8, 2)
+    word = torch.int16 if columns == 64 else torch.uint8
+    fields = factors.view(-1).view(word).view(-1, 64)
+    plain = gl.NVMMASharedLayout(0, word.itemsize * 8, 2)
+    return (
+        TensorDescriptor.from_tensor(x, [min(rows, 32), columns * blocks], values),
+        TensorDescriptor.from_tensor(w.view(-1, columns // 2), [64 * blocks, columns // 2], codes),
+        TensorDescriptor.from_tensor(fields, [blocks, 64], plain),
+    )
+
+
+def _options(block_rows: int, tiles: int, cut: tuple[int, int, int]) -> tuple[int, dict[str, Any]]:
+    """The number of programs that share an expert's tiles of rows, and the launch's options."""
+    most, steps, stages = cut
+    groups = next(groups for groups in range(most, 0, -1) if tiles % groups == 0)
+    steps = math.gcd(steps, tiles // groups)
+    registers, at_launch = REGISTERS[groups]
+    return tiles // (groups * steps), {
+        "BLOCK_N": block_rows,
+        "TILES": steps,
+        "STAGES": stages,
+        "GROUPS": groups,
+        "REGISTERS": registers,
+        "maxnreg": at_launch,
+        "num_warps": 4,
+        **launch_options(early=True),
+    }
