@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from finwhale.ops.deepseek_v41 import experts_triton as experts
+from finwhale.ops.deepseek_v41 import experts_hopper as experts
 from finwhale.ops.deepseek_v41 import gemm_triton as gemm
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
@@ -67,7 +67,7 @@ def calls() -> dict[str, Callable[[], None]]:
             found[f"v41-linear-{M}-{K}-{N}"] = partial(call_linear, G, M, K, N)
         found[f"v41-shared-{INNER[N % 2]}-{N}"] = partial(call_shared, INNER[N % 2], N)
     for inner in INNER:
-        for N in (1, 400, 2048, 8192) if inner == 576 else (1, 8192):
+        for N in (1, 32, 128, 400, 8192) if inner == 576 else (1, 8192):
             found[f"v41-experts-{inner}-{N}"] = partial(call_experts, inner, 384, 6, N)
     found["v41-experts-draft-6"] = partial(call_experts, 576, 128, 3, 6)
     return found

@@ -9,7 +9,7 @@ from finwhale.ops.rounding import MIN_AMAX, scaled_e4m3
 
 
 def to_odd(x: Tensor) -> Tensor:
-    """As `_to_odd` of experts_hopper.py."""
+    """As `to_odd` of experts_hopper_parts.py."""
     bits = x.view(torch.int32)
     bits = (bits >> 16) | ((bits & 0xFFFF) != 0).int()
     return bits.to(torch.int16).view(torch.bfloat16).float()

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.support.op_case import step_tokens
+from tests.support.v41_weights import plain_fp4
 from torch import Tensor
 
 from finwhale.checkpoint.reader import Checkpoint
@@ -20,6 +21,8 @@ from finwhale.models.deepseek_v41.config_json import config_of
 from finwhale.models.step_inputs import Inline, StepInputs
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import Ops, load_ops
+from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe import ref as moe_ref
 from finwhale.ops.paging import PageTable
 from finwhale.ops.tables import deepseek_v41, nvidia
 from finwhale.platform import Platform
@@ -33,6 +36,12 @@ CPU = torch.device("cpu")
 # and then one verifies drafts beside the other.
 CHANGES = {"index_topk": 4, "candidate_topk_blocks": 2, "sliding_window": 8}
 STEPS = [((0, 21), (0, 6)), ((21, 22), (6, 7)), ((22, 25), (7, 8))]
+
+
+def plain_experts(w: ExpertWeight) -> ExpertWeight:
+    assert w.scale13 is not None and w.scale2 is not None
+    w13, w2 = plain_fp4(w.w13, w.scale13), plain_fp4(w.w2, w.scale2)
+    return ExpertWeight(w13.bfloat16(), w2.bfloat16(), w.input_group)
 
 
 class Runner:
@@ -88,6 +97,13 @@ def test_logits_are_as_close_as_those_of_the_definitions() -> None:
     random model spreads that.
     """
     table = deepseek_v41.table(nvidia.table(PORTABLE), PORTABLE, hopper=False)
+    # The interpreter runs no kernels in Gluon.
+    table = replace(
+        table,
+        finish_experts=plain_experts,
+        experts_dispatch=moe_ref.dispatch,
+        experts_compute=moe_ref.compute,
+    )
     kernels, cpu = Runner(table, torch.bfloat16), Platform.cpu()
     plain = Runner(load_ops(cpu, reference=True), torch.bfloat16)
     exact = Runner(load_ops(cpu), torch.float32)

@@ -1,14 +1,14 @@
-"""Decoders of FP8 and FP4 weights to bfloat16, and the rounding of activations, for Triton kernels.
+"""The decoder of FP8 weights to bfloat16, and the rounding of activations, for Triton kernels.
 
-A weight is E4M3 with a power-of-two scale for a block of 32x32, or e2m1 with one for each 32 values
-of a row. A value times its scale is exact in bfloat16. The bits of a code, moved to where bfloat16
-has exponent and mantissa, are the value times 2^-120 (E4M3) or 2^-126 (e2m1), also of zeros and
-subnormal values. So one multiplication with a `factor`, a power of two, gives the weight.
+A weight is E4M3 with a power-of-two scale for a block of 32x32. A value times its scale is exact in
+bfloat16. The bits of a code, moved to where bfloat16 has exponent and mantissa, are the value times
+2^-120, also of zeros and subnormal values. So one multiplication with a `factor`, a power of two,
+gives the weight.
 
 No helper reads a constant of a module: whether that were a part of a kernel's key would depend on
 the order in which kernels are compiled (tests/ops/test_kernel_sources.py).
 
-With ASM, a decoder takes 10 instructions for four E4M3 values, and 15 for eight e2m1 values.
+With ASM, the decoder takes 10 instructions for four values.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -62,58 +62,6 @@ mul.rn.bf16x2 $1, d, $4;
         w = w.to(tl.int32)
         bits = ((w & 0x7F) << 20) | ((w & 0x80) << 24)
         return (bits.to(tl.float32, bitcast=True) * factor).to(tl.bfloat16)
-
-
-@triton.jit
-def expand_e2m1(w, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ASM: tl.constexpr):
-    """The values of e2m1 codes, as bytes [ROWS,COLUMNS], times their factors [ROWS,COLUMNS].
-
-    Returns the first halves and the second halves of the groups, in bfloat16.
-    """
-    if ASM:
-        # Eight e2m1 codes -> the pairs (0, 1), (2, 3), (16, 17) and (18, 19) of a group, if they
-        # are those of its first word. Both halves of the word have the sign and the magnitude of
-        # their first three codes at the same distance as in bfloat16: at 15 and 8-6, 12 and 5-3, 9
-        # and 2-0. The fourth code fills the gaps: its exponent is at 14-13, its mantissa at 11, its
-        # sign at 10.
-        # A result depends on all bytes of its word, so a thread must hold whole words in order. It
-        # does, as it loads them; with is_pure, Triton might move the instructions behind a change
-        # of layout.
-        return tl.inline_asm_elementwise(
-            """{
-.reg .b32 a, b, c, d, e;
-and.b32 a, $4, 0x81c081c0;
-shl.b32 b, $4, 3;
-shl.b32 c, $4, 6;
-shr.u32 d, $4, 6;
-and.b32 b, b, 0x81c081c0;
-and.b32 c, c, 0x81c081c0;
-and.b32 d, d, 0x01800180;
-shr.u32 e, $4, 5;
-lop3.b32 d, e, 0x00400040, d, 0xea;
-shl.b32 e, $4, 5;
-lop3.b32 d, e, 0x80008000, d, 0xea;
-mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $6;
-mul.rn.bf16x2 $2, c, $5;
-mul.rn.bf16x2 $3, d, $6;
-}""",
-            "=r,=r,=r,=r,r,r,r",
-            [w, factor],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=False,
-            pack=4,
-        )
-    else:
-        i = tl.arange(0, 4)[None, None, :]
-        bytes = tl.reshape(w.to(tl.int32), [ROWS, COLUMNS // 4, 4])
-        word = tl.sum(bytes << 8 * i, axis=2)[:, :, None] >> i % 2 * 16
-        fourth = ((word >> 6) & 0x180) | ((word >> 5) & 0x40) | ((word << 5) & 0x8000)
-        first = tl.where(i < 2, word, word << 3) & 0x81C0
-        second = tl.where(i < 2, (word << 6) & 0x81C0, fourth)
-        first = tl.reshape(first << 16, [ROWS, COLUMNS]).to(tl.float32, bitcast=True)
-        second = tl.reshape(second << 16, [ROWS, COLUMNS]).to(tl.float32, bitcast=True)
-        return (first * factor).to(tl.bfloat16), (second * factor).to(tl.bfloat16)
 
 
 @triton.jit

@@ -7,15 +7,16 @@ weights, and a warp that fills a ring of tiles through TMA. Weights go from the 
 are decoded there to bfloat16 (exactly, with their scales), and enter the tensor cores from
 registers, which sum over all of K in float32. Gate and up applies the clamped SwiGLU and the
 routing weight, and rounds the hidden values by groups of 32, so down reads them as they are.
-A token's bits do not depend on N up to 64 pairs per expert, nor above: K is added in its order.
+All plans add K in its order, so a token's bits do
+not depend on N.
 
 Layout of the weights after `finish_experts`, in place. A tile has 64 rows: of w2, or 32 of w1 and
-32 of w3, eight by eight. It is contiguous, in blocks of 128 columns (of 64 or 32, if K has no whole
-blocks): the block's bytes row by row, and elsewhere the row's factors, one for 32 columns. Word t of
-a row's group has the codes of columns 2 t, 2 t + 1 and those 8, 16 and 24 further, their bits where
-the decoder needs them, so that a thread finds the values that a tensor core wants from it. A
-factor is the exponent field of a bfloat16, 2^126 times the scale; so a scale is at most 2. An
-expert with a larger one keeps scales relative to it, and has a factor in `expert_scale`.
+32 of w3, eight by eight. It is contiguous, in blocks of 64 columns (of 32, if K has no whole
+blocks): the block's bytes row by row, and in the other tensor the rows' factors, one for 32
+columns. Word t of a group of 32 has the codes of columns 2 t, 2 t + 1, and of those 8, 16 and 24
+further, which a thread of the tensor cores wants. Their bits are where the decoder needs them. A
+factor is an exponent field of bfloat16: 2^126 times the scale. So a scale is at most 2. An expert
+with a larger one keeps scales relative to it, and has a factor in `expert_scale`.
 
 Floors: 3 I D 17/32 bytes for each expert that is hit, at 4.0 TB/s, such as 7 us for one token on
 one of four ranks (I 576); then 6 I D operations a pair at 790 TFLOP/s, such as 1.1 ms for 8,192
@@ -252,7 +253,7 @@ def _load_weights(
         weight_slot = slot * GROUPS + group
         at = (chunk + group * blocks) * loads
         async_load(w_desc, [at * 64, 0], ready, w_ring.index(weight_slot))
-        async_load(factor_desc, [at, 0], ready, factor_ring.index(weight_slot))
+        async_load(factor_desc, [at, 0], ready, factor_ring.index(weight_slot).slice(0, loads, 0))
 
 
 @gluon.jit
@@ -322,7 +323,7 @@ def _step(
     freed. With one, two products would need the same registers.
     """
     x_ring, w_ring, factor_ring, full, empty = rings
-    loads: gl.constexpr = factor_ring.shape[1]
+    loads: gl.constexpr = w_ring.shape[1] // 64
     columns: gl.constexpr = x_ring.shape[2] // loads
     each: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -330,7 +331,9 @@ def _step(
     dtype: gl.constexpr = factor_ring.dtype
     weight_slot = slot * GROUPS + GROUP
     mbarrier.wait(full.index(slot), phase)
-    fields = reinterpret(factor_ring.index(weight_slot), dtype, [loads, 1, 64], each)
+    fields = reinterpret(
+        factor_ring.index(weight_slot).slice(0, loads, 0), dtype, [loads, 1, 64], each
+    )
     for j in gl.static_range(loads):
         factors = reinterpret(fields.index(j), dtype, [64], plain).load(row)
         a = _decoded(w_ring.index(weight_slot).slice(j * 64, 64, 0), factors, WIDTH, columns)
@@ -377,7 +380,7 @@ def _product(
         total = _step(total, rings, slot, phase, before, WIDTH, GROUPS, GROUP, False)
         before = slot
         slot, phase = _after(slot, phase, STAGES)
-    if rings[2].shape[1] > 1:
+    if rings[1].shape[1] > 64:
         total = warpgroup_mma_wait(0, deps=[total])
         _free(rings[4], before)
     return total, slot, phase
@@ -453,6 +456,12 @@ def _tiles(
 
 
 @gluon.constexpr_function
+def _height(loads):
+    """Rows of factors of a slot, which TMA needs to have 128 bytes: 64 of 8 or 16 bits each."""
+    return max(2, loads)
+
+
+@gluon.constexpr_function
 def _widths(block_n):
     """(most pairs, columns) of the codes of a program for up to block_n pairs, ascending."""
     if block_n <= 64:
@@ -509,7 +518,7 @@ def _run(
         tile = gl.program_id(0) * GROUPS * TILES
         x = ring(x_desc, STAGES, BLOCK_N)
         w = ring(w_desc, STAGES * GROUPS, w_desc.block_type.shape[0])
-        factor = ring(factor_desc, STAGES * GROUPS, factor_desc.block_type.shape[0])
+        factor = ring(factor_desc, STAGES * GROUPS, _height(factor_desc.block_type.shape[0]))
         full, empty = barriers(STAGES, GROUPS)
         rings = x, w, factor, full, empty
         work = rings, results, expert_scale_ptr + expert * 2, first, end, tile, blocks
@@ -641,13 +650,16 @@ class ExpertsPlan:
 
 # (largest average number of pairs per expert, plan)
 PLANS = (
-    (6, ExpertsPlan(16, 128, (1, 1, 8), (1, 2, 8))),
-    (24, ExpertsPlan(32, 128, (1, 1, 6), (1, 2, 6))),
-    (64, ExpertsPlan(64, 128, (2, 1, 6), (2, 2, 6))),
-    (math.inf, ExpertsPlan(128, 64, (4, 1, 8), (4, 4, 8))),
+    (0.13, ExpertsPlan(16, 128, (1, 1, 8), (1, 2, 8))),
+    (1, ExpertsPlan(16, 256, (2, 1, 4), (2, 8, 8))),
+    (6, ExpertsPlan(16, 128, (1, 1, 8), (1, 4, 8))),
+    (24, ExpertsPlan(32, 128, (2, 1, 6), (2, 4, 12))),
+    (math.inf, ExpertsPlan(128, 64, (3, 1, 8), (4, 10, 8))),
 )
 # Registers per thread of a program with so many groups: of each group but the first, and at launch.
+# With up to 32 columns, a group needs fewer, and more programs share a multiprocessor.
 REGISTERS = {1: (80, 80), 2: (232, 168), 3: (160, 128), 4: (112, 96)}
+FEW_REGISTERS = {1: (80, 80), 2: (104, 80), 3: (96, 80), 4: (88, 80)}
 
 
 def plan(num_pairs: int, num_experts: int) -> ExpertsPlan:
@@ -760,7 +772,7 @@ def _options(block_rows: int, tiles: int, cut: tuple[int, int, int]) -> tuple[in
     most, steps, stages = cut
     groups = next(groups for groups in range(most, 0, -1) if tiles % groups == 0)
     steps = math.gcd(steps, tiles // groups)
-    registers, at_launch = REGISTERS[groups]
+    registers, at_launch = (REGISTERS if block_rows > 32 else FEW_REGISTERS)[groups]
     return tiles // (groups * steps), {
         "BLOCK_N": block_rows,
         "TILES": steps,

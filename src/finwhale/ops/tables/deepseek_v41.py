@@ -10,7 +10,7 @@ from finwhale.ops.deepseek_v41 import (
     SharedEntryOps,
     attention_triton,
     engram_triton,
-    experts_triton,
+    experts_hopper,
     gemm_triton,
     mhc_delayed_triton,
     select_triton,
@@ -40,7 +40,7 @@ def table(base: Ops, platform: Platform, *, hopper: bool = True) -> Ops:
     of_gemm = partial(bind, options=options)
     of_mhc = partial(bind, options=mhc_triton.MhcOptions(early_launch=hopper, inline_asm=hopper))
     families = (
-        *(gemm_triton, attention_triton, experts_triton, select_triton, engram_triton),
+        *(gemm_triton, attention_triton, experts_hopper, select_triton, engram_triton),
         *(mhc_delayed_triton, router_triton, sample_triton),
     )
     return replace(
@@ -48,13 +48,13 @@ def table(base: Ops, platform: Platform, *, hopper: bool = True) -> Ops:
         launch_classes=tuple(module.LAUNCH_CLASSES for module in families),
         prepare_linear=gemm_triton.prepare,
         prepare_experts=gemm_triton.prepare,
-        finish_experts=experts_triton.finish_experts,
+        finish_experts=experts_hopper.finish_experts,
         linear=of_gemm(gemm_triton.linear),
         grouped_form=linear_ref.grouped_form,
         grouped_linear=of_gemm(gemm_triton.grouped_linear),
         sparse_attention=early(attention_triton.sparse_attention, inline_asm=hopper),
-        experts_dispatch=of_gemm(experts_triton.dispatch),
-        experts_compute=of_gemm(experts_triton.compute),
+        experts_dispatch=of_gemm(experts_hopper.dispatch),
+        experts_compute=of_gemm(experts_hopper.compute),
         swiglu_mlp=of_gemm(gemm_triton.swiglu_mlp),
         shared_entries=SharedEntryOps(
             store_rows=early(store_rows),
