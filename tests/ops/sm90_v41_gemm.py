@@ -49,8 +49,8 @@ def call_shared(inner: int, N: int) -> None:
     gemm.swiglu_mlp(meta(N, D), w, 10.0, options=OPTIONS)
 
 
-def call_experts(inner: int, E: int, K: int, N: int) -> None:
-    D, I, u8 = HIDDEN, inner, torch.uint8  # noqa: E741
+def call_experts(inner: int, E: int, K: int, N: int, D: int = HIDDEN) -> None:
+    I, u8 = inner, torch.uint8  # noqa: E741
     w = ExpertWeight(meta(E, 2 * I, D // 2, dtype=u8), meta(E, D, I // 2, dtype=u8), 32)
     w = ExpertWeight(
         *(w.w13, w.w2, 32, meta(E, 2 * I, D // 32, dtype=u8), meta(E, D, I // 32, dtype=u8))
@@ -69,6 +69,8 @@ def calls() -> dict[str, Callable[[], None]]:
     for inner in INNER:
         for N in (1, 32, 128, 400, 8192) if inner == 576 else (1, 8192):
             found[f"v41-experts-{inner}-{N}"] = partial(call_experts, inner, 384, 6, N)
+    for N in (1, 20, 300):
+        found[f"v41-experts-demo-{N}"] = partial(call_experts, 64, 4, 2, N, 64)
     found["v41-experts-draft-6"] = partial(call_experts, 576, 128, 3, 6)
     return found
 

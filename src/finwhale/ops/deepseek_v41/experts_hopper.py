@@ -658,7 +658,7 @@ PLANS = (
 )
 # Registers per thread of a program with so many groups: of each group but the first, and at launch.
 # With up to 32 columns, a group needs fewer, and more programs share a multiprocessor.
-REGISTERS = {1: (80, 80), 2: (232, 168), 3: (160, 128), 4: (112, 96)}
+REGISTERS = {1: (80, 128), 2: (232, 168), 3: (160, 128), 4: (112, 96)}
 FEW_REGISTERS = {1: (80, 80), 2: (104, 80), 3: (96, 80), 4: (88, 80)}
 
 
