@@ -189,8 +189,6 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
     compiled, stages, metadata = first_ir(ast, options)
     for name, stage in stages.items():
         compiled = stage(compiled, metadata)
-        if name == "ttgir":
-            adjacent = adjacent_elements(compiled.str_nodebug())
         if name == "ptx":
             loads = re.findall(r"cp\.async\.bulk\.tensor\S*complete_tx::bytes\S*", compiled)
             streamed = len(re.findall(r"ld\.global\S*evict_first", compiled))
@@ -212,22 +210,7 @@ def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
         "shared": metadata["shared"],
         "tma_loads": loads,
         "streamed_loads": streamed,
-        "adjacent_elements": adjacent,
     }
-
-
-def adjacent_elements(ttgir: str) -> list[int]:
-    """For each inline assembly that takes four elements at a time and returns two tensors, the
-    number of adjacent elements of a row in a thread.
-    """
-    layouts = dict(
-        re.findall(
-            r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[1, (\d+)\].*order = \[1, 0\]", ttgir, re.M
-        )
-    )
-    lines = [line for line in ttgir.splitlines() if "packed_element = 4" in line]
-    found = [re.findall(r"(#\w+)>", line.rpartition("->")[2]) for line in lines]
-    return [int(layouts.get(names[0], 0)) for names in found if len(names) == 2]
 
 
 def amd_report(ast: ASTSource, assembly: str, metadata: dict[str, Any]) -> Report:
