@@ -35,7 +35,6 @@ from finwhale.ops.deepseek_v41.expand_triton import (
     expand_e4m3,
     factor_of,
     round_columns,
-    swiglu_rows,
 )
 from finwhale.ops.launch import sizes as launch_sizes
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
@@ -55,11 +54,10 @@ CHUNK = 1024
 MIN_PROGRAMS = 256
 # _tile_kernel: up to SPLIT_TOKENS, a part has at least MIN_STEPS steps. Up to FEW_BLOCKS, tiles are
 # smaller, so that there are more.
-MIN_STEPS = 4
-SHORT_STEPS = 12
-FEW_BLOCKS = 512
 PROGRAMS = 2  # of a split weight, on each multiprocessor
 ROUND_BLOCK = 1024
+EXPAND_BLOCK = 256
+BY_ROWS = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +82,59 @@ DEFAULT = GemmOptions()
 
 
 @triton.jit
-def _round_kernel(x_ptr, y_ptr, K, stride_x, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """y[n] = x[n] rounded to E4M3 by groups of 32, as bfloat16; a program has BLOCK columns."""
+def _round_kernel(
+    x_ptr,
+    y_ptr,
+    K,
+    stride_x,
+    limit,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[n] = x[n] rounded to E4M3 by groups of 32, as bfloat16; a program has BLOCK columns.
+
+    GATED: round the SwiGLU of x's halves.
+    """
     start_next(PDL)
     wait_for_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + token * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
+    source = x_ptr + token * stride_x + k
+    x = tl.load(source, mask=k < K, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(source + K, mask=k < K, other=0.0).to(tl.float32)
+        x = clamped_swiglu(x, up, limit)
     y = round_columns(x[None, :], 1, BLOCK).to(tl.bfloat16)
     tl.store(y_ptr + token * K + k[None, :], y, mask=(k < K)[None, :])
+
+
+@triton.jit
+def _expand_kernel(
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    M,
+    K,
+    BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Expand 32 rows and BLOCK columns of the weight (bytes) [M, K] to bfloat16."""
+    start_next(PDL)
+    row = tl.program_id(1) * 32 + tl.arange(0, 32)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < M)[:, None] & (k < K)[None, :]
+    at = row.to(tl.int64)[:, None] * K + k[None, :]
+    weight = tl.load(weight_ptr + at, mask=mask, other=0)
+    group = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    scales = scale_ptr + tl.program_id(1).to(tl.int64) * (K // 32) + group
+    scale = tl.load(scales, mask=group * 32 < K, other=1.0)
+    exponent = scale.to(tl.int32, bitcast=True) >> 23 & 0xFF
+    factor = tl.broadcast_to(factor_of(exponent, 120, ASM)[:, None], [BLOCK // 32, 32])
+    factor = tl.broadcast_to(tl.reshape(factor, [BLOCK])[None, :], [32, BLOCK])
+    wait_for_last(PDL)
+    tl.store(out_ptr + at, expand_e4m3(weight, factor, ASM), mask=mask)
 
 
 @triton.jit
@@ -167,21 +209,27 @@ def _row_kernel(
 
 
 @triton.jit
-def _factors(scales, k, last, GROUPS: tl.constexpr, ASM: tl.constexpr):
-    """The factors [rows,k] of a step, whose columns k have GROUPS scales.
-
-    scales: pointers to the first scale of each row; last: the last scale's number.
-    """
-    chosen = tl.load(scales)[:, None]
-    for j in tl.static_range(1, GROUPS):
-        # Columns past the last group have no weights, so any scale will do.
-        scale = tl.load(scales + tl.minimum(j, last))
-        chosen = tl.where((k // 32 == j)[None, :], scale[:, None], chosen)
-    exponent = chosen.to(tl.int32, bitcast=True) >> 23 & 0xFF
-    return factor_of(exponent, 120, ASM)
+def _load_chunk(rows, at, end, MASK: tl.constexpr, POLICY: tl.constexpr):
+    """64 columns from `at` on; with MASK, 0 from `end` on."""
+    k = tl.arange(0, 64)
+    source = rows[:, None] + (at + k)[None, :]
+    if MASK:
+        return tl.load(source, mask=(at + k < end)[None, :], other=0, eviction_policy=POLICY)
+    else:
+        return tl.load(source, eviction_policy=POLICY)
 
 
 @triton.jit
+def _load_pair(scales, at, last, MASK: tl.constexpr):
+    """The two scales of each row for 64 columns."""
+    low, high = at // 32, at // 32 + 1
+    if MASK:
+        # Columns past the last group have no weights, so any scale will do.
+        low, high = tl.minimum(low, last), tl.minimum(high, last)
+    return tl.load(scales + low), tl.load(scales + high)
+
+
+@triton.jit(do_not_specialize=["N"])
 def _tile_kernel(
     x_ptr,
     weight_ptr,
@@ -192,91 +240,85 @@ def _tile_kernel(
     K,
     stride_xn,
     stride_xg,
-    limit,
-    steps,
     ROUND: tl.constexpr,
-    GATED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HELD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    MASK: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute a tile of BLOCK_M rows of the weight (bytes) and BLOCK_N tokens, over one part of K.
+    """Multiply BLOCK_M rows of the weight (bytes) with all tokens, over CHUNKS * 64 columns.
 
-    PARTS: write float32 parts [split, G, rows, N rounded up to BLOCK_N]; otherwise out [N, G, M].
-    GATED: the rows of a tile alternate, eight of w1 and eight of w3; without PARTS, write the
-    rounded SwiGLU [N, G, M] of rows m and M + m. EVEN: BLOCK_K divides K.
+    PARTS: write float32 parts [split, G, M, BLOCK_N]; otherwise out [N, G, M]. HELD, AHEAD: chunks
+    of the weight and of the tokens that are loaded ahead. MASK: the last part has less columns.
+
+    A thread loads 16 adjacent columns of a row, four of each product of 16 columns. So the columns
+    of a product are not adjacent, and the tokens' columns follow; likewise the rows of a tile.
     """
-    HALVES: tl.constexpr = 2 if GATED else 1
-    rows = M * HALVES
-    tiles = tl.cdiv(rows, BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = row < rows
+    start_next(PDL)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Rows and tokens past the last are copies of it, which are not stored.
-    row = tl.minimum(row, rows - 1)
-    if GATED:
-        row = row // 16 * 8 + row % 8 + row // 8 % 2 * M
-    first_token = tl.program_id(0) // tiles * BLOCK_N
-    token = first_token + tl.arange(0, BLOCK_N)
-    is_token = token < N
+    used_row = tl.minimum(row, M - 1)
     part = tl.program_id(1)
     g = tl.program_id(2)
-    weights = weight_ptr + ((g.to(tl.int64) * rows + row) * K)[:, None]
-    columns = K // 32
-    scales = scale_ptr + (g * (rows // 32) + row // 32) * columns
-    used = tl.minimum(token, N - 1).to(tl.int64)
-    tokens = x_ptr + (used * stride_xn + g * stride_xg)[:, None]
-    start_next(PDL)
+    first = part * CHUNKS * 64
+    weights = weight_ptr + (g.to(tl.int64) * M + used_row) * K
+    scales = scale_ptr + (g * (M // 32) + used_row // 32) * (K // 32)
+    last = K // 32 - 1
+    held = ()
+    pairs = ()
+    for i in tl.static_range(HELD):
+        held = held + (_load_chunk(weights, first + i * 64, K, MASK, "evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
+    for i in tl.static_range(HELD):
+        pairs = pairs + (_load_pair(scales, first + i * 64, last, MASK),)  # type: ignore[assignment]  # noqa: RUF005
     wait_for_last(PDL)
+    token = tl.arange(0, BLOCK_N)
+    tokens = x_ptr + (tl.minimum(token, N - 1).to(tl.int64) * stride_xn + g * stride_xg)
+    xs = ()
+    for i in tl.static_range(AHEAD):
+        xs = xs + (_load_chunk(tokens, first + i * 64, K, MASK, ""),)  # type: ignore[assignment]  # noqa: RUF005
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    last = tl.minimum((part + 1) * steps, tl.cdiv(K, BLOCK_K))
-    k = tl.arange(0, BLOCK_K)
-    weights += k[None, :]
-    tokens += k[None, :]
-    GROUPS: tl.constexpr = BLOCK_K // 32
-    for step in tl.range(part * steps, last, num_stages=STAGES):
-        if EVEN:
-            weight = tl.load(weights + step * BLOCK_K)
-            x = tl.load(tokens + step * BLOCK_K)
-            last_group = GROUPS - 1
-        else:
-            mask = (step * BLOCK_K + k < K)[None, :]
-            weight = tl.load(weights + step * BLOCK_K, mask=mask, other=0)
-            x = tl.load(tokens + step * BLOCK_K, mask=mask, other=0.0)
-            last_group = columns - 1 - step * GROUPS
-        factor = _factors(scales + step * GROUPS, k, last_group, GROUPS, ASM)
-        if ROUND:
-            x = round_columns(x.to(tl.float32), BLOCK_N, BLOCK_K)
-        x = tl.trans(x.to(tl.bfloat16))
-        total = tl.dot(expand_e4m3(weight, factor, ASM), x, total)
+    for i in tl.static_range(CHUNKS):
+        if i + AHEAD < CHUNKS:
+            xs = xs + (_load_chunk(tokens, first + (i + AHEAD) * 64, K, MASK, ""),)  # type: ignore[assignment]  # noqa: RUF005
+        total = _add_product(total, held[i], pairs[i], xs[i], ROUND, ASM)
+        if i + HELD < CHUNKS:
+            at = first + (i + HELD) * 64
+            held = held + (_load_chunk(weights, at, K, MASK, "evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
+            pairs = pairs + (_load_pair(scales, at, last, MASK),)  # type: ignore[assignment]  # noqa: RUF005
+    total = tl.permute(tl.reshape(total, [BLOCK_M // 16, 2, 8, BLOCK_N]), (1, 0, 2, 3))
+    total = tl.reshape(total, [BLOCK_M, BLOCK_N])
     if PARTS:
-        padded = tl.cdiv(N, BLOCK_N) * BLOCK_N
-        line = ((part * tl.num_programs(2) + g).to(tl.int64) * rows + row) * padded
-        mask = is_row[:, None] & is_token[None, :]
-        tl.store(out_ptr + line[:, None] + token[None, :], total, mask=mask)
+        line = ((part * tl.num_programs(2) + g).to(tl.int64) * M + row) * BLOCK_N
+        tl.store(out_ptr + line[:, None] + token[None, :], total, mask=(row < M)[:, None])
     else:
-        # Offsets from the tile's first token fit 32 bits, and need fewer registers.
-        out_ptr += (first_token.to(tl.int64) * tl.num_programs(2) + g) * M
-        line = tl.arange(0, BLOCK_N) * tl.num_programs(2) * M
-        if GATED:
-            one = tl.full([BLOCK_N], 1.0, tl.float32)
-            value = tl.trans(swiglu_rows(total, one, limit, BLOCK_M // 2, BLOCK_N))
-            m = tile * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
-            mask = is_token[:, None] & (m < M)[None, :]
-            tl.store(out_ptr + line[:, None] + m[None, :], value, mask=mask)
-        else:
-            value = tl.trans(total.to(out_ptr.dtype.element_ty))
-            m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            mask = is_token[:, None] & (m < M)[None, :]
-            tl.store(out_ptr + line[:, None] + m[None, :], value, mask=mask)
+        line = (token.to(tl.int64) * tl.num_programs(2) + g) * M
+        mask = (row < M)[:, None] & (token < N)[None, :]
+        value = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + line[None, :] + row[:, None], value, mask=mask)
 
 
 @triton.jit
+def _add_product(total, weight, pair, x, ROUND: tl.constexpr, ASM: tl.constexpr):
+    """total [rows,tokens] + 64 columns of the weight times the tokens x [tokens,64]."""
+    low, high = pair
+    ROWS: tl.constexpr = total.shape[0]
+    TOKENS: tl.constexpr = total.shape[1]
+    if ROUND:
+        x = round_columns(x.to(tl.float32), TOKENS, 64)
+    x = tl.permute(tl.reshape(x.to(tl.bfloat16), [TOKENS, 4, 4, 2, 2]), (0, 2, 3, 1, 4))
+    scale = tl.where((tl.arange(0, 64) < 32)[None, :], low[:, None], high[:, None])
+    exponent = scale.to(tl.int32, bitcast=True) >> 23 & 0xFF
+    w = expand_e4m3(weight, factor_of(exponent, 120, ASM), ASM)
+    w = tl.permute(tl.reshape(w, [2, ROWS // 16, 8, 4, 4, 2, 2]), (1, 0, 2, 4, 5, 3, 6))
+    return tl.dot(tl.reshape(w, [ROWS, 64]), tl.trans(tl.reshape(x, [TOKENS, 64])), total)
+
+
+@triton.jit(do_not_specialize=["N"])
 def _sum_kernel(
     parts_ptr,
     out_ptr,
@@ -369,28 +411,31 @@ class GemmProblem:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
+    """How `_tile_kernel` divides a weight.
+
+    Attributes:
+        block_m: rows of a program.
+        chunks: chunks of 64 columns of a part of K.
+        held, ahead: chunks of the weight and of the tokens that are loaded ahead.
+    """
+
     block_m: int
-    block_n: int
-    block_k: int
-    split: int
-    stages: int
+    chunks: int
+    held: int
     num_warps: int
+    ahead: int = 2
+    rounded: int = 16
+    maxnreg: int | None = None
 
     @staticmethod
     def of(p: GemmProblem) -> "TilePlan":
-        """The split does not depend on the number of tokens, up to SPLIT_TOKENS."""
-        num_tokens = p.x.shape[0]
-        if num_tokens > SPLIT_TOKENS:
-            many = num_tokens > FEW_BLOCKS
-            return TilePlan(128, 256, 64, 1, 4, 8) if many else TilePlan(128, 128, 128, 1, 3, 8)
+        """`chunks` does not depend on the number of tokens."""
         groups, rows, width = p.weight.shape
-        steps = triton.cdiv(width, 128)
-        block_m, stages = (64, 4) if steps <= SHORT_STEPS else (128, 3)
-        tiles = groups * triton.cdiv(rows, block_m)
-        split = PROGRAMS * p.options.num_multiprocessors // tiles
-        split = max(1, min(split, steps // MIN_STEPS))
-        split = triton.cdiv(steps, triton.cdiv(steps, split))  # no part is empty
-        return TilePlan(block_m, tile_tokens(num_tokens), 128, split, stages, 4)
+        chunks = triton.cdiv(width, 64)
+        tiles = groups * triton.cdiv(rows, 64)
+        split = max(1, min(PROGRAMS * p.options.num_multiprocessors // tiles, chunks // 8))
+        chunks = triton.cdiv(chunks, split)
+        return TilePlan(64, chunks, min(8, chunks), 4)
 
 
 def tile_tokens(num_tokens: int) -> int:
@@ -400,7 +445,7 @@ def tile_tokens(num_tokens: int) -> int:
 
 def launch_tokens(model: launch_sizes.ModelSizes, most: int) -> set[int]:
     """See LaunchClasses."""
-    rows = {1, ROUNDED_TOKENS, SPLIT_TOKENS, FEW_BLOCKS}
+    rows = {1, ROUNDED_TOKENS, SPLIT_TOKENS}
     rows |= launch_sizes.last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
     found = {row // per_token for row in rows for per_token, _, _ in model.linears}
     # Weights without a scale use V4's kernels.
@@ -412,13 +457,21 @@ LAUNCH_CLASSES = launch_sizes.LaunchClasses(tokens=launch_tokens)
 
 def round_input(x_NK: Tensor, options: GemmOptions = DEFAULT) -> Tensor:
     """x [N, K] of any float dtype with strided rows, rounded by groups of 32; bfloat16."""
-    num_tokens, width = x_NK.shape
-    y = torch.empty((num_tokens, width), dtype=torch.bfloat16, device=x_NK.device)
+    return _round(x_NK, None, options)
+
+
+def _round(x: Tensor, limit: float | None, options: GemmOptions) -> Tensor:
+    """Round x [N, K], or the SwiGLU of the halves of x [N, 2K] if `limit` is given."""
+    num_tokens, width = x.shape
+    if limit is not None:
+        width //= 2
+    y = torch.empty((num_tokens, width), dtype=torch.bfloat16, device=x.device)
     if num_tokens:
         # With many tokens, a next kernel that starts early only takes resources from this one.
         early = options.early_launch and num_tokens <= SPLIT_TOKENS
         _round_kernel[(num_tokens, triton.cdiv(width, ROUND_BLOCK))](
-            *(x_NK, y, width, x_NK.stride(0)),
+            *(x, y, width, x.stride(0), limit or 0.0),
+            GATED=limit is not None,
             BLOCK=ROUND_BLOCK,
             num_warps=4,
             **launch_options(early),
@@ -455,42 +508,82 @@ def _run_row(p: GemmProblem) -> Tensor:
 
 
 def _run_tiles(p: GemmProblem) -> Tensor:
+    """Up to SPLIT_TOKENS tokens."""
     plan, gated, options = TilePlan.of(p), p.limit is not None, p.options
     (num_tokens, groups, width), rows = p.x.shape, p.weight.shape[1]
-    blocks = triton.cdiv(num_tokens, plan.block_n)
-    parts = plan.split > 1 or (gated and num_tokens <= SPLIT_TOKENS)
+    if p.rounds and num_tokens > plan.rounded:
+        p = replace(p, x=round_input(p.x.flatten(1), p.options).view(p.x.shape), rounds=False)
+    block_n = tile_tokens(num_tokens)
+    split = triton.cdiv(width, plan.chunks * 64)
     out = p.empty(torch.bfloat16 if gated else None)
-    target, padded = out, blocks * plan.block_n
-    if parts:
-        shape = (plan.split, groups, rows, padded)
+    target = out
+    if split > 1 or gated:
+        shape = (split, groups, rows, block_n)
         target = torch.empty(shape, dtype=torch.float32, device=p.x.device)
-    _tile_kernel[(triton.cdiv(rows, plan.block_m) * blocks, plan.split, groups)](
-        *(p.x, p.weight.view(torch.uint8), p.scale, target, num_tokens, p.M, width),
-        *(p.x.stride(0), p.x.stride(1), p.limit or 0.0),
-        triton.cdiv(triton.cdiv(width, plan.block_k), plan.split),
+    _tile_kernel[(triton.cdiv(rows, plan.block_m), split, groups)](
+        *(p.x, p.weight.view(torch.uint8), p.scale, target, num_tokens, rows, width),
+        *(p.x.stride(0), p.x.stride(1)),
         ROUND=p.rounds,
-        GATED=gated,
-        PARTS=parts,
+        PARTS=target is not out,
         BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
-        STAGES=plan.stages,
-        EVEN=width % plan.block_k == 0,
+        BLOCK_N=block_n,
+        CHUNKS=plan.chunks,
+        HELD=min(plan.held, plan.chunks),
+        AHEAD=min(plan.ahead, plan.chunks),
+        MASK=width % (plan.chunks * 64) > 0,
         ASM=options.inline_asm,
         num_warps=plan.num_warps,
+        maxnreg=plan.maxnreg,
         **launch_options(options.early_launch),
     )
-    if parts:
-        columns, block_n = groups * p.M, min(16, padded)
-        _sum_kernel[(triton.cdiv(columns, 32), triton.cdiv(num_tokens, block_n))](
-            *(target, out, num_tokens, columns, padded, target[0].numel(), p.limit or 0.0),
-            PARTS=plan.split,
+    if target is not out:
+        columns, block_s = groups * p.M, min(16, block_n)
+        _sum_kernel[(triton.cdiv(columns, 32), triton.cdiv(num_tokens, block_s))](
+            *(target, out, num_tokens, columns, block_n, target[0].numel(), p.limit or 0.0),
+            PARTS=split,
             GATED=gated,
-            BLOCK_N=block_n,
+            BLOCK_N=block_s,
             num_warps=4,
             **launch_options(options.early_launch),
         )
     return out
+
+
+def _expand(p: GemmProblem) -> Tensor:
+    """The weight in bfloat16."""
+    groups, rows, width = p.weight.shape
+    out = torch.empty(p.weight.shape, dtype=torch.bfloat16, device=p.x.device)
+    _expand_kernel[(triton.cdiv(width, EXPAND_BLOCK), triton.cdiv(groups * rows, 32))](
+        *(p.weight.view(torch.uint8), p.scale, out, groups * rows, width),
+        BLOCK=EXPAND_BLOCK,
+        ASM=p.options.inline_asm,
+        num_warps=4,
+        **launch_options(p.options.early_launch),
+    )
+    return out
+
+
+def _run_library(p: GemmProblem) -> Tensor:
+    """Many tokens: torch multiplies by the expanded weight."""
+    x, weight = p.x, _expand(p)
+    if p.rounds:
+        x = round_input(x.flatten(1), p.options).view(x.shape)
+    (num_tokens, groups, _), rows = x.shape, weight.shape[1]
+    dtype = p.out_dtype if p.limit is None else torch.float32
+    out = torch.empty((num_tokens, groups, rows), dtype=dtype, device=x.device)
+    for g in range(groups):
+        _multiply(x[:, g], weight[g].T, out[:, g])
+    return out if p.limit is None else _round(out.flatten(1), p.limit, p.options).unsqueeze(1)
+
+
+def _multiply(x_NK: Tensor, weight_KM: Tensor, out_NM: Tensor) -> None:
+    """bfloat16 factors; float32 sums, whatever dtype `out_NM` has."""
+    if out_NM.dtype == torch.bfloat16:
+        torch.mm(x_NK, weight_KM, out=out_NM)
+    elif x_NK.device.type == "cuda":
+        torch.mm(x_NK, weight_KM, out_dtype=out_NM.dtype, out=out_NM)
+    else:
+        torch.mm(x_NK.float(), weight_KM.float(), out=out_NM)
 
 
 def run(p: GemmProblem) -> Tensor:
@@ -498,11 +591,9 @@ def run(p: GemmProblem) -> Tensor:
     num_tokens = p.x.shape[0]
     if num_tokens == 0:
         return p.empty()
-    if num_tokens == 1:
+    if num_tokens == 1 and BY_ROWS:
         return _run_row(p)
-    if p.rounds and num_tokens > ROUNDED_TOKENS:
-        p = replace(p, x=round_input(p.x.flatten(1), p.options).view(p.x.shape), rounds=False)
-    return _run_tiles(p)
+    return _run_tiles(p) if num_tokens <= SPLIT_TOKENS else _run_library(p)
 
 
 def prepare(w: linear_triton.Weight) -> linear_triton.Weight:
@@ -561,8 +652,8 @@ def swiglu_mlp(
         return linear_triton.swiglu_mlp(x_ND, w, limit, options=how)
     given = w.w13[None], w.scale13[None], True, x_ND.dtype, limit, options
     hidden = run(GemmProblem(x_ND.unsqueeze(1), *given))
-    # One token's hidden values are not rounded yet.
-    rounds = len(x_ND) == 1
+    # _row_kernel's hidden values are not rounded yet.
+    rounds = len(x_ND) == 1 and BY_ROWS
     return run(
         GemmProblem(hidden, w.w2[None], w.scale2[None], rounds, x_ND.dtype, None, options)
     ).squeeze(1)
