@@ -23,7 +23,7 @@ from finwhale.engine.start.kv_cache import plan_cache
 from finwhale.engine.steps.drafter import check_can_draft
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.cache import CacheGroup
-from finwhale.models.protocol import NO_KERNELS, ModelConfig
+from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config, published_config
 from finwhale.ops import Ops, load_ops
 from finwhale.options import Parser
@@ -38,6 +38,7 @@ CONTEXT, OUTPUT = 8192, 256  # tokens of a sequence, if the model has as many
 # GPU memory that is not for weights and cache. Flash's steps took 4.6 GiB (step_sizes.py), without
 # the graphs of large steps, and CUDA takes about 1 GiB.
 WORKSPACE_BYTES = 8 * 2**30
+RECORDED = "deepseek_v4"  # whose times bench/results has
 TABLES = "lookup tables, in host memory, once for all GPUs"
 
 
@@ -149,10 +150,7 @@ class RankMemory:
         self.config, self.size, rank = config, size, Rank(0, size)
         self.architecture = architecture_of(config)
         part = self.architecture.rank_config(config, rank, round_activations=True)
-        obstacles = self.architecture.kernel_obstacles(part, storages)
-        # Kernels to come will read the weights packed, too.
-        self.no_kernels = obstacles == [NO_KERNELS]
-        self.is_packed = not obstacles or self.no_kernels
+        self.is_packed = not self.architecture.kernel_obstacles(part, storages)
         form = self.dtype, self.ops = _forms()[2 if self.is_packed else 1]
         self.weights: int = self.architecture.weight_bytes(config, *form, rank)
         self.whole_attention: int = 0
@@ -280,11 +278,10 @@ def _print_plan(
         rows[TABLES] = _size(tables)
     title = f"memory of each of {args.gpus} GPUs ({name}), calculated"
     print_table(console, title, ("", ""), rows.items(), show_header=False)
-    if rank.no_kernels:
-        console.print(f"no GPU runs it yet: {NO_KERNELS}", highlight=False)
-        return
-    if not rank.is_packed or not at_once:
+    recorded = config.model_type == RECORDED
+    if not rank.is_packed or not at_once or not recorded:
         why = "there is no room" if rank.is_packed else "the records are of packed weights"
+        why = why if recorded else "no record is of this model"
         console.print(f"no expected times: {why}", highlight=False)
         return
     times, prompt = StepTimes(config, args.gpus, gpu), context - output

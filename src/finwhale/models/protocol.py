@@ -19,9 +19,6 @@ from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepI
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.sampling import Sample
 
-NO_KERNELS = "there are no kernels for this model yet"
-"""The only one of an architecture's `kernel_obstacles`, if no kernels can run any of its models."""
-
 
 class ModelConfig(Protocol):
     """The part of a configuration that code outside the model may read.

@@ -102,6 +102,7 @@ class Decisions:
             round_wo_a=config.wo_a_input == "fp8",
             storages=dict(self.stream.storages),
             peers=peers,
+            dummy=weights.checkpoint is None,
         )
         specs = self.architecture.weight_specs(model_config, self.rank)
         self.table_bytes = table_bytes(specs, self.stream.storages) if weights.checkpoint else 0

@@ -19,7 +19,6 @@ from finwhale.models.deepseek_v41.engram_hash import compress_ids
 from finwhale.models.deepseek_v41.model import DeepseekV41
 from finwhale.models.deepseek_v41.weight_classes import ModelWeights
 from finwhale.models.deepseek_v41.weights import assembler, ignored_prefixes, weight_specs
-from finwhale.models.protocol import NO_KERNELS
 from finwhale.models.sharding import rank_config
 from finwhale.ops import Ops
 from finwhale.weights.allocation import WeightForm
@@ -121,7 +120,23 @@ def _listed(layers: tuple[int, ...]) -> str:
 
 def kernel_obstacles(config: DeepseekV41Config, storages: Mapping[str, Storage]) -> list[str]:
     """The reasons why the kernels for packed weights cannot run this model."""
-    return [NO_KERNELS] if config.quantised else [NO_KERNELS, "weights are not FP8 and FP4"]
+    obstacles, c = [], config
+    if any(s != "fp4" for name, s in storages.items() if ".ffn.experts." in name):
+        obstacles.append("experts are not FP4")
+    if any(s != "fp8_block_32" for name, s in storages.items() if ".shared_experts." in name):
+        obstacles.append("shared experts are not FP8 in blocks of 32")
+    powers = {c.head_dim, c.index_head_dim, c.candidate_topk_blocks}
+    powers |= set() if c.engram is None else {c.engram.head_dim}
+    fit = (
+        all(size.bit_count() == 1 for size in powers)
+        and c.hidden_size % 64 == c.q_lora_rank % GROUP == c.o_lora_rank % GROUP == 0
+        and c.head_dim >= 64
+        and 32 <= c.index_head_dim <= 128
+        and c.index_topk <= 1024
+        and c.candidate_topk_blocks <= 2048
+        and c.candidate_block_size == 8
+    )
+    return obstacles if fit else [*obstacles, "its sizes are not those of the kernels"]
 
 
 def fits_whole_attention(config: DeepseekV41Config, total: int) -> bool:

@@ -3,6 +3,7 @@
 Legend: N tokens, D hidden, A heads, C head_dim, Q q_lora_rank, I index heads, J index_head_dim.
 """
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from finwhale.models.cache import PagedCache
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.weight_classes import AttentionWeights, CompressorWeights
-from finwhale.models.step_inputs import StepInputs
+from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import TopkEntries, Window
 from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, Selection, SharedEntryOps
@@ -20,6 +21,8 @@ from finwhale.ops.paging import CacheRows, Tokens
 @dataclass(slots=True)
 class Published:
     """Results of a step's layers that later layers of the step use.
+
+    Captured steps replay with the object of their capture, so a model has one for all its steps.
 
     Attributes:
         selection: what the last index source chose; its `blocks` are those of the candidate source.
@@ -84,42 +87,59 @@ class Attention:
         rotary: Tensor,
         cache: PagedCache,
         published: Published,
+        segments: Segments,
     ) -> Tensor:
         """projected: the result of `project_index` for these tokens."""
         config, ops, w, heads = self.config, self.ops, self.weights, self.weights.heads
         q_kv, width, eps = ops.linear(x_ND, w.wq_a_wkv), config.q_lora_rank, config.rms_norm_eps
-        window = self.store_window_row(q_kv[:, width:].contiguous(), inputs, rotary, cache)
-        q_lora = ops.rms_norm(q_kv[:, :width].contiguous(), w.q_norm, eps)
-        q = ops.linear(q_lora, heads.wq_b)
-        all_heads = len(heads.attn_sink) * config.head_dim
+        self.store_window_row(q_kv[:, width:], inputs, rotary, cache)
+        q_NX = ops.linear(ops.rms_norm(q_kv[:, :width], w.q_norm, eps), heads.wq_b)
+        out_NAC = q_NX.new_empty(len(q_NX), len(heads.attn_sink), config.head_dim)
+        step = inputs, rotary, cache, published
+        segments.eager(self.select_and_attend, q_NX, projected, *step, out_NAC)
+        grouped = ops.grouped_linear(
+            out_NAC.view(len(x_ND), len(heads.wo_a.weight), -1), heads.wo_a
+        )
+        return ops.linear(grouped.flatten(1), heads.wo_b)
+
+    def select_and_attend(
+        self,
+        q_NX: Tensor,
+        projected: Tensor | None,
+        inputs: StepInputs,
+        rotary: Tensor,
+        cache: PagedCache,
+        published: Published,
+        out_NAC: Tensor,
+    ) -> None:
+        """Select entries in an index source, and write attention's output.
+
+        This is the part of the layer that depends on the sequences' lengths.
+        """
+        config, w = self.config, self.weights.heads
+        all_heads, entries = math.prod(out_NAC.shape[1:]), None
+        window = cache.rows("window", self.layer, inputs.tables)
         if projected is not None:
-            self._select(q[:, all_heads:], projected, inputs, rotary, cache, published)
-        entries = None
+            self._select(q_NX[:, all_heads:], projected, inputs, rotary, cache, published)
         if self.source is not None:
             assert published.selection is not None
             rows = cache.rows(f"c{self.ratio}", self.source, inputs.tables)
             entries = TopkEntries(rows, published.selection.slots)
         elif inputs.extra_kv_slots is not None:
             entries = TopkEntries(window, inputs.extra_kv_slots)
-        q_NAC = q[:, :all_heads].unflatten(1, (-1, config.head_dim)).contiguous()
-        out_NAC = q_NAC.new_empty(q_NAC.shape)
-        ops.sparse_attention(
+        q_NAC = q_NX[:, :all_heads].unflatten(1, out_NAC.shape[1:])
+        self.ops.sparse_attention(
             *(q_NAC, rotary, None, inputs.tokens, Window(window, config.sliding_window), entries),
-            *(heads.attn_sink, config.head_dim**-0.5, out_NAC),
+            *(w.attn_sink, config.head_dim**-0.5, out_NAC),
         )
-        grouped = ops.grouped_linear(
-            out_NAC.view(len(x_ND), len(heads.wo_a.weight), -1), heads.wo_a
-        )
-        return ops.linear(grouped.flatten(1), heads.wo_b)
 
     def store_window_row(
         self, kv_NC: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
-    ) -> CacheRows:
-        """Write the tokens' rows of the window; returns the window."""
+    ) -> None:
+        """Write the tokens' rows of the window."""
         window = cache.rows("window", self.layer, inputs.tables)
         normed = self.ops.rms_norm(kv_NC, self.weights.kv_norm, self.config.rms_norm_eps)
         self._store(normed, window, rotary, inputs.tokens, 1, "e4m3")
-        return window
 
     def _store(
         self,
@@ -155,7 +175,7 @@ class Attention:
                 config.max_verify_tokens,
             )
         else:
-            latents = ops.rms_norm(projected[:, :width].contiguous(), w.norm, eps)
+            latents = ops.rms_norm(projected[:, :width], w.norm, eps)
         keys = ops.rms_norm(ops.linear(latents, w.wk), w.k_norm, eps)
         self._store(latents, rows(f"c{ratio}"), rotary, writing, ratio, "fp4")
         self._store(keys, rows(f"c{ratio}_keys"), rotary, writing, ratio, "key")

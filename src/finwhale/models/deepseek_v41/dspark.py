@@ -22,7 +22,7 @@ from finwhale.models.step_inputs import ChooseDraft, DraftStart, Segments, StepI
 from finwhale.ops import Ops
 from finwhale.ops.drafts import BlockShape
 
-RunLayers = Callable[[Sequence[DecoderLayer], StepInputs, PagedCache], Tensor]
+RunLayers = Callable[[Sequence[DecoderLayer], StepInputs, PagedCache, Segments], Tensor]
 
 
 class DsparkHead:
@@ -63,7 +63,7 @@ class DsparkHead:
         main = ops.rms_norm(ops.linear(features_NX, w.main_proj), w.main_norm, eps)
         kv = ops.linear(main, w.context_kv)
         for stage, own in zip(self.layers, kv.split(self.config.head_dim, 1), strict=True):
-            stage.attn.store_window_row(own.contiguous(), inputs, rotary, cache)
+            stage.attn.store_window_row(own, inputs, rotary, cache)
 
     def __call__(
         self,
@@ -97,7 +97,7 @@ class DsparkHead:
             extra_kv_slots=block.extra_kv_slots,
             lane_rows=start.lane_rows * rows,
         )
-        hidden = self.run_layers(self.layers, inputs, cache).unflatten(0, (-1, rows))
+        hidden = self.run_layers(self.layers, inputs, cache, segments).unflatten(0, (-1, rows))
         first = rows - self.sizes.block_size
         hidden_BKD = hidden[:, first : first + num_drafts]
         normed = self.ops.rms_norm(

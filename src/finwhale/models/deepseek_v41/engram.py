@@ -6,6 +6,7 @@ Legend: N tokens, S the most tokens of an n-gram, H residual streams, D hidden.
 from torch import Tensor
 
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
+from finwhale.models.deepseek_v41.engram_hash import within
 from finwhale.models.deepseek_v41.weight_classes import EngramWeights
 from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import HashTensors, SharedEntryOps
@@ -24,6 +25,7 @@ class Engram:
     ) -> None:
         self.config, self.ops, self.shared = config, ops, shared
         device = weights.q_weight.device
+        hashes = within(hashes, len(weights.embed.rows))
         tensors = hashes.multipliers, hashes.sizes, hashes.starts
         self.weights = weights
         self.hashes = HashTensors(*(tensor.to(device) for tensor in tensors))

@@ -80,6 +80,15 @@ def engram_hashes(config: EngramConfig) -> dict[int, HashTensors]:
     return hashes
 
 
+def within(hashes: HashTensors, num_rows: int) -> HashTensors:
+    """The hashes for a table of num_rows. One of random weights may have parts of fewer rows."""
+    sizes, count = hashes.sizes, hashes.sizes.numel()
+    if num_rows >= int(sizes.sum()):
+        return hashes
+    starts = torch.arange(count).view(sizes.shape) * (num_rows // count)
+    return HashTensors(hashes.multipliers, torch.full_like(sizes, num_rows // count), starts)
+
+
 def _next_primes(above: int, count: int, used: set[int]) -> list[int]:
     """The next primes after `above` that are not used; adds them to `used`."""
     found: list[int] = []

@@ -3,6 +3,7 @@
 import math
 import mmap
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,21 +13,42 @@ from finwhale.checkpoint.stored import has_scale, row_dtype, scale_shape
 from finwhale.distributed.peers import Peers
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v41.weight_classes import ModelWeights
-from finwhale.weights.allocation import Target
+from finwhale.weights.allocation import Target, WeightForm
 from finwhale.weights.assembler import Assembler
-from finwhale.weights.table import LookupTable
+from finwhale.weights.table import LookupTable, WeightList
+
+# Rows of a table of random weights on a GPU: 4.4 GB, because pinned memory takes all its pages.
+DUMMY_ROWS = 2**24
+PORTABLE, MAPPED = 1, 2  # cudaHostRegister: for every context, and for kernels
 
 
 class TableAssembler(Assembler[ModelWeights]):
-    """An assembler whose lookup tables all ranks map. Each rank fills its rows of them."""
+    """An assembler whose lookup tables all ranks map. Each rank fills its rows of them.
+
+    A GPU reads the tables from host memory, which is pinned once it is filled.
+    """
+
+    def __init__(
+        self, make: Callable[[WeightList], ModelWeights], form: WeightForm, device: torch.device
+    ) -> None:
+        self._memories: list[SharedMemory] = []
+        super().__init__(make, form, device)
+
+    def finish(self) -> ModelWeights:
+        if self._device.type == "cuda":
+            for memory in self._memories:
+                memory.pin()
+        return super().finish()
 
     def lookup(self, spec: WeightSpec) -> LookupTable:
         spec, storage, own = self._shared(spec), self._storage(spec), self.rank.rows(spec.shape[0])
-        lookups, scale = self.destinations.lookups, None
-        rows = self._on_host(spec.shape, row_dtype(storage))
+        lookups, scale, shape = self.destinations.lookups, None, spec.shape
+        if self._form.dummy and self._device.type != "cpu":
+            shape = min(shape[0], DUMMY_ROWS), shape[1]
+        rows = self._on_host(shape, row_dtype(storage))
         lookups[spec.name] = rows[own].view(-1).view(torch.uint8)
         if has_scale(storage):
-            scale = self._on_host(scale_shape(spec.shape, storage), torch.uint8)
+            scale = self._on_host(scale_shape(shape, storage), torch.uint8)
             lookups[spec.scale_name] = scale[own].view(-1)
         self.specs[spec.name] = spec
         self._targets[spec.name] = (Target(rows[own], None if scale is None else scale[own]),)
@@ -35,14 +57,38 @@ class TableAssembler(Assembler[ModelWeights]):
     def _on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._device.type == "meta":
             return torch.empty(shape, dtype=dtype, device="meta")
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return shared_zeros(self._form.peers, num_bytes).view(dtype).view(shape)
+        memory = shared_zeros(self._form.peers, math.prod(shape) * dtype.itemsize)
+        self._memories.append(memory)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def shared_zeros(peers: Peers, num_bytes: int) -> Tensor:
-    """A uint8 tensor [num_bytes] of zeros that all ranks map. A page takes memory at its first use.
+class SharedMemory(mmap.mmap):
+    """Memory that all ranks map. The tensors in it hold this object."""
 
-    Kernels will need pinned memory: this is the place for cudaHostRegister.
+    _address = 0  # if it is pinned
+
+    def pin(self) -> None:
+        """Let kernels read the memory at its own address.
+
+        Raises:
+            FinwhaleError: CUDA refuses.
+        """
+        address, cuda = torch.frombuffer(self, dtype=torch.uint8).data_ptr(), torch.cuda.cudart()
+        result = cuda.cudaHostRegister(address, len(self), PORTABLE | MAPPED)
+        if int(result):
+            raise FinwhaleError(
+                f"CUDA cannot pin {len(self):,} bytes of host memory, from which GPUs read the "
+                f"model's lookup tables: {cuda.cudaGetErrorString(result)}"
+            )
+        self._address, self._unpin = address, cuda.cudaHostUnregister
+
+    def __del__(self) -> None:
+        if self._address:
+            self._unpin(self._address)
+
+
+def shared_zeros(peers: Peers, num_bytes: int) -> SharedMemory:
+    """num_bytes of zeros that all ranks map. A page takes memory at its first use.
 
     Raises:
         FinwhaleError: the ranks are on several hosts.
@@ -53,7 +99,7 @@ def shared_zeros(peers: Peers, num_bytes: int) -> Tensor:
     file = os.memfd_create("finwhale-tables")
     os.ftruncate(file, num_bytes)
     with open(peers.gather_text(f"/proc/{os.getpid()}/fd/{file}")[0], "r+b") as first:
-        memory = mmap.mmap(first.fileno(), num_bytes)
+        memory = SharedMemory(first.fileno(), num_bytes)
     peers.barrier()
     os.close(file)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory

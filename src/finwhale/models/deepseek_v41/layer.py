@@ -14,6 +14,7 @@ from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.engram import Engram
 from finwhale.models.deepseek_v41.step_parts import StepParts, Tail
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights
+from finwhale.models.step_inputs import Segments
 from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import HashTensors, SharedEntryOps
 from finwhale.ops.mhc import MhcParams
@@ -63,6 +64,7 @@ class DecoderLayer:
         rotary: Tensor,
         cache: PagedCache,
         published: Published,
+        segments: Segments,
         recalled_NS: Tensor | None,
         on_input: Callable[[Tensor], None] | None = None,
         tail: Tail | None = None,
@@ -88,7 +90,8 @@ class DecoderLayer:
             streams_NHD, projected = streams_NHD[rows], projected[rows]
             if not len(rows):
                 return streams_NHD, pre_NH
-        x = self._sum(self.attn(x, projected, parts.inputs, rotary, cache, published), x.dtype)
+        where = parts.inputs, rotary, cache, published, segments
+        x = self._sum(self.attn(x, projected, *where), x.dtype)
         streams_NHD = ops.mhc_post(x, post, res, streams_NHD)
         x, post, res, pre_NH = self.shared.mhc_pre(streams_NHD, pre_NH, w.hc_ffn, self.params)
         x = self._sum(self.ffn(x, parts.inputs), x.dtype)

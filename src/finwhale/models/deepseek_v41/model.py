@@ -21,6 +21,7 @@ from torch import Tensor
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
+from finwhale.models.deepseek_v4.kernel_sizes import library_gemm_rows
 from finwhale.models.deepseek_v4.moe import SharedMoe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel, vocabulary
@@ -28,6 +29,7 @@ from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
 from finwhale.models.deepseek_v41.engram_hash import engram_hashes
+from finwhale.models.deepseek_v41.kernel_sizes import launch_sizes
 from finwhale.models.deepseek_v41.layer import DecoderLayer
 from finwhale.models.deepseek_v41.step_parts import StepParts, step_parts
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights, ModelWeights
@@ -59,10 +61,10 @@ class DeepseekV41:
         max_positions: int,
         collectives: Collectives = ALONE,
     ) -> None:
-        if ops.shared_entries is None:
-            raise FinwhaleError("DeepSeek-V4.1 has no kernels for GPUs")
+        assert ops.shared_entries is not None
         self.config, self.ops, self.shared, self.weights = config, ops, ops.shared_entries, weights
-        self.compressed_ids = compressed_ids
+        self.published = Published()
+        self.compressed_ids: Tensor | None = None
         self.ranks = TensorParallel(collectives)
         self.ranks.divided_tokens = sys.maxsize  # each rank computes all tokens
         self.vocab_part, self.sample = vocabulary(ops, self.ranks, config.vocab_size)
@@ -75,6 +77,7 @@ class DeepseekV41:
             assert compressed_ids is not None
             hashes = engram_hashes(config.engram)
             self.pad = int(compressed_ids[config.engram.pad_token_id])
+            self.compressed_ids = compressed_ids.to(weights.embed.device)
 
         def layers(parts: Sequence[LayerWeights], first: int) -> list[DecoderLayer]:
             shared = config, ops, self.shared, self.ranks, side_streams
@@ -109,15 +112,25 @@ class DeepseekV41:
 
     @property
     def launch_sizes(self) -> ModelSizes:
-        raise NotImplementedError("no kernel of this model is built ahead")
+        """The sizes that this rank's launch signatures depend on."""
+        return launch_sizes(self.config, self.ranks.rank)
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Compute N tokens and write their state; returns the collapsed hidden states [N,1,D].
 
         They are zeros for tokens of prompts that the last layers do not compute (step_parts.py).
         """
+        return self._forward(self.layers, inputs, cache, segments)
+
+    def _forward(
+        self,
+        layers: Sequence[DecoderLayer],
+        inputs: StepInputs,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> Tensor:
         parts = step_parts(inputs, self.config)
-        hidden = self._hidden(parts, cache)
+        hidden = self._hidden(layers, parts, cache, segments)
         if len(hidden) < len(inputs.token_ids):
             assert parts.tail is not None
             whole = hidden.new_zeros(len(inputs.token_ids), hidden.shape[1])
@@ -130,16 +143,22 @@ class DeepseekV41:
         streams = self(inputs, cache, segments)
         return self.compute_logits(streams), streams
 
-    def _hidden(self, parts: StepParts, cache: PagedCache) -> Tensor:
+    def _hidden(
+        self,
+        layers: Sequence[DecoderLayer],
+        parts: StepParts,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> Tensor:
         head, targets = self.draft_head, dict[int, Tensor]()
         if head is None:
-            return self._run(self.layers, parts, cache)
+            return self._run(layers, parts, cache, segments)
 
         def on_input(layer: int, streams_NHD: Tensor) -> None:
             if layer in head.sizes.target_layer_ids:
-                targets[layer] = streams_NHD.float().mean(1).to(streams_NHD.dtype)
+                targets[layer] = streams_NHD.mean(1)
 
-        hidden = self._run(self.layers, parts, cache, on_input)
+        hidden = self._run(layers, parts, cache, segments, on_input)
         if not len(hidden):
             return hidden
         if len(hidden) < len(parts.inputs.token_ids):
@@ -152,16 +171,21 @@ class DeepseekV41:
         return hidden
 
     def run_layers(
-        self, layers: Sequence[DecoderLayer], inputs: StepInputs, cache: PagedCache
+        self,
+        layers: Sequence[DecoderLayer],
+        inputs: StepInputs,
+        cache: PagedCache,
+        segments: Segments,
     ) -> Tensor:
         """The collapsed hidden states [N,D] after layers of which the first reads embeddings."""
-        return self._run(layers, step_parts(inputs, self.config), cache)
+        return self._run(layers, step_parts(inputs, self.config), cache, segments)
 
     def _run(
         self,
         layers: Sequence[DecoderLayer],
         parts: StepParts,
         cache: PagedCache,
+        segments: Segments,
         on_input: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """`run_layers`, of the tail's tokens [M,D] if the layers cut the step.
@@ -169,24 +193,25 @@ class DeepseekV41:
         Args:
             on_input: called with each layer's number and the streams at its attention input.
         """
-        x = self.weights.embed[parts.inputs.token_ids]
-        streams = x[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        x = self.weights.embed.index_select(0, parts.inputs.token_ids)
+        streams = x[:, None].expand(-1, self.config.hc_mult, -1)
         pre = streams.new_zeros(streams.shape[:2], dtype=torch.float32)
         pre[:, 0] = 1
-        recalled, published = None, Published()
+        recalled = None
         if any(layer.engram is not None for layer in layers):
             recalled = self._recalled(parts, cache)
-        for number, layer in enumerate(layers):
+        for at, layer in enumerate(layers):
+            number = layer.attn.layer
             rotary = self.tables.compressed if layer.attn.ratio else self.tables.plain
             watch = None if on_input is None else partial(on_input, number)
             tail = parts.tail if number == self.config.first_tail_layer else None
-            state = rotary, cache, published, recalled
+            state = rotary, cache, self.published, segments, recalled
             streams, pre = layer(streams, pre, parts, *state, watch, tail)
             if tail is not None:
                 parts, recalled = tail.parts, None if recalled is None else recalled[tail.rows]
                 if not len(streams):
                     if self.ranks.rank.data_parallel:
-                        self.serve_layers(layers[number:], parts.inputs.lane_rows)
+                        self.serve_layers(layers[at:], parts.inputs.lane_rows)
                     break
         return self.shared.collapse(streams, pre)
 
@@ -195,7 +220,7 @@ class DeepseekV41:
         engram = self.config.engram
         assert engram is not None and self.compressed_ids is not None
         rows = cache.rows("engram_ids", engram.layer_ids[0], parts.inputs.tables)
-        own = self.compressed_ids[parts.inputs.token_ids]
+        own = self.compressed_ids.index_select(0, parts.inputs.token_ids)
         return self.shared.recall_ids(own, engram.max_ngram_size, self.pad, rows, parts.recalling)
 
     def compute_logits(self, streams_M1D: Tensor) -> Tensor:
@@ -220,10 +245,36 @@ class DeepseekV41:
         self.tables.limit(max_positions)
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
-        return self(inputs, cache, segments)
+        return self._forward(self._one_of_each(), inputs, cache, segments)
+
+    def _one_of_each(self) -> list[DecoderLayer]:
+        """One layer of each kind, and those that the draft head reads."""
+        config, found = self.config, dict[object, DecoderLayer]()
+        targets = () if config.dspark is None else config.dspark.target_layer_ids
+        for number, layer in enumerate(self.layers):
+            attn, selects = layer.attn, number in config.index_source_layer_ids
+            rule = (attn.ratio, attn.rule.keeps, attn.within_blocks) if selects else attn.ratio
+            is_source = number in config.kv_source_layer_ids
+            tail, target = number == config.first_tail_layer, number in targets and number
+            found.setdefault((rule, is_source, layer.engram is None, tail, target), layer)
+        return list(found.values())
 
     def run_library_gemms(self, num_rows: int, num_tokens: int) -> None:
-        pass  # no step is captured
+        w = self.weights
+        plain = [(w.head, num_rows)]
+        if w.dspark is not None:
+            plain.append((w.dspark.markov_head, num_rows))
+        for layer in self._one_of_each():
+            own = layer.attn.weights
+            if own.index_proj is not None:
+                plain.append((own.index_proj, num_tokens))
+            if own.compressor is not None:
+                plain.append((own.compressor.wk, num_tokens))
+        for weight, most in plain:
+            width = weight.weight.shape[1]
+            x = torch.zeros(most, width, dtype=self.dtype, device=self.device)
+            for rows in library_gemm_rows(most):
+                self.ops.linear(x[:rows], weight)
 
     def without_collectives(self) -> AbstractContextManager[None]:
         return self.ranks.without_collectives()

@@ -45,8 +45,9 @@ class LaunchSizes:
         return {
             size // factor
             for factor in factors
+            for model in {self._model, self._model.of_draft_head}
             for c in self._classes
-            for size in c.tokens(self._model, most * factor)
+            for size in c.tokens(model, most * factor)
         }
 
 

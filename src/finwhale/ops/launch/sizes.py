@@ -6,7 +6,7 @@ kernels, and `ops/builds` compiles the kernels of every class at start.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NUM_MULTIPROCESSORS = 132  # an H100's or H200's; the tables pass the number of the GPU in use
 
@@ -20,6 +20,7 @@ class ModelSizes:
         complete_ratios: compression ratios of which attention reads every entry.
         num_ranks: number of ranks that divide the vocabulary among themselves.
         num_lanes: number of ranks whose tokens the experts compute together, as many of each.
+        draft_experts: num_experts and experts_per_token of the draft head; None: the model's.
     """
 
     vocab_size: int
@@ -33,6 +34,12 @@ class ModelSizes:
     linears: frozenset[tuple[int, int, int]]
     num_ranks: int = 1
     num_lanes: int = 1
+    draft_experts: tuple[int, int] | None = None
+
+    @property
+    def of_draft_head(self) -> "ModelSizes":
+        experts, each = self.draft_experts or (self.num_experts, self.experts_per_token)
+        return replace(self, num_experts=experts, experts_per_token=each, draft_experts=None)
 
 
 def _none(model: ModelSizes, *sizes: int) -> set[int]:
