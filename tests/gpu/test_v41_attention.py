@@ -1,7 +1,6 @@
 """DeepSeek-V4.1's records and attention on a GPU, against the reference on a CPU."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from finwhale.ops.deepseek_v41 import RowRounding, ref
 from finwhale.ops.deepseek_v41.attention_triton import sparse_attention
 from finwhale.ops.deepseek_v41.layout import entry, index_key, window_row
 from finwhale.ops.deepseek_v41.merge_pairs_triton import merge_pairs
-from finwhale.ops.deepseek_v41.store_rows_triton import store_entries, store_rows
+from finwhale.ops.deepseek_v41.store_rows_triton import store_rows
 from finwhale.ops.paging import CacheRows
 
 DEVICE = "cuda"
@@ -72,24 +71,6 @@ def test_rows_are_stored(rounding: RowRounding, ratio: int, dtype: torch.dtype) 
     largest = wanted.pool.unflatten(1, (-1, record.group)).abs().amax(2, keepdim=True)
     error = (found - wanted.pool).abs().unflatten(1, (-1, record.group))
     assert (error <= largest / 3).all()
-
-
-def test_an_entry_and_its_key_in_one_launch() -> None:
-    draw, tokens = Draw(), step_tokens(CHUNKS)
-    table = draw.page_table(entry_rows(CHUNKS, 2), 128)
-    values, keys = draw.normal(len(tokens.positions), 512), draw.normal(len(tokens.positions), 128)
-    make = partial(empty, table)
-    pools = [make(record) for record in (entry(512), index_key(128)) for _ in range(2)]
-    (one, other, key, other_key), rotary, tokens, values, keys = to_device(
-        (tuple(pools), draw.rotation(tokens.max_len, 64), tokens, values, keys), DEVICE
-    )
-    # An entry and its key have one page table.
-    key, other_key = replace(key, table=one.table), replace(other_key, table=other.table)
-    store_rows(values, one, rotary, tokens, 2, "fp4")
-    store_rows(keys, key, rotary, tokens, 2, "key")
-    store_entries(values, other, keys, other_key, rotary, tokens, 2, early_launch=True)
-    assert one.pool.any() and torch.equal(one.pool, other.pool)
-    assert key.pool.any() and torch.equal(key.pool, other_key.pool)
 
 
 @pytest.mark.parametrize("max_verify_tokens", [1, 6])

@@ -9,7 +9,7 @@ from finwhale.ops.attention import TopkEntries, Window
 from finwhale.ops.deepseek_v41.attention_triton import sparse_attention
 from finwhale.ops.deepseek_v41.layout import ScaledRow, entry, index_key, window_row
 from finwhale.ops.deepseek_v41.merge_pairs_triton import merge_pairs
-from finwhale.ops.deepseek_v41.store_rows_triton import store_entries, store_rows
+from finwhale.ops.deepseek_v41.store_rows_triton import store_rows
 from finwhale.ops.paging import CacheRows
 
 from .sm90_compile import f32, meta, page_table, step_tokens
@@ -32,8 +32,6 @@ def call_rows(N: int, max_query: int) -> None:
         keys = CacheRows(pool(index_key(J), N, 256 // ratio).pool, entries.table)
         store_rows(latents, entries, rotary, tokens, ratio, "fp4", early_launch=early)
         store_rows(make(N, J), keys, rotary, tokens, ratio, "key", early_launch=early)
-        both = latents, entries, make(N, J), keys
-        store_entries(*both, rotary, tokens, ratio, early_launch=early)
     state = CacheRows(f32(1024, 2 * C), page_table(N, 8))
     merge_pairs(f32(N, 2 * C), f32(C), state, tokens, 1e-20, 6, early_launch=early)
 

@@ -85,21 +85,6 @@ def test_exponents_of_a_key_that_lie_far_apart() -> None:
     assert found.unflatten(1, (4, 32)).any(2).sum() == 4
 
 
-@pytest.mark.parametrize("ratio", [1, 2])
-def test_an_entry_and_its_key_in_one_launch(ratio: int) -> None:
-    draw, tokens = Draw(), padded(step_tokens(((5, 9), (64, 66), (126, 127))))
-    table = draw.page_table([(range(70),), (range(70),), (range(70),)], 64)
-    rotary, count = draw.rotation(130, 64), len(tokens.positions)
-    values, keys = draw.normal(count, 512), draw.normal(count, 128)
-    each = [empty(table, record) for record in (entry(512), index_key(128))]
-    both = [empty(table, record) for record in (entry(512), index_key(128))]
-    stores.store_rows(values, each[0], rotary, tokens, ratio, "fp4")
-    stores.store_rows(keys, each[1], rotary, tokens, ratio, "key")
-    stores.store_entries(values, both[0], keys, both[1], rotary, tokens, ratio)
-    for one, other in zip(each, both, strict=True):
-        assert one.pool.any() and torch.equal(one.pool, other.pool)
-
-
 # --- Pairs ----------------------------------------------------------------------------------------
 
 

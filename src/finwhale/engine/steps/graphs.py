@@ -185,8 +185,6 @@ class Graphs:
         """The size of the graph that runs a step; None: no graph can."""
         plan = (isinstance(plan, StepPlan) and plan.largest) or plan
         most = self.sizes[-1] if self.decode else self.static.num_seqs
-        if isinstance(plan, StepPlan) and plan.prompts:
-            return None  # static inputs have no bounds of prompts
         if plan.decodes < self.decode or plan.num_seqs > most or plan.num_tokens > self.sizes[-1]:
             return None
         return self._padded(plan.num_tokens)

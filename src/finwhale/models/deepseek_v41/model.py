@@ -13,7 +13,9 @@ V vocabulary, X tokens of it whose rows of the LM head this rank holds.
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch import Tensor
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.errors import FinwhaleError
 from finwhale.models.cache import PagedCache
-from finwhale.models.deepseek_v4.kernel_sizes import library_gemm_rows
+from finwhale.models.deepseek_v4.kernel_sizes import launch_sizes, library_gemm_rows
 from finwhale.models.deepseek_v4.moe import SharedMoe
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.deepseek_v4.tensor_parallel import TensorParallel, vocabulary
@@ -29,11 +31,11 @@ from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
 from finwhale.models.deepseek_v41.engram_hash import engram_hashes
-from finwhale.models.deepseek_v41.kernel_sizes import launch_sizes
 from finwhale.models.deepseek_v41.layer import DecoderLayer
 from finwhale.models.deepseek_v41.step_parts import StepParts, step_parts
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights, ModelWeights
 from finwhale.models.rope import RotaryTables
+from finwhale.models.sharding import rank_config
 from finwhale.models.step_inputs import Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.deepseek_v41 import HashTensors
@@ -113,7 +115,15 @@ class DeepseekV41:
     @property
     def launch_sizes(self) -> ModelSizes:
         """The sizes that this rank's launch signatures depend on."""
-        return launch_sizes(self.config, self.ranks.rank)
+        rank, (top, experts) = self.ranks.rank, self.config.stage_experts
+        part: Any = rank_config(self.config, rank)  # has the names of V4's configuration
+        lanes = rank.size if rank.data_parallel else 1
+        return replace(
+            launch_sizes(part),
+            num_ranks=rank.size // lanes,
+            num_lanes=lanes,
+            draft_experts=(experts, top),
+        )
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Compute N tokens and write their state; returns the collapsed hidden states [N,1,D].

@@ -1,9 +1,8 @@
 """Rows of the cache as one Triton kernel: rope, rounding and packing (layout.py).
 
 A program stores the row of one token, if the token completes one: a window row, an entry or an
-index key. One launch stores an entry and its key (`store_entries`), which have the same page table.
-The divisions by the scales of entries are rounded to nearest, so that only the rope may give other
-last bits than the reference: a GPU fuses its products and sums.
+index key. The divisions by the scales of entries are rounded to nearest, so that only the rope may
+give other last bits than the reference: a GPU fuses its products and sums.
 
 Bytes per token: 2 C (bfloat16) or 4 C (float32) for the values, 528, 288 or 68 for the record, and
 4 R for the rotation. The floor for 8192 window rows at 4.39 TB/s is 3.4 us; for a few tokens, it is
@@ -18,7 +17,6 @@ from torch import Tensor
 from finwhale.ops.attention.rotary_triton import rotate_row, rotation
 from finwhale.ops.deepseek_v41 import RowRounding
 from finwhale.ops.deepseek_v41.layout import (
-    ScaledRow,
     check_pool,
     check_widths,
     entry,
@@ -74,35 +72,9 @@ def rounded_row(row, C: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _store_row(
-    values_ptr,
-    page_ptr,
-    offset,
-    rotary_ptr,
-    R,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    FORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Rotate, round and store the row at values_ptr as row `offset` of a page."""
-    GROUP: tl.constexpr = 16 if FORM == ENTRY else 32
-    BYTES: tl.constexpr = C if FORM == WINDOW else C // 2
-    cos, sin = rotation(rotary_ptr, 0, C, R, C)
-    wait_for_last(PDL)
-    row = tl.load(values_ptr + tl.arange(0, C)).to(tl.float32)
-    values, scales = rounded_row(rotate_row(row, cos, sin, C), C, FORM)
-    tl.store(page_ptr + offset * BYTES + tl.arange(0, BYTES), values)
-    scale_ptr = page_ptr + ROWS * BYTES + offset * (C // GROUP)
-    tl.store(scale_ptr + tl.arange(0, C // GROUP), scales)
-
-
-@triton.jit
 def _store_rows_kernel(
     values_ptr,
     pool_ptr,
-    key_ptr,
-    key_pool_ptr,
     rotary_ptr,
     positions_ptr,
     sequence_ptr,
@@ -110,18 +82,17 @@ def _store_rows_kernel(
     first_ptr,
     stride_values,
     stride_page,
-    stride_key,
-    stride_key_page,
     stride_pages,
     R,
     C: tl.constexpr,
-    KEY_C: tl.constexpr,
     ROWS: tl.constexpr,
     RATIO: tl.constexpr,
     FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, 0) stores a row of C values, program (token, 1) a key of KEY_C values."""
+    """Rotate, round and store a token's row of C values."""
+    GROUP: tl.constexpr = 16 if FORM == ENTRY else 32
+    BYTES: tl.constexpr = C if FORM == WINDOW else C // 2
     start_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
@@ -132,49 +103,17 @@ def _store_rows_kernel(
     number = position // RATIO
     page_index = number // ROWS - tl.load(first_ptr + sequence)
     page = tl.load(pages_ptr + sequence * stride_pages + page_index).to(tl.int64)
-    rotary_ptr += number * RATIO * R
-    # fmt: off
-    if KEY_C == 0 or tl.program_id(1) == 0:
-        _store_row(values_ptr + token * stride_values, pool_ptr + page * stride_page,
-                   number % ROWS, rotary_ptr, R, C, ROWS, FORM, PDL)
-    if KEY_C > 0 and tl.program_id(1) == 1:
-        _store_row(key_ptr + token * stride_key, key_pool_ptr + page * stride_key_page,
-                   number % ROWS, rotary_ptr, R, KEY_C, ROWS, KEY, PDL)
-    # fmt: on
+    page_ptr, offset = pool_ptr + page * stride_page, number % ROWS
+    cos, sin = rotation(rotary_ptr + number * RATIO * R, 0, C, R, C)
+    wait_for_last(PDL)
+    row = tl.load(values_ptr + token * stride_values + tl.arange(0, C)).to(tl.float32)
+    values, scales = rounded_row(rotate_row(row, cos, sin, C), C, FORM)
+    tl.store(page_ptr + offset * BYTES + tl.arange(0, BYTES), values)
+    scale_ptr = page_ptr + ROWS * BYTES + offset * (C // GROUP)
+    tl.store(scale_ptr + tl.arange(0, C // GROUP), scales)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
-
-
-def _launch(
-    values: tuple[tuple[Tensor, CacheRows, ScaledRow], ...],
-    rotary_LR: Tensor,
-    tokens: Tokens,
-    ratio: int,
-    form: int,
-    early_launch: bool,
-) -> None:
-    """Store one row, or two rows of one page table, for each token that completes them."""
-    for row_NC, rows, record in values:
-        check_widths(row_NC, rotary_LR, LEAST_WIDTH)
-        check_pool(rows, record)
-    (row_NC, rows, _), (key_NC, keys, _) = values[0], values[-1]
-    num_tokens, table = len(tokens.positions), rows.table
-    assert keys.table is table, "an entry and its key have one page table"
-    if num_tokens == 0:
-        return
-    _store_rows_kernel[(num_tokens, len(values))](
-        *(row_NC, rows.pool, key_NC, keys.pool, rotary_LR, tokens.positions, tokens.sequence),
-        *(table.pages, table.first, row_NC.stride(0), rows.pool.stride(0)),
-        *(key_NC.stride(0), keys.pool.stride(0), table.pages.stride(0), 2 * rotary_LR.shape[1]),
-        C=row_NC.shape[1],
-        KEY_C=key_NC.shape[1] if len(values) > 1 else 0,
-        ROWS=table.rows_per_page,
-        RATIO=ratio,
-        FORM=form,
-        num_warps=max(1, min(4, row_NC.shape[1] // VALUES_PER_WARP)),
-        **launch_options(early_launch),
-    )
 
 
 def store_rows(
@@ -195,25 +134,20 @@ def store_rows(
         "fp4": (ENTRY, entry),
         "key": (KEY, index_key),
     }
-    form, record = forms[rounding]
-    stored = ((values_NC, rows, record(values_NC.shape[1])),)
-    _launch(stored, rotary_LR, tokens, ratio, form.value, early_launch)
-
-
-def store_entries(
-    values_NC: Tensor,
-    rows: CacheRows,
-    keys_NJ: Tensor,
-    key_rows: CacheRows,
-    rotary_LR: Tensor,
-    tokens: Tokens,
-    ratio: int,
-    *,
-    early_launch: bool = False,
-) -> None:
-    """Store an entry ("fp4") and its index key ("key") in one launch; see store_rows."""
-    stored = (
-        (values_NC, rows, entry(values_NC.shape[1])),
-        (keys_NJ, key_rows, index_key(keys_NJ.shape[1])),
+    (form, record), (num_tokens, width) = forms[rounding], values_NC.shape
+    check_widths(values_NC, rotary_LR, LEAST_WIDTH)
+    check_pool(rows, record(width))
+    if num_tokens == 0:
+        return
+    table = rows.table
+    _store_rows_kernel[(len(tokens.positions),)](
+        *(values_NC, rows.pool, rotary_LR, tokens.positions, tokens.sequence),
+        *(table.pages, table.first, values_NC.stride(0), rows.pool.stride(0)),
+        *(table.pages.stride(0), 2 * rotary_LR.shape[1]),
+        C=width,
+        ROWS=table.rows_per_page,
+        RATIO=ratio,
+        FORM=form.value,
+        num_warps=max(1, min(4, width // VALUES_PER_WARP)),
+        **launch_options(early_launch),
     )
-    _launch(stored, rotary_LR, tokens, ratio, ENTRY.value, early_launch)
