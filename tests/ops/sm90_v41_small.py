@@ -20,9 +20,8 @@ def call_small(N: int) -> None:
     params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-20)
     w, how = MhcWeight(f32(24, H * D), f32(24), f32(24), f32(D)), MhcOptions(False, True, True)
     streams, pre = meta(N, H, D), f32(N, H)
-    mhc.mhc_pre_delayed(streams, pre, w, params, options=how)
-    mixes = f32(N, H), f32(N, H, H)
-    mhc.mhc_post_pre_delayed(meta(N, D), *mixes, streams, pre, w, params, options=how)
+    for last in (None, (meta(N, D), f32(N, H), f32(N, H, H))):
+        mhc.mhc_pre_delayed(last, streams, pre, w, params, options=how)
     mhc.collapse(streams, pre, early_launch=True)
 
     def ids(*shape: int) -> torch.Tensor:

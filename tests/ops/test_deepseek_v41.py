@@ -15,7 +15,7 @@ from torch import Tensor
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.deepseek_v41 import IndexRule, RowRounding, cpu, ref
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.mhc.ref import mhc_pre, mixes
+from finwhale.ops.mhc.ref import mhc_post, mhc_pre, mixes
 from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import round_e4m3, scaled_fp4, unscaled_fp4
 
@@ -244,15 +244,20 @@ def test_the_input_is_collapsed_with_other_mixes() -> None:
     )
     params, streams = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-20), draw.normal(N, H, D)
     own, _, _ = mixes(streams, w, params)
-    x, post, res, pre = ref.mhc_pre_delayed(streams, own, w, params)
+    x, post, res, pre, same = ref.mhc_pre_delayed(None, streams, own, w, params)
+    assert same is streams
     for found, wanted in zip((x, post, res), mhc_pre(streams, w, params), strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(pre, own)
     first = torch.tensor([1.0, 0, 0, 0]).expand(N, H)
-    x, _, _, again = ref.mhc_pre_delayed(streams, first, w, params)
+    x, _, _, again, _ = ref.mhc_pre_delayed(None, streams, first, w, params)
     row = streams[:, 0].double()
     wanted = row / (row.square().mean(-1, keepdim=True) + 1e-20).sqrt() * w.norm.double()
     assert (x - wanted).abs().max() < 1e-5 and torch.equal(again, own)
+    after = mhc_post(x, post, res, streams)
+    both = ref.mhc_pre_delayed((x, post, res), streams, own, w, params)
+    for one, other in zip(both, ref.mhc_pre_delayed(None, after, own, w, params), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_gate_of_engram() -> None:

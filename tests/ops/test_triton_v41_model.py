@@ -1,11 +1,10 @@
 """DeepSeek-V4.1's model with its table of Triton kernels, in the interpreter, beside the CPU's.
 
-Weights are FP8 and FP4, and the cache is packed. No engine uses the table yet.
+Weights are FP8 and FP4, and the cache is packed.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,8 @@ from finwhale.models.deepseek_v41.config_json import config_of
 from finwhale.models.step_inputs import Inline, StepInputs
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import Ops, load_ops
+from finwhale.ops.mhc import FusedReduceMhc
+from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import ref as moe_ref
 from finwhale.ops.paging import PageTable
@@ -41,13 +42,8 @@ STEPS = [((0, 21), (0, 6)), ((21, 22), (6, 7)), ((22, 25), (7, 8))]
 
 def plain_experts(w: ExpertWeight) -> ExpertWeight:
     assert w.scale13 is not None and w.scale2 is not None
-    values = plain_fp4(w.w13, w.scale13), plain_fp4(w.w2, w.scale2)
-    return ExpertWeight(values[0], values[1], w.input_group)
-
-
-def compute_experts(x: Tensor, *args: Any) -> Tensor:
-    """In float32, as the kernels."""
-    return moe_ref.compute(x.float(), *args).bfloat16()
+    w13, w2 = plain_fp4(w.w13, w.scale13), plain_fp4(w.w2, w.scale2)
+    return ExpertWeight(w13.bfloat16(), w2.bfloat16(), w.input_group)
 
 
 class Runner:
@@ -103,12 +99,14 @@ def test_logits_are_as_close_as_those_of_the_definitions() -> None:
     random model spreads that.
     """
     table = deepseek_v41.table(nvidia.table(PORTABLE), PORTABLE, hopper=False)
-    # The interpreter runs no kernels in Gluon.
+    # The interpreter runs no kernels in Gluon. As in Hopper's table, mHC adds the experts' outputs.
+    steps = mhc.num_programs, mhc.mhc_post, mhc.mhc_post_pre
     table = replace(
         table,
         finish_experts=plain_experts,
         experts_dispatch=moe_ref.dispatch,
-        experts_compute=compute_experts,
+        experts_compute=moe_ref.compute,
+        mhc_of_terms=FusedReduceMhc(mhc.FEW_TOKENS, *steps),
     )
     kernels, cpu = Runner(table, torch.bfloat16), Platform.cpu()
     plain = Runner(load_ops(cpu, reference=True), torch.bfloat16)

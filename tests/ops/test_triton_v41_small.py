@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from tests.support.op_case import Draw, step_tokens
+from torch import Tensor
 
-from finwhale.ops.deepseek_v41 import HashTensors, engram_triton, ref
+from finwhale.ops.deepseek_v41 import HashTensors, Pending, engram_triton, ref
 from finwhale.ops.deepseek_v41 import mhc_delayed_triton as mhc
 from finwhale.ops.mhc import MhcParams, MhcWeight, mhc_triton
 from finwhale.ops.mhc.ref import mhc_post
+from finwhale.ops.moe import UnreducedExperts
 from finwhale.ops.paging import CacheRows, PageTable, StepCache
 from finwhale.weights.table import LookupTable
 
@@ -36,15 +38,21 @@ def test_inputs_of_the_mixes_before(
     residual = inputs.outliers(num_tokens, 4, width, dtype=dtype)
     x, pre = inputs.normal(num_tokens, width, dtype=dtype), inputs.normal(num_tokens, 4).abs()
     post, res = inputs.normal(num_tokens, 4).abs(), inputs.normal(num_tokens, 4, 4).softmax(-1)
-    found = mhc.mhc_pre_delayed(residual, pre, w, PARAMS)
-    assert_all_close(found, ref.mhc_pre_delayed(residual, pre, w, PARAMS))
-    *fused, streams = mhc.mhc_post_pre_delayed(x, post, res, residual, pre, w, PARAMS)
-    assert_close(streams, mhc_post(x, post, res, residual))
-    assert_all_close(tuple(fused), ref.mhc_pre_delayed(streams, pre, w, PARAMS))
+    found = mhc.mhc_pre_delayed(None, residual, pre, w, PARAMS)
+    assert_all_close(found, ref.mhc_pre_delayed(None, residual, pre, w, PARAMS))
+    each, ids = inputs.normal(num_tokens, 3, width, dtype=dtype), torch.zeros(num_tokens, 3).int()
+    terms = UnreducedExperts(each, ids, x, dtype)
+    lasts: list[tuple[Pending, Tensor]] = [((x, post, res), x)]
+    if num_tokens <= few:
+        lasts.append(((terms, post, res), (each.float().sum(1) + x.float()).to(dtype)))
+    for last, total in lasts:
+        found = mhc.mhc_pre_delayed(last, residual, pre, w, PARAMS)
+        assert_close(found[4], mhc_post(total, post, res, residual))
+        assert_all_close(found, ref.mhc_pre_delayed(None, found[4], pre, w, PARAMS))
     if num_tokens:
         expanded = x[:, None].expand(-1, 4, -1)
-        found = mhc.mhc_pre_delayed(expanded, pre, w, PARAMS)
-        assert_all_close(found, ref.mhc_pre_delayed(expanded, pre, w, PARAMS))
+        found = mhc.mhc_pre_delayed(None, expanded, pre, w, PARAMS)
+        assert_all_close(found, ref.mhc_pre_delayed(None, expanded, pre, w, PARAMS))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from finwhale.models.cache import PagedCache
@@ -16,12 +15,17 @@ from finwhale.models.deepseek_v41.step_parts import StepParts, Tail
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights
 from finwhale.models.step_inputs import Segments
 from finwhale.ops import Ops
-from finwhale.ops.deepseek_v41 import HashTensors, SharedEntryOps
+from finwhale.ops.deepseek_v41 import HashTensors, Pending, SharedEntryOps
 from finwhale.ops.mhc import MhcParams
+
+LayerState = tuple[Pending | None, Tensor, Tensor]
 
 
 class DecoderLayer:
-    """Maps (residual streams, mixes of the block before) to those after the layer."""
+    """Maps (last block, residual streams before its post step, its mixes) to those after the layer.
+
+    The post step of the last block is left to the next layer. No block comes before the first one.
+    """
 
     def __init__(
         self,
@@ -58,8 +62,7 @@ class DecoderLayer:
 
     def __call__(
         self,
-        streams_NHD: Tensor,
-        pre_NH: Tensor,
+        state: LayerState,
         parts: StepParts,
         rotary: Tensor,
         cache: PagedCache,
@@ -68,20 +71,20 @@ class DecoderLayer:
         recalled_NS: Tensor | None,
         on_input: Callable[[Tensor], None] | None = None,
         tail: Tail | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> LayerState:
         """Calls `on_input` with the residual streams at the attention input.
 
         Args:
             tail: the layer, a KV source, writes the entries of all tokens, and computes the rest
                 for these only.
         """
-        ops, w = self.ops, self.weights
+        w, mhc_pre = self.weights, self.shared.mhc_pre
         if self.engram is not None:
             assert recalled_NS is not None
-            streams_NHD = self.engram(streams_NHD, recalled_NS)
+            state = None, self.engram(self.streams(state), recalled_NS), state[2]
+        x, post, res, pre_NH, streams_NHD = mhc_pre(*state, w.hc_attn, self.params)
         if on_input is not None:
             on_input(streams_NHD)
-        x, post, res, pre_NH = self.shared.mhc_pre(streams_NHD, pre_NH, w.hc_attn, self.params)
         projected = self.attn.project_index(x, parts.inputs, parts.writing, rotary, cache)
         if tail is not None:
             assert projected is not None
@@ -89,16 +92,22 @@ class DecoderLayer:
             x, post, res, pre_NH = x[rows], post[rows], res[rows], pre_NH[rows]
             streams_NHD, projected = streams_NHD[rows], projected[rows]
             if not len(rows):
-                return streams_NHD, pre_NH
+                return None, streams_NHD, pre_NH
         where = parts.inputs, rotary, cache, published, segments
-        x = self._sum(self.attn(x, projected, *where), x.dtype)
-        streams_NHD = ops.mhc_post(x, post, res, streams_NHD)
-        x, post, res, pre_NH = self.shared.mhc_pre(streams_NHD, pre_NH, w.hc_ffn, self.params)
-        x = self._sum(self.ffn(x, parts.inputs), x.dtype)
-        return ops.mhc_post(x, post, res, streams_NHD), pre_NH
+        total = self.ranks.reduce(self.attn(x, projected, *where), x.dtype)
+        state = (total, post, res), streams_NHD, pre_NH
+        x, post, res, pre_NH, streams_NHD = mhc_pre(*state, w.hc_ffn, self.params)
+        ffn = self.ffn.terms if self.ranks.can_fuse_reduce(*x.shape) else self.ffn
+        total = self.ranks.reduce(ffn(x, parts.inputs), x.dtype)
+        return (total, post, res), streams_NHD, pre_NH
 
-    def _sum(self, partial_ND: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum over the ranks, which divide attention's heads and the experts' widths."""
-        total = self.ranks.reduce(partial_ND, dtype)
-        assert isinstance(total, Tensor)
-        return total
+    def streams(self, state: LayerState) -> Tensor:
+        """The residual streams [N,H,D] after the last block's post step."""
+        last, streams_NHD, _ = state
+        if last is None:
+            return streams_NHD
+        x, post, res = last
+        if isinstance(x, Tensor):
+            return self.ops.mhc_post(x, post, res, streams_NHD)
+        assert self.ops.mhc_of_terms is not None
+        return self.ops.mhc_of_terms.mhc_post(x, post, res, streams_NHD)

@@ -31,7 +31,7 @@ from finwhale.models.deepseek_v41.attention import Published
 from finwhale.models.deepseek_v41.config import DeepseekV41Config
 from finwhale.models.deepseek_v41.dspark import DsparkHead
 from finwhale.models.deepseek_v41.engram_hash import engram_hashes
-from finwhale.models.deepseek_v41.layer import DecoderLayer
+from finwhale.models.deepseek_v41.layer import DecoderLayer, LayerState
 from finwhale.models.deepseek_v41.step_parts import StepParts, step_parts
 from finwhale.models.deepseek_v41.weight_classes import LayerWeights, ModelWeights
 from finwhale.models.rope import RotaryTables
@@ -67,7 +67,7 @@ class DeepseekV41:
         self.config, self.ops, self.shared, self.weights = config, ops, ops.shared_entries, weights
         self.published = Published()
         self.compressed_ids: Tensor | None = None
-        self.ranks = TensorParallel(collectives)
+        self.ranks = TensorParallel(collectives, ops.mhc_of_terms)
         self.ranks.divided_tokens = sys.maxsize  # each rank computes all tokens
         self.vocab_part, self.sample = vocabulary(ops, self.ranks, config.vocab_size)
         side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
@@ -207,6 +207,7 @@ class DeepseekV41:
         streams = x[:, None].expand(-1, self.config.hc_mult, -1)
         pre = streams.new_zeros(streams.shape[:2], dtype=torch.float32)
         pre[:, 0] = 1
+        state: LayerState = None, streams, pre
         recalled = None
         if any(layer.engram is not None for layer in layers):
             recalled = self._recalled(parts, cache)
@@ -215,15 +216,15 @@ class DeepseekV41:
             rotary = self.tables.compressed if layer.attn.ratio else self.tables.plain
             watch = None if on_input is None else partial(on_input, number)
             tail = parts.tail if number == self.config.first_tail_layer else None
-            state = rotary, cache, self.published, segments, recalled
-            streams, pre = layer(streams, pre, parts, *state, watch, tail)
+            where = rotary, cache, self.published, segments, recalled
+            state = layer(state, parts, *where, watch, tail)
             if tail is not None:
                 parts, recalled = tail.parts, None if recalled is None else recalled[tail.rows]
-                if not len(streams):
+                if not len(tail.rows):
                     if self.ranks.rank.data_parallel:
                         self.serve_layers(layers[at:], parts.inputs.lane_rows)
                     break
-        return self.shared.collapse(streams, pre)
+        return self.shared.collapse(layers[-1].streams(state), state[2])
 
     def _recalled(self, parts: StepParts, cache: PagedCache) -> Tensor:
         """The compressed ids [N,S] of the last tokens."""

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.mhc import MhcParams, MhcWeight, Terms
 from finwhale.ops.paging import CacheRows, Tokens
 
 # "e4m3": E4M3 with a power-of-two scale for each 32 values; "fp4": e2m1 with an E4M3 scale for each
@@ -118,16 +118,27 @@ class SelectShared(Protocol):
         """
 
 
+Pending = tuple[Terms | Tensor, Tensor, Tensor]
+"""A block's output x [N,D] and its mixes post [N,H] and res [N,H,H], whose post step is pending."""
+
+
 class MhcPreDelayed(Protocol):
-    """Like mhc.MhcPre, but the input is collapsed with the mixes of the block before:
-    x = RMSNorm(sum_i pre_i X_i).
+    """The pending post step (mhc.MhcPost), if there is one; then like mhc.MhcPre, but the input is
+    collapsed with the mixes of the block before: x = RMSNorm(sum_i pre_i X_i).
     """
 
     def __call__(
-        self, residual_NHD: Tensor, pre_NH: Tensor, w: MhcWeight, params: MhcParams
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns x [N,D] in the residual's dtype, and this block's own mixes in float32: post
-        [N,H], res [N,H,H] and pre [N,H], for the next block.
+        self,
+        last: Pending | None,
+        residual_NHD: Tensor,
+        pre_NH: Tensor,
+        w: MhcWeight,
+        params: MhcParams,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Returns x [N,D] in the residual's dtype; this block's own mixes in float32: post [N,H],
+        res [N,H,H] and pre [N,H], for the next block; and the new residual streams [N,H,D].
+
+        x may be the terms of a sum, if the table has FusedReduceMhc.
         """
 
 

@@ -11,22 +11,26 @@ from torch import Tensor
 
 from finwhale.ops import cpu_math
 from finwhale.ops.cpu_math import F32, I32, I64, view
-from finwhale.ops.deepseek_v41 import IndexRule, Selection, ref
+from finwhale.ops.deepseek_v41 import IndexRule, Pending, Selection, ref
 from finwhale.ops.indexer.cpu import MAX_SCORES, best_indices, weighted_scores
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.mhc.cpu import mixes_of
+from finwhale.ops.mhc.cpu import mhc_post, mixes_of
 from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.slots import ENTRY_PAD, entry_slots, padded, token_groups
 
 
 def mhc_pre_delayed(
-    residual_NHD: Tensor, pre_NH: Tensor, w: MhcWeight, params: MhcParams
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    last: Pending | None, residual_NHD: Tensor, pre_NH: Tensor, w: MhcWeight, params: MhcParams
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if last is not None:
+        x, post, res = last
+        assert isinstance(x, Tensor)
+        residual_NHD = mhc_post(x, post, res, residual_NHD)
     residual: F32 = np.ascontiguousarray(residual_NHD.numpy())
     own = [torch.from_numpy(part) for part in mixes_of(residual, w, params)]
     collapsed = cpu_math.matmul(pre_NH.numpy()[:, None], residual)[:, 0]
     x_ND = cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps)
-    return torch.from_numpy(x_ND), own[1], own[2], own[0]
+    return torch.from_numpy(x_ND), own[1], own[2], own[0], residual_NHD
 
 
 def engram_gate(

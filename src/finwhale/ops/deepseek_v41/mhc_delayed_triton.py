@@ -4,8 +4,7 @@ The first pass is that of mhc_triton.py: it multiplies the residual streams with
 post step or without one. The second pass computes the block's own mixes from the first one's
 results, and the block's input from the mixes of the block before. Up to FEW_TOKENS, three programs
 per token do this at the same time: the input, pre, and post with the residual mixes. With more
-tokens, it has the two kernels of mhc_triton.py. So a block takes two launches up to FEW_TOKENS with
-`mhc_post_pre_delayed`, and one more with `mhc_post` and `mhc_pre_delayed`.
+tokens, it has the two kernels of mhc_triton.py. So a block takes two launches up to FEW_TOKENS.
 
 Bytes with bfloat16: 16 D per token for the residual streams, read and written, 4 D for the block's
 output and input, and fn once, 16 M D. At 4.0 TB/s, 1, 64 and 8192 tokens of D = 5120 and M = 24
@@ -19,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.deepseek_v41 import Pending
 from finwhale.ops.launch import check_contiguous
 from finwhale.ops.launch.early_launch import launch_options, start_next, wait_for_last
-from finwhale.ops.mhc import MhcParams, MhcWeight, Terms, mhc_triton
+from finwhale.ops.mhc import MhcParams, MhcWeight, mhc_triton
 from finwhale.ops.mhc.gates_triton import (
     block_input_kernel,
     gates_kernel,
@@ -178,21 +178,7 @@ def _second_pass(
 
 
 def mhc_pre_delayed(
-    residual_NHD: Tensor,
-    pre_NH: Tensor,
-    w: MhcWeight,
-    params: MhcParams,
-    *,
-    options: MhcOptions = DEFAULT,
-) -> Delayed:
-    streams, parts = run_streams(residual_NHD, None, w.fn, options)
-    return _second_pass(streams, parts, pre_NH, w, params, options)
-
-
-def mhc_post_pre_delayed(
-    x_ND: Terms | Tensor,
-    post_NH: Tensor,
-    res_NHH: Tensor,
+    last: Pending | None,
     residual_NHD: Tensor,
     pre_NH: Tensor,
     w: MhcWeight,
@@ -200,11 +186,7 @@ def mhc_post_pre_delayed(
     *,
     options: MhcOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The pending post step, then `mhc_pre_delayed` of the new residual streams, returned last.
-
-    x may be the terms of a sum (mhc.FusedReduceMhc).
-    """
-    streams, parts = run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, options)
+    streams, parts = run_streams(residual_NHD, last, w.fn, options)
     return *_second_pass(streams, parts, pre_NH, w, params, options), streams
 
 

@@ -8,12 +8,13 @@ from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.deepseek_v41 import (
     HashTensors,
     IndexRule,
+    Pending,
     RowRounding,
     Selection,
     SharedEntryOps,
 )
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.mhc.ref import mixes
+from finwhale.ops.mhc.ref import mhc_post, mixes
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.paging import CacheRows, Tokens
 from finwhale.ops.rounding import round_e4m3, scaled_fp4, unscaled_fp4
@@ -150,12 +151,17 @@ def _best(scores: Tensor, most: int) -> Tensor:
 
 
 def mhc_pre_delayed(
-    residual_NHD: Tensor, pre_NH: Tensor, w: MhcWeight, params: MhcParams
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    last: Pending | None, residual_NHD: Tensor, pre_NH: Tensor, w: MhcWeight, params: MhcParams
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if last is not None:
+        x, post, res = last
+        assert isinstance(x, Tensor)
+        residual_NHD = mhc_post(x, post, res, residual_NHD)
     residual = residual_NHD.float()
     own_NH, post_NH, res_NHH = mixes(residual, w, params)
     x_ND = torch.bmm(pre_NH[:, None], residual).squeeze(1)
-    return rms_norm(x_ND, w.norm, params.rms_eps).to(residual_NHD.dtype), post_NH, res_NHH, own_NH
+    x_ND = rms_norm(x_ND, w.norm, params.rms_eps).to(residual_NHD.dtype)
+    return x_ND, post_NH, res_NHH, own_NH, residual_NHD
 
 
 def recall_ids(ids_N: Tensor, size: int, pad: int, rows: CacheRows, tokens: Tokens) -> Tensor:
