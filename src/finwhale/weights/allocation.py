@@ -49,7 +49,7 @@ class WeightForm:
         round_wo_a: with round_activations, also round the input of wo_a.
         storages: the stored format of each weight; None: the model's table says it.
         peers: the ranks that share lookup tables.
-        dummy: the weights are random, so lookup tables on a GPU may have fewer rows.
+        dummy: the weights are random, so lookup tables have up to DUMMY_ROWS rows.
     """
 
     ops: Ops

@@ -14,6 +14,9 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 
 Convert = Callable[[Tensor], Tensor]
+# The most rows of a lookup table of random weights. A GPU's tables are pinned, with all their
+# pages: so many of DeepSeek-V4.1's rows take 4.4 GB.
+DUMMY_ROWS = 2**24
 
 
 class Lines:

@@ -24,7 +24,7 @@ from finwhale.weights.allocation import WeightForm
 from finwhale.weights.assembler import Assembler
 from finwhale.weights.incoming import Announced, Incoming
 from finwhale.weights.source import WeightSource
-from finwhale.weights.table import table_bytes
+from finwhale.weights.table import DUMMY_ROWS, table_bytes
 from finwhale.weights.tree import device_tensors, tensors_of
 
 CPU = torch.device("cpu")
@@ -109,6 +109,12 @@ class StagedWeights:
             raise CheckpointError(
                 f"{path} stores weights in other formats than the loaded checkpoint, for which the "
                 "memory is laid out"
+            )
+        lookups = (spec for spec in self._specs.values() if spec.lookup)
+        if self._form.dummy and any(spec.shape[0] > DUMMY_ROWS for spec in lookups):
+            raise CheckpointError(
+                f"the running model's lookup tables are random and have {DUMMY_ROWS:,} rows, fewer "
+                f"than those of {path}: start an engine with a checkpoint"
             )
         check_host_memory(self._staged_bytes + tables, *STAGED)
         for spec, stored in source.into(self._assembler.destinations):

@@ -15,10 +15,8 @@ from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v41.weight_classes import ModelWeights
 from finwhale.weights.allocation import Target, WeightForm
 from finwhale.weights.assembler import Assembler
-from finwhale.weights.table import LookupTable, WeightList
+from finwhale.weights.table import DUMMY_ROWS, LookupTable, WeightList
 
-# Rows of a table of random weights on a GPU: 4.4 GB, because pinned memory takes all its pages.
-DUMMY_ROWS = 2**24
 PORTABLE, MAPPED = 1, 2  # cudaHostRegister: for every context, and for kernels
 
 
@@ -43,7 +41,7 @@ class TableAssembler(Assembler[ModelWeights]):
     def lookup(self, spec: WeightSpec) -> LookupTable:
         spec, storage, own = self._shared(spec), self._storage(spec), self.rank.rows(spec.shape[0])
         lookups, scale, shape = self.destinations.lookups, None, spec.shape
-        if self._form.dummy and self._device.type != "cpu":
+        if self._form.dummy:
             shape = min(shape[0], DUMMY_ROWS), shape[1]
         rows = self._on_host(shape, row_dtype(storage))
         lookups[spec.name] = rows[own].view(-1).view(torch.uint8)
