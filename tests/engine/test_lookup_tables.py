@@ -1,5 +1,6 @@
 """Tables whose rows a model looks up: once in host memory for all ranks, outside their weights."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -8,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from finwhale import LLM, CheckpointError, ResourceError, SamplingParams
+from finwhale import LLM, CheckpointError, FinwhaleError, ResourceError, SamplingParams
 from finwhale.demo import V41_PATH
-from finwhale.engine.ranks import memory_checks
+from finwhale.distributed.peers import Peers
+from finwhale.engine.ranks import memory_checks, staged_weights
 from finwhale.engine.ranks.local_executor import LocalExecutor
 from finwhale.engine.ranks.ranks import first_rank
 from finwhale.engine.start import decisions
+from finwhale.models.deepseek_v41 import host_tables
+from finwhale.models.deepseek_v41.model import DeepseekV41
+from finwhale.weights import table
 from finwhale.weights.source import WeightSource
 from finwhale.weights.table import LookupTable
 from finwhale.weights.tree import leaves
@@ -124,6 +130,59 @@ def test_a_host_with_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(V41_PATH, load_format="dummy") as llm:
         assert len(tokens(llm)) == 13
         assert not tables_are_there(first_rank(llm._engine.executor))
+
+
+def test_random_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens look up rows that exist, and no file replaces a table that is smaller than its own."""
+    for module in (table, host_tables, staged_weights):
+        monkeypatch.setattr(module, "DUMMY_ROWS", 90)
+    with opened(V41_PATH, load_format="dummy") as llm:
+        model = first_rank(llm._engine.executor).runner.model
+        tables = [t for t in leaves(model.weights, LookupTable) if isinstance(t, LookupTable)]
+        assert [len(each.rows) for each in tables] == [90, 90]
+        assert len(tokens(llm)) == 13
+        with pytest.raises(CheckpointError, match="are random and have 90 rows"):
+            llm.update_weights(V41_PATH)
+        assert isinstance(model, DeepseekV41)
+        for layer in model.layers:
+            if layer.engram is not None:
+                ends = (layer.engram.hashes.starts + layer.engram.hashes.sizes).flatten()
+                assert ends.tolist() == list(range(15, 91, 15))
+
+
+class FakeCuda:
+    """In place of CUDA's runtime: notes which memory is pinned."""
+
+    def __init__(self, result: int) -> None:
+        self.result, self.calls = result, list[tuple[int, ...]]()
+
+    def cudaHostRegister(self, *call: int) -> int:
+        self.calls.append(call)
+        return self.result
+
+    def cudaHostUnregister(self, address: int) -> None:
+        ctypes.string_at(address, 1)  # it is still mapped
+        self.calls.append((address,))
+
+    def cudaGetErrorString(self, result: int) -> str:
+        return f"error {result}"
+
+
+def test_memory_is_pinned_until_no_tensor_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    memory = host_tables.shared_zeros(Peers(), 8192)
+    part = torch.frombuffer(memory, dtype=torch.uint8)[4096:]
+    memory.pin()
+    del memory
+    (call,) = cuda.calls
+    assert call == (part.data_ptr() - 4096, 8192, 3)
+    del part
+    assert cuda.calls == [call, call[:1]]
+    cuda.result = 2
+    with pytest.raises(FinwhaleError, match=r"pin 4,096 bytes of host memory.*: error 2"):
+        host_tables.shared_zeros(Peers(), 4096).pin()
+    assert len(cuda.calls) == 3  # what is not pinned is not freed
 
 
 def test_a_prefix_store_knows_the_tokenizer(tmp_path: Path) -> None:

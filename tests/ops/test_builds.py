@@ -19,6 +19,7 @@ from .made_once import made_once
 from .test_optional_packages import install
 
 PROBE = Path(__file__).parent / "builds_probe.py"
+V41_PROBE = Path(__file__).parent / "v41_builds_probe.py"
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,7 +59,7 @@ def make_driver(path: Path) -> None:
     subprocess.run([*command, f"-Wl,-soname,{path.name}"], input=source, text=True, check=True)
 
 
-def probe(*paths: Path, only: tuple[str, ...] = ()) -> Any:
+def probe(*paths: Path, only: tuple[str, ...] = (), script: Path = PROBE) -> Any:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = str(PROBE.parents[2])
     env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", ""), root])
@@ -68,7 +69,7 @@ def probe(*paths: Path, only: tuple[str, ...] = ()) -> Any:
             env["LD_LIBRARY_PATH"] = drivers
             make_driver(Path(drivers) / "libcuda.so.1")
         done = subprocess.run(
-            [sys.executable, str(PROBE), *only],
+            [sys.executable, str(script), *only],
             env=env,
             capture_output=True,
             text=True,
@@ -96,6 +97,14 @@ def test_every_step_that_ranks_divide_finds_its_kernels(all_launches: dict[str, 
 @pytest.mark.kernels
 def test_every_step_of_data_parallel_ranks_finds_its_kernels(all_launches: dict[str, Any]) -> None:
     assert all_launches["lanes"] == all_launches["drafting lanes"] == []
+
+
+@pytest.mark.kernels
+def test_every_step_of_deepseek_v41_finds_its_kernels() -> None:
+    """Whole steps, with plain and captured prefills and with drafts; no tensor has memory."""
+    found = probe(script=V41_PROBE)
+    assert [report["missing"] for report in found.values()] == [[]] * 3
+    assert all(report["every"] > 120 for report in found.values())
 
 
 @pytest.mark.kernels

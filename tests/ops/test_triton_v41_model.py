@@ -112,7 +112,9 @@ def test_logits_are_as_close_as_those_of_the_definitions() -> None:
     plain = Runner(load_ops(cpu, reference=True), torch.bfloat16)
     exact = Runner(load_ops(cpu), torch.float32)
     text = torch.randint(19, 1024, (25,), generator=torch.Generator().manual_seed(0)).tolist()
-    for chunks in STEPS:
-        found, defined, wanted = (runner(text, chunks) for runner in (kernels, plain, exact))
-        spread = distance(defined, wanted)
-        assert distance(found, wanted) < 1.5 * spread and distance(found, defined) < 1.5 * spread
+    # The median of one step is that of a few tokens.
+    found, defined, wanted = (
+        torch.cat([runner(text, chunks) for chunks in STEPS]) for runner in (kernels, plain, exact)
+    )
+    spread = distance(defined, wanted)
+    assert distance(found, wanted) < 1.5 * spread and distance(found, defined) < 1.5 * spread

@@ -9,10 +9,12 @@ import torch
 from tests.support.v41_config import PUBLISHED as RAW
 from tests.support.v41_config import config, tiny_config
 
+from finwhale.checkpoint.spec import Storage
 from finwhale.engine.start.kv_cache import allocate_cache, plan_cache
 from finwhale.errors import CheckpointError
 from finwhale.models.cache import CacheGroup
 from finwhale.models.config_checks import FIXED
+from finwhale.models.deepseek_v41 import architecture
 from finwhale.models.deepseek_v41.cache_spec import cache_spec
 from finwhale.models.deepseek_v41.config_json import config_of
 from finwhale.models.deepseek_v41.presets import PUBLISHED
@@ -276,3 +278,26 @@ def test_a_model_without_sources_keeps_windows_alone() -> None:
     cut = FLASH.without_draft_head().with_layers(1)
     (window,) = cache_spec(cut)
     assert window.keep == (1, 127) and window.fields[0].layers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "reasons"),
+    [
+        ({}, "", []),
+        ({}, ".ffn.experts.", ["experts are not FP4"]),
+        ({}, ".shared_experts.", ["shared experts are not FP8 in blocks of 32"]),
+        ({}, ".attn.", []),  # plain projections have kernels, too
+        ({"candidate_topk_blocks": 1000}, "", ["its sizes are not those of the kernels"]),
+        ({"head_dim": 96}, "", ["its sizes are not those of the kernels"]),
+        ({"index_topk": 1025}, "", ["its sizes are not those of the kernels"]),
+        ({"candidate_block_size": 4}, "", ["its sizes are not those of the kernels"]),
+    ],
+)
+def test_why_no_kernels_run(changes: dict[str, Any], part: str, reasons: list[str]) -> None:
+    """part: of the names of weights that are stored in bf16."""
+    model = config_of(config(**changes))
+    specs = architecture.weight_specs(model)
+    storages: dict[str, Storage] = {
+        name: "bf16" if part and part in name else spec.storage for name, spec in specs.items()
+    }
+    assert architecture.kernel_obstacles(model, storages) == reasons
