@@ -16,7 +16,7 @@ from finwhale.ops.deepseek_v41.attention_triton import sparse_attention
 from finwhale.ops.deepseek_v41.layout import entry, index_key, window_row
 from finwhale.ops.deepseek_v41.merge_pairs_triton import merge_pairs
 from finwhale.ops.deepseek_v41.store_rows_triton import store_rows
-from finwhale.ops.paging import CacheRows
+from finwhale.ops.paging import CacheRows, StepCache
 
 DEVICE = "cuda"
 CHUNKS: Chunks = ((254, 700), (7, 8), (0, 5), (511, 512), (40, 80), (2, 3))
@@ -48,6 +48,19 @@ def test_attention(step: str, heads: int, kind: Entries, topk: int) -> None:
     again = attention(case, early_launch=True, inline_asm=True)
     assert torch.equal(found, again)
     check(attention(case, invariant=True, inline_asm=True).float(), case.wanted())
+
+
+@pytest.mark.parametrize("kind, topk", [("none", 0), ("fp4", 512)])
+@pytest.mark.parametrize("heads", [64, 8])
+@pytest.mark.parametrize("step", ["4", "300"])
+def test_windows_that_begin_later(step: str, heads: int, kind: Entries, topk: int) -> None:
+    """Within a window, at a token, and after some tokens, which then see no row."""
+    case = Case(STEPS[step], heads, 512, 128, kind, topk)
+    begin = torch.tensor([start - 40 + 20 * n for n, (start, _) in enumerate(STEPS[step])])
+    case.tokens = replace(case.tokens, windows_begin=begin, cache=StepCache())
+    found = attention(case, early_launch=True, inline_asm=True)
+    check(found.float(), case.wanted())
+    assert torch.equal(found, attention(case))
 
 
 @pytest.mark.parametrize("rounding", ["e4m3", "fp4", "key"])

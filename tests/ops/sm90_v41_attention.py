@@ -1,6 +1,7 @@
 """Calls of DeepSeek-V4.1's records and attention, which sm90_compile.py compiles for SM90."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,9 +37,11 @@ def call_rows(N: int, max_query: int) -> None:
     merge_pairs(f32(N, 2 * C), f32(C), state, tokens, 1e-20, 6, early_launch=early)
 
 
-def call_attention(heads: int, N: int) -> None:
+def call_attention(heads: int, N: int, *, replays: bool = False) -> None:
     """Call attention for N tokens, as layers of every kind do."""
     tokens, rotary = step_tokens(N, 2**20, 1), f32(2**20, 32, 2)
+    if replays:
+        tokens = replace(tokens, windows_begin=meta(N, dtype=torch.int64))
     window = pool(window_row(C), N, 64)
     for entries in (
         None,
@@ -59,4 +62,5 @@ CALLS: dict[str, Callable[[], None]] = {
         f"v41-attention-{heads}-{N}": partial(call_attention, heads, N)
         for heads, N in ((64, 1), (64, 32), (64, 8192), (32, 8192), (8, 8), (8, 8192))
     },
+    "v41-attention-replay": partial(call_attention, 64, 8192, replays=True),
 }

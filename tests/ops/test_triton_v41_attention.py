@@ -195,6 +195,22 @@ def test_padding_sees_no_row_and_gives_zeros(splits: int) -> None:
     assert not found[1].any()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", ["none", "fp4", "window"])
+def test_windows_that_begin_later(kind: Entries, splits: int) -> None:
+    """Before position 0, within a window, at a token, and after tokens that then see no row."""
+    case = Case(((3, 5), (20, 21), (126, 129), (299, 300)), 4, 128, 32, kind, 40)
+    whole = case.wanted()
+    begin = torch.tensor([-5, 10, 128, 299])
+    case.tokens = replace(case.tokens, windows_begin=begin, cache=StepCache())
+    wanted = case.wanted()
+    check(attention(case, plan(16, 16, splits)), wanted)
+    check(attention(case, invariant=True), wanted)
+    assert [n for n, same in enumerate((whole == wanted).flatten(1).all(1)) if same] == [0, 1]
+    if kind == "none":
+        assert not wanted[3:5].any()
+
+
 @pytest.mark.parametrize("kind", ["none", "fp4"])
 def test_invariant_shares_give_a_token_its_own_bits(kind: Entries) -> None:
     case = Case(DECODE, 4, 128, 32, kind, 200)

@@ -158,7 +158,7 @@ class Tokens:
         max_len: upper bound, on the host, of the sequences' lengths after this step or any replay.
         max_query: upper bound, on the host, of a sequence's tokens in the step; 1 in a decode.
         windows_begin: [B] int64: the first position that the windows of each sequence have. None:
-            0. Kernels for GPUs take None only.
+            0. DeepSeek-V4's kernels take None only.
         cache: results that the layers of the step share.
 
     The tensors must be contiguous, because kernels do not take their strides.

@@ -144,6 +144,7 @@ def _attend_kernel(
     rotary_ptr,
     positions_ptr,
     sequence_ptr,
+    windows_begin_ptr,
     window_ptr,
     window_pages_ptr,
     window_first_ptr,
@@ -175,10 +176,14 @@ def _attend_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SHARE: tl.constexpr,
+    REPLAY: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attention of a token's BLOCK_H heads over a share of its keys. ENTRY_BITS 0: no entries."""
+    """Attention of a token's BLOCK_H heads over a share of its keys. ENTRY_BITS 0: no entries.
+
+    REPLAY: the windows of a sequence begin at *windows_begin.
+    """
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -190,6 +195,9 @@ def _attend_kernel(
     sequence = tl.load(sequence_ptr + token).to(tl.int64)
     window_pages_ptr += sequence * stride_window
     window_first = tl.load(window_first_ptr + sequence)
+    first_key = W - 1 - position
+    if REPLAY:
+        first_key += tl.maximum(tl.load(windows_begin_ptr + sequence).to(tl.int32), 0)
     rotary_ptr += tl.maximum(position, 0).to(tl.int64) * R
     cos, sin = rotation(rotary_ptr, 0, C, R, C)
     cos, sin = cos[None, :], sin[None, :]
@@ -222,7 +230,7 @@ def _attend_kernel(
         in_window = tile < WINDOW_TILES
         key = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         number = position - (W - 1) + key
-        valid = (number >= 0) & (key < W)
+        valid = (key >= first_key) & (key < W)
         page_at = window_pages_ptr + number // WINDOW_ROWS - window_first
         page = tl.load(page_at, mask=valid, other=0).to(tl.int64)
         page_ptr = window_ptr + page * stride_window_page
@@ -301,9 +309,12 @@ def attend(p: AttentionProblem, plan: AttendPlan) -> None:
     share = plan.share or triton.cdiv(num_tiles(p, plan.block_k), plan.splits)
     splits = triton.cdiv(num_tiles(p, plan.block_k), share)
     part, stats = p.workspace(splits)
+    begin = p.tokens.windows_begin
     arguments, names = p.arguments(part, stats), (*_attend_kernel.arg_names, "launch_pdl")
     _attend_kernel[(num_tokens, splits, triton.cdiv(heads, plan.block_h))](
         **{name: arguments[name] for name in arguments if name in names},
+        windows_begin_ptr=p.tokens.positions if begin is None else begin,
+        REPLAY=begin is not None,
         ENTRY_BITS=entry_bits,
         C=width,
         R=p.rope,
