@@ -118,6 +118,7 @@ def test_embedded_model(exact: bool) -> None:
 def test_generate_command(ranks: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """The command of docs/v41.md, and two ranks as users start them."""
     given = ["--draft-tokens", "5", "--stats", "--device", "cpu", "--max-tokens", "8", *ranks]
+    given.append("--ignore-eos")
     assert main(["generate", "--model", "demo-v41", *given, "Once upon a time"]) == 0
     found = capsys.readouterr()
     assert found.out.strip() and "8 tokens" in found.err
